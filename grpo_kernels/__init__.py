@@ -1,0 +1,32 @@
+"""The GRPO family of losses straight from hidden states: chunked, exact, without the (tokens, vocabulary) logits.
+
+`grpo_loss` and its module `GRPOLoss` are the loss; `linear_logprob` is what other losses build on; `advantages` and
+`rewards` make what the loss takes; `grpo_kernels.integrations` holds what connects it to trainers.
+"""
+
+from __future__ import annotations
+
+from grpo_kernels import advantages, presets, rewards
+from grpo_kernels.config import LossConfig
+from grpo_kernels.custom import TokenInputs, token_level
+from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
+from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Expectation",
+    "GRPOLoss",
+    "LossConfig",
+    "LossOutput",
+    "TokenInputs",
+    "advantages",
+    "grpo_loss",
+    "linear_logprob",
+    "linear_logprob_with",
+    "policy_expectation",
+    "presets",
+    "rewards",
+    "token_level",
+]

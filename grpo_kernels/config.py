@@ -1,0 +1,152 @@
+"""What loss is computed: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``, checked once.
+
+Every name and default is TRL's, except those marked *ours*. Published algorithms are presets (`grpo_kernels.presets`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # min(ratio * A, clip(ratio) * A)
+NUM_ITEMS_LOSS_TYPES = ("dapo", "cispo", "vespo")  # normalised by num_items_in_batch
+
+_CHOICES = {
+    "loss_type": LOSS_TYPES,
+    "importance_sampling_level": ("token", "sequence"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "logits_dtype": ("float32", "input"),
+}
+_OPTIONAL = ("epsilon_high", "delta", "off_policy_mask_threshold", "final_logit_softcapping")
+# name -> (lowest value, may be equal to it); the fields that are numbers and are not listed may be any finite number
+_LOWEST = {
+    "epsilon": (0.0, True),
+    "epsilon_high": (0.0, True),
+    "delta": (0.0, False),
+    "beta": (0.0, True),
+    "temperature": (0.0, False),
+    "top_entropy_quantile": (0.0, True),
+    "max_completion_length": (1, True),
+    "sapo_temperature_pos": (0.0, False),
+    "sapo_temperature_neg": (0.0, False),
+    "vespo_k_pos": (0.0, True),
+    "vespo_k_neg": (0.0, True),
+    "vespo_lambda_pos": (0.0, True),
+    "vespo_lambda_neg": (0.0, True),
+    "final_logit_softcapping": (0.0, False),
+}
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The loss, as TRL's ``GRPOConfig`` names it.
+
+    Args:
+        loss_type: per-token surrogate and normaliser, one of ``"grpo"`` (https://arxiv.org/abs/2402.03300), ``"bnpo"``,
+            ``"dr_grpo"`` (https://arxiv.org/abs/2503.20783), ``"dapo"`` (https://arxiv.org/abs/2503.14476), ``"cispo"``
+            (https://arxiv.org/abs/2506.13585), ``"sapo"`` (https://arxiv.org/abs/2511.20347), ``"luspo"``
+            (https://arxiv.org/abs/2602.05261), ``"vespo"`` (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"``
+            (https://arxiv.org/abs/2507.20673; its ratio is always per sequence, its top-entropy mask chooses the tokens
+            of that ratio, and neither off-policy mask nor importance sampling ratio applies to it).
+        importance_sampling_level: ``"token"``: one ratio a token; ``"sequence"``: the ratio is exp of the sequence's
+            mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
+        epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None`` means ``epsilon``.
+            For ``"cispo"`` `epsilon_high` is the cap on the ratio itself. For ``"gmpo"`` the range is in log space.
+        delta: upper bound of the unclipped ratio (two-sided clipping); the clipped loss types only.
+        beta: weight of the KL term to the reference model; 0 turns it off.
+        use_bias_correction_kl: multiply the KL estimate by the ratio (not for ``"gmpo"``).
+        kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 / 2, ``"k1"`` -d.
+        temperature: the logits are divided by it.
+        top_entropy_quantile: share of the tokens, those of highest entropy, that carry the policy loss; 1 means all.
+        entropy_coef: weight of the entropy bonus, a mean over its tokens that is subtracted from the loss.
+        off_policy_mask_threshold: a sequence with a negative advantage whose mean of (sampling logp - logp) is above
+            it is dropped from the policy loss.
+        max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
+        sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape
+            of those two surrogates for positive and negative advantages.
+        final_logit_softcapping: *head*; cap of ``cap * tanh(x / cap)`` on the logits, after `logit_scale`.
+        logit_scale: *head*; the logits are multiplied by it.
+        logits_dtype: *ours*; ``"float32"``: logits straight from the product's fp32 accumulator; ``"input"``: rounded
+            to the dtype of the product's operands first, as a sampler with a 16-bit head does.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type, or out of its range; the message names it.
+    """
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    kl_estimator: str = "k3"
+    temperature: float = 1.0
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    off_policy_mask_threshold: float | None = None
+    max_completion_length: int = 512
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+    logits_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in _CHOICES:
+                if value not in _CHOICES[name]:
+                    raise ValueError(f"{name}: expected one of {', '.join(_CHOICES[name])}, got {value!r}")
+            elif name == "use_bias_correction_kl":
+                if not isinstance(value, bool):
+                    raise TypeError(f"{name}: expected a bool, got {value!r}")
+            elif not (value is None and name in _OPTIONAL):
+                check_number(name, value, *_LOWEST.get(name, (-math.inf, False)))
+        if not isinstance(self.max_completion_length, int):
+            raise TypeError(f"max_completion_length: expected an int, got {self.max_completion_length!r}")
+        if self.top_entropy_quantile > 1.0:
+            raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
+
+    @property
+    def clip_high(self) -> float:
+        """`epsilon_high`, or `epsilon` where it is not set."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def corrects_kl(self) -> bool:
+        """Whether the KL estimate is multiplied by the ratio."""
+        return self.beta != 0.0 and self.use_bias_correction_kl and self.loss_type != "gmpo"
+
+    @property
+    def ratio_is_per_sequence(self) -> bool:
+        """Whether the policy term sees one ratio a sequence, so that the tokens of a sequence are coupled."""
+        return self.importance_sampling_level == "sequence" or self.loss_type in ("vespo", "gmpo")
+
+    @classmethod
+    def from_trl(cls, args: Any, **overrides: Any) -> LossConfig:
+        """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.
+
+        Fields that `args` does not have keep their default; `overrides` win, such as the head's
+        ``final_logit_softcapping``, which TRL reads from the model.
+
+        Raises:
+            ValueError: `args` asks for a loss type this library does not know.
+        """
+        found = {f.name: getattr(args, f.name) for f in fields(cls) if getattr(args, f.name, None) is not None}
+        return cls(**{**found, **overrides})
+
+
+def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
+    """Raise unless `value` is a finite number above `lowest` (or equal to it, if `inclusive`)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
+        limit = "" if lowest == -math.inf else f" {'>=' if inclusive else '>'} {lowest:g}"
+        raise ValueError(f"{name}: expected a finite number{limit}, got {value!r}")

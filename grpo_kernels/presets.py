@@ -1,0 +1,50 @@
+"""Published algorithms, each as the `LossConfig` that gives its loss.
+
+A preset fixes the loss only. How advantages are made is the caller's: `grpo_kernels.advantages`.
+"""
+
+from __future__ import annotations
+
+from grpo_kernels.config import LossConfig
+
+GRPO = LossConfig(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
+"""DeepSeekMath, https://arxiv.org/abs/2402.03300: mean over each sequence, then over sequences, with KL 0.04."""
+
+DR_GRPO = LossConfig(loss_type="dr_grpo")
+"""Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783: a constant normaliser; advantages unscaled."""
+
+DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
+"""DAPO, https://arxiv.org/abs/2503.14476: mean over all tokens of the batch, higher upper clip."""
+
+GSPO = LossConfig(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
+"""Group sequence policy optimisation, https://arxiv.org/abs/2507.18071: one ratio a sequence, a narrow clip."""
+
+CISPO = LossConfig(loss_type="cispo", epsilon_high=5.0)
+"""MiniMax-M1, https://arxiv.org/abs/2506.13585: the capped ratio is a constant weight of the log-probability."""
+
+SAPO = LossConfig(loss_type="sapo")
+"""Soft adaptive policy optimisation, https://arxiv.org/abs/2511.20347: a sigmoid gate in place of the clip."""
+
+LUSPO = LossConfig(loss_type="luspo", importance_sampling_level="sequence", epsilon=2e-3, epsilon_high=2.5e-3)
+"""Length-unbiased sequence policy optimisation, https://arxiv.org/abs/2602.05261."""
+
+VESPO = LossConfig(loss_type="vespo")
+"""Variational sequence-level soft policy optimisation, https://arxiv.org/abs/2602.10693: a gamma-shaped weight."""
+
+GMPO = LossConfig(loss_type="gmpo", importance_sampling_level="sequence", epsilon=0.4)
+"""Geometric-mean policy optimisation, https://arxiv.org/abs/2507.20673: tokens clipped to exp(+-0.4), then averaged."""
+
+PPO = LossConfig(loss_type="bnpo", epsilon=0.2)
+"""Proximal policy optimisation, https://arxiv.org/abs/1707.06347: token ratios, per-token advantages (`gae`)."""
+
+REINFORCE = LossConfig(loss_type="cispo", epsilon_high=1.0)
+"""REINFORCE (Williams, 1992, https://doi.org/10.1007/BF00992696): -A log p a token, the ratio capped at 1 if the
+samples are old."""
+
+RLOO = LossConfig(loss_type="luspo")
+"""REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: summed over the sequence; with `rloo_advantages`. The
+published estimator is on-policy; given old log-probabilities, each token's ratio is clipped as in PPO."""
+
+__all__ = [
+    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "LUSPO", "PPO", "REINFORCE", "RLOO", "SAPO", "VESPO",
+]  # fmt: skip
