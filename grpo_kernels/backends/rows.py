@@ -1,0 +1,78 @@
+"""What engines and row backends say to each other: the seam between matrix products and row work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """``z = softcap(scale * x) / temperature`` of the raw projection x, with ``softcap(x) = cap * tanh(x / cap)``."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    inv_temperature: float | Tensor = 1.0  # a number, or (n, 1): one a row
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Per-row results over the scaled logits z (n, V); all of shape (n,), in the accumulator's dtype."""
+
+    logps: Tensor  # log softmax(z)[id]
+    max_logit: Tensor  # max_j z_j
+    log_sum: Tensor  # log sum_j exp(z_j - max_logit)
+    entropies: Tensor | None = None  # -sum_j p_j log p_j
+    extras: dict[str, Tensor] = field(default_factory=dict)  # those of STATISTICS that were asked for
+
+    def rows(self, index: Tensor | slice) -> RowStats:
+        """The statistics of the rows at `index`."""
+        entropies = None if self.entropies is None else self.entropies[index]
+        extras = {name: x[index] for name, x in self.extras.items()}
+        return RowStats(self.logps[index], self.max_logit[index], self.log_sum[index], entropies, extras)
+
+    @staticmethod
+    def concatenate(
+        chunks: list[RowStats], like: Tensor, dtype: torch.dtype, *, entropy: bool, extras: tuple[str, ...]
+    ) -> RowStats:
+        """The statistics of all chunks one after the other; of no rows, on the device of `like`, if there are none."""
+        if not chunks:
+            none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
+            empty = {name: flags if name == "is_top1" else none for name in extras}
+            return RowStats(none, none, none, none if entropy else None, empty)
+        return RowStats(
+            torch.cat([c.logps for c in chunks]),
+            torch.cat([c.max_logit for c in chunks]),
+            torch.cat([c.log_sum for c in chunks]),
+            torch.cat([c.entropies for c in chunks if c.entropies is not None]) if entropy else None,
+            {name: torch.cat([c.extras[name] for c in chunks]) for name in extras},
+        )
+
+
+class RowBackend(Protocol):
+    """Row work on a chunk of logits (n, V) of dtype fp32 (fp64 for fp64 inputs), contiguous; n is at least 4."""
+
+    name: str
+
+    def scratch_rows(self, n: int, vocab: int) -> int:
+        """Temporary memory that `stats` and `grad_` need besides a chunk of `n` rows, in rows of logits."""
+        ...
+
+    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
+        """Turn the raw projection into the form that `stats` and `grad_` read, in place."""
+        ...
+
+    def stats(self, logits: Tensor, ids: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        """Reduce each row; `ids` (n,) int64 in [0, V)."""
+        ...
+
+    def grad_(
+        self, logits: Tensor, ids: Tensor, stats: RowStats, a: Tensor, b: Tensor | None, transform: LogitTransform
+    ) -> None:
+        """Overwrite the chunk with d loss / d (raw projection); a = d loss / d logp, b = d loss / d entropy, (n,)."""
+        ...

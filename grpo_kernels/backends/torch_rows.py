@@ -1,0 +1,162 @@
+"""The row backend in plain torch: runs on any device, and is the oracle for the others.
+
+With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and y the target::
+
+    logp     = log p_y = -log(1 + exp(log sum_{j != y} e_j + m - z_y))
+    entropy  = log S - sum_j e_j (z_j - m) / S
+    d z_j    = a * (1[j = y] - p_j) - b * p_j * (log p_j + entropy)
+
+The target is left out of the sum in logp, and the largest term out of the sum in log S, so that neither cancels when a
+token is nearly certain; likewise ``1 - p_y = -expm1(logp)``. A probability of zero (a logit of -inf) drops out of the
+entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+
+BLOCK_ELEMENTS = 2**19  # a block of rows this large stays in a core's cache through all passes
+LEAST_BLOCK_ROWS = 3
+LOWEST = -1e4  # exp of it is 0 in every dtype, and 0 * it is 0, which 0 * -inf is not
+
+
+class TorchRows:
+    """Row work in torch operations, a cache-sized block of rows at a time."""
+
+    name = "torch"
+
+    def scratch_rows(self, n: int, vocab: int) -> int:
+        return 2 * _block_rows(n, vocab)
+
+    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
+        cap, inv_t = transform.softcap, transform.inv_temperature
+        factor = transform.scale * (inv_t if cap is None else 1.0 / cap)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            logits.mul_(factor)
+        if cap is not None:
+            logits.tanh_().mul_(cap * inv_t)
+
+    def stats(self, logits: Tensor, ids: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        n, vocab = logits.shape
+        names = ["logps", "max_logit", "log_sum", *(["entropies"] if entropy else [])]
+        out = {name: logits.new_empty(n) for name in names}
+        more = {name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
+        scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
+        for block in _blocks(n, vocab):
+            shifted, exps = scratch[:, : block.stop - block.start]
+            _block_stats(
+                logits[block],
+                ids[block, None],
+                shifted,
+                exps,
+                {name: x[block] for name, x in out.items()},
+                {name: x[block] for name, x in more.items()},
+            )
+        return RowStats(**out, extras=more)
+
+    def grad_(
+        self, logits: Tensor, ids: Tensor, stats: RowStats, a: Tensor, b: Tensor | None, transform: LogitTransform
+    ) -> None:
+        n, vocab = logits.shape
+        # d raw = d z * dz/draw: the part that is the same for the whole row goes into a and b
+        inv_t = transform.inv_temperature
+        row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
+        a = a * row_factor
+        b = None if b is None else b * row_factor
+        scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
+        for block in _blocks(n, vocab):
+            slope, exps = scratch[:, : block.stop - block.start]
+            _block_grad_(
+                logits[block],
+                ids[block, None],
+                stats.rows(block),
+                a[block, None],
+                None if b is None else b[block, None],
+                transform.softcap,
+                inv_t[block] if isinstance(inv_t, Tensor) else inv_t,
+                slope,
+                exps,
+            )
+
+
+def _block_stats(
+    z: Tensor,  # (r, V) scaled logits
+    ids: Tensor,  # (r, 1)
+    shifted: Tensor,  # (r, V) scratch
+    exps: Tensor,  # (r, V) scratch
+    out: dict[str, Tensor],  # each (r,), written
+    extras: dict[str, Tensor],  # each (r,), written
+) -> None:
+    top, argmax = z.max(dim=1, keepdim=True)
+    torch.sub(z, top, out=shifted)
+    torch.exp(shifted, out=exps)
+    exp_target, target = exps.gather(1, ids), z.gather(1, ids)
+    is_argmax = ids == argmax
+    exps.scatter_(1, ids, 0.0).scatter_(1, argmax, 0.0)
+    rest = exps.sum(dim=1, keepdim=True)  # neither the target nor the largest
+    others = torch.where(is_argmax, rest, rest + 1.0)  # all but the target
+    but_largest = torch.where(is_argmax, rest, rest + exp_target)
+    log_sum = torch.log1p(but_largest)
+    margin = others.log() + (top - target)
+    out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])
+    out["max_logit"].copy_(top[:, 0])
+    out["log_sum"].copy_(log_sum[:, 0])
+    if "log_sum_sq_probs" in extras:
+        squares = torch.linalg.vector_norm(exps, dim=1, keepdim=True).square()
+        squares += torch.where(is_argmax, 1.0, 1.0 + exp_target.square())
+        extras["log_sum_sq_probs"].copy_((squares.log() - 2 * log_sum)[:, 0])
+    if "mean_logits" in extras:
+        extras["mean_logits"].copy_(z.mean(dim=1))
+    if "is_top1" in extras:  # of equal logits the one with the lowest id counts as the largest
+        extras["is_top1"].copy_(is_argmax[:, 0])
+    if "entropies" in out:
+        target_term = torch.where(is_argmax, 0.0, exp_target * (target - top).clamp_min(LOWEST))
+        mean_shifted = (exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) + target_term) / (
+            1 + but_largest
+        )
+        out["entropies"].copy_((log_sum - mean_shifted)[:, 0])
+
+
+def _block_grad_(
+    z: Tensor,  # (r, V) scaled logits, overwritten
+    ids: Tensor,  # (r, 1)
+    stats: RowStats,  # of these rows
+    a: Tensor,  # (r, 1)
+    b: Tensor | None,  # (r, 1)
+    softcap: float | None,
+    inv_t: float | Tensor,  # number or (r, 1)
+    slope: Tensor,  # (r, V) scratch
+    exps: Tensor,  # (r, V) scratch
+) -> None:
+    if softcap is not None:  # d cap*tanh(x/cap) / dx = 1 - tanh^2, and z = cap * inv_t * tanh
+        torch.div(z, softcap * inv_t, out=slope).square_().neg_().add_(1.0)
+    logps, log_sum = stats.logps[:, None], stats.log_sum[:, None]
+    inv_sum = torch.exp(-log_sum)
+    target = a * -torch.expm1(logps)
+    z.sub_(stats.max_logit[:, None])
+    if b is None:
+        z.exp_().mul_(-a * inv_sum)
+    else:
+        assert stats.entropies is not None
+        entropies = stats.entropies[:, None]
+        torch.exp(z, out=exps)
+        z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-b).sub_(a).mul_(exps.mul_(inv_sum))
+        target = target - b * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
+    z.scatter_(1, ids, target)
+    if softcap is not None:
+        z.mul_(slope)
+
+
+def _block_rows(n: int, vocab: int) -> int:
+    return min(n, max(LEAST_BLOCK_ROWS, min(BLOCK_ELEMENTS // vocab, n // 8)))
+
+
+def _blocks(n: int, vocab: int) -> Iterator[slice]:
+    """Blocks of nearly equal size, so that none is a single row (if n > 1): torch sums a lone row in another order."""
+    count = -(-n // _block_rows(n, vocab))
+    return (slice(n * i // count, n * (i + 1) // count) for i in range(count))

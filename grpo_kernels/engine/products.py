@@ -1,0 +1,101 @@
+"""The three matrix products, by the vendor library: fp32 out of the accumulator, whatever the operands' dtype.
+
+On CUDA, 16-bit operands go in as they are and fp32 comes out. On a CPU the library would round the result to 16 bits,
+so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time.
+
+All products with few rows are padded to a multiple of `ROW_MULTIPLE` rows: below `FEW_ROWS` the CPU library picks its
+kernel by the exact number of rows, and the bits of a row would depend on how many others there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+FEW_ROWS, ROW_MULTIPLE = 12, 4
+
+
+def padded_rows(n: int) -> int:
+    """How many rows the products of `n` rows are done with."""
+    return n if n >= FEW_ROWS else -(-n // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+class Products:
+    """The products of the head `weight` (V, H) with chunks of rows, in `compute_dtype` operands.
+
+    Args:
+        weight: (V, H), of any floating dtype.
+        compute_dtype: what the operands are rounded to; the accumulator is fp64 for fp64, else fp32.
+        slice_bytes: how much of the weight is converted at a time, where it has to be.
+    """
+
+    def __init__(self, weight: Tensor, compute_dtype: torch.dtype, slice_bytes: int = 32 * 2**20) -> None:
+        self.weight, self.compute_dtype = weight, compute_dtype
+        self.accumulator = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        narrow = compute_dtype.itemsize < self.accumulator.itemsize
+        self._mixed = narrow and weight.is_cuda  # 16-bit operands in, fp32 out
+        self._operand_dtype = compute_dtype if self._mixed else self.accumulator
+        rows = weight.shape[0]
+        if weight.dtype != compute_dtype or compute_dtype != self._operand_dtype:
+            rows = min(rows, max(1, slice_bytes // (weight.shape[1] * self._slice_itemsize)))
+            self.slice_bytes = rows * weight.shape[1] * self._slice_itemsize
+        else:
+            self.slice_bytes = 0  # the weight is an operand as it is
+        self._slice_rows = rows
+
+    @property
+    def _slice_itemsize(self) -> int:
+        return self.compute_dtype.itemsize + self._operand_dtype.itemsize
+
+    def _weights(self) -> Iterator[tuple[slice, Tensor]]:
+        """(columns of the vocabulary, the head's rows for them as an operand)."""
+        vocab = self.weight.shape[0]
+        for start in range(0, vocab, self._slice_rows):
+            columns = slice(start, min(start + self._slice_rows, vocab))
+            yield columns, self.operand(self.weight[columns])
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Hidden states or weights, rounded to the compute dtype, in the dtype that the product takes."""
+        return x.to(self.compute_dtype).to(self._operand_dtype)
+
+    def gradient_operand(self, d_logits: Tensor) -> Tensor:
+        """d logits in the dtype that the product takes: rounded on CUDA if the operands have 16 bits, not on a CPU."""
+        return d_logits.to(self._operand_dtype)
+
+    def row_bytes(self) -> int:
+        """What a row of a chunk takes: its logits, their gradient if that is a copy, and its hidden state."""
+        vocab, width = self.weight.shape
+        copies = self._operand_dtype.itemsize if self._mixed else 0
+        return vocab * (self.accumulator.itemsize + copies) + width * self._operand_dtype.itemsize
+
+    def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """``out = hidden @ weight.T + bias``: (n, H) operand -> (n, V)."""
+        for columns, weight in self._weights():
+            self._product(hidden, weight.t(), out[:, columns])
+        if bias is not None:
+            out.add_(bias)
+
+    def d_hidden(self, d_logits: Tensor, out: Tensor) -> None:
+        """``out = d_logits @ weight``: (n, V) -> (n, H)."""
+        for columns, weight in self._weights():
+            self._accumulate(out, d_logits[:, columns], weight, first=columns.start == 0)
+
+    def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
+        """``out += d_logits.T @ hidden``: (n, V), (n, H) -> (V, H); ``=`` on the `first` chunk."""
+        self._accumulate(out, d_logits.t(), hidden, first=first)
+
+    def _accumulate(self, out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+        if first:
+            self._product(left, right, out)
+        elif self._mixed:
+            torch.addmm(out, left, right, out_dtype=self.accumulator, out=out)
+        else:
+            torch.addmm(out, left, right, out=out)
+
+    def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        if self._mixed:
+            torch.mm(left, right, out_dtype=self.accumulator, out=out)
+        else:
+            torch.mm(left, right, out=out)
