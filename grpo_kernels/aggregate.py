@@ -1,0 +1,58 @@
+"""Every normaliser as one weight a token: ``loss = sum(weight * per_token_loss)``.
+
+With m the mask, n_b the counted tokens of sequence b (at least 1), B the number of sequences:
+
+================== =======================================
+grpo, sapo, gmpo   m / (n_b B)
+bnpo               m / sum m
+dr_grpo            m / (B max_completion_length)
+dapo, cispo, vespo m / num_items_in_batch
+luspo              m / B
+================== =======================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import Layout
+from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig, check_number
+
+
+def token_weights(
+    config: LossConfig, layout: Layout, num_items_in_batch: float | Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The weight of each counted token, (n,). `num_items_in_batch` is a number or a 0-d tensor; at least 1 is used."""
+    n, batch = layout.positions.shape[0], max(layout.batch, 1)
+    ones = torch.ones(n, dtype=dtype, device=layout.positions.device)
+    if config.loss_type in ("grpo", "sapo", "gmpo"):
+        return ones / (layout.lengths.to(dtype)[layout.sequence] * batch)
+    if config.loss_type == "bnpo":
+        return ones / max(n, 1)
+    if config.loss_type == "dr_grpo":
+        return ones / (batch * config.max_completion_length)
+    if config.loss_type == "luspo":
+        return ones / batch
+    assert config.loss_type in NUM_ITEMS_LOSS_TYPES
+    if num_items_in_batch is None:
+        return ones / max(n, 1)
+    if isinstance(num_items_in_batch, Tensor):
+        return ones / num_items_in_batch.detach().to(ones).clamp(min=1.0)
+    return ones / max(float(num_items_in_batch), 1.0)
+
+
+def check_num_items(num_items_in_batch: Any) -> None:
+    """Raise unless `num_items_in_batch` is None, a finite number >= 0 or a tensor of one element."""
+    if isinstance(num_items_in_batch, Tensor):
+        if num_items_in_batch.numel() != 1:
+            raise ValueError(
+                f"num_items_in_batch: expected one number, got a tensor of shape {tuple(num_items_in_batch.shape)}"
+            )
+        if num_items_in_batch.device.type != "cpu":
+            return  # looking at it would wait for the device
+        num_items_in_batch = num_items_in_batch.item()
+    if num_items_in_batch is not None:
+        check_number("num_items_in_batch", num_items_in_batch, 0.0, True)

@@ -1,0 +1,156 @@
+"""The caller's batch, reduced to the tokens that count.
+
+Everything after this module works on n rows, one a counted token: what stands at a masked position is never read, so
+that nothing there, NaN included, can reach a result. Padded (B, T) and packed (N,) batches become the same thing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.checks import check_ids, check_mask, check_shape, check_tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the counted tokens lie in the batch: rows in the order of their sequences."""
+
+    positions: Tensor  # (n,) int64: places in the flattened batch
+    sequence: Tensor  # (n,) int64: which of the B sequences
+    column: Tensor  # (n,) int64: place within its sequence
+    batch: int  # B
+    columns: int  # T, or the longest packed sequence
+    shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Counted tokens of each sequence, (B,) int64."""
+        return torch.bincount(self.sequence, minlength=self.batch)
+
+    def dense(self, x: Tensor) -> Tensor:
+        """(n,) -> (B, T), 0 where nothing counts."""
+        full = x.new_zeros(self.batch, self.columns)
+        full[self.sequence, self.column] = x
+        return full
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """(n,) -> (B,): the sum over each sequence's counted tokens."""
+        return self.dense(x).sum(dim=1)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(n,) -> the caller's shape, 0 where nothing counts."""
+        full = x.new_zeros(self.shape).flatten()
+        full[self.positions] = x
+        return full.view(self.shape)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None where not given."""
+
+    layout: Layout
+    ids: Tensor  # int64
+    advantages: Tensor
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
+    sequence_ratio: Tensor | None = None  # (B,): importance_sampling_ratio as it came, if it came one a sequence
+    advantages_per_sequence: bool = False  # whether they came as (B,)
+
+    def at(self, index: Tensor) -> Tokens:
+        """The tokens at `index` (m,), for what looks at one token at a time; what is not per token stays whole."""
+        whole = ("layout", "sequence_ratio", "advantages_per_sequence")
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Tokens(**{name: x if x is None or name in whole else x[index] for name, x in values.items()})
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+
+def read_tokens(
+    hidden: Tensor,  # (B, T, H) or (N, H)
+    completion_ids: Any,
+    completion_mask: Any,
+    advantages: Any,
+    *,
+    cu_seqlens: Any = None,
+    old_per_token_logps: Any = None,
+    ref_per_token_logps: Any = None,
+    sampling_per_token_logps: Any = None,
+    importance_sampling_ratio: Any = None,
+    dtype: torch.dtype,
+) -> Tokens:
+    """Check the per-token inputs of a loss and keep what counts of them. Shapes as in `grpo_loss`.
+
+    Raises:
+        TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
+    """
+    check_ids("completion_ids", completion_ids, hidden)
+    check_mask("completion_mask", completion_mask, completion_ids)
+    sequence, column, batch, columns = _sequences(completion_ids, cu_seqlens)
+    shape = tuple(completion_ids.shape)
+    per_token = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+    }
+    written = "(B, T)" if cu_seqlens is None else "(N,)"
+    for name, x in per_token.items():
+        if x is not None:
+            check_tensor(name, x, like=hidden, floating=True)
+            check_shape(name, x, (written, shape))
+    check_tensor("advantages", advantages, like=hidden)
+    check_shape("advantages", advantages, ("(B,)", (batch,)), (written, shape))
+    ratio = importance_sampling_ratio
+    if ratio is not None:
+        check_tensor("importance_sampling_ratio", ratio, like=hidden, floating=True)
+        check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
+
+    positions = completion_mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
+    layout = Layout(positions, sequence[positions], column[positions], batch, columns, shape)
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.detach()
+        picked = x.reshape(-1)[positions] if x.shape == shape else x.reshape(-1)[layout.sequence]
+        return picked.to(dtype)
+
+    read_advantages = rows(advantages)
+    assert read_advantages is not None
+    return Tokens(
+        layout=layout,
+        ids=completion_ids.reshape(-1)[positions].long(),
+        advantages=read_advantages,
+        advantages_per_sequence=advantages.dim() == 1 and advantages.shape[0] == batch,
+        importance_sampling_ratio=rows(ratio),
+        sequence_ratio=None if ratio is None or ratio.shape == shape else ratio.detach().reshape(-1).to(dtype),
+        **{name: rows(x) for name, x in per_token.items()},
+    )
+
+
+def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor, int, int]:
+    """For each position of the flattened batch its sequence and its place in it; B; the longest sequence."""
+    device = completion_ids.device
+    if cu_seqlens is None:
+        batch, columns = completion_ids.shape
+        place = torch.arange(batch * columns, device=device)
+        return place // max(columns, 1), place % max(columns, 1), batch, columns
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int64, torch.int32) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(
+            f"cu_seqlens: expected int32 or int64 of shape (B + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    bounds, n = cu_seqlens.tolist(), completion_ids.shape[0]
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] != n or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
+    sequence = torch.repeat_interleave(torch.tensor(lengths, device=device, dtype=torch.long))
+    starts = torch.tensor(bounds[:-1], device=device, dtype=torch.long)
+    return sequence, torch.arange(n, device=device) - starts[sequence], len(lengths), max(lengths, default=0)

@@ -1,0 +1,104 @@
+"""Argument checks: every error names the argument, what was expected and what came, before any work is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
+    """Raise unless `x` is a tensor with data, on the device of `like`, real and floating if asked.
+
+    Raises:
+        TypeError: not a tensor, or of the wrong kind of dtype.
+        ValueError: a sharded or meta tensor, or one on another device.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if type(x).__name__ == "DTensor":
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a DTensor; call the loss where the module that owns it has gathered "
+            "it (inside that module's forward), or pass x.full_tensor(grad_placements=[Partial('avg')])"
+        )
+    if floating and not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {x.dtype}")
+    if x.is_complex() or x.is_sparse or x.is_quantized:
+        raise TypeError(f"{name}: expected a dense real tensor, got {x.dtype}, {x.layout}")
+    if x.device.type == "meta":
+        raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {x.device}")
+
+
+def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless `x` has one of `shapes`, each given as (how it is written, sizes)."""
+    if not any(tuple(x.shape) == sizes for _, sizes in shapes):
+        wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+
+
+def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None) -> None:
+    """Raise unless hidden states (..., H), weight (V, H) and bias (V,) fit each other.
+
+    `ranks` are the ranks that `hidden` may have; any from 2 up if not given.
+    """
+    check_tensor("hidden", hidden, floating=True)
+    if ranks is not None and hidden.dim() not in ranks:
+        wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in ranks)
+        raise ValueError(f"hidden: expected shape {wanted}, got {tuple(hidden.shape)}")
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden: expected shape (..., H) of at least two dimensions, got {tuple(hidden.shape)}")
+    check_tensor("weight", weight, like=hidden, floating=True)
+    if weight.numel() == 0:
+        raise ValueError(
+            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under DeepSpeed ZeRO-3 gather "
+            "it first: with deepspeed.zero.GatheredParameters([weight]) around forward and backward"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, like=hidden, floating=True)
+        check_shape("bias", bias, ("(V,)", (weight.shape[0],)))
+
+
+def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
+    """Raise unless `ids` are integers of the shape of `hidden` without its last dimension."""
+    check_tensor(name, ids, like=hidden)
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
+    check_shape(name, ids, ("hidden.shape[:-1]", tuple(hidden.shape[:-1])))
+
+
+def check_mask(name: str, mask: Any, ids: Tensor) -> None:
+    """Raise unless `mask` is a real tensor of the shape of `ids`."""
+    check_tensor(name, mask, like=ids)
+    check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
+
+
+def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
+    """Look at the ids of the counted positions (n,): a bool (n,) of those outside [0, V), or None if it is known to be
+    all False.
+
+    Raises:
+        ValueError: on a CPU, an id is out of range. On other devices that would cost a wait for the device; there the
+            row's results are made NaN.
+    """
+    outside = (ids < 0) | (ids >= vocab)
+    if ids.device.type != "cpu":
+        return outside
+    if bool(outside.any()):
+        bad = ids[outside][0].item()
+        raise ValueError(f"{name}: expected ids in [0, V) = [0, {vocab}) where the mask counts, got {bad}")
+    return None
+
+
+def check_budget(workspace_bytes: Any) -> None:
+    """Raise unless `workspace_bytes` is a positive number of bytes."""
+    if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int):
+        raise TypeError(f"workspace_bytes: expected an int, got {workspace_bytes!r}")
+    if workspace_bytes <= 0:
+        raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")

@@ -1,0 +1,121 @@
+"""A loss of the user's own: any torch function of per-token log-probabilities and entropies, with the same engines.
+
+::
+
+    @grpo_kernels.token_level
+    def reinforce(tokens):
+        return -tokens.advantages * tokens.logps
+
+    out = grpo_kernels.grpo_loss(..., objective=reinforce)
+
+The function returns a per-token loss; autograd gives its coefficients; the config's ``loss_type`` gives its normaliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import Tokens
+from grpo_kernels.objective import Evaluation
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What a custom objective sees; all tensors of the shape of `logps`.
+
+    That shape is (B, T), 0 where the mask is, for a function that looks at sequences, and (n,), some of the counted
+    tokens, for one that is `token_level`. Only `logps` and `entropies` carry gradient.
+    """
+
+    logps: Tensor
+    entropies: Tensor
+    mask: Tensor  # bool
+    advantages: Tensor
+    old_per_token_logps: Tensor  # the current ones, held constant, if the caller gave none
+    ref_per_token_logps: Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_sampling_ratio: Tensor | None
+
+
+def token_level(objective: F) -> F:
+    """Declare that `objective`'s loss of a token depends on that token alone: it then gets the one-pass engine."""
+    objective.token_level = True  # type: ignore[attr-defined]
+    return objective
+
+
+class CustomObjective:
+    """A user's function in the place of `objective.PolicyObjective`."""
+
+    is_known = False
+
+    def __init__(self, function: Callable[[TokenInputs], Tensor], tokens: Tokens, weights: Tensor) -> None:
+        if not callable(function):
+            raise TypeError(f"objective: expected a function of TokenInputs, got {type(function).__name__}")
+        self.function, self.tokens, self.weights = function, tokens, weights
+
+    @property
+    def couples_tokens(self) -> bool:
+        return not getattr(self.function, "token_level", False)
+
+    @cached_property
+    def has_entropy_gradient(self) -> bool:
+        """Whether the function uses the entropies differentiably; found by evaluating it once at zeros."""
+        nothing = torch.zeros_like(self.tokens.advantages)
+        return self.evaluate(nothing, nothing).b is not None
+
+    def may_have_gradient(self) -> Tensor:
+        return torch.ones_like(self.tokens.advantages, dtype=torch.bool)
+
+    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(a, b) of the tokens at `index` (m,) from their own numbers."""
+        part = CustomObjective(self.function, self.tokens.at(index), self.weights[index])
+        result = part.evaluate(logps, entropies)
+        return result.a, result.b
+
+    def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
+        """The loss and its gradient, by autograd, at `logps`, `entropies`, (n,) each."""
+        with torch.inference_mode(False), torch.enable_grad():
+            logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
+            per_token = self._call(logps, entropies)
+            loss = (self.weights.clone() * per_token).sum()
+            if not loss.requires_grad:
+                raise ValueError("objective: expected a loss that depends on tokens.logps or tokens.entropies")
+            a, b = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
+        return Evaluation(loss.detach(), torch.zeros_like(logps) if a is None else a, b, loss.detach())
+
+    def _call(self, logps: Tensor, entropies: Tensor) -> Tensor:
+        layout, tokens = self.tokens.layout, self.tokens
+
+        def view(x: Tensor) -> Tensor:
+            return layout.dense(x) if self.couples_tokens else x
+
+        def maybe(x: Tensor | None) -> Tensor | None:
+            return None if x is None else view(x.clone())
+
+        old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps.clone()
+        inputs = TokenInputs(
+            logps=view(logps),
+            entropies=view(entropies),
+            mask=view(torch.ones_like(logps, dtype=torch.bool)),
+            advantages=view(tokens.advantages.clone()),
+            old_per_token_logps=view(old),
+            ref_per_token_logps=maybe(tokens.ref_per_token_logps),
+            sampling_per_token_logps=maybe(tokens.sampling_per_token_logps),
+            importance_sampling_ratio=maybe(tokens.importance_sampling_ratio),
+        )
+        per_token = self.function(inputs)
+        if not isinstance(per_token, Tensor) or per_token.shape != inputs.logps.shape:
+            got = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+            raise ValueError(
+                f"objective: expected a per-token loss of the shape of tokens.logps = {tuple(inputs.logps.shape)}, "
+                f"got {got}"
+            )
+        return per_token[layout.sequence, layout.column] if self.couples_tokens else per_token

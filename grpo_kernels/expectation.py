@@ -1,0 +1,72 @@
+"""What gradient of the log-probabilities a policy loss will send back, for a trainer that computes its own loss.
+
+`linear_logprob(..., expected=policy_expectation(...))` gives such a trainer the one-pass engine. The expectation does
+not have to be right: it only decides how much is recomputed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.aggregate import token_weights
+from grpo_kernels.batch import Layout, read_tokens
+from grpo_kernels.config import LossConfig
+from grpo_kernels.logprob import Expectation
+from grpo_kernels.objective import PolicyObjective
+
+
+def policy_expectation(
+    config: LossConfig,
+    *,
+    completion_mask: Tensor,  # (B, T)
+    advantages: Tensor,  # (B,) or (B, T)
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+) -> Expectation | None:
+    """What to expect for ids of shape (B, T), or None where a token's gradient depends on other tokens.
+
+    Arguments as in `grpo_loss`.
+    """
+    like = torch.zeros((), device=completion_mask.device).expand(*completion_mask.shape, 1)  # no hidden states needed
+    tokens = read_tokens(
+        like,
+        torch.zeros_like(completion_mask, dtype=torch.long),
+        completion_mask,
+        advantages,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        dtype=torch.float32,
+    )
+    weights = token_weights(config, tokens.layout, num_items_in_batch, torch.float32)
+    objective = PolicyObjective(config, tokens, weights)
+    if objective.couples_tokens:
+        return None
+    place = _places(tokens.layout)
+
+    def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        row = place[index]
+        if len(tokens) == 0:
+            return torch.zeros_like(logps), None
+        if entropies is None:
+            entropies = torch.zeros_like(logps)
+        a, b = objective.coefficients(row.clamp(min=0), logps.float(), entropies.float())
+        return torch.where(row >= 0, a, 0.0), None if b is None else torch.where(row >= 0, b, 0.0)
+
+    return Expectation(
+        coefficients,
+        graded=tokens.layout.spread(objective.may_have_gradient()),
+        has_entropy_gradient=objective.has_entropy_gradient,
+    )
+
+
+def _places(layout: Layout) -> Tensor:
+    """(B * T,): which of the counted tokens stands at a position, -1 for none."""
+    place = torch.full((layout.batch * layout.columns,), -1, device=layout.positions.device)
+    place[layout.positions] = torch.arange(layout.positions.shape[0], device=place.device)
+    return place

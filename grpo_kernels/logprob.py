@@ -1,0 +1,269 @@
+"""Log-probabilities and entropies straight from hidden states, both differentiable: what other losses build on.
+
+With an expectation of the gradient, d hidden and d weight are taken in the forward, on logits that are there anyway.
+The backward then finds the scale c that turns the expectation into what came, and recomputes only the rows where it
+does not fit: the result is the gradient of what was really computed; a right expectation saves the recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends.rows import STATISTICS, RowStats
+from grpo_kernels.checks import (
+    check_budget,
+    check_counted_ids,
+    check_head,
+    check_ids,
+    check_mask,
+    check_shape,
+    check_tensor,
+)
+from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.functions import Gather, LinearLogprob, Request
+from grpo_kernels.engine.plan import Coupling, choose_engine
+from grpo_kernels.engine.sweep import Coefficients, HeadConfig, Rows, Wants
+
+WORKSPACE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """An expected gradient that is computed on the logits' own chunk.
+
+    Args:
+        coefficients: maps (index (n,), logps (n,), entropies (n,) or None), index being positions in the flattened ids,
+            to a = d loss / d logp or (a, b) with b = d loss / d entropy, (n,) each.
+        graded: bool, shaped like the ids: False where a = b = 0 is certain, so that nothing is computed; None: nowhere.
+        has_entropy_gradient: whether b may be other than None.
+    """
+
+    coefficients: Callable[[Tensor, Tensor, Tensor | None], Any]
+    graded: Tensor | None = None
+    has_entropy_gradient: bool = True
+
+
+Expected = Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def linear_logprob(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    ids: Tensor,  # (...)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = True,
+    expected: Expected | None = None,
+    logits_dtype: str = "float32",
+    engine: str = "auto",
+    backend: str = "auto",
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> tuple[Tensor, Tensor | None]:
+    """``log softmax(z)[id]`` and the entropy of ``softmax(z)``, without the (tokens, vocabulary) logits in memory.
+
+    ``z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, ``softcap(x) = cap * tanh(x / cap)``.
+
+    Args:
+        hidden: (..., H) hidden states, aligned with `ids`: the library never shifts.
+        weight, bias: the head, (V, H) and (V,).
+        ids: (...) integers; read only where the mask counts.
+        mask: (...) bool, int or float; non-zero counts. Without it every position does.
+        temperature: a number, or one a position, shaped like `ids`.
+        final_logit_softcapping: cap, or None.
+        logit_scale: factor on the logits.
+        entropy: whether to compute the entropy at all.
+        expected: what gradient will arrive, up to one common factor: a = d loss / d logp shaped like `ids`; or (a, b)
+            with b = d loss / d entropy or None; or an `Expectation`, or just its function. Whatever is expected, the
+            gradient is that of what is really computed.
+        logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
+        engine: ``"auto"`` or one of `grpo_kernels.engine.plan.ENGINES`.
+        backend: ``"auto"`` or the name of a row backend.
+        workspace_bytes: bound on temporary memory, whatever the number of tokens.
+
+    Returns:
+        logps (...) and entropies (...), fp32 (fp64 for fp64 inputs), 0 where masked; the second None if not asked for.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done.
+    """
+    results = linear_logprob_with(
+        hidden,
+        weight,
+        ids,
+        bias=bias,
+        mask=mask,
+        temperature=temperature,
+        final_logit_softcapping=final_logit_softcapping,
+        logit_scale=logit_scale,
+        outputs=("entropy",) if entropy else (),
+        expected=expected,
+        logits_dtype=logits_dtype,
+        engine=engine,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+    )
+    return results["logps"], results.get("entropy")
+
+
+def linear_logprob_with(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = ("entropy",),
+    expected: Expected | None = None,
+    logits_dtype: str = "float32",
+    engine: str = "auto",
+    backend: str = "auto",
+    workspace_bytes: int = WORKSPACE_BYTES,
+    gather: Gather = nullcontext,
+) -> dict[str, Tensor]:
+    """`linear_logprob` with a choice of `outputs`, in the same pass: a dict with ``"logps"`` and those asked for.
+
+    Besides ``"entropy"`` there are, without gradient, ``"log_sum_sq_probs"`` (log of sum p_j^2), ``"mean_logits"`` (z's
+    mean over the vocabulary) and ``"is_top1"`` (bool). `gather` makes the context in which a backward that needs
+    the weight again runs; it must make the weight whole (DeepSpeed ZeRO-3).
+    """
+    check_head(hidden, weight, bias)
+    check_ids("ids", ids, hidden)
+    if mask is not None:
+        check_mask("mask", mask, ids)
+    unknown = set(outputs) - {"entropy", *STATISTICS}
+    if unknown:
+        raise ValueError(f"outputs: expected some of entropy, {', '.join(STATISTICS)}, got {sorted(unknown)}")
+    per_row = isinstance(temperature, Tensor)
+    spec = LossConfig(
+        temperature=1.0 if per_row else temperature,  # type: ignore[arg-type]
+        final_logit_softcapping=final_logit_softcapping,
+        logit_scale=logit_scale,
+        logits_dtype=logits_dtype,
+    )
+    config = head_config(hidden, weight, spec, backend, workspace_bytes)
+    if mask is None:
+        positions = torch.arange(ids.numel(), device=ids.device)
+    else:
+        positions = mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
+    inv_t = _row_temperatures(temperature, ids, positions, config) if per_row else 1.0 / spec.temperature
+    rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
+    wants = wanted(hidden, weight, bias)
+    coefficients, graded, expects_entropy = _read_expected(expected, ids, positions, config.accumulator)
+    coupling = Coupling.COUPLED if expected is None else Coupling.TOKEN
+    engine = choose_engine(
+        coupling,
+        hidden_trains=wants.hidden,
+        head_trains=wants.head,
+        entropy_gradient=expects_entropy,
+        engine=engine,
+    )
+    request = Request(
+        rows=rows,
+        config=config,
+        wants=wants,
+        engine=engine,
+        entropy="entropy" in outputs,
+        extras=tuple(name for name in outputs if name != "entropy"),
+        coefficients=coefficients,
+        graded=graded,
+        gather=gather,
+    )
+    logps, entropies, *extras = LinearLogprob.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, request)
+    results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
+    if entropies is not None:
+        results["entropy"] = entropies
+    return {name: x.view(ids.shape) for name, x in results.items()}
+
+
+def head_config(hidden: Tensor, weight: Tensor, spec: LossConfig, backend: str, workspace_bytes: int) -> HeadConfig:
+    """How rows are projected: the head's options of `spec`, and the dtype that autocast or the tensors ask for."""
+    check_budget(workspace_bytes)
+    chosen, _ = choose_backend(backend, hidden.device)
+    device = hidden.device.type
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return HeadConfig(
+        backend=chosen,
+        compute_dtype=dtype,
+        workspace_bytes=workspace_bytes,
+        scale=float(spec.logit_scale),
+        softcap=spec.final_logit_softcapping,
+        round_logits=spec.logits_dtype == "input" and dtype.itemsize < 4,
+    )
+
+
+def read_rows(name: str, ids: Tensor, positions: Tensor, vocab: int, inv_temperature: float | Tensor) -> Rows:
+    """The rows to project, given the ids (n,) at `positions` (n,)."""
+    ids = ids.long()
+    invalid = check_counted_ids(name, ids, vocab)
+    if invalid is not None:
+        ids = torch.where(invalid, 0, ids)
+    return Rows(positions, ids, inv_temperature, invalid)
+
+
+def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
+    """Which gradients autograd will ask for; none where it is off."""
+    if not torch.is_grad_enabled():
+        return Wants()
+    return Wants(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+
+
+def _row_temperatures(temperature: Any, ids: Tensor, positions: Tensor, config: HeadConfig) -> Tensor:
+    check_tensor("temperature", temperature, like=ids, floating=True)
+    check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
+    rows = temperature.detach().reshape(-1)[positions].to(config.accumulator)
+    if rows.device.type == "cpu" and not bool(((rows > 0) & torch.isfinite(rows)).all()):
+        raise ValueError("temperature: expected finite numbers > 0 where the mask counts")
+    return (1.0 / rows)[:, None]
+
+
+def _read_expected(
+    expected: Any, ids: Tensor, positions: Tensor, dtype: torch.dtype
+) -> tuple[Callable[[Tensor, RowStats], Coefficients] | None, Tensor | None, bool]:
+    """(coefficients by place among the rows, which rows they may be non-zero for, whether any is for the entropy)."""
+    if expected is None:
+        return None, None, False
+
+    def rows(name: str, x: Any) -> Tensor:
+        check_tensor(name, x, like=ids)
+        check_shape(name, x, ("that of the ids", tuple(ids.shape)))
+        return x.detach().reshape(-1)[positions]
+
+    if callable(expected):
+        expected = Expectation(expected)
+    if isinstance(expected, Expectation):
+
+        def ask(index: Tensor, stats: RowStats) -> Coefficients:
+            answer = expected.coefficients(positions[index], stats.logps, stats.entropies)
+            a, b = answer if isinstance(answer, tuple) else (answer, None)
+            return a.to(dtype), None if b is None else b.to(dtype)
+
+        graded = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
+        return ask, graded, expected.has_entropy_gradient
+
+    a, b = expected if isinstance(expected, tuple) else (expected, None)
+    a = rows("expected", a).to(dtype)
+    b = None if b is None else rows("expected[1]", b).to(dtype)
+
+    def look_up(index: Tensor, _: RowStats) -> Coefficients:
+        return a[index], None if b is None else b[index]
+
+    return look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None
+
+
+__all__ = ["WORKSPACE_BYTES", "Expectation", "linear_logprob", "linear_logprob_with"]

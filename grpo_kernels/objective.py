@@ -1,0 +1,257 @@
+"""The policy loss on per-token log-probabilities and entropies: the specification of what every engine computes.
+
+With A the advantage, m the mask (only counted tokens get here), w the weight of `aggregate`::
+
+    R_t    = logp_t - old_t                        token level
+           = mean over the sequence of that        sequence level
+    l_t    = keep_t * ratio_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
+    loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
+
+keep_t is the off-policy and the top-entropy mask, ratio_t the importance sampling ratio; neither touches the KL term.
+The gradient is two numbers a token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t, and is written out here:
+``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Where old logps are absent they are
+the current ones, held constant, and R is 0.
+
+The formulas are TRL 1.16's, ``GRPOTrainer._compute_loss``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import surrogates
+from grpo_kernels.batch import Tokens
+from grpo_kernels.config import LossConfig
+
+LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of the log of a sequence's weight
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the metrics need of an evaluation; (n,) unless said otherwise, None where the loss has no such term."""
+
+    log_ratio: Tensor | None = None  # R, as the surrogate sees it
+    token_log_ratio: Tensor | None = None
+    kl: Tensor | None = None
+    phi: Tensor | None = None
+    on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss and its gradient in the per-token numbers."""
+
+    loss: Tensor  # ()
+    a: Tensor  # (n,) d loss / d logp
+    b: Tensor | None  # (n,) d loss / d entropy; None if the loss does not depend on the entropies
+    policy_loss: Tensor  # () the loss without the entropy bonus
+    terms: Terms = field(default_factory=Terms)
+
+
+class PolicyObjective:
+    """The built-in losses. `weights` (n,) are `aggregate.token_weights` of the same tokens."""
+
+    def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
+        self.config, self.tokens, self.weights = config, tokens, weights
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether there are no old log-probabilities: R is 0 and the policy term's derivative known beforehand."""
+        return self.tokens.old_per_token_logps is None
+
+    @property
+    def has_entropy_gradient(self) -> bool:
+        return self.config.entropy_coef != 0.0
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a token's gradient depends on other tokens' log-probabilities or entropies."""
+        config, tokens = self.config, self.tokens
+        if config.top_entropy_quantile < 1.0:
+            return True
+        known_drift = self.on_policy and tokens.sampling_per_token_logps is None
+        if config.off_policy_mask_threshold is not None and config.loss_type != "gmpo" and not known_drift:
+            return True
+        if self.on_policy:
+            return config.corrects_kl and config.importance_sampling_level == "sequence"
+        return config.ratio_is_per_sequence
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all of the gradient is known before any log-probability is."""
+        return self.on_policy and self.config.beta == 0.0 and not self.couples_tokens
+
+    @cached_property
+    def _on_policy_a(self) -> Tensor:
+        """(n,) d (policy term) / d logp where every ratio is 1: it depends on no log-probability."""
+        only_policy = replace(self.config, beta=0.0, entropy_coef=0.0)
+        nothing = torch.zeros_like(self.tokens.advantages)
+        return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing).a
+
+    def may_have_gradient(self) -> Tensor:
+        """(n,) bool: False where a = b = 0 is certain before the forward."""
+        config, tokens = self.config, self.tokens
+        if config.beta != 0.0 or self.has_entropy_gradient:
+            return torch.ones_like(tokens.advantages, dtype=torch.bool)
+        if self.is_known:
+            return self._on_policy_a != 0
+        moves = tokens.advantages != 0
+        if tokens.importance_sampling_ratio is not None and config.loss_type not in ("vespo", "gmpo"):
+            moves &= tokens.importance_sampling_ratio != 0
+        if config.ratio_is_per_sequence:  # one token of weight 0 still gets what the others pass on
+            moves = tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
+        return moves
+
+    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(a, b) of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
+        assert not self.couples_tokens
+        b = torch.full_like(logps, -self.config.entropy_coef / len(self.tokens)) if self.has_entropy_gradient else None
+        part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
+        if not self.on_policy:
+            return part.evaluate(logps, entropies).a, b
+        a = self._on_policy_a[index]
+        if self.config.beta != 0.0:
+            a = a + part._kl(_Ratio(None, torch.zeros_like(logps)), logps)[1]
+        return a, b
+
+    def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
+        """The loss and its gradient at `logps`, `entropies`, (n,) each."""
+        config, tokens, weights = self.config, self.tokens, self.weights
+        log_ratio = logps - (logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps)
+        keep_entropy = self._high_entropy(entropies)
+        ratio = self._ratio(log_ratio, keep_entropy)
+        (loss, d_ratio, d_logps), phi = self._surrogate(ratio.value, log_ratio, logps)
+
+        on_policy_keep = self._on_policy(logps)
+        if config.loss_type != "gmpo":  # which takes the entropy mask into its mean, and nothing else
+            gate = self._gate(on_policy_keep, keep_entropy)
+            loss, d_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_ratio, d_logps))
+        a = ratio.to_logps(weights * d_ratio) + weights * d_logps
+
+        kl = None
+        if config.beta != 0.0:
+            kl, kl_a = self._kl(ratio, logps)
+            loss, a = loss + config.beta * kl, a + kl_a
+        policy_loss = (weights * loss).sum()
+        bonus, b = self._entropy_bonus(entropies, keep_entropy)
+        terms = Terms(ratio.value, log_ratio, kl, phi, on_policy_keep)
+        return Evaluation(policy_loss if bonus is None else policy_loss - bonus, a, b, policy_loss, terms)
+
+    def _high_entropy(self, entropies: Tensor) -> Tensor | None:
+        """(n,) bool: the `top_entropy_quantile` of highest entropy (https://arxiv.org/abs/2506.01939)."""
+        quantile = self.config.top_entropy_quantile
+        if quantile == 1.0:
+            return None
+        if entropies.numel() == 0:
+            return torch.zeros_like(entropies, dtype=torch.bool)
+        return entropies >= torch.quantile(entropies, 1 - quantile)
+
+    def _on_policy(self, logps: Tensor) -> Tensor | None:
+        """(n,) bool: False in the sequences that the off-policy mask drops (https://arxiv.org/abs/2512.02556)."""
+        config, tokens = self.config, self.tokens
+        if config.off_policy_mask_threshold is None or config.loss_type == "gmpo":
+            return None
+        sampled = tokens.sampling_per_token_logps
+        sampled = tokens.old_per_token_logps if sampled is None else sampled
+        if sampled is None:  # the current policy's own tokens
+            return (tokens.advantages >= 0) | (config.off_policy_mask_threshold >= 0)
+        difference = sampled - logps
+        evidence = torch.where(torch.isnan(difference), 0.0, difference)  # a token the sampler could not score has none
+        mean = tokens.layout.sequence_sum(evidence) / tokens.layout.lengths.clamp(min=1)
+        return (tokens.advantages >= 0) | (mean <= config.off_policy_mask_threshold)[tokens.layout.sequence]
+
+    def _gate(self, on_policy_keep: Tensor | None, keep_entropy: Tensor | None) -> Tensor:
+        """(n,) the factor on the policy term: 0 where a mask drops the token, else the importance sampling ratio."""
+        tokens = self.tokens
+        gate = torch.ones_like(tokens.advantages)
+        if tokens.importance_sampling_ratio is not None and self.config.loss_type != "vespo":
+            gate = tokens.importance_sampling_ratio
+        for keep in (on_policy_keep, keep_entropy):
+            if keep is not None:
+                gate = torch.where(keep, gate, 0.0)
+        return gate
+
+    def _ratio(self, log_ratio: Tensor, keep_entropy: Tensor | None) -> _Ratio:
+        config, tokens = self.config, self.tokens
+        if config.loss_type == "gmpo":
+            up = tokens.advantages > 0
+            bounded = torch.where(up, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.epsilon))
+            passes = torch.where(up, log_ratio <= config.clip_high, log_ratio >= -config.epsilon)
+            if keep_entropy is not None:
+                passes, bounded = passes & keep_entropy, torch.where(keep_entropy, bounded, 0.0)
+            return _Ratio(tokens, bounded, passes, kept=keep_entropy)
+        if config.importance_sampling_level == "sequence":
+            return _Ratio(tokens, log_ratio)
+        return _Ratio(None, log_ratio)
+
+    def _surrogate(self, ratio: Tensor, log_ratio: Tensor, logps: Tensor) -> tuple[surrogates.Surrogate, Tensor | None]:
+        config, advantages = self.config, self.tokens.advantages
+        if config.loss_type == "cispo":
+            return surrogates.cispo(config, ratio, advantages, logps), None
+        if config.loss_type == "sapo":
+            return surrogates.sapo(config, ratio, advantages), None
+        if config.loss_type == "vespo":
+            return surrogates.vespo(config, self._log_weight(log_ratio), advantages, logps)
+        if config.loss_type == "gmpo":
+            return surrogates.sequence_mean(ratio, advantages), None
+        return surrogates.clipped(config, ratio, advantages), None
+
+    def _log_weight(self, log_ratio: Tensor) -> Tensor:
+        """VESPO's log w of each token's sequence: its log-ratios and log importance ratios, summed, (n,)."""
+        tokens = self.tokens
+        log_weight = tokens.layout.sequence_sum(log_ratio.clamp(-20.0, 20.0))
+        if tokens.sequence_ratio is not None:
+            log_weight = log_weight + tokens.sequence_ratio.log().clamp(LOWEST_LOG_WEIGHT, 20.0)
+        elif tokens.importance_sampling_ratio is not None:
+            log_is = tokens.importance_sampling_ratio.log().clamp(LOWEST_LOG_WEIGHT, 20.0)
+            log_weight = log_weight + tokens.layout.sequence_sum(log_is)
+        return log_weight.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[tokens.layout.sequence]
+
+    def _kl(self, ratio: _Ratio, logps: Tensor) -> tuple[Tensor, Tensor]:
+        """The KL estimate a token, and its part of a = d loss / d logp, beta included."""
+        config, weights = self.config, self.config.beta * self.weights
+        assert self.tokens.ref_per_token_logps is not None
+        kl, d_kl = surrogates.kl_estimate(config, logps, self.tokens.ref_per_token_logps)
+        if not config.corrects_kl:
+            return kl, weights * d_kl
+        value = torch.exp(ratio.value)
+        kl, d_kl = surrogates.times(value, kl), surrogates.times(value, d_kl)
+        return kl, ratio.to_logps(weights * kl) + weights * d_kl
+
+    def _entropy_bonus(self, entropies: Tensor, keep: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """``entropy_coef`` times the mean entropy of the kept tokens, and d loss / d entropy."""
+        if not self.has_entropy_gradient:
+            return None, None
+        kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
+        weight = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
+        return surrogates.times(entropies, weight).sum(), -weight
+
+
+class _Ratio:
+    """R of each token, and the way back from d loss / d R to d loss / d logp."""
+
+    def __init__(
+        self, tokens: Tokens | None, log_ratio: Tensor, passes: Tensor | None = None, kept: Tensor | None = None
+    ) -> None:
+        """`tokens` None: R is the token's own `log_ratio`; else the mean over its sequence's `kept` tokens."""
+        self._tokens, self._passes = tokens, passes
+        if tokens is None:
+            self.value = log_ratio
+            return
+        layout = tokens.layout
+        counts = layout.lengths if kept is None else layout.sequence_sum(kept.to(log_ratio.dtype))
+        self._counts = counts.clamp(min=1).to(log_ratio.dtype)
+        self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
+
+    def to_logps(self, d_ratio: Tensor) -> Tensor:
+        """d loss / d logp through R, given d loss / d R, (n,) each."""
+        if self._tokens is None:
+            return d_ratio
+        layout = self._tokens.layout
+        passed = (layout.sequence_sum(d_ratio) / self._counts)[layout.sequence]
+        return passed if self._passes is None else torch.where(self._passes, passed, 0.0)
