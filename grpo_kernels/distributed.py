@@ -1,0 +1,42 @@
+"""Collectives over an optional process group: with ``None`` every function is the identity and communicates nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def all_reduce(x: Tensor, op: str, process_group: ProcessGroup | None) -> Tensor:
+    """``x`` reduced over the group's ranks; ``op`` is "sum", "min" or "max". Reduces in place and returns ``x``."""
+    if process_group is None:
+        return x
+    import torch.distributed as dist
+
+    dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), group=process_group)
+    return x
+
+
+def gather_rows(x: Tensor, process_group: ProcessGroup | None) -> tuple[Tensor, int]:
+    """The rows of every rank in rank order, and the index of this rank's first row. Ranks may hold unequal numbers."""
+    if process_group is None:
+        return x, 0
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    own_size = torch.tensor([len(x)], device=x.device)
+    sizes = [torch.empty_like(own_size) for _ in range(world_size)]
+    dist.all_gather(sizes, own_size, group=process_group)
+    lengths = [int(size) for size in sizes]
+    if max(lengths) == 0:
+        return x, 0
+    padded = x.new_zeros(max(lengths), *x.shape[1:])
+    padded[: len(x)] = x
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=process_group)
+    rows = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return rows, sum(lengths[:rank])

@@ -1,0 +1,276 @@
+"""Rewards of a batch of completions: Python functions (sync or async) and reward models to one (B, F) matrix.
+
+Functions are called as TRL calls them: ``f(prompts=..., completions=..., completion_ids=..., **columns)`` returns one
+number, or None for "not scored", per completion. None becomes NaN, which ``advantages`` leaves out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["compute_rewards", "reward_names"]
+
+RewardFunc = Callable[..., Any]  # an nn.Module is one too
+_T = TypeVar("_T")
+_AS_THEY_ARE = ("trainer_state", "log_extra", "log_metric")  # what TRL passes beside the columns
+_SHOWN = 80  # characters of a prompt or completion in a warning
+
+
+def compute_rewards(
+    reward_funcs: RewardFunc | Sequence[RewardFunc],
+    prompts: Sequence[Any],  # B strings or lists of messages
+    completions: Sequence[Any],  # B, of the same kind
+    completion_ids: Sequence[Any] | Tensor | None = None,  # B lists of token ids; handed on
+    *,
+    processing_classes: Any = None,
+    device: torch.device | str | None = None,
+    **columns: Any,
+) -> Tensor:
+    """The reward of each completion by each of F functions: (B, F) float32 on ``device``, NaN where not scored.
+
+    An nn.Module is a reward model (sequence classification: ``outputs.logits[:, 0]``) and needs its tokenizer in
+    ``processing_classes``: one for all, or a list with one entry per function (None for Python functions). It reads
+    prompt + completion, through its chat template if they are lists of messages, in evaluation and inference mode.
+    Async functions run concurrently, on an event loop of their own that lives as long as the process: it works under a
+    running loop (a notebook) too, and their clients may stay open between calls. ``columns`` are lists of length B,
+    except TRL's ``trainer_state``, ``log_extra`` and ``log_metric``, which are handed on as they are.
+
+    Warns, naming the row, where every function returned None. Raises RuntimeError naming the function if one raises
+    (its own error chained), ValueError if it does not return B numbers, TypeError or ValueError for wrong arguments.
+    """
+    funcs = _as_list(reward_funcs)
+    names = reward_names(funcs)
+    _check_batch(prompts, completions, completion_ids, columns)
+    tokenizers = _tokenizers(processing_classes, funcs, names)
+    inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+
+    def score(func: RewardFunc, name: str, tokenizer: Any) -> Any:
+        with _named(name):
+            if isinstance(func, nn.Module):
+                return _model_rewards(func, tokenizer, inputs)
+            value = func(**inputs)
+            return _run(_awaited(value)) if inspect.isawaitable(value) else value
+
+    async def score_all(selected: list[int]) -> list[Any]:
+        async def score_async(i: int) -> Any:
+            with _named(names[i]):
+                return await funcs[i](**inputs)
+
+        return await asyncio.gather(*map(score_async, selected), return_exceptions=True)
+
+    if len(prompts) == 0:
+        return torch.empty(0, len(funcs), device=device)
+    is_async = [_is_async(func) for func in funcs]
+    returned = [None if is_async[i] else score(funcs[i], names[i], tokenizers[i]) for i in range(len(funcs))]
+    concurrent = [i for i in range(len(funcs)) if is_async[i]]
+    if concurrent:
+        for i, value in zip(concurrent, _run(score_all(concurrent)), strict=True):
+            if isinstance(value, BaseException):
+                raise value
+            returned[i] = value
+    table = [_column(value, name, len(prompts)) for value, name in zip(returned, names, strict=True)]
+    rewards = torch.tensor(table, dtype=torch.float32).T.contiguous()
+    _warn_unscored(rewards, prompts, completions)
+    return rewards.to(device)
+
+
+def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
+    """A name for each, for metrics and messages: the function's own, a model's checkpoint or an object's class."""
+    return [_name(func) for func in _as_list(reward_funcs)]
+
+
+def _name(func: Any) -> str:
+    if isinstance(func, functools.partial):
+        return _name(func.func)
+    if isinstance(func, nn.Module):
+        checkpoint = getattr(getattr(func, "config", None), "_name_or_path", None)
+        return str(checkpoint).rstrip("/").split("/")[-1] if checkpoint else type(func).__name__
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _as_list(reward_funcs: Any) -> list[Any]:
+    funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if not funcs:
+        raise ValueError("reward_funcs: expected at least one function, got an empty list")
+    for i, func in enumerate(funcs):
+        if isinstance(func, str):
+            raise TypeError(
+                f"reward_funcs[{i}]: expected a callable or an nn.Module, got the name {func!r}; load the model first, "
+                "with transformers.AutoModelForSequenceClassification.from_pretrained, and pass it"
+            )
+        if not callable(func):
+            raise TypeError(f"reward_funcs[{i}]: expected a callable or an nn.Module, got {type(func).__name__}")
+    return funcs
+
+
+def _check_batch(prompts: Any, completions: Any, completion_ids: Any, columns: dict[str, Any]) -> None:
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts: expected a list, got {type(prompts).__name__}")
+    rest = {"completions": completions, "completion_ids": completion_ids, **columns}
+    for name, values in rest.items():
+        if name in _AS_THEY_ARE or (name == "completion_ids" and values is None):
+            continue
+        if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
+            raise TypeError(f"{name}: expected a list with one entry per prompt, got {type(values).__name__}")
+        if len(values) != len(prompts):
+            raise ValueError(f"{name}: expected length {len(prompts)}, one entry per prompt, got {len(values)}")
+
+
+def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> list[Any]:
+    """One per function; checked for the reward models."""
+    if not isinstance(processing_classes, (list, tuple)):
+        processing_classes = [processing_classes] * len(funcs)
+    if len(processing_classes) != len(funcs):
+        raise ValueError(
+            f"processing_classes: expected one per reward function, {len(funcs)}, got {len(processing_classes)}"
+        )
+    for i, (func, tokenizer) in enumerate(zip(funcs, processing_classes, strict=True)):
+        if not isinstance(func, nn.Module):
+            continue
+        if tokenizer is None:
+            raise ValueError(f"processing_classes[{i}]: expected the tokenizer of reward model {names[i]!r}, got None")
+        pad = getattr(tokenizer, "pad_token_id", None)
+        if pad is None:
+            raise ValueError(f"processing_classes[{i}]: expected a tokenizer with a pad token, got pad_token_id None")
+        config = getattr(func, "config", None)
+        # A decoder reads its score at the last token that is not config.pad_token_id: with another id, a wrong token's.
+        if config is not None and getattr(config, "pad_token_id", pad) != pad:
+            raise ValueError(
+                f"reward_funcs[{i}]: expected config.pad_token_id of {names[i]!r} to be its tokenizer's, {pad}, "
+                f"got {config.pad_token_id}"
+            )
+    return list(processing_classes)
+
+
+@torch.inference_mode()
+def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> Tensor:
+    """``logits[:, 0]`` (B,) of prompt + completion, all rows in one batch."""
+    pairs = list(zip(inputs["prompts"], inputs["completions"], strict=True))
+    plain = isinstance(pairs[0][0], str)
+    for row, pair in enumerate(pairs):
+        if any(isinstance(part, str) != plain for part in pair):
+            raise TypeError(f"row {row}: expected {'strings' if plain else 'lists of messages'} as in row 0's prompt")
+    if plain:
+        texts = [prompt + completion for prompt, completion in pairs]
+    else:
+        texts = [tokenizer.apply_chat_template([*prompt, *reply], tokenize=False) for prompt, reply in pairs]
+    batch = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    with _evaluating(model):
+        logits: Tensor = model(**{name: values.to(device) for name, values in batch.items()}).logits
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits: expected shape (B, 1) = ({len(pairs)}, 1), got {tuple(logits.shape)}")
+    return logits[:, 0].float()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off; afterwards each submodule's own mode again, since a model in training may have a part in eval."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+
+
+def _is_async(func: Any) -> bool:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
+
+
+async def _awaited(value: Awaitable[_T]) -> _T:
+    return await value
+
+
+class _LoopThread(threading.Thread):
+    """A daemon thread that runs one event loop for the rest of the process."""
+
+    def __init__(self) -> None:
+        super().__init__(name="grpo-kernels-rewards", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self.start()
+
+    def run(self) -> None:
+        self.loop.run_forever()
+
+
+_loop_thread: _LoopThread | None = None
+_starting = threading.Lock()
+
+
+def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """The coroutine's result, from the loop thread; it is started on first use and again after a fork."""
+    global _loop_thread
+    with _starting:
+        if _loop_thread is None or not _loop_thread.is_alive():
+            _loop_thread = _LoopThread()
+    if threading.current_thread() is _loop_thread:
+        coroutine.close()
+        raise RuntimeError("compute_rewards: called inside an async reward function, whose loop it would wait for")
+    future = asyncio.run_coroutine_threadsafe(coroutine, _loop_thread.loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _column(values: Any, name: str, length: int) -> list[float]:
+    """What a function returned, as ``length`` floats."""
+    returned = type(values).__name__
+    if hasattr(values, "tolist"):  # tensors, arrays, series
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"reward function {name!r}: expected a list of {length} rewards, got {returned}")
+    if len(values) != length:
+        raise ValueError(f"reward function {name!r}: expected {length} rewards, one per completion, got {len(values)}")
+    return [_number(value, name, row) for row, value in enumerate(values)]
+
+
+def _number(value: Any, name: str, row: int) -> float:
+    if value is None:
+        return float("nan")
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ValueError(f"reward function {name!r}: expected a number or None for row {row}, got {_shortened(value)}")
+
+
+def _warn_unscored(rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> None:
+    rows = rewards.isnan().all(dim=1).nonzero()[:, 0].tolist()
+    if rows:
+        first = rows[0]
+        warnings.warn(
+            f"every reward function returned None for {'rows' if rows[1:] else 'row'} {', '.join(map(str, rows))}; "
+            f"row {first}: prompt {_shortened(prompts[first])}, completion {_shortened(completions[first])}",
+            stacklevel=3,
+        )
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

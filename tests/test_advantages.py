@@ -1,0 +1,564 @@
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_kernels import advantages as adv
+
+NAN = float("nan")
+
+
+def random_rewards(seed, rows, columns=None, nan_share=0.2, dtype=torch.float32):
+    """Rewards of a few levels, as verifiers give them, some unscored."""
+    gen = torch.Generator().manual_seed(seed)
+    shape = (rows,) if columns is None else (rows, columns)
+    rewards = torch.randint(-2, 4, shape, generator=gen).to(dtype) * 0.37
+    return rewards.masked_fill(torch.rand(shape, generator=gen) < nan_share, NAN)
+
+
+def random_tokens(seed, rows=5, length=11):
+    """Values and a mask with holes; the first row counts nothing, the second everything."""
+    gen = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, length, generator=gen) < 0.6
+    mask[0], mask[1] = False, True
+    return torch.randn(rows, length, generator=gen, dtype=torch.float64), mask
+
+
+def close(actual, expected, atol=1e-6):
+    torch.testing.assert_close(actual.double(), torch.as_tensor(expected, dtype=torch.float64), atol=atol, rtol=atol)
+
+
+# Python loops over lists: the definitions, one number at a time
+
+
+def mean_std(values, correction):
+    """Over the non-NaN values; the std of one value is NaN with a correction of 1."""
+    scored = [v for v in values if not math.isnan(v)]
+    if not scored:
+        return NAN, NAN
+    mean = math.fsum(scored) / len(scored)
+    if len(scored) == correction:
+        return mean, NAN
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in scored) / (len(scored) - correction))
+
+
+def weighted(row, weights):
+    scored = [w * r for w, r in zip(weights, row, strict=True) if not math.isnan(r)]
+    return math.fsum(scored) if scored else NAN
+
+
+def z_scores(values, ids, correction, epsilon, over="group"):
+    out = []
+    for value, own in zip(values, ids, strict=True):
+        mean, spread = mean_std([v for v, i in zip(values, ids, strict=True) if i == own], correction)
+        if over == "batch":
+            spread = mean_std(values, correction)[1]
+        out.append(value - mean if over == "none" else (value - mean) / (spread + epsilon))
+    return out
+
+
+def loop_group(table, ids, weights, scale, std, aggregation, epsilon):
+    correction = 1 if std == "sample" else 0
+    if aggregation == "sum_then_normalize":
+        result = z_scores([weighted(row, weights) for row in table], ids, correction, epsilon, scale)
+    else:
+        columns = [z_scores(list(column), ids, correction, epsilon) for column in zip(*table, strict=True)]
+        rows = list(zip(*columns, strict=True))
+        totals = []
+        for row, given in zip(rows, table, strict=True):
+            unscored = all(math.isnan(r) for r in given)
+            totals.append(NAN if unscored else math.fsum(w * z for w, z in zip(weights, row, strict=True) if z == z))
+        mean, spread = mean_std(totals, correction)
+        result = [(t - mean) / (spread + epsilon) for t in totals]
+    return [0.0 if math.isnan(a) else a for a in result]
+
+
+# group_advantages
+
+
+def test_worked_example_of_outcome_supervision():
+    result = adv.group_advantages(torch.tensor([8.5, 6.2, 4.1]), 3, std="population", epsilon=1e-8)
+    assert [round(a, 2) for a in result.tolist()] == [1.24, -0.04, -1.21]
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_group_advantages_against_loops(scale, std, aggregation):
+    rng = random.Random(0)
+    for seed in range(12):
+        rows, columns = rng.randint(2, 14), rng.choice([None, 1, 3])
+        rewards = random_rewards(seed, rows, columns, dtype=rng.choice([torch.float32, torch.float64]))
+        ids = [rng.choice([-7, 0, 3, 10**12]) for _ in range(rows)]
+        weights = [rng.uniform(-1, 2) for _ in range(columns)] if columns else None
+        options = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": rng.choice([1e-4, 0.1])}
+        result = adv.group_advantages(rewards, group_ids=ids, reward_weights=weights, **options)
+        table = rewards.double().reshape(rows, -1).tolist()
+        close(result, loop_group(table, ids, weights or [1.0], **options), atol=1e-7)  # rounded once, from float64
+        assert result.dtype == rewards.dtype
+
+
+def trl_advantages(rewards, num_generations, weights, scale, aggregation):
+    """TRL's own lines, cut out of its trainer and run as they are."""
+    from trl.trainer import grpo_trainer
+
+    source = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
+    first = source.index("        unscorable_mask = torch.isnan(")
+    last = "        advantages = torch.nan_to_num(advantages, nan=0.0)\n"
+    lines = textwrap.dedent(source[first : source.index(last, first) + len(last)])
+    self = SimpleNamespace(
+        multi_objective_aggregation=aggregation, scale_rewards=scale, reward_weights=weights, reward_funcs=weights
+    )
+    scope = {"self": self, "rewards_per_func": rewards, "num_generations": num_generations, "device": "cpu"}
+    exec(lines, vars(grpo_trainer).copy(), scope)
+    return scope["advantages"]
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_defaults_equal_trl(scale, aggregation):
+    for seed, (rows, num_generations, nan_share) in enumerate([(12, 4, 0), (12, 4, 0.4), (12, 2, 0.6), (3, 1, 0.3)]):
+        rewards, weights = random_rewards(seed, rows, 2, nan_share), torch.tensor([1.0, 0.3])
+        expected = trl_advantages(rewards.clone(), num_generations, weights, scale, aggregation)
+        options = {"scale": scale, "aggregation": aggregation, "reward_weights": weights}
+        result = adv.group_advantages(rewards, num_generations, **options)
+        torch.testing.assert_close(result, expected, atol=3e-6, rtol=1e-5)
+        if scale == "group" and aggregation == "sum_then_normalize":
+            assert torch.equal(adv.group_advantages(rewards, num_generations, reward_weights=weights), result)
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_zero(scale, aggregation, epsilon, dtype):
+    options = {"scale": scale, "aggregation": aggregation, "epsilon": epsilon}
+    for value in (0.1, 1e8, -3.3e7, 1e-30, 0.0):
+        for size in (1, 3, 7, 11):
+            # The other group differs, so that a std over the batch is not 0; one row of the first is unscored.
+            rewards = torch.tensor([value] * size + [NAN, 1.0, 2.0, 4.0], dtype=dtype)
+            ids = [0] * (size + 1) + [1] * 3
+            result = adv.group_advantages(rewards, group_ids=ids, **options)
+            assert result[: size + 1].tolist() == [0.0] * (size + 1)
+            assert result[size + 1 :].isfinite().all()
+            assert (result[size + 1 :] != 0).all()
+
+
+def test_all_equal_over_the_batch_is_zero_without_epsilon():
+    for scale in ("group", "batch", "none"):
+        assert adv.group_advantages(torch.full((6,), 0.1), 3, scale=scale, epsilon=0.0).tolist() == [0.0] * 6
+
+
+def test_small_differences_of_large_rewards_are_not_lost():
+    small = torch.tensor([0.0, 8.0, 16.0, 24.0])
+    assert torch.equal(adv.group_advantages(small + 1e8, 4), adv.group_advantages(small, 4))
+
+
+def test_float32_rewards_are_rounded_once():
+    rewards = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(adv.group_advantages(rewards, 500), adv.group_advantages(rewards.double(), 500).float())
+
+
+def test_unscored_rows_change_nothing_for_the_others():
+    scored = torch.tensor([0.3, 1.0, -2.0, 0.0, 1.0])
+    rewards = torch.tensor([NAN, 0.3, 1.0, NAN, -2.0, 0.0, NAN, 1.0])
+    ids, scored_ids = [0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1]
+    for estimate in (adv.group_advantages, adv.rloo_advantages):
+        result = estimate(rewards, group_ids=ids)
+        assert torch.equal(result[~rewards.isnan()], estimate(scored, group_ids=scored_ids))
+        assert result[rewards.isnan()].tolist() == [0.0] * 3
+        assert estimate(torch.full((4,), NAN), 2).tolist() == [0.0] * 4
+
+
+def test_one_unscored_function_of_several_does_not_unscore_the_row():
+    rewards = torch.tensor([[1.0, NAN], [2.0, 1.0], [NAN, NAN]])
+    expected = adv.group_advantages(torch.tensor([1.0, 3.0, NAN]), 3)
+    assert torch.equal(adv.group_advantages(rewards, 3), expected)
+    assert expected[2] == 0
+    assert expected[0] < 0
+
+
+def test_group_ids_in_any_order():
+    rewards = random_rewards(3, 12, nan_share=0)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    ids = (torch.arange(12) // 4)[order] * 1000 - 5
+    result = adv.group_advantages(rewards[order], group_ids=ids)
+    close(result, adv.group_advantages(rewards, 4)[order], atol=1e-7)
+
+
+def test_dtypes_and_gradient():
+    for dtype, out in [(torch.int64, torch.float32), (torch.bool, torch.float32), (torch.bfloat16, torch.bfloat16)]:
+        result = adv.group_advantages(torch.tensor([0, 1, 1, 1]).to(dtype), 4)
+        assert result.dtype == out
+        close(result, [-1.4997, 0.4999, 0.4999, 0.4999], atol=1e-2 if out == torch.bfloat16 else 1e-4)
+    assert not adv.group_advantages(torch.randn(4, requires_grad=True), 2).requires_grad
+
+
+def test_inputs_are_not_written_and_empty_batches_pass():
+    rewards = random_rewards(0, 8, 2)
+    before = rewards.clone()
+    adv.group_advantages(rewards, 4, aggregation="normalize_then_sum")
+    assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9))
+    assert adv.group_advantages(torch.zeros(0), 4).shape == (0,)
+    assert adv.rloo_advantages(torch.zeros(0, 3), group_ids=[]).shape == (0,)
+
+
+# rloo_advantages
+
+
+def loop_rloo(values, ids, normalize, epsilon):
+    out = []
+    for i, value in enumerate(values):
+        others = [v for j, v in enumerate(values) if ids[j] == ids[i] and j != i and not math.isnan(v)]
+        out.append(value - math.fsum(others) / len(others) if others else NAN)
+    if normalize:
+        mean, spread = mean_std(out, 1)
+        out = [(a - mean) / (spread + epsilon) for a in out]
+    return [0.0 if math.isnan(a) else a for a in out]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rloo_against_loops(normalize):
+    rng = random.Random(1)
+    for seed in range(25):
+        rows = rng.randint(3, 14)
+        rewards = random_rewards(seed, rows, 2, nan_share=0.4)
+        ids, weights = [rng.randint(0, 3) for _ in range(rows)], [0.5, 2.0]
+        options = {"normalize": normalize, "epsilon": 1e-4}
+        result = adv.rloo_advantages(rewards, group_ids=torch.tensor(ids), reward_weights=weights, **options)
+        totals = [weighted(row, weights) for row in rewards.double().tolist()]
+        close(result, loop_rloo(totals, ids, **options))
+
+
+def test_rloo_by_hand():
+    assert adv.rloo_advantages(torch.tensor([1.0, 2.0, 6.0, 5.0, NAN, NAN]), 3).tolist() == [-3, -1.5, 4.5, 0, 0, 0]
+    assert adv.rloo_advantages(torch.tensor([0.1] * 7), 7, normalize=True, epsilon=0.0).tolist() == [0.0] * 7
+
+
+# process_advantages
+
+WORKED_STEPS = [[0.8, 0.9, 0.7, 1.0]] * 3
+
+
+def test_worked_example_of_process_supervision():
+    ends = [[1, 3, 4, 6]] * 3
+    result = adv.process_advantages(WORKED_STEPS, ends, 3, length=8, epsilon=0.0)
+    # Normalised: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after it.
+    expected = [0, 0, 0.447, 0.447, 0, 1.342, 1.342, 0]
+    for row in result.tolist():
+        assert row == pytest.approx(expected, abs=5e-4)
+    last_only = adv.process_advantages([[0.8], [0.9], [0.7], [1.0]], [[0]] * 4, 4, length=1, epsilon=0.0)
+    assert last_only[:, 0].tolist() == pytest.approx([-0.447, 0.447, -1.342, 1.342], abs=5e-4)
+
+
+def loop_process(rewards, ends, ids, mask, correction, epsilon):
+    out = [[0.0] * len(row) for row in mask]
+    for b, own in enumerate(ids):
+        pool = [r for row, i in zip(rewards, ids, strict=True) if i == own for r in row]
+        mean, spread = mean_std(pool, correction)
+        for t in range(len(mask[b])):
+            steps = [(r - mean) / (spread + epsilon) for r, e in zip(rewards[b], ends[b], strict=True) if e >= t]
+            out[b][t] = math.fsum(s for s in steps if not math.isnan(s)) if mask[b][t] else 0.0
+    return out
+
+
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_process_advantages_against_loops(std):
+    rng = random.Random(2)
+    for seed in range(25):
+        rows, steps, length = rng.randint(1, 7), rng.randint(1, 5), rng.randint(1, 12)
+        rewards = random_rewards(seed, rows, steps, nan_share=0.3, dtype=torch.float64)
+        ends = torch.tensor([sorted(rng.randrange(length) for _ in range(steps)) for _ in range(rows)])
+        mask = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.8
+        ids = [rng.randint(0, 2) for _ in range(rows)]
+        options = {"group_ids": ids, "completion_mask": mask.int(), "std": std}
+        result = adv.process_advantages(rewards, ends, **options)
+        expected = loop_process(rewards.tolist(), ends.tolist(), ids, mask.tolist(), int(std == "sample"), 1e-4)
+        close(result, expected, atol=1e-9)
+        garbage = torch.where(rewards.isnan(), rng.choice([-1, -100, 10**9]), ends)
+        assert torch.equal(adv.process_advantages(rewards, garbage, **options), result)
+
+
+def test_process_lists_are_padded_tensors():
+    lists = adv.process_advantages([[0.5, None, 1.0], [0.25], []], [[0, 1, 3], [2], []], 3, length=4)
+    rewards = torch.tensor([[0.5, NAN, 1.0], [0.25, NAN, NAN], [NAN] * 3])
+    ends = torch.tensor([[0, 1, 3], [2, -1, -1], [-1] * 3])
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    assert torch.equal(lists, adv.process_advantages(rewards, ends, 3, completion_mask=mask))
+    assert lists[2].tolist() == [0.0] * 4
+    assert lists[1, 3] == 0
+    assert lists[1, 2] < 0
+
+
+def test_equal_steps_give_exactly_zero():
+    result = adv.process_advantages([[0.1] * 3, [0.1] * 4], [[0, 1, 2], [0, 1, 2, 3]], 2, length=5, epsilon=0.0)
+    assert result.tolist() == [[0.0] * 5] * 2
+
+
+# gae, whiten and reinforce_plus_plus
+
+
+def loop_gae(rewards, values, mask, gamma, lam, last):
+    advantages = [[0.0] * len(row) for row in mask]
+    returns = [[0.0] * len(row) for row in mask]
+    for b, row in enumerate(mask):
+        following, running = last[b], 0.0
+        for t in reversed([t for t, counts in enumerate(row) if counts]):
+            running = rewards[b][t] + gamma * following - values[b][t] + gamma * lam * running
+            following = values[b][t]
+            advantages[b][t], returns[b][t] = running, running + following
+    return advantages, returns
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.0), (0.0, 0.5)])
+def test_gae_against_loops(gamma, lam):
+    for seed in range(6):
+        values, mask = random_tokens(seed, length=1 + 5 * seed)
+        rewards, last = random_tokens(seed + 100, length=1 + 5 * seed)[0], values[:, 0] + 1
+        for last_value in (None, last):
+            result = adv.gae(rewards, values, mask, gamma, lam, last_value)
+            last_list = [0.0] * len(values) if last_value is None else last.tolist()
+            expected = loop_gae(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam, last_list)
+            close(result[0], expected[0], atol=1e-12)
+            close(result[1], expected[1], atol=1e-12)
+
+
+def test_gae_garbage_at_masked_positions_changes_no_bit():
+    values, mask = random_tokens(7)
+    rewards, last = random_tokens(8)[0], values[:, 0].clone()
+    expected = adv.gae(rewards, values, mask, 0.9, 0.9, last)
+    last[0] = NAN  # the row without a counted token
+    for junk in (NAN, math.inf, -1e300):
+        masked = adv.gae(
+            rewards.masked_fill(~mask, junk), values.masked_fill(~mask, junk), mask.float(), 0.9, 0.9, last
+        )
+        assert torch.equal(masked[0], expected[0])
+        assert torch.equal(masked[1], expected[1])
+
+
+def test_gae_terminal_rewards_dtypes_and_whitening():
+    values, mask = random_tokens(9)
+    terminal = torch.arange(5.0)
+    rewards = torch.zeros_like(values)
+    for row in range(1, 5):
+        rewards[row, mask[row].nonzero()[-1]] = terminal[row].item()
+    expected = adv.gae(rewards, values, mask)
+    result = adv.gae(terminal.masked_fill(~mask.any(1), NAN), values, mask)
+    assert torch.equal(result[0], expected[0])
+    assert result[0].dtype == torch.float64
+    assert adv.gae(terminal.bfloat16(), values.bfloat16(), mask)[1].dtype == torch.bfloat16
+    whitened, returns = adv.gae(rewards, values, mask, whiten_advantages=True)
+    assert torch.equal(whitened, adv.whiten(expected[0], mask))
+    assert torch.equal(returns, expected[1])
+    assert not adv.gae(terminal, values.requires_grad_(), mask)[1].requires_grad
+
+
+def test_gae_of_a_thousand_tokens_keeps_its_precision():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(1, 1000, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.ones(1, 1000)
+    expected = loop_gae(rewards.tolist(), values.tolist(), mask.tolist(), 1.0, 0.95, [0.0])
+    close(adv.gae(rewards, values, mask)[0], expected[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_whiten_against_loops(std):
+    x, mask = random_tokens(11)
+    x[~mask] = NAN
+    mean, spread = mean_std(x.flatten().tolist(), int(std == "sample"))
+    close(adv.whiten(x, mask, std=std), torch.where(mask, (x - mean) / (spread + 1e-8), 0.0), atol=1e-12)
+    close(
+        adv.whiten(x, mask, std=std, shift_mean=False, epsilon=0.5), torch.where(mask, x / (spread + 0.5), 0.0), 1e-12
+    )
+    assert adv.whiten(torch.full((2, 5), 0.1), torch.ones(2, 5), epsilon=0.0).tolist() == [[0.0] * 5] * 2
+    assert adv.whiten(torch.tensor([[3.0]]), M[:1, :1], std=std, shift_mean=False, epsilon=0.5).item() == 6.0
+    assert adv.whiten(x, torch.zeros_like(mask)).tolist() == torch.zeros_like(x).tolist()
+
+
+def loop_reinforce(totals, mask, kl, beta, gamma):
+    """Returns before whitening; None where a position is left out."""
+    out = [[None] * len(row) for row in mask]
+    for b, row in enumerate(mask):
+        running, reward = 0.0, totals[b]
+        if math.isnan(reward):
+            continue
+        for t in reversed([t for t, counts in enumerate(row) if counts]):
+            running = reward - beta * kl[b][t] + gamma * running
+            out[b][t], reward = running, 0.0
+    return out
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_against_loops(baseline, gamma):
+    for seed in range(8):
+        kl, mask = random_tokens(seed, rows=6)
+        rewards = random_rewards(seed, 6, 2, nan_share=0.3, dtype=torch.float64)
+        ids, weights = [0, 1, 0, 1, 0, 1], [1.0, 0.5]
+        totals = [weighted(row, weights) for row in rewards.tolist()]
+        if baseline:
+            totals = z_scores(totals, ids, 0, 0.0, "none")
+        raw = loop_reinforce(totals, mask.tolist(), kl.tolist(), 0.2, gamma)
+        mean, spread = mean_std([a for row in raw for a in row if a is not None], 0)
+        expected = [[0.0 if a is None else (a - mean) / (spread + 1e-8) for a in row] for row in raw]
+        options = {"beta": 0.2, "gamma": gamma, "reward_weights": weights, "group_ids": ids if baseline else None}
+        result = adv.reinforce_plus_plus(rewards, mask, per_token_kl=kl.masked_fill(~mask, NAN), **options)
+        close(result, expected, atol=1e-9)
+
+
+def test_reinforce_plus_plus_without_kl_spreads_the_reward():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    result = adv.reinforce_plus_plus(torch.tensor([1.0, -2.0]), mask, beta=5.0)
+    close(result, [[0.7071, 0.7071, 0.0], [-1.4142, 0.0, 0.0]], atol=1e-4)
+
+
+def test_no_tokens_at_all():
+    empty = torch.zeros(3, 0)
+    assert adv.gae(empty, empty, empty, last_value=torch.zeros(3))[0].shape == (3, 0)
+    assert adv.reinforce_plus_plus(torch.ones(3), empty).shape == (3, 0)
+    assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
+
+
+# wrong arguments
+
+R8, M = torch.zeros(8), torch.ones(2, 3)
+INF = torch.tensor([0.0, math.inf])
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "rewards: expected a tensor, got list", lambda: adv.group_advantages([1.0, 2.0], 2)),
+        (TypeError, "rewards: expected real", lambda: adv.group_advantages(torch.zeros(2, dtype=torch.cfloat), 2)),
+        (ValueError, r"rewards: expected shape .* got \(2, 2, 2\)", lambda: adv.group_advantages(R8.view(2, 2, 2), 2)),
+        (ValueError, r"rewards: expected shape .* got \(8, 0\)", lambda: adv.group_advantages(torch.zeros(8, 0), 2)),
+        (ValueError, r"rewards: expected finite .* got inf at \(1, 0\)", lambda: adv.group_advantages(INF, 2)),
+        (ValueError, "rewards: expected finite .* got -inf", lambda: adv.rloo_advantages(-INF, 2)),
+        (ValueError, "exactly one of the two, got neither", lambda: adv.group_advantages(R8)),
+        (ValueError, "exactly one of the two, got both", lambda: adv.group_advantages(R8, 2, group_ids=[0] * 8)),
+        (ValueError, "num_generations: expected a divisor of the 8 .* got 3", lambda: adv.group_advantages(R8, 3)),
+        (ValueError, "num_generations: expected at least 1, got 0", lambda: adv.group_advantages(R8, 0)),
+        (TypeError, "num_generations: expected an int, got float", lambda: adv.rloo_advantages(R8, 2.0)),
+        (TypeError, "group_ids: expected integers", lambda: adv.group_advantages(R8, group_ids=R8)),
+        (ValueError, r"group_ids: .* \(8,\), got \(7,\)", lambda: adv.group_advantages(R8, group_ids=[0] * 7)),
+        (ValueError, r"reward_weights: .* got \(2,\)", lambda: adv.rloo_advantages(R8, 2, reward_weights=[1, 2])),
+        (ValueError, "reward_weights: .* got nan", lambda: adv.group_advantages(R8, 2, reward_weights=[NAN])),
+        (ValueError, "scale: expected one of .* got 'groups'", lambda: adv.group_advantages(R8, 2, scale="groups")),
+        (ValueError, "std: expected one of .* got 'biased'", lambda: adv.group_advantages(R8, 2, std="biased")),
+        (ValueError, "aggregation: expected one of", lambda: adv.group_advantages(R8, 2, aggregation="sum")),
+        (ValueError, "epsilon: .* got -1", lambda: adv.group_advantages(R8, 2, epsilon=-1.0)),
+        (ValueError, "epsilon: .* got nan", lambda: adv.rloo_advantages(R8, 2, epsilon=NAN)),
+        (TypeError, "epsilon: expected a number, got str", lambda: adv.group_advantages(R8, 2, epsilon="1")),
+        (ValueError, r"step_rewards: .* \(B, S\), got", lambda: adv.process_advantages(R8, R8.long(), 2, length=3)),
+        (ValueError, r"step_ends: .* got \(3, 2\)", lambda: adv.process_advantages(M, M.T.long(), 2, length=3)),
+        (TypeError, "step_ends: expected integers", lambda: adv.process_advantages(M, M, 2, length=3)),
+        (ValueError, r"step_ends: .*\[1, 2\] by row, got \[1, 1\]",
+         lambda: adv.process_advantages([[1.0], [1.0, 2.0]], [[0], [0]], 2, length=3)),
+        (ValueError, r"step_ends: .* \[0, 3\), got 3 at \(1, 0\)",
+         lambda: adv.process_advantages([[1.0], [1.0]], [[0], [3]], 2, length=3)),
+        (ValueError, "step_ends: .* got -1", lambda: adv.process_advantages([[1.0]], [[-1]], 1, length=3)),
+        (ValueError, "step_rewards: .* got inf", lambda: adv.process_advantages([[math.inf]], [[0]], 1, length=3)),
+        (ValueError, "completion_mask, length: .* got neither", lambda: adv.process_advantages([[1.0]], [[0]], 1)),
+        (ValueError, "completion_mask, length: .* got both",
+         lambda: adv.process_advantages([[1.0]], [[0]], 1, length=3, completion_mask=M[:1])),
+        (ValueError, r"completion_mask: .* \(1, 3\), got \(2, 3\)",
+         lambda: adv.process_advantages([[1.0]], [[0]], 1, completion_mask=M)),
+        (ValueError, "length: expected at least 0, got -1", lambda: adv.process_advantages([[]], [[]], 1, length=-1)),
+        (TypeError, "length: expected an int, got float", lambda: adv.process_advantages([[]], [[]], 1, length=3.0)),
+        (ValueError, r"values: .* \(2, 3\), got \(2, 2\)", lambda: adv.gae(M, M[:, :2], M)),
+        (ValueError, r"rewards: .* \(2, 3\), got \(2, 2\)", lambda: adv.gae(M[:, :2], M, M)),
+        (ValueError, r"rewards: .* \(2,\), got \(3,\)", lambda: adv.gae(M[0], M, M)),
+        (ValueError, r"completion_mask: expected shape \(B, T\), got \(8,\)", lambda: adv.gae(M, M, R8)),
+        (TypeError, "completion_mask: expected a tensor, got NoneType", lambda: adv.gae(M, M, None)),
+        (ValueError, r"values: expected finite .* got nan at \(0, 0\)", lambda: adv.gae(M, M * NAN, M)),
+        (ValueError, "rewards: expected finite .* got nan", lambda: adv.gae(M[:, 0] * NAN, M, M)),
+        (ValueError, r"last_value: .* \(2,\), got \(3,\)", lambda: adv.gae(M, M, M, last_value=M[0])),
+        (ValueError, "last_value: expected finite", lambda: adv.gae(M, M, M, last_value=INF)),
+        (ValueError, r"gamma: .* \[0, 1\], got 1.5", lambda: adv.gae(M, M, M, gamma=1.5)),
+        (ValueError, r"lam: .* \[0, 1\], got -0.1", lambda: adv.gae(M, M, M, lam=-0.1)),
+        (ValueError, r"x: .* \(2, 3\), got \(8,\)", lambda: adv.whiten(R8, M)),
+        (ValueError, "x: expected finite .* got inf", lambda: adv.whiten(M / 0, M)),
+        (ValueError, r"rewards: .* \(2,\), got \(8,\)", lambda: adv.reinforce_plus_plus(R8, M)),
+        (ValueError, "beta: expected a finite number, got nan", lambda: adv.reinforce_plus_plus(M[:, 0], M, beta=NAN)),
+        (ValueError, "per_token_kl: .* got nan",
+         lambda: adv.reinforce_plus_plus(M[:, 0], M, per_token_kl=M * NAN)),
+        (ValueError, r"per_token_kl: .* \(2, 3\), got \(8,\)",
+         lambda: adv.reinforce_plus_plus(M[:, 0], M, per_token_kl=R8)),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# groups that span ranks
+
+
+def distributed_inputs():
+    values, mask = random_tokens(5, rows=8)
+    steps = random_rewards(4, 8, 3)
+    return SimpleNamespace(
+        rewards=random_rewards(6, 8, 2, nan_share=0.3),
+        steps=steps,
+        ends=torch.arange(24).view(8, 3) % 11,
+        ids=torch.tensor([5, -1, 5, 5, -1, 9, 9, 5]),
+        values=values,
+        mask=mask,
+    )
+
+
+def every_estimator(data, rows, process_group):
+    """All estimators on the rows of one rank."""
+    rewards, mask, values = data.rewards[rows], data.mask[rows], data.values[rows]
+    pg = {"process_group": process_group}
+    ids = {"group_ids": data.ids[rows]}
+    return [
+        adv.group_advantages(rewards, 4, **pg),
+        adv.group_advantages(rewards, **ids, scale="batch", std="population", **pg),
+        adv.group_advantages(rewards, **ids, aggregation="normalize_then_sum", **pg),
+        adv.rloo_advantages(rewards, 8, normalize=True, **pg),
+        adv.process_advantages(data.steps[rows], data.ends[rows], 4, completion_mask=mask, **pg),
+        adv.process_advantages(data.steps[rows], data.ends[rows], **ids, length=11, **pg),
+        adv.gae(values, -values, mask, whiten_advantages=True, **pg)[0],
+        adv.reinforce_plus_plus(rewards, mask, per_token_kl=values, **ids, **pg),
+        adv.whiten(values, mask, **pg),
+    ]
+
+
+def run_rank(rank, folder):
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    group, data, results = dist.group.WORLD, distributed_inputs(), {}
+    for first in (4, 3, 8):  # rows of rank 0: equal shares, unequal shares, and nothing for rank 1
+        rows = slice(0, first) if rank == 0 else slice(first, 8)
+        results[first] = every_estimator(data, rows, group)
+    results["alone"] = every_estimator(data, slice(0, 8), None)  # no communication, though initialised
+    try:
+        adv.group_advantages(torch.tensor([1.0, math.inf if rank else 2.0]), 4, process_group=group)
+    except ValueError as error:
+        results["message"] = str(error)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_groups_that_span_ranks(tmp_path):
+    torch.multiprocessing.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    expected = every_estimator(distributed_inputs(), slice(0, 8), None)
+    for first in (4, 3, 8):
+        for own, other, whole in zip(ranks[0][first], ranks[1][first], expected, strict=True):
+            assert len(own) == first
+            torch.testing.assert_close(torch.cat([own, other]), whole, atol=1e-6, rtol=1e-6)
+    for alone, whole in zip(ranks[0]["alone"], expected, strict=True):
+        assert torch.equal(alone, whole)
+    # Both ranks raise, the one whose rewards are fine too, and neither waits for the other.
+    assert "got others on another rank" in ranks[0]["message"]
+    assert "got inf at (1, 0)" in ranks[1]["message"]

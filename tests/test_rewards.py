@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import nn
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
+
+from grpo_kernels.rewards import compute_rewards, reward_names
+
+PROMPTS = ["1 + 1 =", "2 + 2 =", "3 + 3 ="]
+COMPLETIONS = [" 2", " 4 4 4", " 7"]
+WORDS = ["<pad>", "<unk>", "<user>", "<assistant>", *"0123456789+="]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+
+
+def lengths(completions, **kwargs):
+    return [len(completion) for completion in completions]
+
+
+async def async_lengths(completions, **kwargs):
+    await asyncio.sleep(0)
+    return lengths(completions)
+
+
+def nothing(completions, **kwargs):
+    return [None] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", padding_side="left")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_labels=1, pad_token_id=0, attention_dropout=0.5,
+    )  # fmt: skip
+    return Qwen2ForSequenceClassification(config).eval()
+
+
+def score_alone(model, text):
+    """One unpadded row, tokenised by hand."""
+    ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
+    with torch.no_grad():
+        return model(input_ids=ids).logits[0, 0].item()
+
+
+# Python functions
+
+
+def test_matrix_of_several_functions_and_columns():
+    def right(prompts, completions, completion_ids, answer):
+        assert prompts is PROMPTS
+        assert completion_ids == [[1], [2], [3]]
+        return [float(int(c.split()[0]) == a) for c, a in zip(completions, answer, strict=True)]
+
+    rewards = compute_rewards([right, lengths], PROMPTS, COMPLETIONS, [[1], [2], [3]], answer=[2, 4, 6])
+    assert rewards.dtype == torch.float32
+    assert rewards.is_contiguous()
+    assert rewards.tolist() == [[1.0, 2.0], [1.0, 6.0], [0.0, 2.0]]
+
+
+def test_a_single_function_gives_one_column():
+    assert compute_rewards(lengths, PROMPTS, COMPLETIONS).tolist() == [[2.0], [6.0], [2.0]]
+
+
+def test_completion_ids_are_none_when_not_given():
+    def reward(completion_ids, completions, **kwargs):
+        return [1.0 if completion_ids is None else 0.0] * len(completions)
+
+    assert compute_rewards(reward, PROMPTS, COMPLETIONS)[:, 0].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0.5, True],
+        (1, 0.5, True),
+        torch.tensor([1, 0.5, 1.0]),
+        torch.tensor([1, 0.5, 1.0], dtype=torch.bfloat16, requires_grad=True),
+        np.array([1, 0.5, 1.0]),
+        [np.float32(1), torch.tensor(0.5), torch.tensor([1.0])],
+    ],
+    ids=["list", "tuple", "tensor", "attached", "array", "scalars"],
+)
+def test_kinds_of_returned_values(values):
+    rewards = compute_rewards(lambda **kwargs: values, PROMPTS, COMPLETIONS)
+    assert rewards[:, 0].tolist() == [1.0, 0.5, 1.0]
+    assert not rewards.requires_grad
+
+
+def test_none_becomes_nan_without_warning_where_another_function_scored():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewards = compute_rewards([lambda **kwargs: [1.0, None, 2.0], lengths], PROMPTS, COMPLETIONS)
+    assert torch.equal(rewards.isnan(), torch.tensor([[False, False], [True, False], [False, False]]))
+
+
+def test_warning_names_the_rows_nobody_scored():
+    funcs = [nothing, lambda **kwargs: [None, 3.0, None]]
+    prompts = [*PROMPTS[:2], "x" * 500]
+    with pytest.warns(UserWarning, match="rows 0, 2; row 0: prompt '1 . 1 =', completion ' 2'") as caught:
+        compute_rewards(funcs, prompts, COMPLETIONS)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"for row 0; row 0: prompt 'x{50,90}\.\.\., completion") as caught:
+        compute_rewards(nothing, ["x" * 500], ["y"])
+    assert len(str(caught[0].message)) < 250
+
+
+def test_empty_batch():
+    assert compute_rewards([lengths, nothing], [], []).shape == (0, 2)
+
+
+def test_device():
+    assert compute_rewards(lengths, PROMPTS, COMPLETIONS, device="meta").device.type == "meta"
+
+
+def test_what_trl_hands_on_besides_columns_is_not_measured():
+    def reward(completions, trainer_state, log_metric, **kwargs):
+        log_metric("seen", trainer_state.step)
+        return lengths(completions)
+
+    seen = {}
+    state = SimpleNamespace(step=3)
+    compute_rewards(reward, PROMPTS, COMPLETIONS, trainer_state=state, log_metric=seen.__setitem__)
+    assert seen == {"seen": 3}
+
+
+# async functions
+
+
+def test_async_functions_run_concurrently_and_keep_their_columns():
+    meeting = asyncio.Event()
+
+    async def waits(completions, **kwargs):
+        await asyncio.wait_for(meeting.wait(), timeout=5)
+        return [1.0] * len(completions)
+
+    async def arrives(completions, **kwargs):
+        meeting.set()
+        return [2.0] * len(completions)
+
+    rewards = compute_rewards([waits, lengths, arrives], PROMPTS, COMPLETIONS)
+    assert rewards.tolist() == [[1.0, 2.0, 2.0], [1.0, 6.0, 2.0], [1.0, 2.0, 2.0]]
+
+
+def test_async_functions_under_a_running_loop():
+    async def notebook_cell():
+        return compute_rewards(async_lengths, PROMPTS, COMPLETIONS)
+
+    assert asyncio.run(notebook_cell())[:, 0].tolist() == [2.0, 6.0, 2.0]
+
+
+def test_an_async_client_survives_from_call_to_call():
+    loops = []
+
+    async def judge(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        return lengths(completions)
+
+    for _ in range(2):
+        compute_rewards(judge, PROMPTS, COMPLETIONS)
+    assert loops[0] is loops[1]
+    assert not loops[0].is_closed()
+
+
+class AsyncJudge:
+    async def __call__(self, completions, **kwargs):
+        return await async_lengths(completions)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [functools.partial(async_lengths, extra=1), AsyncJudge(), lambda **kwargs: async_lengths(**kwargs)],
+    ids=["partial", "object", "lambda"],
+)
+def test_async_in_disguise(func):
+    assert compute_rewards(func, PROMPTS, COMPLETIONS)[:, 0].tolist() == [2.0, 6.0, 2.0]
+
+
+def test_a_failing_async_function_is_named_and_the_next_call_works():
+    async def judge(completions, **kwargs):
+        raise ConnectionError("no answer")
+
+    with pytest.raises(RuntimeError, match="'judge' raised ConnectionError: no answer") as caught:
+        compute_rewards([async_lengths, judge], PROMPTS, COMPLETIONS)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert compute_rewards(async_lengths, PROMPTS, COMPLETIONS).shape == (3, 1)
+
+
+def test_nested_async_calls_raise_instead_of_waiting_for_themselves():
+    async def outer(**kwargs):
+        return compute_rewards(async_lengths, PROMPTS, COMPLETIONS)
+
+    with pytest.raises(RuntimeError, match="called inside an async reward function"):
+        compute_rewards(outer, PROMPTS, COMPLETIONS)
+
+
+# reward models
+
+
+def test_model_scores_prompt_plus_completion_whatever_the_padding(model, tokenizer):
+    rewards = compute_rewards([lengths, model], PROMPTS, COMPLETIONS, processing_classes=[None, tokenizer])
+    alone = [score_alone(model, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    assert rewards[:, 1].tolist() == pytest.approx(alone, abs=1e-6)
+    assert len({round(score, 4) for score in alone}) == 3  # or a constant would pass
+    assert rewards[:, 0].tolist() == [2.0, 6.0, 2.0]
+
+
+def test_model_reads_conversations_through_the_chat_template(model, tokenizer):
+    prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    completions = [[{"role": "assistant", "content": completion}] for completion in COMPLETIONS]
+    rewards = compute_rewards(model, prompts, completions, processing_classes=tokenizer)
+    texts = [f"<user> {p} <assistant> {c}" for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    assert rewards[:, 0].tolist() == pytest.approx([score_alone(model, text) for text in texts], abs=1e-6)
+
+
+def test_model_is_evaluated_and_left_in_the_mode_it_was_in(model, tokenizer):
+    expected = compute_rewards(model, PROMPTS, COMPLETIONS, processing_classes=tokenizer)
+    model.train()
+    model.model.embed_tokens.eval()
+    try:
+        for _ in range(2):  # attention dropout of 0.5 would show
+            assert torch.equal(compute_rewards(model, PROMPTS, COMPLETIONS, processing_classes=tokenizer), expected)
+        assert model.training
+        assert not model.model.embed_tokens.training
+        assert not expected.is_inference()
+    finally:
+        model.eval()
+
+
+def test_model_errors(model, tokenizer):
+    with pytest.raises(ValueError, match=r"processing_classes\[0\]: expected the tokenizer .*'Qwen2For.*', got None"):
+        compute_rewards(model, PROMPTS, COMPLETIONS)
+    with pytest.raises(ValueError, match="processing_classes: expected one per reward function, 2, got 1"):
+        compute_rewards([model, lengths], PROMPTS, COMPLETIONS, processing_classes=[tokenizer])
+    without_pad = SimpleNamespace(pad_token_id=None)
+    with pytest.raises(ValueError, match=r"processing_classes\[0\]: expected a tokenizer with a pad token"):
+        compute_rewards(model, PROMPTS, COMPLETIONS, processing_classes=without_pad)
+    mixed = [[{"role": "user", "content": "1"}], "2", "3"]
+    with pytest.raises(RuntimeError, match="row 0: expected lists of messages"):
+        compute_rewards(model, mixed, COMPLETIONS, processing_classes=tokenizer)
+
+
+def test_model_with_another_pad_id_is_refused(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(model.config, "pad_token_id", 5)
+    with pytest.raises(ValueError, match=r"reward_funcs\[0\]: expected config.pad_token_id .* 0, got 5"):
+        compute_rewards(model, PROMPTS, COMPLETIONS, processing_classes=tokenizer)
+
+
+def test_what_a_model_is_given(tokenizer):
+    class Recorder(nn.Module):
+        def forward(self, input_ids, attention_mask, **kwargs):
+            self.seen = input_ids, attention_mask
+            return SimpleNamespace(logits=torch.ones(len(input_ids), 2, dtype=torch.bfloat16) / 4)
+
+    model = Recorder()
+    rewards = compute_rewards(model, PROMPTS[:2], COMPLETIONS[:2], processing_classes=tokenizer)
+    words = [["1", "+", "1", "=", "2", "<pad>", "<pad>"], ["2", "+", "2", "=", "4", "4", "4"]]
+    assert model.seen[0].tolist() == [[WORDS.index(word) for word in row] for row in words]
+    assert model.seen[1].tolist() == [[1, 1, 1, 1, 1, 0, 0], [1] * 7]
+    assert rewards.tolist() == [[0.25], [0.25]]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 0), (2, 1)])
+def test_model_with_logits_of_another_shape(shape, tokenizer):
+    class Wrong(nn.Module):
+        def forward(self, **inputs):
+            return SimpleNamespace(logits=torch.zeros(shape))
+
+    with pytest.raises((RuntimeError, ValueError), match="reward function 'Wrong'"):
+        compute_rewards(Wrong(), PROMPTS, COMPLETIONS, processing_classes=tokenizer)
+
+
+# names and wrong arguments
+
+
+def test_names(model):
+    class Judge:
+        def __call__(self, **kwargs):
+            return None
+
+    named = nn.Linear(1, 1)
+    named.config = SimpleNamespace(_name_or_path="someone/their-reward-model/")
+    funcs = [lengths, functools.partial(functools.partial(lengths, a=1), b=2), Judge(), lambda: None, model, named]
+    expected = ["lengths", "lengths", "Judge", "<lambda>", "Qwen2ForSequenceClassification", "their-reward-model"]
+    assert reward_names(funcs) == expected
+    assert reward_names(lengths) == ["lengths"]
+
+
+def test_a_failing_function_is_named_and_its_error_chained():
+    def judge(**kwargs):
+        raise KeyError("answer")
+
+    with pytest.raises(RuntimeError, match="reward function 'judge' raised KeyError: 'answer'") as caught:
+        compute_rewards([lengths, judge], PROMPTS, COMPLETIONS)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0], "expected 3 rewards, one per completion, got 1"),
+        (torch.zeros(4), "expected 3 rewards, one per completion, got 4"),
+        (None, "expected a list of 3 rewards, got NoneType"),
+        (1.0, "expected a list of 3 rewards, got float"),
+        (torch.tensor(1.0), "expected a list of 3 rewards, got Tensor"),
+        ({0: 1.0, 1: 1.0, 2: 1.0}, "expected a list of 3 rewards, got dict"),
+        ("123", "expected a list of 3 rewards, got str"),
+        ([1.0, "2", 3.0], "expected a number or None for row 1, got '2'"),
+        ([1.0, 2.0, 3j], "expected a number or None for row 2, got 3j"),
+        (torch.zeros(3, 2), r"expected a number or None for row 0, got \[0.0, 0.0\]"),
+        ([torch.zeros(2), 0.0, 0.0], "expected a number or None for row 0, got tensor"),
+    ],
+)
+def test_wrong_returns_name_the_function(returned, message):
+    def judge(**kwargs):
+        return returned
+
+    with pytest.raises(ValueError, match=f"reward function 'judge': {message}"):
+        compute_rewards([lengths, judge], PROMPTS, COMPLETIONS)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, r"reward_funcs\[1\]: .* got the name 'org/rm'; load", {"reward_funcs": [lengths, "org/rm"]}),
+        (TypeError, r"reward_funcs\[0\]: .* got int", {"reward_funcs": 3}),
+        (ValueError, "reward_funcs: expected at least one function", {"reward_funcs": []}),
+        (TypeError, "prompts: expected a list, got str", {"prompts": "abc"}),
+        (TypeError, "completions: expected a list .* got str", {"completions": "abc"}),
+        (ValueError, "completions: expected length 3, .* got 2", {"completions": COMPLETIONS[:2]}),
+        (ValueError, "completion_ids: expected length 3, .* got 1", {"completion_ids": [[1]]}),
+        (ValueError, "answer: expected length 3, .* got 2", {"answer": [1, 2]}),
+        (ValueError, "answer: expected length 3, .* got 4", {"answer": torch.zeros(4)}),
+        (TypeError, "answer: expected a list .* got str", {"answer": "abc"}),
+        (TypeError, "answer: expected a list .* got int", {"answer": 3}),
+        (TypeError, "answer: expected a list .* got NoneType", {"answer": None}),
+    ],
+)
+def test_wrong_arguments(error, message, arguments):
+    good = {"reward_funcs": lengths, "prompts": PROMPTS, "completions": COMPLETIONS}
+    with pytest.raises(error, match=message):
+        compute_rewards(**{**good, **arguments})
