@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
     """Raise unless `x` is a tensor with data, on the device of `like`, real and floating if asked.
@@ -22,9 +24,9 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
             f"{name}: expected a plain tensor, got a DTensor; call the loss where the module that owns it has gathered "
             "it (inside that module's forward), or pass x.full_tensor(grad_placements=[Partial('avg')])"
         )
-    if floating and not x.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor, got {x.dtype}")
-    if x.is_complex() or x.is_sparse or x.is_quantized:
+    if floating and x.dtype not in FLOATING:
+        raise TypeError(f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}")
+    if x.is_complex() or x.is_quantized or x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense real tensor, got {x.dtype}, {x.layout}")
     if x.device.type == "meta":
         raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")

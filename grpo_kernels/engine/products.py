@@ -37,17 +37,12 @@ class Products:
         narrow = compute_dtype.itemsize < self.accumulator.itemsize
         self._mixed = narrow and weight.is_cuda  # 16-bit operands in, fp32 out
         self._operand_dtype = compute_dtype if self._mixed else self.accumulator
-        rows = weight.shape[0]
-        if weight.dtype != compute_dtype or compute_dtype != self._operand_dtype:
-            rows = min(rows, max(1, slice_bytes // (weight.shape[1] * self._slice_itemsize)))
-            self.slice_bytes = rows * weight.shape[1] * self._slice_itemsize
-        else:
-            self.slice_bytes = 0  # the weight is an operand as it is
-        self._slice_rows = rows
-
-    @property
-    def _slice_itemsize(self) -> int:
-        return self.compute_dtype.itemsize + self._operand_dtype.itemsize
+        copied = compute_dtype.itemsize if weight.dtype != compute_dtype else 0
+        copied += self._operand_dtype.itemsize if compute_dtype != self._operand_dtype else 0
+        self._slice_rows = weight.shape[0]
+        if copied:
+            self._slice_rows = min(self._slice_rows, max(1, slice_bytes // (weight.shape[1] * copied)))
+        self.slice_bytes = self._slice_rows * weight.shape[1] * copied  # 0 if the weight is an operand as it is
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:
         """(columns of the vocabulary, the head's rows for them as an operand)."""
@@ -74,6 +69,7 @@ class Products:
         """``out = hidden @ weight.T + bias``: (n, H) operand -> (n, V)."""
         for columns, weight in self._weights():
             self._product(hidden, weight.t(), out[:, columns])
+            del weight  # before the next slice is made
         if bias is not None:
             out.add_(bias)
 
@@ -81,6 +77,7 @@ class Products:
         """``out = d_logits @ weight``: (n, V) -> (n, H)."""
         for columns, weight in self._weights():
             self._accumulate(out, d_logits[:, columns], weight, first=columns.start == 0)
+            del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
         """``out += d_logits.T @ hidden``: (n, V), (n, H) -> (V, H); ``=`` on the `first` chunk."""

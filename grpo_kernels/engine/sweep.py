@@ -162,7 +162,7 @@ def _chunks(
     logits_row = vocab * products.accumulator.itemsize
 
     def scratch_bytes(m: int) -> int:
-        return products.slice_bytes + config.backend.scratch_rows(m, vocab) * logits_row
+        return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * logits_row)  # never at the same time
 
     count = -(-n // chunk_rows(products.row_bytes(), config.workspace_bytes, scratch_bytes))
     buffer = head.hidden.new_empty(padded_rows(-(-n // count)), vocab, dtype=products.accumulator)

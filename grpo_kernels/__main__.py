@@ -1,0 +1,37 @@
+"""`python -m grpo_kernels`: what a bug report needs, then a short check of the results against float64."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from grpo_kernels import report, selfcheck
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report and the checks; 0 where every check passed (or none was asked for), else 1."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--no-check", action="store_true", help="the environment only")
+    options = parser.parse_args(arguments)
+
+    environment = report.collect()
+    if not options.json:
+        print(report.render(environment), flush=True)
+    checks = [] if options.no_check else selfcheck.run(report.devices())
+    ok = all(check.ok for check in checks)
+    if options.json:
+        print(
+            json.dumps(
+                {"environment": environment, "checks": [check.as_dict() for check in checks], "ok": ok}, indent=2
+            )
+        )
+    elif checks:
+        print(f"\nself-check against float64\n{selfcheck.render(checks)}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

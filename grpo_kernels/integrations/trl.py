@@ -1,0 +1,134 @@
+"""TRL's GRPO trainer with its language-model head, forward and backward, computed by `grpo_kernels`.
+
+All of the loss stays TRL's. `FusedGRPOTrainer` adds two things that TRL's call to its head does not say: which rows
+are completion tokens, and which gradient the loss is going to send back (`grpo_kernels.policy_expectation`). The
+one-pass engine computes the gradient for the expected coefficients in the forward, and the backward checks them against
+the true ones, so that an expectation that is off (an option this module does not know, a subclass with its own term)
+costs time and never changes the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from grpo_kernels.config import LossConfig
+from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.integrations import trl_hook
+from grpo_kernels.integrations.trl_hook import patch_trl, unpatch_trl
+
+__all__ = ["FusedGRPOTrainer", "FusedLossMixin", "patch_trl", "unpatch_trl"]
+
+
+class FusedLossMixin:
+    """What `FusedGRPOTrainer` adds, for subclasses of ``GRPOTrainer``: ``class Mine(FusedLossMixin, GMPOTrainer)``."""
+
+    args: Any
+    model: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not trl_hook.compatible():
+            trl_hook.warn_incompatible()
+        self._loss_rows: trl_hook.Rows | None = None
+        super().__init__(*args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss, whatever class of the method resolution order owns it, told what gradient to expect."""
+        self._loss_rows = self._rows_of_loss(inputs)
+        try:
+            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+        finally:
+            self._loss_rows = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,  # (B, S)
+        attention_mask: Tensor,  # (B, S)
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
+        labelled = attention_mask[:, -logits_to_keep:] != 0
+        known = trl_hook.Rows(labelled, batch_size or input_ids.size(0))
+        loss_rows = self._loss_rows
+        if loss_rows is not None and torch.is_grad_enabled() and loss_rows.labelled.shape == labelled.shape:
+            known = dataclasses.replace(loss_rows, labelled=labelled, batch_size=known.batch_size)
+        with trl_hook.hooked(), trl_hook.rows(known):
+            return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+                model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
+            )
+
+    def _rows_of_loss(self, inputs: dict[str, Any]) -> trl_hook.Rows | None:
+        """The rows that the loss of this micro-batch reads and the gradient it will send; None without a known loss."""
+        config = self._loss_config()
+        if config is None:
+            return None
+        labelled, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
+        counted = labelled if tool_mask is None else labelled * tool_mask
+        fill = None
+        if tool_mask is not None:
+            scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
+            fill = next((logps for logps in scored if logps is not None), None)
+        expected = policy_expectation(config, completion_mask=counted, **self._policy_inputs(inputs, config))
+        return trl_hook.Rows(labelled, labelled.size(0), counted if tool_mask is not None else None, fill, expected)
+
+    def _loss_config(self) -> LossConfig | None:
+        """The configuration of the loss that ``super()._compute_loss`` is, or None where it is not one we know."""
+        after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
+        owner = next(cls for cls in after if "_compute_loss" in vars(cls))
+        overrides: dict[str, Any] = {"entropy_coef": self._entropy_coef()}
+        if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
+            # It overrides the loss and reads none of these options.
+            overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None, "off_policy_mask_threshold": None}
+        elif owner is not GRPOTrainer:
+            return None
+        try:
+            return dataclasses.replace(LossConfig.from_trl(self.args), **overrides)
+        except (TypeError, ValueError) as error:
+            warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=2)
+            return None
+
+    def _entropy_coef(self) -> float:
+        """Weight of the entropy bonus in this step; under adaptive control TRL has its state on the trainer."""
+        if not getattr(self, "use_adaptive_entropy", False):
+            return float(self.args.entropy_coef)
+        too_low = self._last_world_entropy <= self.args.entropy_target  # type: ignore[attr-defined]
+        return float(self.entropy_coef) if too_low else 0.0  # type: ignore[attr-defined]
+
+    def _policy_inputs(self, inputs: dict[str, Any], config: LossConfig) -> dict[str, Any]:
+        """The batch as `policy_expectation` takes it, on a scale common to the policy term and the entropy bonus.
+
+        TRL divides the bonus and most losses by the accumulation steps G. dapo, cispo and vespo divide by
+        num_items / world_size * G / steps_per_generation instead: num_items / (world_size * steps_per_generation), with
+        that G taken out of both.
+        """
+        found = {k: inputs.get(k) for k in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")}
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction  # type: ignore[attr-defined]
+        if config.loss_type == "vespo" or (corrected and config.loss_type != "gmpo"):
+            found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
+        items = inputs.get("num_items_in_batch")
+        if items is not None:
+            items = torch.as_tensor(items).clamp(min=1.0) / self.accelerator.num_processes
+            found["num_items_in_batch"] = items / (self.args.steps_per_generation if self.model.training else 1)
+        return {"advantages": inputs["advantages"], **found}
+
+
+class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
+    """``trl.GRPOTrainer`` with the same arguments, losses and metrics, and fewer matrix products.
+
+    With N completion tokens, a share s of which carries gradient, its head costs (2 + 4s)NVH floating-point
+    operations a step where TRL's costs 8NVH, and prompt, padding and tool tokens are not projected at all. Where the
+    loss couples tokens (a sequence-level ratio with old log-probabilities, vespo, an entropy quantile, an off-policy
+    mask) it costs (2 + 6s)NVH. Gradients are exact either way.
+
+    Other trainers of the process are not touched; `patch_trl` is for those.
+    """

@@ -1,0 +1,245 @@
+"""The seam in TRL: its fused language-model head, computed by our engines.
+
+TRL 1.15 and 1.16 route every fused head (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) through one autograd function, which
+they look up at call time as ``trl.trainer.utils._ChunkedLogProbFunction``. `FusedHead` has the same ``apply`` and
+returns the same five values. A trainer that knows more about its rows than TRL passes down (which of them count, what
+their gradient will be) says so with `rows`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from torch import Tensor
+
+from grpo_kernels.logprob import Expectation, linear_logprob_with
+
+HOOK = "_ChunkedLogProbFunction"
+# The parameters of TRL's `forward`. A release that changes them has changed what the five results mean.
+PARAMETERS = (
+    "ctx",
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
+)
+NEEDED = ("add_fused_lm_head", "maybe_gather_lm_head_ctx", "_use_triton")  # TRL's own, beside the hook
+OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass
+class Rows:
+    """What a trainer knows of the rows of its head calls, as (B, T) tensors over the completion tokens.
+
+    Attributes:
+        labelled: completion tokens that TRL labels; elsewhere TRL's result is 0 whatever the head returned.
+        batch_size: sequences of one head call; the calls walk through the B sequences in order.
+        counted: the labelled tokens that the loss reads, or None for all of them. The others are not projected.
+        fill: log-probability reported where a labelled token is not counted, so that a ratio there stays finite.
+        expected: the gradient to expect, for ids of shape (B, T).
+    """
+
+    labelled: Tensor
+    batch_size: int
+    counted: Tensor | None = None
+    fill: Tensor | None = None
+    expected: Expectation | None = None
+    start: int = 0  # first sequence of the next call
+
+    def next_call(self, rows: int, compact: bool) -> Tensor | None:
+        """For each of the `rows` of the next head call its position in the flattened (B, T), -1 outside; None: unknown.
+
+        TRL passes the labelled rows alone where it has Triton (`compact`), else every position of the sequences, of
+        which the last T are the completion.
+        """
+        first, length = self.start, self.labelled.size(1)
+        count = min(self.batch_size, self.labelled.size(0) - first)
+        self.start = first + count
+        if compact:
+            found = self.labelled[first : first + count].reshape(-1).nonzero().squeeze(1) + first * length
+            return found if found.numel() == rows else None
+        if count <= 0 or rows % count or rows // count < length:
+            return None
+        positions = torch.full((count, rows // count), -1, device=self.labelled.device)
+        positions[:, -length:] = torch.arange(count * length, device=positions.device).view(count, length)
+        return torch.where(positions < 0, positions, positions + first * length).reshape(-1)
+
+
+_rows: ContextVar[Rows | None] = ContextVar("grpo_kernels_trl_rows", default=None)
+
+
+class FusedHead:
+    """Stands in for TRL's autograd function: same call, same results, our engines."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,  # (N, H)
+        weight: Tensor,  # (V, H)
+        bias: Tensor | None,  # (V,)
+        targets: Tensor,  # (N,)
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+    ) -> Results:
+        """(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None where `outputs` lacks the name.
+
+        `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
+        """
+        mask, expected, fill = _known(hidden)
+        wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
+        found = linear_logprob_with(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            mask=mask,
+            temperature=temperature,
+            final_logit_softcapping=final_logit_softcapping,
+            logit_scale=logit_scale,
+            outputs=wanted,
+            expected=expected,
+            # ZeRO-3 takes the weight apart when the forward is over
+            gather=lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias),
+        )
+        logps = found["logps"] if mask is None or fill is None else torch.where(mask, found["logps"], fill)
+        entropy, log_sum_sq, mean_logits, is_top1 = (found[n] if n in wanted else None for n in OPTIONAL_OUTPUTS)
+        return logps, entropy, log_sum_sq, mean_logits, is_top1
+
+
+def _known(hidden: Tensor) -> tuple[Tensor | None, Expectation | None, Tensor | None]:
+    """(mask, expected, fill) of this call's rows, each None if the running trainer said nothing of them."""
+    rows = _rows.get()
+    if rows is None:
+        return None, None, None
+    positions = rows.next_call(hidden.size(0), trl_utils._use_triton(hidden.device))
+    if positions is None or positions.device != hidden.device:  # a head on another device than the batch
+        return None, None, None
+    inside = positions >= 0
+    positions = positions.clamp(min=0)
+    counted = rows.labelled if rows.counted is None else rows.counted
+    mask = inside & counted.reshape(-1)[positions].bool()
+    fill = None if rows.fill is None else rows.fill.reshape(-1)[positions]
+    return mask, _at(rows.expected, positions), fill
+
+
+def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
+    """The expectation over the flattened (B, T) as one over the rows of a call, which stand at `positions` (N,)."""
+    if expected is None:
+        return None
+    coefficients, graded = expected.coefficients, expected.graded
+
+    def of_rows(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
+        return coefficients(positions[index], logps, entropies)
+
+    return replace(expected, coefficients=of_rows, graded=None if graded is None else graded.reshape(-1)[positions])
+
+
+@contextmanager
+def rows(known: Rows) -> Iterator[None]:
+    """Inside, head calls know what `known` says of their rows."""
+    token = _rows.set(known)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+def compatible() -> bool:
+    """Whether this TRL has the hook with the signature we know."""
+    theirs = getattr(trl_utils, HOOK, None)
+    if theirs is FusedHead:
+        return True
+    forward = getattr(theirs, "forward", None)
+    if forward is None or not all(hasattr(trl_utils, name) for name in NEEDED):
+        return False
+    return tuple(inspect.signature(forward).parameters) == PARAMETERS
+
+
+def warn_incompatible() -> None:
+    """One warning, whose source line is the caller's caller."""
+    import trl
+
+    warnings.warn(
+        f"grpo_kernels: trl {trl.__version__} has no fused language-model head with the signature of trl 1.15 and "
+        "1.16; TRL works unchanged, without grpo_kernels",
+        stacklevel=3,
+    )
+
+
+@contextmanager
+def hooked() -> Iterator[None]:
+    """Inside, TRL's fused head is ours, if this TRL is a known one; afterwards it is what it was."""
+    theirs: Callable[..., Any] | None = getattr(trl_utils, HOOK, None)
+    if theirs is FusedHead or not compatible():
+        yield
+        return
+    setattr(trl_utils, HOOK, FusedHead)
+    try:
+        yield
+    finally:
+        setattr(trl_utils, HOOK, theirs)
+
+
+_theirs: Any = None  # TRL's function while `patch_trl` is in force
+
+
+class Patch(int):
+    """1 if TRL is patched, 0 if it was left alone. As a context manager it undoes on exit what it did."""
+
+    undoes: bool = False
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.undoes:
+            unpatch_trl()
+
+
+def patch_trl() -> Patch:
+    """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
+
+    Models, configurations and losses stay TRL's; models that already have their fused head use ours from the next call
+    on. Calling it again changes nothing.
+
+    Returns:
+        a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was left alone. The
+        value is also a context manager: ``with patch_trl(): trainer.train()``.
+    """
+    global _theirs
+    current = getattr(trl_utils, HOOK, None)
+    if current is FusedHead:
+        return Patch(True)
+    if not compatible():
+        warn_incompatible()
+        return Patch(False)
+    _theirs = current
+    setattr(trl_utils, HOOK, FusedHead)
+    done = Patch(True)
+    done.undoes = True
+    return done
+
+
+def unpatch_trl() -> None:
+    """Give TRL its own function back. Without `patch_trl` before, nothing changes."""
+    global _theirs
+    if _theirs is not None and getattr(trl_utils, HOOK, None) is FusedHead:
+        setattr(trl_utils, HOOK, _theirs)
+    _theirs = None

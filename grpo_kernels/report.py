@@ -1,0 +1,94 @@
+"""The environment as a bug report needs it: versions, devices, and which backend is used there and why."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import grpo_kernels
+from grpo_kernels.backends import choose_backend
+from grpo_kernels.loss import grpo_loss
+
+PACKAGES = (
+    "grpo-kernels", "torch", "triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy",
+)  # fmt: skip
+
+Report = dict[str, dict[str, str]]
+
+
+def collect() -> Report:
+    """Everything the report says: section -> name -> text. Imports none of the packages it names, but torch."""
+    return {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "system": {
+            "os": platform.platform(),
+            "cpu": _cpu_name(),
+            "cores": str(os.cpu_count()),
+            "torch threads": str(torch.get_num_threads()),
+            "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
+        },
+        "devices": {str(device): _describe(device) for device in devices()},
+        "backend": {str(device): _backend(device) for device in devices()},
+        "defaults": {"workspace": _default_workspace()},
+    }
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and every CUDA or ROCm device."""
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+
+
+def render(report: Report) -> str:
+    """The report as aligned plain text, a section a block."""
+    width = max(len(name) for section in report.values() for name in section)
+    lines: list[str] = []
+    for title, section in report.items():
+        lines += ["", title] if lines else [title]
+        lines += [f"  {name:<{width}}  {text}" for name, text in section.items()]
+    return "\n".join(lines)
+
+
+def _version(distribution: str) -> str:
+    """Its version. A checkout that is not installed knows its own; torch's string names the build (+cpu, +cu130)."""
+    if distribution in ("grpo-kernels", "torch"):
+        return str((grpo_kernels if distribution == "grpo-kernels" else torch).__version__)
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _cpu_name() -> str:
+    """The processor's name where the system tells it, else the architecture."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _describe(device: torch.device) -> str:
+    """Name, capability and memory of a GPU; the architecture of the CPU."""
+    if device.type == "cpu":
+        return platform.machine()
+    found = torch.cuda.get_device_properties(device)
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{found.name}, capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB, {runtime}"
+
+
+def _backend(device: torch.device) -> str:
+    """What backend="auto" means for tensors on this device."""
+    backend, reason = choose_backend("auto", device)
+    return f"{backend.name} ({reason})"
+
+
+def _default_workspace() -> str:
+    """Read off the public function, so that it cannot drift from it."""
+    default: Any = inspect.signature(grpo_loss).parameters["workspace_bytes"].default
+    return f"{default / 2**20:.0f} MiB"

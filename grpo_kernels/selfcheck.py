@@ -1,0 +1,233 @@
+"""A few seconds of checks against float64, for an installation one does not trust yet.
+
+Small random cases of every loss type and of `linear_logprob`, in float32, against a full-logits evaluation of the
+published formulas in float64 under autograd. It is written apart from the objective and the engines on purpose: what it
+compares with shares no line with what it checks. The thorough tests are in tests/; this one needs the package only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.config import LossConfig
+from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.loss import grpo_loss
+
+Pairs = dict[str, tuple[Any, Any]]  # name of a result -> ours, the float64 one
+
+TOLERANCE = 2e-5  # of the largest element of each result; float32 comes to about 1e-6 at these sizes
+
+BATCH, TIME, HIDDEN, VOCAB = 4, 9, 16, 67
+
+# name -> what differs from: dapo, token ratios, old log-probabilities given, a trainable head
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo")},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "gmpo": {"loss_type": "gmpo", "importance_sampling_level": "sequence"},
+    "grpo, sequence ratios": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "luspo, sequence ratios": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "dapo, KL and two-sided clip": {"beta": 0.04, "delta": 1.3},
+    "dapo, KL and entropy bonus": {"beta": 0.04, "entropy_coef": 0.01},
+    "dapo, on-policy": {"on_policy": True},
+    "dapo, on-policy, frozen head": {"on_policy": True, "frozen": True},
+    "grpo, sequence ratios, frozen head": {"importance_sampling_level": "sequence", "frozen": True},
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: the largest error over its results, each relative to that result's largest element."""
+
+    name: str
+    device: str
+    error: float | None  # None: it raised, and `detail` says what
+    ok: bool
+    detail: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def run(devices: Sequence[torch.device]) -> list[Check]:
+    """Every check on every device. An exception is a failed check, not a traceback."""
+    checks = []
+    for device in devices:
+        for seed, (name, options) in enumerate(CASES.items()):
+            checks.append(_check(f"grpo_loss: {name}", device, partial(_loss_case, options, seed, device)))
+        checks.append(_check("linear_logprob: bias, soft-cap, scale", device, partial(_logprob_case, device)))
+    return checks
+
+
+def render(checks: Sequence[Check]) -> str:
+    """A line per check, then their sum."""
+    width = max(len(check.name) for check in checks)
+    lines = [
+        f"  {check.name:<{width}}  {check.device:<6}  "
+        + (f"{check.error:8.1e}" if check.error is not None else "       -")
+        + ("  OK" if check.ok else f"  FAILED {check.detail}")
+        for check in checks
+    ]
+    failed = sum(not check.ok for check in checks)
+    return "\n".join([*lines, f"{len(checks) - failed} of {len(checks)} checks OK, tolerance {TOLERANCE:.0e}"])
+
+
+def _check(name: str, device: torch.device, case: Callable[[], Pairs]) -> Check:
+    """Runs one case, and compares."""
+    try:
+        errors = {what: _error(got, want) for what, (got, want) in case().items()}
+    except Exception as exception:
+        return Check(name, str(device), None, False, f"{type(exception).__name__}: {exception}")
+    worst = max(errors, key=lambda what: errors[what])
+    ok = errors[worst] <= TOLERANCE
+    finite = errors[worst] if math.isfinite(errors[worst]) else None
+    return Check(name, str(device), finite, ok, "" if ok else f"in {worst}")
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest element wanted; infinite where ours is not finite."""
+    got, want = got.detach().double().cpu(), want.detach()
+    error = (got - want).abs().max() / want.abs().max().clamp(min=1e-12)
+    return float(error.nan_to_num(nan=math.inf))
+
+
+def _loss_case(options: Mapping[str, Any], seed: int, device: torch.device) -> Pairs:
+    """`grpo_loss` in float32 and the formula in float64, of the same float32 values."""
+    fields = {name: value for name, value in options.items() if name not in ("on_policy", "frozen")}
+    config = LossConfig(temperature=0.9, max_completion_length=2 * TIME, **fields)
+    draw = torch.Generator().manual_seed(seed)
+    hidden, weight, ids = _head(draw)
+    mask = torch.arange(TIME) < torch.tensor([[TIME], [1], [TIME - 2], [TIME // 2]])
+    advantages = torch.tensor([1.3, -0.7, 0.0, -1.1])
+    exact, _ = _full_logits(hidden.double(), weight.double(), ids, config.temperature)
+    old, ref = (exact + 0.3 * torch.randn(2, BATCH, TIME, generator=draw)).float()
+
+    h, w = _leaf(hidden, device), _leaf(weight, device, trains=not options.get("frozen"))
+    out = grpo_loss(
+        h, w, ids.to(device), mask.to(device), advantages.to(device), config=config,
+        old_per_token_logps=None if options.get("on_policy") else old.to(device),
+        ref_per_token_logps=ref.to(device) if config.beta else None,
+    )  # fmt: skip
+    out.loss.backward()
+
+    h64, w64 = _leaf(hidden.double()), _leaf(weight.double())
+    logps, entropy = _full_logits(h64, w64, ids, config.temperature)
+    log_ratio = logps - (logps.detach() if options.get("on_policy") else old.double())
+    loss = _formula(
+        config, logps, entropy, log_ratio, ref.double() - logps, mask.double(), advantages.double()[:, None]
+    )
+    loss.backward()
+    pairs = {
+        "loss": (out.loss, loss),
+        "per_token_logps": (out.per_token_logps, logps * mask),
+        "entropies": (out.entropies, entropy * mask),
+        "gradient of hidden": (h.grad, h64.grad),
+    }
+    return pairs if options.get("frozen") else pairs | {"gradient of weight": (w.grad, w64.grad)}
+
+
+def _logprob_case(device: torch.device) -> Pairs:
+    """`linear_logprob` with everything a head may have, and a gradient through both of its results."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, ids = _head(draw)
+    bias = torch.randn(VOCAB, generator=draw)
+    upstream = torch.randn(2, BATCH, TIME, generator=draw)
+    temperature, cap, scale = 0.7, 4.0, 1.5
+
+    ours = [_leaf(x, device) for x in (hidden, weight, bias)]
+    logps, entropy = linear_logprob(
+        ours[0], ours[1], ids.to(device), bias=ours[2],
+        temperature=temperature, final_logit_softcapping=cap, logit_scale=scale,
+    )  # fmt: skip
+    assert entropy is not None
+    (torch.stack((logps, entropy)) * upstream.to(device)).sum().backward()
+
+    full = [_leaf(x.double()) for x in (hidden, weight, bias)]
+    exact = _full_logits(full[0], full[1], ids, temperature, full[2], scale, cap)
+    (torch.stack(exact) * upstream).sum().backward()
+    names = ("gradient of hidden", "gradient of weight", "gradient of bias")
+    pairs = {name: (mine.grad, theirs.grad) for name, mine, theirs in zip(names, ours, full, strict=True)}
+    return {"logps": (logps, exact[0]), "entropy": (entropy, exact[1]), **pairs}
+
+
+def _leaf(x: Tensor, device: torch.device | str = "cpu", trains: bool = True) -> Tensor:
+    """A copy with a gradient of its own."""
+    return x.detach().to(device, copy=True).requires_grad_(trains)
+
+
+def _head(draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden (B, T, H), weight (V, H), ids (B, T)."""
+    hidden = torch.randn(BATCH, TIME, HIDDEN, generator=draw)
+    weight = torch.randn(VOCAB, HIDDEN, generator=draw) / HIDDEN**0.5
+    return hidden, weight, torch.randint(VOCAB, (BATCH, TIME), generator=draw)
+
+
+def _full_logits(
+    hidden: Tensor,  # (B, T, H)
+    weight: Tensor,  # (V, H)
+    ids: Tensor,  # (B, T)
+    temperature: float,
+    bias: Tensor | None = None,  # (V,)
+    scale: float = 1.0,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """logps and entropies (B, T), from all the logits at once."""
+    logits = scale * (hidden @ weight.T + (0.0 if bias is None else bias))
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _formula(
+    config: LossConfig,
+    logps: Tensor,  # (B, T), like everything without a comment
+    entropy: Tensor,
+    log_ratio: Tensor,
+    ref_gap: Tensor,  # ref - logps
+    mask: Tensor,
+    advantages: Tensor,  # (B, 1)
+) -> Tensor:
+    """The loss as published: surrogate, then KL, then the loss type's mean, then the entropy bonus."""
+    lengths, log_ratio = mask.sum(1, keepdim=True), log_ratio * mask
+    if config.importance_sampling_level == "sequence" and config.loss_type != "gmpo":
+        log_ratio = log_ratio.sum(1, keepdim=True) / lengths
+    per_token = _surrogate(config, logps, log_ratio, lengths, advantages)
+    if config.beta:
+        per_token = per_token + config.beta * (ref_gap.exp() - ref_gap - 1) * log_ratio.exp()
+    share = {  # of each token in the loss
+        "bnpo": mask / mask.sum(),
+        "dr_grpo": mask / (BATCH * config.max_completion_length),
+        "luspo": mask / BATCH,
+        **dict.fromkeys(("grpo", "sapo", "gmpo"), mask / lengths / BATCH),
+        **dict.fromkeys(("dapo", "cispo", "vespo"), mask / mask.sum()),
+    }[config.loss_type]
+    return (per_token * share).sum() - config.entropy_coef * (entropy * mask).sum() / mask.sum()
+
+
+def _surrogate(config: LossConfig, logps: Tensor, log_ratio: Tensor, lengths: Tensor, advantages: Tensor) -> Tensor:
+    """The policy term a token, (B, T) or (B, 1)."""
+    ratio, high = log_ratio.exp(), config.clip_high
+    if config.loss_type == "cispo":
+        return -ratio.detach().clamp(max=high) * advantages * logps
+    if config.loss_type == "sapo":
+        tau = torch.full_like(advantages, config.sapo_temperature_neg)
+        tau[advantages > 0] = config.sapo_temperature_pos
+        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    if config.loss_type == "vespo":
+        k = torch.where(advantages < 0, config.vespo_k_neg, config.vespo_k_pos)
+        lam = torch.where(advantages < 0, config.vespo_lambda_neg, config.vespo_lambda_pos)
+        log_w = log_ratio.detach().sum(1, keepdim=True)
+        return -torch.exp(lam + k * log_w - lam * log_w.exp()) * advantages * logps
+    if config.loss_type == "gmpo":
+        sign = advantages.sign()
+        worse = torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-config.epsilon, high))
+        return -torch.exp((sign * worse).sum(1, keepdim=True) / lengths) * advantages
+    clipped = ratio.clamp(1 - config.epsilon, 1 + high) * advantages
+    return -torch.minimum(ratio.clamp(max=config.delta or math.inf) * advantages, clipped)
