@@ -115,23 +115,23 @@ def read_tokens(
     positions = completion_mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
     layout = Layout(positions, sequence[positions], column[positions], batch, columns, shape)
 
-    def rows(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.detach()
-        picked = x.reshape(-1)[positions] if x.shape == shape else x.reshape(-1)[layout.sequence]
-        return picked.to(dtype)
+    def per_sequence(x: Tensor) -> bool:  # (B,) where that could also be (N,), but (B, T) where it could be (B, 1)
+        return x.shape == (batch,) or x.shape != shape
 
-    read_advantages = rows(advantages)
-    assert read_advantages is not None
+    def rows(x: Tensor, index: Tensor) -> Tensor:
+        return x.detach().reshape(-1)[index].to(dtype)
+
+    def either(x: Tensor) -> Tensor:
+        return rows(x, layout.sequence if per_sequence(x) else positions)
+
     return Tokens(
         layout=layout,
         ids=completion_ids.reshape(-1)[positions].long(),
-        advantages=read_advantages,
-        advantages_per_sequence=advantages.dim() == 1 and advantages.shape[0] == batch,
-        importance_sampling_ratio=rows(ratio),
-        sequence_ratio=None if ratio is None or ratio.shape == shape else ratio.detach().reshape(-1).to(dtype),
-        **{name: rows(x) for name, x in per_token.items()},
+        advantages=either(advantages),
+        advantages_per_sequence=per_sequence(advantages),
+        importance_sampling_ratio=None if ratio is None else either(ratio),
+        sequence_ratio=ratio.detach().reshape(-1).to(dtype) if ratio is not None and per_sequence(ratio) else None,
+        **{name: None if x is None else rows(x, positions) for name, x in per_token.items()},
     )
 
 

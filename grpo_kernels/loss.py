@@ -184,7 +184,7 @@ def _run(
         def finish(stats: RowStats) -> Tensor:
             assert stats.entropies is not None
             done.append(made.evaluate(stats.logps, stats.entropies))
-            return done[0].loss
+            return done[0].loss.clone()
 
         request = replace(request, coefficients=coefficients)
         loss, logps, entropies = OnePassLoss.apply(hidden, weight, bias, request, finish)

@@ -36,7 +36,7 @@ class Coupling(Enum):
 def choose_engine(
     coupling: Coupling, *, hidden_trains: bool, head_trains: bool, entropy_gradient: bool, engine: str = "auto"
 ) -> str:
-    """The cheapest engine that gives the exact gradient, or `engine` if it can.
+    """The cheapest engine that gives the exact gradient, or `engine` if it can; "score" if no gradient is wanted.
 
     Args:
         coupling: when the coefficients of a row are known.
@@ -47,8 +47,9 @@ def choose_engine(
     Raises:
         ValueError: `engine` is no engine, or cannot give this gradient.
     """
+    no_gradient = not (hidden_trains or head_trains)
     possible = {
-        "score": not (hidden_trains or head_trains),
+        "score": no_gradient,
         "one_pass": coupling is not Coupling.COUPLED,
         "frozen": not head_trains and not entropy_gradient,
         "two_pass": True,
@@ -59,12 +60,12 @@ def choose_engine(
         raise ValueError(f"engine: expected one of auto, {', '.join(ENGINES)}, got {engine!r}")
     if not possible[engine]:
         needs = {
-            "score": "no gradient to be wanted",
+            "score": "that no gradient is wanted",
             "one_pass": f"coefficients known row by row; here they are known {coupling.value}",
             "frozen": "a frozen head and no gradient of the entropy",
         }
         raise ValueError(f"engine: {engine!r} needs {needs[engine]}")
-    return engine
+    return "score" if no_gradient else engine
 
 
 def chunk_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int]) -> int:

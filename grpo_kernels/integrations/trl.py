@@ -10,6 +10,7 @@ costs time and never changes the result.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from typing import Any
 
@@ -29,7 +30,6 @@ class FusedLossMixin:
     """What `FusedGRPOTrainer` adds, for subclasses of ``GRPOTrainer``: ``class Mine(FusedLossMixin, GMPOTrainer)``."""
 
     args: Any
-    model: Any
     accelerator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,37 +39,34 @@ class FusedLossMixin:
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, whatever class of the method resolution order owns it, told what gradient to expect."""
+        """TRL's loss, told what gradient to expect."""
         self._loss_rows = self._rows_of_loss(inputs)
         try:
             return super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
             self._loss_rows = None
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,  # (B, S)
-        attention_mask: Tensor,  # (B, S)
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
-        labelled = attention_mask[:, -logits_to_keep:] != 0
-        known = trl_hook.Rows(labelled, batch_size or input_ids.size(0))
+        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        given = inspect.signature(score).bind(*args, **kwargs).arguments
+        with trl_hook.hooked(), trl_hook.rows(self._rows_of_call(given)):
+            return score(*args, **kwargs)
+
+    def _rows_of_call(self, given: dict[str, Any]) -> trl_hook.Rows | None:
+        """The rows of the head calls of one scoring call, whose arguments are `given`."""
+        if "attention_mask" not in given or "logits_to_keep" not in given:
+            return None
+        labelled = given["attention_mask"][:, -given["logits_to_keep"] :] != 0  # (B, T)
+        batch_size = given.get("batch_size") or labelled.size(0)
         loss_rows = self._loss_rows
-        if loss_rows is not None and torch.is_grad_enabled() and loss_rows.labelled.shape == labelled.shape:
-            known = dataclasses.replace(loss_rows, labelled=labelled, batch_size=known.batch_size)
-        with trl_hook.hooked(), trl_hook.rows(known):
-            return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
-                model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
-            )
+        if loss_rows is None or not torch.is_grad_enabled() or loss_rows.labelled.shape != labelled.shape:
+            return trl_hook.Rows(labelled, batch_size)
+        return dataclasses.replace(loss_rows, labelled=labelled, batch_size=batch_size)
 
     def _rows_of_loss(self, inputs: dict[str, Any]) -> trl_hook.Rows | None:
         """The rows that the loss of this micro-batch reads and the gradient it will send; None without a known loss."""
-        config = self._loss_config()
+        config = self._loss_config() if torch.is_grad_enabled() and trl_hook.compatible() else None
         if config is None:
             return None
         labelled, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
@@ -112,13 +109,13 @@ class FusedLossMixin:
         that G taken out of both.
         """
         found = {k: inputs.get(k) for k in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")}
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction  # type: ignore[attr-defined]
+        corrected = getattr(self, "use_vllm", False) and getattr(self, "vllm_importance_sampling_correction", False)
         if config.loss_type == "vespo" or (corrected and config.loss_type != "gmpo"):
             found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
         items = inputs.get("num_items_in_batch")
         if items is not None:
             items = torch.as_tensor(items).clamp(min=1.0) / self.accelerator.num_processes
-            found["num_items_in_batch"] = items / (self.args.steps_per_generation if self.model.training else 1)
+            found["num_items_in_batch"] = items / (getattr(self.args, "steps_per_generation", None) or 1)
         return {"advantages": inputs["advantages"], **found}
 
 

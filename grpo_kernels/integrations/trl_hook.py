@@ -87,6 +87,7 @@ class FusedHead:
     """Stands in for TRL's autograd function: same call, same results, our engines."""
 
     @staticmethod
+    @torch.compiler.disable  # a compiled model breaks its graph here: which rows count is data
     def apply(
         hidden: Tensor,  # (N, H)
         weight: Tensor,  # (V, H)
@@ -152,7 +153,7 @@ def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
 
 
 @contextmanager
-def rows(known: Rows) -> Iterator[None]:
+def rows(known: Rows | None) -> Iterator[None]:
     """Inside, head calls know what `known` says of their rows."""
     token = _rows.set(known)
     try:
