@@ -1,0 +1,63 @@
+# Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help test demo lint parity format clean
+
+VENV        := .venv
+PY          := $(VENV)/bin/python
+# The path is part of the stamp's name: a checkout that was moved installs itself again.
+STAMP       := $(VENV)/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
+CONSTRAINTS := requirements/constraints.txt
+EXTRAS      := trl,demo,test,dev
+
+# The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
+NEW_ENOUGH  := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON      ?= $(shell for p in python3.11 python3; do "$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$p" && break; done)
+
+PIP         := $(PY) -m pip --disable-pip-version-check --no-input
+TEST_WORKERS ?= 2
+TEST_SECONDS ?= 900
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+PARITY_ARGS ?=
+# Past the limit pytest gets an interrupt, so that it still sums up what ran.
+TIME_LIMIT  := $(if $(shell command -v timeout),timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS))
+
+# Nothing is downloaded at run time: models and tokenizers are built locally.
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+export PYTHONUNBUFFERED := 1
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
+	@echo "installing the pinned environment into $(VENV)"
+	@$(PIP) install --quiet -c $(CONSTRAINTS) torch
+	@$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@touch $@
+
+test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(TIME_LIMIT) $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS) </dev/null
+
+demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
+	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
+
+lint: $(STAMP)  ## style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimiser steps each
+	$(PY) benchmarks/parity.py $(PARITY_ARGS) </dev/null
+
+format: $(STAMP)  ## rewrites the sources as `make lint` wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## removes the environment, caches and everything built
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""What every test starts from: one thread, a fixed seed, and uninitialised memory that is NaN."""
+
+from __future__ import annotations
+
+import os
+import random
+
+# Before torch and the Hugging Face libraries are imported, which read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from torch.utils import deterministic
+
+SEED = 20240203
+NO_GPU = "needs a CUDA or ROCm device"
+
+# The same examples in every run, so that a failure is replayed by running it again; a slow machine is no failure.
+REPLAYABLE = "replayable"
+hypothesis.settings.register_profile(
+    REPLAYABLE,
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile(REPLAYABLE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} tests marked gpu did NOT run: {NO_GPU}", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    """One thread, so that sums have one order; the same random numbers whatever ran before."""
+    torch.set_num_threads(1)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    """`torch.empty` and its kin come full of NaN (integers: the largest), so that reading what nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the filling needs it; determinism itself is not tested
+    deterministic.fill_uninitialized_memory = True
+    yield
+    deterministic.fill_uninitialized_memory = filled
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
