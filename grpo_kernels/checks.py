@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.config import LossConfig
+
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -39,6 +41,14 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> N
     if not any(tuple(x.shape) == sizes for _, sizes in shapes):
         wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+
+
+def check_config(config: Any, ref_per_token_logps: Any) -> None:
+    """Raise unless `config` is a LossConfig, and reference log-probabilities are there if it has a KL term."""
+    if not isinstance(config, LossConfig):
+        raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}")
+    if config.beta != 0.0 and ref_per_token_logps is None:
+        raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
 
 
 def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None) -> None:

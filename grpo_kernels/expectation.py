@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.aggregate import token_weights
 from grpo_kernels.batch import Layout, read_tokens
+from grpo_kernels.checks import check_config, check_tensor
 from grpo_kernels.config import LossConfig
 from grpo_kernels.logprob import Expectation
 from grpo_kernels.objective import PolicyObjective
@@ -26,11 +27,15 @@ def policy_expectation(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     num_items_in_batch: float | Tensor | None = None,
-) -> Expectation | None:
-    """What to expect for ids of shape (B, T), or None where a token's gradient depends on other tokens.
+) -> Expectation:
+    """What to expect for ids of shape (B, T); arguments as in `grpo_loss`.
 
-    Arguments as in `grpo_loss`.
+    Where a token's gradient depends on other tokens, its coefficients are not known, but which rows cannot have any is.
     """
+    check_config(config, ref_per_token_logps)
+    check_tensor("completion_mask", completion_mask)
+    if completion_mask.dim() != 2:
+        raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
     like = torch.zeros((), device=completion_mask.device).expand(*completion_mask.shape, 1)  # no hidden states needed
     tokens = read_tokens(
         like,
@@ -45,8 +50,6 @@ def policy_expectation(
     )
     weights = token_weights(config, tokens.layout, num_items_in_batch, torch.float32)
     objective = PolicyObjective(config, tokens, weights)
-    if objective.couples_tokens:
-        return None
     place = _places(tokens.layout)
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +62,7 @@ def policy_expectation(
         return torch.where(row >= 0, a, 0.0), None if b is None else torch.where(row >= 0, b, 0.0)
 
     return Expectation(
-        coefficients,
+        None if objective.couples_tokens else coefficients,
         graded=tokens.layout.spread(objective.may_have_gradient()),
         has_entropy_gradient=objective.has_entropy_gradient,
     )

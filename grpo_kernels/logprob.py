@@ -40,12 +40,12 @@ class Expectation:
 
     Args:
         coefficients: maps (index (n,), logps (n,), entropies (n,) or None), index being positions in the flattened ids,
-            to a = d loss / d logp or (a, b) with b = d loss / d entropy, (n,) each.
+            to a = d loss / d logp or (a, b) with b = d loss / d entropy, (n,) each. None: not known row by row.
         graded: bool, shaped like the ids: False where a = b = 0 is certain, so that nothing is computed; None: nowhere.
         has_entropy_gradient: whether b may be other than None.
     """
 
-    coefficients: Callable[[Tensor, Tensor, Tensor | None], Any]
+    coefficients: Callable[[Tensor, Tensor, Tensor | None], Any] | None
     graded: Tensor | None = None
     has_entropy_gradient: bool = True
 
@@ -163,7 +163,7 @@ def linear_logprob_with(
     rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
     wants = wanted(hidden, weight, bias)
     coefficients, graded, expects_entropy = _read_expected(expected, ids, positions, config.accumulator)
-    coupling = Coupling.COUPLED if expected is None else Coupling.TOKEN
+    coupling = Coupling.COUPLED if coefficients is None else Coupling.TOKEN
     engine = choose_engine(
         coupling,
         hidden_trains=wants.hidden,
@@ -247,14 +247,16 @@ def _read_expected(
     if callable(expected):
         expected = Expectation(expected)
     if isinstance(expected, Expectation):
+        coefficients = expected.coefficients
 
         def ask(index: Tensor, stats: RowStats) -> Coefficients:
-            answer = expected.coefficients(positions[index], stats.logps, stats.entropies)
+            assert coefficients is not None
+            answer = coefficients(positions[index], stats.logps, stats.entropies)
             a, b = answer if isinstance(answer, tuple) else (answer, None)
             return a.to(dtype), None if b is None else b.to(dtype)
 
         graded = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
-        return ask, graded, expected.has_entropy_gradient
+        return None if coefficients is None else ask, graded, expected.has_entropy_gradient
 
     a, b = expected if isinstance(expected, tuple) else (expected, None)
     a = rows("expected", a).to(dtype)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.batch import Tokens, read_tokens
-from grpo_kernels.checks import check_head
+from grpo_kernels.checks import check_config, check_head
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.functions import LinearLogprob, OnePassLoss, Request
@@ -109,12 +109,9 @@ def grpo_loss(
             any work is done, and nothing is changed.
     """
     config = LossConfig() if config is None else config
-    if not isinstance(config, LossConfig):
-        raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}")
+    check_config(config, ref_per_token_logps if objective is None else hidden)  # a custom loss has its own terms
     check_head(hidden, weight, bias, ranks=(3,) if cu_seqlens is None else (2,))
     check_num_items(num_items_in_batch)
-    if config.beta != 0.0 and ref_per_token_logps is None and objective is None:
-        raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
     head = head_config(hidden, weight, config, backend, workspace_bytes)
     tokens = read_tokens(
         hidden,

@@ -8,7 +8,7 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and y the target::
 
 The target is left out of the sum in logp, and the largest term out of the sum in log S, so that neither cancels when a
 token is nearly certain; likewise ``1 - p_y = -expm1(logp)``. A probability of zero (a logit of -inf) drops out of the
-entropy.
+entropy. The entropy's bits do not depend on the target: tokens that share a hidden state tie.
 """
 
 from __future__ import annotations
@@ -97,28 +97,22 @@ def _block_stats(
     torch.exp(shifted, out=exps)
     exp_target, target = exps.gather(1, ids), z.gather(1, ids)
     is_argmax = ids == argmax
-    exps.scatter_(1, ids, 0.0).scatter_(1, argmax, 0.0)
-    rest = exps.sum(dim=1, keepdim=True)  # neither the target nor the largest
-    others = torch.where(is_argmax, rest, rest + 1.0)  # all but the target
-    but_largest = torch.where(is_argmax, rest, rest + exp_target)
-    log_sum = torch.log1p(but_largest)
+    rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
+    others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; is >= 1, so no cancelling
+    log_sum = torch.log1p(rest)
     margin = others.log() + (top - target)
     out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])
     out["max_logit"].copy_(top[:, 0])
     out["log_sum"].copy_(log_sum[:, 0])
     if "log_sum_sq_probs" in extras:
         squares = torch.linalg.vector_norm(exps, dim=1, keepdim=True).square()
-        squares += torch.where(is_argmax, 1.0, 1.0 + exp_target.square())
-        extras["log_sum_sq_probs"].copy_((squares.log() - 2 * log_sum)[:, 0])
+        extras["log_sum_sq_probs"].copy_((squares.log1p() - 2 * log_sum)[:, 0])
     if "mean_logits" in extras:
         extras["mean_logits"].copy_(z.mean(dim=1))
     if "is_top1" in extras:  # of equal logits the one with the lowest id counts as the largest
         extras["is_top1"].copy_(is_argmax[:, 0])
     if "entropies" in out:
-        target_term = torch.where(is_argmax, 0.0, exp_target * (target - top).clamp_min(LOWEST))
-        mean_shifted = (exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) + target_term) / (
-            1 + but_largest
-        )
+        mean_shifted = exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) / (1 + rest)
         out["entropies"].copy_((log_sum - mean_shifted)[:, 0])
 
 

@@ -147,9 +147,11 @@ def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
     coefficients, graded = expected.coefficients, expected.graded
 
     def of_rows(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
+        assert coefficients is not None
         return coefficients(positions[index], logps, entropies)
 
-    return replace(expected, coefficients=of_rows, graded=None if graded is None else graded.reshape(-1)[positions])
+    known = None if coefficients is None else of_rows
+    return replace(expected, coefficients=known, graded=None if graded is None else graded.reshape(-1)[positions])
 
 
 @contextmanager

@@ -1,0 +1,154 @@
+"""Floating-point operations of the fused head alone, in TRL's GRPO trainer and in ours, counted while they train.
+
+The counter runs over the whole training; it is read where autograd enters and leaves the head, forward and backward, so
+that the transformer and the sampling are not in the figures.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+@dataclass
+class Counts:
+    """Sums over a run. `rows`: positions the head was given with gradient; `scored`: completion tokens of the loss;
+    `live`: those of them whose advantage is not 0."""
+
+    flops: int = 0
+    rows: int = 0
+    scored: int = 0
+    live: int = 0
+    size: int = 0  # V * H
+    steps: int = 0
+
+
+class _Mark(torch.autograd.Function):
+    """Identity on its tensors whose backward calls `note` first."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.note = note
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.note()
+        return (None, *grads)
+
+
+def _addmm_flops(_self: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return int(2 * a[0] * a[1] * b[1])
+
+
+def _counter() -> FlopCounterMode:
+    # `addmm_` is the in-place product TRL's backward uses on a CPU; torch's own table lacks it.
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
+
+
+def counted(apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts) -> Callable[..., Any]:
+    """`apply` of a fused head with the operations of its calls that need a gradient added to `counts`."""
+
+    def enter(sign: int) -> Callable[[], None]:
+        def note() -> None:
+            counts.flops += sign * counter.get_total_flops()
+
+        return note
+
+    def wrapped(hidden: Tensor, weight: Tensor, *others: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return apply(hidden, weight, *others)
+        counts.rows += hidden.size(0)
+        counts.size = weight.numel()
+        hidden, weight = _Mark.apply(enter(1), hidden, weight)  # backward: leaves the head
+        before = counter.get_total_flops()
+        logps, entropy, *rest = apply(hidden, weight, *others)
+        counts.flops += counter.get_total_flops() - before
+        logps, entropy = _Mark.apply(enter(-1), logps, entropy)  # backward: enters the head
+        return logps, entropy, *rest
+
+    return wrapped
+
+
+@contextmanager
+def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
+    """Counts the head calls of both trainers; yields the hook that counts a trainer's tokens."""
+    import trl.trainer.utils as trl_utils
+
+    from grpo_kernels.integrations import trl_hook
+
+    def prepare(trainer: Any) -> None:
+        compute = trainer._compute_loss
+
+        def compute_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+            mask = inputs["completion_mask"].bool()
+            counts.scored += int(mask.sum())
+            counts.live += int((mask & (inputs["advantages"] != 0).unsqueeze(1)).sum())
+            return compute(model, inputs)
+
+        trainer._compute_loss = compute_loss
+
+    theirs, counter = trl_utils._ChunkedLogProbFunction, _counter()
+    apply = staticmethod(counted(theirs.apply, counter, counts))
+    stock = type("Counted", (), {"apply": apply, "forward": theirs.forward})
+    ours = staticmethod(counted(trl_hook.FusedHead.apply, counter, counts))
+    with (
+        mock.patch.object(trl_utils, "_ChunkedLogProbFunction", stock),
+        mock.patch.object(trl_hook.FusedHead, "apply", ours),
+        # TRL passes the labelled rows alone where it has Triton; its row work still runs in torch here.
+        mock.patch.object(trl_utils, "_use_triton", return_value=compact),
+        counter,
+    ):
+        yield prepare
+
+
+def count(trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3", **options: Any) -> Counts:
+    """Head operations of `steps` optimiser steps of the tiny run of `tests/tiny_models.py`."""
+    import tiny_models
+
+    counts = Counts(steps=steps)
+    with tempfile.TemporaryDirectory() as folder, _watched(counts, compact) as prepare:
+        tiny_models.train(trainer_class, tiny_models.config(folder, steps, **options), kind=kind, prepare=prepare)
+    return counts
+
+
+def table() -> list[str]:
+    """Markdown: default options, both trainers, as TRL calls its head without and with Triton."""
+    from trl import GRPOTrainer
+
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    lines = [
+        "| trainer | rows given to the head | completion tokens | with gradient | counted | formula | value |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for compact in (False, True):
+        for trainer_class in (GRPOTrainer, FusedGRPOTrainer):
+            c = count(trainer_class, compact=compact)
+            ours = trainer_class is FusedGRPOTrainer
+            expected = c.size * (6 * c.live + 2 * (c.scored - c.live) if ours else 8 * c.rows)
+            formula = "6VH live + 2VH rest" if ours else "8VH rows"
+            rows = "labelled rows" if compact else "every position"
+            lines.append(
+                f"| {trainer_class.__name__} ({rows}) | {c.rows / c.steps:g} | {c.scored / c.steps:g} "
+                f"| {c.live / c.steps:g} | {c.flops / c.steps:,.0f} | {formula} | {expected / c.steps:,.0f} |"
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

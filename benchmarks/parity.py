@@ -1,0 +1,295 @@
+"""Does training with `FusedGRPOTrainer` give what training with TRL's `GRPOTrainer` gives? (`make parity`)
+
+Trains the same tiny model twice per configuration, from the same seed, once with each trainer, and compares the loss,
+the gradient norm and every logged metric of every optimiser step. Counts the floating-point operations of the head
+alone. Writes the table to docs/parity.md and exits with 1 if a configuration is out of tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+
+TOLERANCE = 1e-5
+# Differences are divided by the stock value, or by this where the value is smaller. A loss is a sum of terms of size
+# |advantage| (times |logp| for cispo and vespo) that nearly cancel, so that its own size says nothing of its rounding.
+LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: GRPOConfig options, the kind of model, and what is mixed into both trainer classes."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    kind: str = "qwen3"
+    dtype: str = "float32"
+    lora: bool = False
+    mixin: str | None = None
+    tolerance: float = TOLERANCE
+    most_steps: int = 1000
+
+
+@dataclass(frozen=True)
+class Result:
+    """Largest differences over the steps of a case, and the metric that had the largest."""
+
+    case: Case
+    loss: float
+    grad_norm: float
+    metric: float
+    worst: str
+    clipped: float  # largest share of clipped tokens of a step, for the loss types that log it
+    steps: int
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        return max(self.loss, self.grad_norm, self.metric) <= self.case.tolerance
+
+
+class InjectedRatio:
+    """Importance ratios as vLLM's sampler would give them, made up from the ids: both trainers get the same."""
+
+    use_vllm: bool
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ratio = 0.4 + (inputs["completion_ids"] % 7) * 0.2
+        self.use_vllm = True
+        try:
+            return super()._compute_loss(model, {**inputs, "importance_sampling_ratio": ratio})  # type: ignore[misc]
+        finally:
+            self.use_vllm = False
+
+
+class InjectedTools:
+    """Every fifth id counts as a tool's output."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ours = (inputs["completion_ids"] % 5 != 0).long()
+        return super()._compute_loss(model, {**inputs, "tool_mask": ours})  # type: ignore[misc]
+
+
+class InjectedSampling:
+    """Log-probabilities of a sampler that differs from the policy, for the off-policy mask."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        sampled = -3.5 + 0.5 * (inputs["completion_ids"] % 5)
+        return super()._compute_loss(model, {**inputs, "sampling_per_token_logps": sampled})  # type: ignore[misc]
+
+
+MIXINS = {"ratio": InjectedRatio, "tools": InjectedTools, "sampling": InjectedSampling}
+
+
+def grid() -> Iterator[Case]:
+    """The 64 configurations: loss type x ratio level x beta x num_iterations."""
+    for loss_type in LOSS_TYPES:
+        for level in ("token", "sequence"):
+            for beta in (0.0, 0.04):
+                for iterations in (1, 2):
+                    yield Case(
+                        f"{loss_type}, {level}, beta {beta:g}, num_iterations {iterations}",
+                        loss_options(loss_type, level, beta=beta, num_iterations=iterations),
+                    )
+
+
+def loss_options(loss_type: str, level: str = "token", **others: Any) -> dict[str, Any]:
+    """Options whose clip range is narrow enough for the tiny run to leave it."""
+    options: dict[str, Any] = {"loss_type": loss_type, "importance_sampling_level": level, **others}
+    if loss_type == "cispo":
+        options["epsilon_high"] = 1.05
+    elif level == "sequence":
+        options["epsilon"] = 0.02
+    return options
+
+
+def extras() -> Iterator[Case]:
+    """Every other option that reaches the head or the gradient that comes back to it."""
+    twice = {"num_iterations": 2, "beta": 0.04}
+    yield Case("entropy bonus 0.01", {"entropy_coef": 0.01})
+    yield Case("entropy bonus 0.01, grpo", {"entropy_coef": 0.01, "loss_type": "grpo", **twice})
+    adaptive = {"use_adaptive_entropy": True, "entropy_target": 3.4, "entropy_coef_delta": 0.005}
+    yield Case("adaptive entropy bonus", {"entropy_coef": 0.01, **adaptive})
+    yield Case("top-entropy mask 0.5", {"top_entropy_quantile": 0.5, **twice})
+    yield Case("top-entropy mask 0.5, entropy bonus", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01})
+    yield Case("off-policy mask", {"off_policy_mask_threshold": 0.02, **twice})
+    yield Case("off-policy mask, sampling logps", {"off_policy_mask_threshold": 0.5}, mixin="sampling")
+    yield Case("delta 1.1", {"delta": 1.1, **twice})
+    yield Case("no KL correction", {"use_bias_correction_kl": False, **twice})
+    yield Case("importance ratios as inputs", twice, mixin="ratio")
+    yield Case("importance ratios as inputs, vespo", loss_options("vespo", **twice), mixin="ratio")
+    yield Case("tool mask", twice, mixin="tools")
+    yield Case("temperature 0.7", {"temperature": 0.7, **twice})
+    yield Case("mask_truncated_completions", {"mask_truncated_completions": True, **twice})
+    yield Case("steps_per_generation 4", {"steps_per_generation": 4, "entropy_coef": 0.01})
+    yield Case("gradient checkpointing", {"gradient_checkpointing": True})
+    yield Case("soft-capping (Gemma 2)", twice, kind="softcap")
+    yield Case("logit_scale, tied head (Cohere)", twice, kind="logit_scale")
+    yield Case("logits_scaling (Granite)", twice, kind="logits_scaling")
+    yield Case("bias (Phi)", twice, kind="bias")
+    yield Case("tied head (Qwen3)", twice, kind="tied")
+    yield Case("LoRA body, frozen head", {"learning_rate": 1e-2, **twice}, lora=True)
+    yield Case("LoRA body, frozen head, entropy bonus", {"learning_rate": 1e-2, "entropy_coef": 0.01}, lora=True)
+    # A 16-bit body rounds at every layer: a different last bit of an fp32 gradient becomes 2^-9 there, and after some
+    # ten steps another token is sampled. (So it is with stock TRL when only its head is replaced by log_softmax.)
+    fp32_head = {"cast_lm_head_to_fp32": True}
+    yield Case("bf16 body, fp32 head, 6 steps", fp32_head | twice, dtype="bfloat16", tolerance=5e-2, most_steps=6)
+
+
+def run(case: Case, steps: int) -> Result:
+    """Trains with both trainers and compares."""
+    import tiny_models
+    from trl import GRPOTrainer
+
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    began = time.perf_counter()
+    histories = []
+    for base in (GRPOTrainer, FusedGRPOTrainer):
+        with tempfile.TemporaryDirectory() as folder:
+            histories.append(
+                tiny_models.train(
+                    mixed(case, base),
+                    tiny_models.config(folder, min(steps, case.most_steps), **case.options),
+                    kind=case.kind,
+                    dtype=getattr(torch, case.dtype),
+                    **({"peft_config": lora()} if case.lora else {}),
+                )
+            )
+    stock, ours = histories
+    worst = differences(stock.steps, ours.steps)
+    loss, norm = worst.pop("loss"), worst.pop("grad_norm")
+    name = max(worst, key=lambda key: worst[key])
+    clipped = max(max(s.get("clip_ratio/region_mean", 0.0), s.get("cispo_clip_ratio", 0.0)) for s in stock.steps)
+    return Result(case, loss, norm, worst[name], name, clipped, len(stock.steps), time.perf_counter() - began)
+
+
+def mixed(case: Case, base: type) -> type:
+    """`base` with the case's mixin in front."""
+    return base if case.mixin is None else type(base.__name__, (MIXINS[case.mixin], base), {})
+
+
+def lora() -> Any:
+    """Adapters on the attention of the body; the head stays frozen."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+
+
+def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, float]:
+    """For each logged name the largest difference over the steps; infinite where one logged it and one did not."""
+    if len(stock) != len(ours):
+        raise RuntimeError(f"stock logged {len(stock)} steps, ours {len(ours)}")
+    worst: dict[str, float] = {}
+    for left, right in zip(stock, ours, strict=True):
+        for name in left.keys() | right.keys():
+            worst[name] = max(worst.get(name, 0.0), difference(name, left.get(name), right.get(name)))
+    return worst
+
+
+def difference(name: str, stock: float | None, ours: float | None) -> float:
+    """|ours - stock| over |stock|, or over the floor where |stock| is below it; two NaNs are equal."""
+    if stock is None or ours is None:
+        return math.inf
+    if stock == ours or (math.isnan(stock) and math.isnan(ours)):
+        return 0.0
+    gap = abs(ours - stock) / max(abs(stock), LOSS_FLOOR if name in ("loss", "policy_loss") else METRIC_FLOOR)
+    return gap if math.isfinite(gap) else math.inf
+
+
+def table(results: list[Result]) -> list[str]:
+    """Markdown rows, one per configuration."""
+    lines = [
+        "| configuration | loss | gradient norm | worst metric | which | clipped at most | equal |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        within = "yes" if r.equal else "NO"
+        if r.case.tolerance != TOLERANCE:
+            within += f" (within {r.case.tolerance:g})"
+        lines.append(
+            f"| {r.case.name} | {r.loss:.1e} | {r.grad_norm:.1e} | {r.metric:.1e} | {r.worst} | {r.clipped:.1%} "
+            f"| {within} |"
+        )
+    return lines
+
+
+def page(results: list[Result], flops: list[str], steps: int) -> str:
+    """docs/parity.md."""
+    import tiny_models
+    import transformers
+    import trl
+
+    exact = [r for r in results if r.case.tolerance == TOLERANCE]
+    lines = [
+        "# Parity with TRL",
+        "",
+        "Generated by `make parity`; do not edit.",
+        "",
+        f"Conditions: TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, CPU, "
+        "one thread, fp32. A Qwen3-shaped model (2 layers, hidden size 32, vocabulary "
+        f"{tiny_models.VOCAB}, random weights), {steps} optimiser steps of AdamW, 2 accumulated micro-batches of 8 "
+        "completions of at most 12 tokens, groups of 4, half of the groups "
+        "with equal rewards. `GRPOTrainer` and `FusedGRPOTrainer` start from the same seed.",
+        "",
+        "Each figure is the largest over all steps of |ours - stock| / max(|stock|, floor). The floor is "
+        f"{METRIC_FLOOR:g}, and {LOSS_FLOOR:g} for losses, which are sums of terms of that size that nearly cancel. "
+        "Every logged value is compared except clocks, the epoch and the learning rate.",
+        "",
+        f"{sum(r.equal for r in results)} of {len(results)} configurations agree; the {len(exact)} in fp32 to "
+        f"{max(max(r.loss, r.grad_norm, r.metric) for r in exact):.1e} (tolerance {TOLERANCE:g}).",
+        "",
+        "## Head FLOPs per optimiser step",
+        "",
+        *flops,
+        "",
+        "## Every configuration",
+        "",
+        *table(results),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each run")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--only", default="", help="run the configurations whose name contains this; writes no page")
+    asked = parser.parse_args()
+    from benchmarks import head_flops
+
+    cases = [case for case in [*grid(), *extras()] if asked.only in case.name]
+    results = []
+    with ProcessPoolExecutor(asked.workers, mp_context=get_context("spawn")) as pool:
+        for result in pool.map(run, cases, [asked.steps] * len(cases)):
+            results.append(result)
+            print(table([result])[-1], f"{result.seconds:.1f} s", flush=True)
+    flops = head_flops.table()
+    print("\n".join(flops))
+    if not asked.only:
+        (ROOT / "docs" / "parity.md").write_text(page(results, flops, asked.steps))
+    different = [r.case.name for r in results if not r.equal]
+    print(f"{len(results) - len(different)} of {len(results)} equal", *different, sep="\n  ")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
