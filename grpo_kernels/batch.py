@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ class Layout:
     columns: int  # T, or the longest packed sequence
     shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """Counted tokens of each sequence, (B,) int64."""
-        return torch.bincount(self.sequence, minlength=self.batch)
+        return self.sequence_sum(torch.ones_like(self.sequence))
 
     def dense(self, x: Tensor) -> Tensor:
         """(n,) -> (B, T), 0 where nothing counts."""

@@ -1,0 +1,163 @@
+"""The objective alone: worked examples, derivatives against autograd, branches, metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_kernels import LossConfig, grpo_loss, presets
+from grpo_kernels.aggregate import token_weights
+from grpo_kernels.batch import Tokens, read_tokens
+from grpo_kernels.config import LOSS_TYPES
+from grpo_kernels.metrics import loss_metrics
+from grpo_kernels.objective import PolicyObjective
+
+
+def tokens_of(old: torch.Tensor | None, advantages: torch.Tensor, **more: Any) -> Tokens:
+    b, t = (2, 5) if old is None else old.shape
+    return read_tokens(
+        torch.zeros(b, t, 1),
+        torch.zeros(b, t, dtype=torch.long),
+        torch.ones(b, t),
+        advantages,
+        old_per_token_logps=old,
+        dtype=torch.float64,
+        **more,
+    )
+
+
+def objective(config: LossConfig, tokens: Tokens) -> PolicyObjective:
+    return PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float64))
+
+
+def test_worked_example_of_a_clipped_term() -> None:
+    """Ratio exp(2), advantage 1.24, epsilon 0.2: the term is 1.2 * 1.24, and its gradient 0."""
+    made = objective(LossConfig(epsilon=0.2), tokens_of(torch.full((1, 1), -3.0), torch.tensor([1.24])))
+    result = made.evaluate(torch.tensor([-1.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+    torch.testing.assert_close(result.loss, torch.tensor(-1.2 * 1.24, dtype=torch.float64), rtol=1e-7, atol=0)
+    assert result.a.item() == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_derivatives_are_those_of_the_loss(loss_type: str, level: str) -> None:
+    """Central differences of the loss in every log-probability and entropy, away from the edges of the clip."""
+    g = torch.Generator().manual_seed(3)
+    old = torch.randn(2, 5, generator=g, dtype=torch.float64) * 0.1 - 2
+    ref = torch.randn(2, 5, generator=g, dtype=torch.float64) * 0.1 - 2
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.3, entropy_coef=0.1, epsilon=0.5)
+    made = objective(config, tokens_of(old, torch.tensor([1.5, -0.7]), ref_per_token_logps=ref))
+    logps = torch.randn(10, generator=g, dtype=torch.float64) * 0.1 - 2
+    entropies = torch.rand(10, generator=g, dtype=torch.float64)
+    at = made.evaluate(logps, entropies)
+    step = 1e-6
+    for t in range(10):
+        e = torch.zeros(10, dtype=torch.float64)
+        e[t] = step
+        # The weights of cispo and vespo are constants of the differentiation: only their KL term is comparable.
+        if loss_type not in ("cispo", "vespo"):
+            slope = (made.evaluate(logps + e, entropies).loss - made.evaluate(logps - e, entropies).loss) / (2 * step)
+            assert slope.item() == pytest.approx(at.a[t].item(), rel=1e-6, abs=1e-9)
+        slope = (made.evaluate(logps, entropies + e).loss - made.evaluate(logps, entropies - e).loss) / (2 * step)
+        assert at.b is not None
+        assert slope.item() == pytest.approx(at.b[t].item(), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+@pytest.mark.parametrize("old_given", [False, True])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_coefficients_of_some_rows_are_those_of_all(loss_type: str, old_given: bool, beta: float) -> None:
+    """What the one-pass engine asks for, a chunk at a time, is what the whole evaluation gives."""
+    g = torch.Generator().manual_seed(4)
+    draw = lambda: torch.randn(2, 5, generator=g, dtype=torch.float64) * 0.3 - 2  # noqa: E731
+    old = draw() if old_given else None
+    config = LossConfig(loss_type=loss_type, beta=beta, entropy_coef=0.05)
+    tokens = tokens_of(old, torch.tensor([1.5, -0.7]), ref_per_token_logps=draw())
+    made = objective(config, tokens)
+    if made.couples_tokens:
+        assert old_given and loss_type in ("vespo", "gmpo")
+        return
+    logps, entropies = draw().flatten(), draw().flatten().abs()
+    whole = made.evaluate(logps, entropies)
+    for index in (torch.tensor([7, 2, 3]), torch.arange(10)):
+        a, b = made.coefficients(index, logps[index], entropies[index])
+        torch.testing.assert_close(a, whole.a[index], rtol=1e-14, atol=1e-16)
+        assert b is not None and whole.b is not None
+        torch.testing.assert_close(b, whole.b[index], rtol=1e-14, atol=1e-16)
+
+
+def test_published_estimators_on_policy() -> None:
+    """On-policy, REINFORCE's gradient is A a token over the token count, RLOO's A a token over the batch."""
+    advantages = torch.tensor([1.5, -0.7], dtype=torch.float64)
+    logps = torch.linspace(-3, -1, 10, dtype=torch.float64)
+    for config, divisor in ((presets.REINFORCE, 10), (presets.RLOO, 2)):
+        at = objective(config, tokens_of(None, advantages)).evaluate(logps, logps.abs())
+        torch.testing.assert_close(at.a, -advantages.repeat_interleave(5) / divisor)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("old", [-1e4, 1e4])
+def test_a_ratio_that_overflows_leaves_no_nan(loss_type: str, old: float) -> None:
+    """Positive advantage, ratio inf or 0: the loss is finite (cispo, vespo: the weight is capped), the gradient too."""
+    config = LossConfig(loss_type=loss_type)
+    made = objective(config, tokens_of(torch.full((2, 5), old), torch.tensor([1.0, 0.0])))
+    logps = torch.full((10,), -2.0, dtype=torch.float64)
+    at = made.evaluate(logps, -logps)
+    assert math.isfinite(at.loss)
+    assert torch.isfinite(at.a).all()
+    assert (at.a[5:] == 0).all()  # advantage 0
+    if loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gmpo") and old < 0:
+        assert (at.a == 0).all()  # clipped
+
+
+class _Waits(TorchDispatchMode):
+    """Collects operations whose result Python has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.bincount):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_objective_and_metrics_do_not_wait_for_the_device(loss_type: str) -> None:
+    """No .item(), no row count: only reading the mask needs one."""
+    config = LossConfig(loss_type=loss_type, beta=0.1, entropy_coef=0.1, off_policy_mask_threshold=0.5)
+    draw = torch.randn(2, 5, dtype=torch.float64)
+    tokens = tokens_of(draw - 2, torch.tensor([1.0, -1.0]), ref_per_token_logps=draw - 2)
+    made = objective(config, tokens)
+    logps = torch.full((10,), -2.0, dtype=torch.float64)
+    with _Waits() as waits:
+        at = made.evaluate(logps, -logps)
+        metrics = loss_metrics(config, tokens, -logps, at, made.may_have_gradient().sum())
+        values = dict(metrics)
+    assert waits.seen == []
+    assert values["entropy"] == 2
+    assert len(values) == len(metrics) > 6
+
+
+def test_metrics_of_micro_batches_add_up() -> None:
+    """Pairs of two halves, added, are the pair of the whole."""
+    torch.manual_seed(0)
+    hidden, weight, ids = torch.randn(4, 6, 8), torch.randn(20, 8), torch.randint(20, (4, 6))
+    mask, old = torch.rand(4, 6) > 0.3, torch.randn(4, 6) - 3
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+    def pairs(rows: slice) -> dict[str, torch.Tensor]:
+        out = grpo_loss(
+            hidden[rows], weight, ids[rows], mask[rows], advantages[rows], old_per_token_logps=old[rows],
+            ref_per_token_logps=old[rows] + 0.1, config=LossConfig(beta=0.1), num_items_in_batch=24,
+        )  # fmt: skip
+        return {name: torch.stack(pair) for name, pair in out.metrics.pairs.items() if name != "policy_loss"}
+
+    first, second, whole = pairs(slice(2)), pairs(slice(2, 4)), pairs(slice(4))
+    for name, pair in whole.items():
+        torch.testing.assert_close(first[name] + second[name], pair)
