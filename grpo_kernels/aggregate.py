@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import Layout
+from grpo_kernels.checks import check_tensor
 from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig, check_number
 
 
@@ -51,6 +52,7 @@ def check_num_items(num_items_in_batch: Any) -> None:
             raise ValueError(
                 f"num_items_in_batch: expected one number, got a tensor of shape {tuple(num_items_in_batch.shape)}"
             )
+        check_tensor("num_items_in_batch", num_items_in_batch)
         if num_items_in_batch.device.type != "cpu":
             return  # looking at it would wait for the device
         num_items_in_batch = num_items_in_batch.item()

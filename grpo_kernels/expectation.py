@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.aggregate import token_weights
+from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.batch import Layout, read_tokens
 from grpo_kernels.checks import check_config, check_tensor
 from grpo_kernels.config import LossConfig
@@ -33,6 +33,7 @@ def policy_expectation(
     Where a token's gradient depends on other tokens, its coefficients are not known, but which rows cannot have any is.
     """
     check_config(config, ref_per_token_logps)
+    check_num_items(num_items_in_batch)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")

@@ -162,6 +162,9 @@ def linear_logprob_with(
     inv_t = _row_temperatures(temperature, ids, positions, config) if per_row else 1.0 / spec.temperature
     rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
     wants = wanted(hidden, weight, bias)
+    if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and "entropy" not in outputs)):
+        pair = "(a, b)" if "entropy" in outputs else "(a, None) since there is no entropy"
+        raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
     coefficients, graded, expects_entropy = _read_expected(expected, ids, positions, config.accumulator)
     coupling = Coupling.COUPLED if coefficients is None else Coupling.TOKEN
     engine = choose_engine(
@@ -227,8 +230,9 @@ def _row_temperatures(temperature: Any, ids: Tensor, positions: Tensor, config: 
     check_tensor("temperature", temperature, like=ids, floating=True)
     check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
     rows = temperature.detach().reshape(-1)[positions].to(config.accumulator)
-    if rows.device.type == "cpu" and not bool(((rows > 0) & torch.isfinite(rows)).all()):
-        raise ValueError("temperature: expected finite numbers > 0 where the mask counts")
+    bad = ~((rows > 0) & torch.isfinite(rows))
+    if rows.device.type == "cpu" and bool(bad.any()):
+        raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {rows[bad][0].item()}")
     return (1.0 / rows)[:, None]
 
 
@@ -238,6 +242,9 @@ def _read_expected(
     """(coefficients by place among the rows, which rows they may be non-zero for, whether any is for the entropy)."""
     if expected is None:
         return None, None, False
+
+    def usable(x: Tensor) -> Tensor:  # what is not finite cannot be scaled: expect nothing there
+        return torch.where(torch.isfinite(x), x, 0.0).to(dtype)
 
     def rows(name: str, x: Any) -> Tensor:
         check_tensor(name, x, like=ids)
@@ -253,14 +260,16 @@ def _read_expected(
             assert coefficients is not None
             answer = coefficients(positions[index], stats.logps, stats.entropies)
             a, b = answer if isinstance(answer, tuple) else (answer, None)
-            return a.to(dtype), None if b is None else b.to(dtype)
+            if stats.entropies is None:  # then no gradient of it can come
+                b = None
+            return usable(a), None if b is None else usable(b)
 
         graded = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
         return None if coefficients is None else ask, graded, expected.has_entropy_gradient
 
     a, b = expected if isinstance(expected, tuple) else (expected, None)
-    a = rows("expected", a).to(dtype)
-    b = None if b is None else rows("expected[1]", b).to(dtype)
+    a = usable(rows("expected", a))
+    b = None if b is None else usable(rows("expected[1]", b))
 
     def look_up(index: Tensor, _: RowStats) -> Coefficients:
         return a[index], None if b is None else b[index]

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.backends.rows import RowStats
@@ -29,6 +28,7 @@ from grpo_kernels.batch import Tokens, read_tokens
 from grpo_kernels.checks import check_config, check_head
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
+from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.functions import LinearLogprob, OnePassLoss, Request
 from grpo_kernels.engine.plan import Coupling, choose_engine
 from grpo_kernels.engine.sweep import Coefficients, Wants
@@ -213,7 +213,7 @@ class _ObjectiveLoss(torch.autograd.Function):
         return evaluation.loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         positions, a, b = ctx.saved_tensors
 

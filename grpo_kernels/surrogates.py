@@ -57,7 +57,7 @@ def vespo(config: LossConfig, log_weight: Tensor, advantages: Tensor, logps: Ten
     k = _by_sign(advantages >= 0, config.vespo_k_pos, config.vespo_k_neg, log_weight)
     lam = _by_sign(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg, log_weight).clamp(min=1e-4)
     log_phi = lam + k * log_weight - lam * torch.exp(log_weight)
-    phi = torch.nan_to_num(torch.exp(log_phi), nan=0.0, posinf=0.0)
+    phi = torch.exp(log_phi)
     weight = -phi * advantages
     return (times(logps, weight), torch.zeros_like(weight), weight), phi
 

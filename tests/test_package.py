@@ -19,6 +19,7 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels.engine.first_order import _Refusal
 
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -204,7 +205,7 @@ def test_backward_returns_a_gradient_for_each_input(monkeypatch):
 
         return count
 
-    functions = autograd_functions()
+    functions = autograd_functions() - {_Refusal}  # whose backward only raises
     for function in functions:
         monkeypatch.setattr(function, "backward", staticmethod(counting(function)))
     differentiate_everything()

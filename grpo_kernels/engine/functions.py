@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.sweep import Coefficients, CoefficientsOf, Gradients, Head, HeadConfig, Rows, Wants, sweep
 
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -62,7 +62,7 @@ class OnePassLoss(torch.autograd.Function):
         return loss, logps, entropies
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         *stored, graded = ctx.saved_tensors
         scaled = _scale(Gradients(*stored), d_loss, overwrite=not _graph_is_kept())
@@ -100,7 +100,7 @@ class LinearLogprob(torch.autograd.Function):
         return _spread(stats.logps, request.rows, n), entropies, *extras
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None, *d_extras: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -204,9 +204,10 @@ def _split_off(
     c = torch.nan_to_num(torch.nanmedian(ratios), nan=0.0) if ratios.numel() > 0 else g.new_zeros(())
 
     def remainder(upstream: Tensor, coefficient: Tensor) -> Tensor:
-        rest, eps = upstream - c * coefficient, torch.finfo(upstream.dtype).eps
-        largest = upstream.abs().amax() if upstream.numel() > 0 else upstream.new_zeros(())
-        return torch.where(rest.abs() <= 8 * eps * upstream.abs() + eps * largest, 0.0, rest)
+        rest, finite, eps = upstream - c * coefficient, torch.isfinite(upstream), torch.finfo(upstream.dtype).eps
+        size = torch.where(finite, upstream.abs(), 0.0)
+        rounding = 8 * eps * size + eps * torch.cat([size, size.new_zeros(1)]).amax()
+        return torch.where(finite & (rest.abs() <= rounding), 0.0, rest)
 
     if h is None and b is None:
         return c, remainder(g, a), None

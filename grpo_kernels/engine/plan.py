@@ -64,7 +64,7 @@ def choose_engine(
             "one_pass": f"coefficients known row by row; here they are known {coupling.value}",
             "frozen": "a frozen head and no gradient of the entropy",
         }
-        raise ValueError(f"engine: {engine!r} needs {needs[engine]}")
+        raise ValueError(f"engine: expected one that gives this gradient, got {engine!r}, which needs {needs[engine]}")
     return "score" if no_gradient else engine
 
 

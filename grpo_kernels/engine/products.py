@@ -31,7 +31,7 @@ class Products:
         slice_bytes: how much of the weight is converted at a time, where it has to be.
     """
 
-    def __init__(self, weight: Tensor, compute_dtype: torch.dtype, slice_bytes: int = 32 * 2**20) -> None:
+    def __init__(self, weight: Tensor, compute_dtype: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype = weight, compute_dtype
         self.accumulator = torch.float64 if compute_dtype == torch.float64 else torch.float32
         narrow = compute_dtype.itemsize < self.accumulator.itemsize

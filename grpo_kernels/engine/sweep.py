@@ -16,6 +16,8 @@ from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
 from grpo_kernels.engine.plan import chunk_rows
 from grpo_kernels.engine.products import Products, padded_rows
 
+SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
+
 Coefficients = tuple[Tensor, Tensor | None]  # a = d loss / d logp and b = d loss / d entropy, (m,) each
 CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), given their statistics
 
@@ -120,7 +122,7 @@ def sweep(
     Returns:
         Statistics (n,), and the gradients, or None without `coefficients`.
     """
-    products = Products(head.weight, config.compute_dtype, config.workspace_bytes // 8)
+    products = Products(head.weight, config.compute_dtype, min(SLICE_BYTES, config.workspace_bytes // 8))
     grads = None
     if coefficients is not None:
         assert wants is not None

@@ -1,0 +1,392 @@
+"""Wrong arguments: each is refused by name, before any product, with every input and the next good call untouched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from grpo_kernels import Expectation, GRPOLoss, LossConfig, grpo_loss, linear_logprob, policy_expectation
+
+B, T, H, V = 3, 5, 8, 11
+NAN, INF = float("nan"), float("inf")
+
+
+def valid(call: str) -> dict[str, Any]:
+    """Arguments that `call` takes; "packed" is `grpo_loss` with cu_seqlens."""
+    g = torch.Generator().manual_seed(5)
+    normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
+    head = {
+        "hidden": normal(B, T, H).requires_grad_(),
+        "weight": normal(V, H).requires_grad_(),
+        "bias": normal(V).requires_grad_(),
+    }
+    ids, mask = torch.randint(0, V, (B, T), generator=g), torch.ones(B, T, dtype=torch.long)
+    mask[1, 3:] = 0
+    if call == "logprob":
+        return {**head, "ids": ids, "mask": mask, "temperature": normal(B, T).exp(), "expected": normal(B, T)}
+    inputs = {
+        "completion_mask": mask,
+        "advantages": normal(B),
+        "old_per_token_logps": -normal(B, T).abs(),
+        "ref_per_token_logps": -normal(B, T).abs(),
+        "sampling_per_token_logps": -normal(B, T).abs(),
+        "importance_sampling_ratio": normal(B, T).exp(),
+        "num_items_in_batch": 9,
+    }
+    config = LossConfig(beta=0.1, off_policy_mask_threshold=0.5, entropy_coef=0.01)
+    if call == "expectation":
+        return {"config": LossConfig(beta=0.1), **inputs}
+    if call != "packed":
+        return {**head, "completion_ids": ids, **inputs, "config": config}
+    flat = {name: x.detach().flatten(0, 1) for name, x in inputs.items() if isinstance(x, Tensor) and x.dim() == 2}
+    hidden = head["hidden"].detach().reshape(B * T, H).requires_grad_()
+    bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32)
+    return {
+        **head, "hidden": hidden, "completion_ids": ids.flatten(), **inputs, **flat, "config": config,
+        "cu_seqlens": bounds,
+    }  # fmt: skip
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "loss": grpo_loss,
+    "packed": grpo_loss,
+    "module": lambda config, engine="auto", **inputs: GRPOLoss(config, engine=engine)(**inputs),
+    "logprob": linear_logprob,
+    "expectation": policy_expectation,
+}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One wrong argument: `change` is its value, or a function of its valid one; `also` goes with it."""
+
+    call: str
+    argument: str
+    change: Any
+    error: type[Exception] = ValueError
+    got: str | None = None  # what the message says that came, if not a tensor's shape, dtype, device or the value
+    also: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.call}-{self.argument}"
+
+
+def with_id(value: int) -> Callable[[Tensor], Tensor]:
+    """The ids with `value` at a counted position."""
+
+    def change(ids: Tensor) -> Tensor:
+        ids = ids.clone()
+        ids.view(-1)[2] = value
+        return ids
+
+    return change
+
+
+meta = lambda x: x.detach().to("meta")  # noqa: E731
+sparse = lambda x: x.detach().to_sparse()  # noqa: E731
+jagged = lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged)  # noqa: E731
+shorter = lambda x: x[..., :-1]  # noqa: E731
+as_complex = lambda x: x.detach().to(torch.complex64)  # noqa: E731
+never_called = lambda x: x  # noqa: E731
+
+HEAD = [
+    Wrong("loss", "hidden", None, TypeError, "NoneType"),
+    Wrong("loss", "hidden", lambda x: x.detach().numpy(), TypeError, "ndarray"),
+    Wrong("loss", "hidden", lambda x: x[0]),
+    Wrong("loss", "hidden", lambda x: x[None]),
+    Wrong("loss", "hidden", lambda x: x.detach().long(), TypeError),
+    Wrong("loss", "hidden", lambda x: x.detach().to(torch.float8_e4m3fn), TypeError),
+    Wrong("loss", "hidden", as_complex, TypeError),
+    Wrong("loss", "hidden", sparse, TypeError),
+    Wrong("loss", "hidden", jagged, TypeError),
+    Wrong("loss", "hidden", meta),
+    Wrong("packed", "hidden", lambda x: x[None]),
+    Wrong("packed", "hidden", lambda x: x.view(B, T, H)),
+    Wrong("logprob", "hidden", lambda x: x[0, 0], also={"ids": torch.tensor(1)}),
+    Wrong("logprob", "hidden", meta),
+    Wrong("loss", "weight", lambda x: nn.Linear(H, V), TypeError, "Linear"),
+    Wrong("loss", "weight", lambda x: x.detach().t()),
+    Wrong("loss", "weight", shorter),
+    Wrong("loss", "weight", lambda x: x[0]),
+    Wrong("loss", "weight", lambda x: x.detach().new_empty(0), got="ZeRO-3"),
+    Wrong("logprob", "weight", lambda x: x.detach().new_empty(0, H), got="ZeRO-3"),
+    Wrong("loss", "weight", lambda x: x.detach().int(), TypeError),
+    Wrong("loss", "weight", sparse, TypeError),
+    Wrong("loss", "weight", lambda x: x.detach().to_sparse_csr(), TypeError),
+    Wrong("loss", "weight", meta),
+    Wrong("logprob", "weight", as_complex, TypeError),
+    Wrong("loss", "bias", shorter),
+    Wrong("loss", "bias", 0.5, TypeError, "float"),
+    Wrong("loss", "bias", lambda x: x.detach().new_empty(0)),
+    Wrong("logprob", "bias", lambda x: x.detach().long(), TypeError),
+    Wrong("logprob", "bias", meta),
+]
+
+PER_TOKEN = [
+    Wrong("loss", "completion_ids", lambda x: x.float(), TypeError),
+    Wrong("loss", "completion_ids", lambda x: x > 0, TypeError),
+    Wrong("loss", "completion_ids", lambda x: x.tolist(), TypeError, "list"),
+    Wrong("loss", "completion_ids", shorter),
+    Wrong("loss", "completion_ids", lambda x: x.flatten()),
+    Wrong("loss", "completion_ids", meta),
+    Wrong("loss", "completion_ids", with_id(-1), got="-1"),
+    Wrong("loss", "completion_ids", with_id(V), got=str(V)),
+    Wrong("loss", "completion_ids", with_id(-100), got="-100"),
+    Wrong("packed", "completion_ids", with_id(2**40), got=str(2**40)),
+    Wrong("logprob", "ids", lambda x: x.double(), TypeError),
+    Wrong("logprob", "ids", lambda x: x.T),
+    Wrong("logprob", "ids", with_id(V), got=str(V)),
+    Wrong("logprob", "ids", with_id(-100), got="-100", also={"mask": None}),
+    Wrong("loss", "completion_mask", None, TypeError, "NoneType"),
+    Wrong("loss", "completion_mask", lambda x: x[:, 0]),
+    Wrong("loss", "completion_mask", as_complex, TypeError),
+    Wrong("loss", "completion_mask", sparse, TypeError),
+    Wrong("loss", "completion_mask", meta),
+    Wrong("logprob", "mask", shorter),
+    Wrong("logprob", "mask", lambda x: x.tolist(), TypeError, "list"),
+    Wrong("loss", "advantages", lambda x: x[:-1]),
+    Wrong("loss", "advantages", lambda x: x[:, None]),
+    Wrong("loss", "advantages", lambda x: x[0]),
+    Wrong("loss", "advantages", 1.0, TypeError, "float"),
+    Wrong("loss", "advantages", meta),
+    Wrong("packed", "advantages", lambda x: x[:, None].expand(B, T)),
+    Wrong("loss", "old_per_token_logps", shorter),
+    Wrong("loss", "old_per_token_logps", lambda x: x.long(), TypeError),
+    Wrong("loss", "ref_per_token_logps", None, got="None"),
+    Wrong("module", "ref_per_token_logps", None, got="None"),
+    Wrong("loss", "ref_per_token_logps", meta),
+    Wrong("packed", "ref_per_token_logps", lambda x: x.view(B, T)),
+    Wrong("loss", "sampling_per_token_logps", lambda x: x.flatten()),
+    Wrong("loss", "sampling_per_token_logps", "vllm", TypeError, "str"),
+    Wrong("loss", "importance_sampling_ratio", lambda x: x[:, :2]),
+    Wrong("loss", "importance_sampling_ratio", lambda x: x[:1]),
+    Wrong("loss", "importance_sampling_ratio", lambda x: x > 1, TypeError),
+    Wrong("packed", "importance_sampling_ratio", lambda x: x.view(B, T)),
+    Wrong("packed", "cu_seqlens", lambda x: x.tolist(), TypeError, "list"),
+    Wrong("packed", "cu_seqlens", lambda x: x.float()),
+    Wrong("packed", "cu_seqlens", lambda x: x[None]),
+    Wrong("packed", "cu_seqlens", lambda x: x[:0]),
+    Wrong("packed", "cu_seqlens", lambda x: x + 1, got="[1, 6, 11, 16]"),
+    Wrong("packed", "cu_seqlens", lambda x: x[:-1], got="[0, 5, 10]"),
+    Wrong("packed", "cu_seqlens", torch.tensor([0, 9, 4, 15]), got="[0, 9, 4, 15]"),
+    Wrong("packed", "cu_seqlens", lambda x: x.to("meta")),
+]
+
+SETTINGS = [
+    Wrong("loss", "num_items_in_batch", -1),
+    Wrong("loss", "num_items_in_batch", torch.tensor(INF), got="inf"),
+    Wrong("loss", "num_items_in_batch", torch.ones(2)),
+    Wrong("loss", "num_items_in_batch", "9", TypeError),
+    Wrong("loss", "num_items_in_batch", True, TypeError),
+    Wrong("loss", "num_items_in_batch", torch.tensor(9.0, device="meta")),
+    Wrong("loss", "config", {"loss_type": "grpo"}, TypeError, "dict"),
+    Wrong("loss", "objective", 3, TypeError, "int"),
+    Wrong("loss", "engine", "fast"),
+    Wrong("loss", "engine", None),
+    Wrong("loss", "backend", "cuda"),
+    Wrong("loss", "workspace_bytes", 0),
+    Wrong("loss", "workspace_bytes", 2.0**20, TypeError),
+    Wrong("loss", "workspace_bytes", True, TypeError),
+    Wrong("module", "engine", "fast"),
+    Wrong("logprob", "engine", "one-pass"),
+    Wrong("logprob", "workspace_bytes", "1GB", TypeError),
+    Wrong("logprob", "temperature", 0.0),
+    Wrong("logprob", "temperature", NAN),
+    Wrong("logprob", "temperature", "1", TypeError),
+    Wrong("logprob", "temperature", lambda x: x[:, :1]),
+    Wrong("logprob", "temperature", lambda x: x[0, 0]),
+    Wrong("logprob", "temperature", lambda x: x.int(), TypeError),
+    Wrong("logprob", "temperature", lambda x: x.to("meta")),
+    Wrong("logprob", "temperature", lambda x: x - 50.0, got="-"),
+    Wrong("logprob", "temperature", lambda x: x * NAN, got="nan"),
+    Wrong("logprob", "final_logit_softcapping", 0.0),
+    Wrong("logprob", "logit_scale", INF),
+    Wrong("logprob", "logits_dtype", "bfloat16"),
+    Wrong("logprob", "logits_dtype", torch.float32),
+    Wrong("logprob", "expected", shorter),
+    Wrong("logprob", "expected", lambda x: x[0, 0]),
+    Wrong("logprob", "expected", 1.0, TypeError, "float"),
+    Wrong("logprob", "expected", as_complex, TypeError),
+    Wrong("logprob", "expected", lambda x: x.to("meta")),
+    Wrong("logprob", "expected", lambda x: (x, x, x)),
+    Wrong("logprob", "expected[1]", lambda x: (x, x[:, 1:]), got=str((B, T - 1))),
+    Wrong("logprob", "expected[1]", lambda x: (x, 1.0), TypeError, "float"),
+    Wrong("logprob", "expected.graded", lambda x: Expectation(never_called, graded=x[:1] > 0), got=str((1, T))),
+    Wrong("expectation", "config", None, TypeError, "NoneType"),
+    Wrong("expectation", "completion_mask", lambda x: x.tolist(), TypeError, "list"),
+    Wrong("expectation", "completion_mask", lambda x: x[0]),
+    Wrong("expectation", "advantages", lambda x: x[:-1]),
+    Wrong("expectation", "old_per_token_logps", lambda x: x.long(), TypeError),
+    Wrong("expectation", "ref_per_token_logps", shorter),
+    Wrong("expectation", "ref_per_token_logps", None, got="None"),
+    Wrong("expectation", "importance_sampling_ratio", lambda x: x[:, :2]),
+    Wrong("expectation", "num_items_in_batch", -1),
+]
+
+CONFIG: list[tuple[str, Any, type[Exception]]] = [
+    *[("loss_type", x, ValueError) for x in ("ppo", None, 3)],
+    ("importance_sampling_level", "batch", ValueError),
+    ("kl_estimator", "k4", ValueError),
+    ("logits_dtype", "float16", ValueError),
+    *[("epsilon", x, ValueError) for x in (-0.1, NAN, INF)],
+    *[("epsilon", x, TypeError) for x in (None, "0.2", True, torch.tensor(0.2))],
+    *[("epsilon_high", x, ValueError) for x in (-1.0, NAN)],
+    *[("delta", x, ValueError) for x in (0.0, NAN)],
+    *[("beta", x, ValueError) for x in (-0.04, NAN, INF)],
+    ("beta", None, TypeError),
+    ("use_bias_correction_kl", 1, TypeError),
+    *[("temperature", x, ValueError) for x in (0, -1.0, NAN)],
+    ("temperature", None, TypeError),
+    *[("top_entropy_quantile", x, ValueError) for x in (1.1, -0.1, NAN)],
+    ("entropy_coef", NAN, ValueError),
+    ("off_policy_mask_threshold", INF, ValueError),
+    ("off_policy_mask_threshold", [0.1], TypeError),
+    ("max_completion_length", 0, ValueError),
+    ("max_completion_length", 5.0, TypeError),
+    ("sapo_temperature_pos", 0.0, ValueError),
+    ("sapo_temperature_neg", -1.0, ValueError),
+    ("vespo_k_neg", -1.0, ValueError),
+    ("vespo_lambda_pos", NAN, ValueError),
+    ("final_logit_softcapping", 0, ValueError),
+    ("logit_scale", NAN, ValueError),
+]
+
+
+def tensors(given: dict[str, Any]) -> dict[str, Tensor]:
+    """The plain tensors among the arguments, whose bits can be looked at."""
+    return {k: x for k, x in given.items() if type(x) is Tensor and x.layout is torch.strided and not x.is_meta}
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes of a tensor, whatever its strides: NaN equals NaN, 0 is not -0."""
+    return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def refuse(call: str, argument: str, given: dict[str, Any], error: type[Exception], got: str | None) -> None:
+    """`given` raises `error`, which names the argument and what came; nothing was computed, written or accumulated."""
+    before = {name: x.detach().clone() for name, x in tensors(given).items()}
+    with pytest.raises((TypeError, ValueError)) as raised, FlopCounterMode(display=False) as counter:
+        CALLS[call](**given)
+    assert type(raised.value) is error
+    message, value = str(raised.value), given.get(argument)
+    assert message.startswith(f"{argument}: "), message
+    assert re.search(r"expected .+, got .+", message), message
+    came = message.split(", got ", 1)[1]
+    if got is not None:
+        assert got in message, message
+    elif isinstance(value, Tensor):
+        shape = "" if value.is_nested else str(tuple(value.shape))
+        assert any(x and x in came for x in (shape, str(value.dtype), value.device.type, str(value.layout))), message
+    else:
+        assert repr(value) in came or type(value).__name__ in came, message
+    assert counter.get_total_flops() == 0
+    for name, x in tensors(given).items():
+        assert torch.equal(bits(x), bits(before[name])), name
+        assert not x.is_leaf or x.grad is None, name
+
+
+def good() -> list[Tensor]:
+    """All results of one good call, `grpo_loss` and `linear_logprob`."""
+    given, other = valid("loss"), valid("logprob")
+    out = grpo_loss(**given)
+    logps, entropies = linear_logprob(**other)
+    assert entropies is not None
+    (out.loss + (logps * logps.detach()).sum() + entropies.sum()).backward()
+    grads = [x[name].grad for x in (given, other) for name in ("hidden", "weight", "bias")]
+    return [out.loss, out.per_token_logps, out.entropies, *dict(out.metrics).values(), logps, entropies, *grads]
+
+
+@pytest.fixture(scope="module")
+def first() -> list[Tensor]:
+    return good()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("wrong", [*HEAD, *PER_TOKEN, *SETTINGS], ids=str)
+def test_wrong_argument(wrong: Wrong, first: list[Tensor]) -> None:
+    given = valid(wrong.call)
+    field = re.split(r"[.\[]", wrong.argument)[0]
+    value = wrong.change
+    given[field] = value(given[field]) if callable(value) else value
+    refuse(wrong.call, wrong.argument, given | (wrong.also or {}), wrong.error, wrong.got)
+
+
+@pytest.mark.parametrize(("field", "value", "error"), CONFIG, ids=lambda x: str(getattr(x, "__name__", x)))
+def test_wrong_config(field: str, value: Any, error: type[Exception]) -> None:
+    for make in (LossConfig, GRPOLoss):
+        with pytest.raises(error, match=rf"^{field}: expected .+, got ") as raised:
+            make(**{field: value})
+        assert repr(value) in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if dist.is_initialized():
+        pytest.fail("a process group is left over from another test")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("argument", ["hidden", "weight", "bias", "completion_ids", "completion_mask", "advantages"])
+def test_dtensor(argument: str, mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    given = valid("loss")
+    given[argument] = distribute_tensor(given[argument].detach(), mesh, [Shard(0)])
+    refuse("loss", argument, given, ValueError, "DTensor")
+
+
+@pytest.mark.parametrize("engine", ["score", "one_pass", "frozen"])
+def test_engine_that_cannot(engine: str) -> None:
+    for call, extra in (("logprob", {"expected": None}), ("loss", {"config": LossConfig(loss_type="vespo")})):
+        given = {**valid(call), **extra, "engine": engine}
+        with pytest.raises(ValueError, match=f"^engine: .*{engine}.* needs "):
+            CALLS[call](**given)
+        assert all(x.grad is None for x in tensors(given).values() if x.is_leaf)
+
+
+OBJECTIVES = {
+    "a scalar": lambda tokens: tokens.logps.sum(),
+    "None": lambda tokens: None,
+    "a constant": lambda tokens: torch.ones_like(tokens.logps),
+    "too long": lambda tokens: tokens.logps[..., None],
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_wrong_objective(kind: str) -> None:
+    given = valid("loss")
+    with pytest.raises(ValueError, match=r"^objective: expected .+ tokens\.logps"):
+        grpo_loss(**given, objective=OBJECTIVES[kind])
+    assert all(x.grad is None for x in tensors(given).values() if x.is_leaf)
+
+
+def test_unknown_names() -> None:
+    for make in (LossConfig, GRPOLoss):
+        with pytest.raises(TypeError, match="epsilom"):
+            make(epsilom=0.2)
+    with pytest.raises(TypeError, match="masks"):
+        CALLS["module"](**valid("loss"), masks=None)
+
+
+def test_there_are_enough() -> None:
+    assert len(HEAD) + len(PER_TOKEN) + len(SETTINGS) + len(CONFIG) >= 160
+
+
+def test_next_good_call_gives_the_same_bits(first: list[Tensor]) -> None:
+    """After all of the above, and right after a failure in the middle of a forward."""
+    for wrong in (*HEAD[:2], *SETTINGS[:2]):
+        test_wrong_argument(wrong, first)
+    test_wrong_objective("a scalar")
+    assert all(torch.equal(x, y) for x, y in zip(first, good(), strict=True))

@@ -1,0 +1,304 @@
+"""The autograd contract: upstream gradients, frozen tensors, modes, checkpoints, hooks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, token_level
+
+N, H, V = 16, 6, 11  # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
+PRODUCT = 2 * N * H * V
+HEAD = ("hidden", "weight", "bias")
+ENGINES = ("one_pass", "two_pass", "frozen")
+normal = torch.randn
+
+
+def head(dtype: torch.dtype = torch.float64, frozen: str = "", n: int = N, h: int = H, v: int = V) -> dict[str, Tensor]:
+    """Leaves hidden (n, h), weight (v, h), bias (v,); those named in `frozen` want no gradient."""
+    g = torch.Generator().manual_seed(n)
+    made = {"hidden": (n, h), "weight": (v, h), "bias": (v,)}
+    leaves = {k: torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for k, s in made.items()}
+    return {k: x.requires_grad_(k not in frozen) for k, x in leaves.items()}
+
+
+IDS = torch.arange(N) * 7 % V
+
+
+def batch(given: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
+    """Arguments of `grpo_loss` around `head`'s tensors: 2 sequences of 8, everything counted."""
+    dtype = torch.float64 if given["hidden"].dtype == torch.float64 else torch.float32
+    g = torch.Generator().manual_seed(1)
+    return {
+        **given,
+        "hidden": given["hidden"].view(2, N // 2, -1),
+        "completion_ids": IDS.view(2, -1),
+        "completion_mask": torch.ones(2, N // 2),
+        "advantages": torch.tensor([1.3, -0.7], dtype=dtype),
+        "old_per_token_logps": -2.5 + 0.3 * torch.randn(2, N // 2, generator=g, dtype=dtype),
+        **changes,
+    }
+
+
+def both(given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    logps, entropies = linear_logprob(**given, ids=IDS, **options)
+    assert entropies is not None
+    return logps, entropies
+
+
+def eager(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor = IDS) -> tuple[Tensor, Tensor]:
+    """Plain torch, with all logits there."""
+    log_probs = torch.log_softmax(hidden @ weight.T + bias, dim=-1)
+    return log_probs.gather(-1, ids[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def grads(given: dict[str, Tensor], keep: bool = False) -> dict[str, Tensor | None]:
+    """The gradients, taken out of the leaves unless `keep`."""
+    found = {name: given[name].grad for name in HEAD}
+    for name in HEAD:
+        given[name].grad = given[name].grad if keep else None
+    return found
+
+
+def same_bits(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> bool:
+    return one.keys() == other.keys() and all(
+        x is y is None or (x is not None and y is not None and torch.equal(x, y))
+        for x, y in ((one[name], other[name]) for name in one)
+    )
+
+
+def counted(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Operations of the matrix products of `run`, in units of one product of all rows, and its result."""
+    with FlopCounterMode(display=False) as counter:
+        result = run()
+    return counter.get_total_flops() / PRODUCT, result
+
+
+def engine_options(engine: str) -> tuple[str, dict[str, Any]]:
+    """What has to be frozen for `engine`, and the options of `linear_logprob` that choose it."""
+    expected = torch.linspace(-1, 2, N, dtype=torch.float64) if engine == "one_pass" else None
+    return "weight bias" if engine == "frozen" else "", {"engine": engine, "expected": expected}
+
+
+def losses(engine: str, given: dict[str, Tensor], **changes: Any) -> Tensor:
+    return grpo_loss(**batch(given, **changes), config=LossConfig(loss_type="dapo"), engine=engine).loss
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 0.25, -3.0, 65536.0])
+def test_upstream_scale(engine: str, scale: float) -> None:
+    given = head(torch.float32, engine_options(engine)[0])
+    losses(engine, given).backward()
+    one = grads(given)
+    (losses(engine, given) * scale).backward()
+    for name, grad in grads(given).items():
+        if grad is not None:
+            assert_close(grad, one[name] * scale, rtol=0 if scale != -3 else 1e-6, atol=0 if scale != -3 else 1e-7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_retain_graph_gives_the_same_bits_three_times(engine: str) -> None:
+    """22. Nothing that is stored is overwritten while the graph is kept, nor by another upstream gradient."""
+    frozen, options = engine_options(engine)
+    given = head(torch.float32, frozen)
+    upstream = [normal(N), normal(N), torch.linspace(-1, 2, N)]
+    loss, (logps, _) = losses(engine, given), both(given, **options)
+    fresh = [grads(given) for g in upstream for _ in (both(given, **options)[0].backward(g),)]
+    losses(engine, given).backward()
+    fresh_loss = grads(given)
+    for last in (False, False, True):
+        for g, want in zip(upstream, fresh, strict=True):
+            logps.backward(g, retain_graph=not last or g is not upstream[-1])
+            assert same_bits(grads(given), want)
+        loss.backward(retain_graph=not last)
+        assert same_bits(grads(given), fresh_loss)
+    for freed in (loss, logps.sum()):
+        with pytest.raises(RuntimeError, match="second time"):
+            freed.backward()
+
+
+UPSTREAM: dict[str, Callable[[], Tensor]] = {
+    "random": lambda: normal(N, dtype=torch.float64),
+    "expanded": lambda: torch.ones((), dtype=torch.float64).expand(N),
+    "strided": lambda: normal(N, 3, dtype=torch.float64)[:, 1],
+    "backwards": lambda: normal(4, 4, dtype=torch.float64).T.reshape(-1).flip(0),
+    "zero": lambda: torch.zeros(N, dtype=torch.float64),
+    "one row": lambda: torch.zeros(N, dtype=torch.float64).index_fill(0, torch.tensor([5]), 2.0),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", UPSTREAM)
+@pytest.mark.parametrize("of", ["logps", "entropy", "both"])
+def test_upstream_gradient_per_token(engine: str, kind: str, of: str) -> None:
+    """10, 19, 20. Any upstream gradient, of either output alone and of both."""
+    frozen, options = engine_options(engine)
+    given, plain = head(frozen=frozen), head(frozen=frozen)
+    upstream = [UPSTREAM[kind](), UPSTREAM[kind]()]
+    pick = {"logps": slice(0, 1), "entropy": slice(1, 2), "both": slice(0, 2)}[of]
+    torch.autograd.backward(both(given, **options)[pick], upstream[pick])
+    torch.autograd.backward(eager(**plain)[pick], upstream[pick])
+    for got, want in zip(grads(given).values(), grads(plain).values(), strict=True):
+        assert got is want is None or torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("of", range(2))
+def test_sum_and_mean_of_per_token_outputs(of: int) -> None:
+    for reduce in (Tensor.sum, Tensor.mean, lambda x: x.view(4, 4).T[1:].sum(), lambda x: (x * x).sum()):
+        given, plain = head(), head()
+        reduce(both(given)[of]).backward()
+        reduce(eager(**plain)[of]).backward()
+        assert all(torch.allclose(given[k].grad, plain[k].grad, rtol=1e-10, atol=1e-12) for k in HEAD)
+
+
+FROZEN = [" ".join(x) for n in range(4) for x in itertools.combinations(HEAD, n)]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("engine", ["score", *ENGINES])
+def test_frozen(frozen: str, engine: str) -> None:
+    """All eight combinations: a frozen tensor gets no gradient, the others the one they get when nothing is."""
+    trains = [name for name in HEAD if name not in frozen]
+    if (engine == "score" and trains) or (engine == "frozen" and {"weight", "bias"} & {*trains}):
+        with pytest.raises(ValueError, match=r"^engine: "):
+            losses(engine, head(frozen=frozen))
+        return
+    everything = head()
+    (losses("two_pass", everything) + sum(x.sum() for x in both(everything))).backward()
+    given = head(frozen=frozen)
+    _, options = engine_options(engine)
+    loss = losses(engine, given) + sum(x.sum() for x in both(given, **options))
+    assert loss.requires_grad == bool(trains)
+    if trains:
+        loss.backward()
+    for name in HEAD:
+        assert (given[name].grad is None) == (name in frozen)
+        if name in trains:
+            assert_close(given[name].grad, everything[name].grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("config", [LossConfig(), LossConfig(loss_type="vespo", entropy_coef=0.1)])
+def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig) -> None:
+    """31. One product, the same bits, no graph; also where an expectation or an objective is given."""
+    given = head(torch.float32)
+    trained = grpo_loss(**batch(given), config=config)
+    asked: list[int] = []
+    expectation = Expectation(lambda index, logps, entropies: asked.append(1) or logps)
+    with mode():
+        flops, out = counted(lambda: grpo_loss(**batch(given), config=config))
+        logprob_flops, (logps, _) = counted(lambda: both(given, expected=expectation))
+        custom = grpo_loss(**batch(given), objective=token_level(lambda tokens: -tokens.advantages * tokens.logps))
+    assert flops == logprob_flops == 1
+    assert not asked
+    assert not (out.loss.requires_grad or logps.requires_grad or custom.loss.requires_grad)
+    assert torch.equal(out.loss, trained.loss.detach())
+    assert torch.equal(out.per_token_logps, trained.per_token_logps)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "copies", "save_on_cpu"])
+def test_checkpoint_and_saved_tensor_hooks(engine: str, way: str) -> None:
+    frozen, options = engine_options(engine)
+    given = head(torch.float32, frozen)
+
+    def run(*leaves: Tensor) -> Tensor:
+        named = dict(zip(HEAD, leaves, strict=True))
+        logps, _ = both(named, expected=options["expected"])
+        return losses(engine, named) + logps.dot(torch.linspace(-1, 2, N))
+
+    run(*given.values()).backward()
+    want = grads(given)
+    if way in ("reentrant", "non-reentrant"):
+        checkpoint(run, *given.values(), use_reentrant=way == "reentrant").backward()
+    else:
+        hooks = save_on_cpu() if way == "save_on_cpu" else saved_tensors_hooks(torch.clone, torch.clone)
+        with hooks:
+            loss = run(*given.values())
+        loss.backward()
+    assert same_bits(grads(given), want)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", HEAD)
+def test_head_changed_in_place_after_the_forward(engine: str, name: str) -> None:
+    """An error where the backward needs the old values, else the gradient of the forward."""
+    frozen, _ = engine_options(engine)
+    given = head(torch.float32, frozen)
+    losses(engine, given).backward()
+    want = grads(given)
+    loss = losses(engine, given)
+    with torch.no_grad():
+        given[name].add_(1.0)
+    if engine == "one_pass":
+        loss.backward()
+        assert same_bits(grads(given), want)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
+    """23. Every argument keeps its bits; what the caller does afterwards to the other inputs changes nothing."""
+    frozen, options = engine_options(engine)
+    given = head(torch.float32, frozen)
+    inputs = batch(given, bias=given["bias"], importance_sampling_ratio=torch.rand(2, N // 2))
+    side = {"ids": IDS.clone(), "mask": torch.ones(N), "temperature": torch.rand(N) + 0.5}
+    side |= {} if options["expected"] is None else {"expected": options["expected"].float()}
+    named = {**given, **{k: x for k, x in inputs.items() if k not in HEAD}, **side}
+    before = {k: x.detach().clone() for k, x in named.items()}
+
+    def run() -> Tensor:
+        loss = grpo_loss(**inputs, engine=engine).loss
+        return loss + linear_logprob(**given, **side, engine=engine)[0].dot(torch.linspace(-1, 2, N))
+
+    run().backward()
+    want = grads(given)
+    assert all(torch.equal(x, before[k]) for k, x in named.items())
+    loss = run()
+    for name, x in named.items():
+        if name not in HEAD:
+            x.zero_()
+    loss.backward()
+    assert same_bits(grads(given), want)
+    IDS.copy_(before["completion_ids"].view(-1))  # `batch` views it
+
+
+def penalty(loss: Tensor, given: dict[str, Tensor]) -> Tensor:
+    (d_hidden,) = torch.autograd.grad(loss, given["hidden"], create_graph=True)
+    return loss + d_hidden.square().sum()
+
+
+TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "squared logps": lambda given: both(given)[0].square().sum(),
+    "logps": lambda given: both(given)[0].sum(),
+    "entropy": lambda given: both(given)[1].sum(),
+    "one_pass": lambda given: losses("one_pass", given),
+    "two_pass": lambda given: losses("two_pass", given),
+}
+
+
+@pytest.mark.parametrize("of", TWICE)
+def test_double_backward_raises(of: str) -> None:
+    """24. A penalty on a gradient is an error, never a constant."""
+    given = head()
+    loss = TWICE[of](given)
+    with pytest.raises(RuntimeError, match="twice"):
+        penalty(loss, given).backward()
+
+
+def test_function_transforms_raise() -> None:
+    given = {k: x.detach() for k, x in head().items()}
+    for call in (lambda x: both({**given, "hidden": x})[0].sum(), lambda x: losses("auto", {**given, "hidden": x})):
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(call)(given["hidden"])

@@ -1,0 +1,328 @@
+"""Known failure modes of losses from hidden states, by their number in the catalogue: what must hold instead."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from tests.case_builder import PER_TOKEN, Case, make_case
+from tests.cases import LOSSES
+from tests.test_differential import arguments, run
+
+NAN, INF = math.nan, math.inf
+TYPES = sorted({loss_type for loss_type, _ in LOSSES})
+F64 = torch.float64
+
+
+def kind(loss_type: str, level: str = "token") -> dict[str, str]:
+    return {"loss_type": loss_type, "importance_sampling_level": level}
+
+
+def results(case: Case) -> list[Tensor]:
+    """Everything a call returns and every gradient."""
+    out, grads = run(case)
+    metrics = [x for name in sorted(out.metrics) for x in (out.metrics[name], *out.metrics.pairs.get(name, ()))]
+    found = [x for x in grads.values() if x is not None]
+    return [out.loss.detach(), out.per_token_logps, out.entropies, *metrics, *found]
+
+
+def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
+    """NaN equals NaN: a metric of no sequence is NaN."""
+    pairs = list(zip(one, other, strict=True))
+    return all(torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+
+
+def eager(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Plain torch; a probability of 0 adds nothing to the entropy."""
+    log_probs = torch.log_softmax(hidden @ weight.T + (0 if bias is None else bias), dim=-1)
+    return log_probs.gather(-1, ids[..., None])[..., 0], -(
+        log_probs.exp() * log_probs.masked_fill(log_probs == -INF, 0.0)
+    ).sum(-1)
+
+
+def two_sets(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors as leaves of `dtype`, and the same numbers as leaves of float64."""
+    got = [x.detach().to(dtype, copy=True).requires_grad_() for x in tensors]
+    return got, [x.detach().to(F64, copy=True).requires_grad_() for x in got]
+
+
+# --- sizes, indices, layouts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 7, 8, 9, 31, 33, 127, 129, 255, 257, 1023, 1025])
+@pytest.mark.parametrize("h", [1, 5])
+def test_any_vocabulary_is_exact(v: int, h: int) -> None:
+    """3. No vocabulary size leaves a lane over or out; V = 1 has probability 1 and gradient 0, H = 1 is a size."""
+    g = torch.Generator().manual_seed(v)
+    hidden, weight = torch.randn(13, h, generator=g, dtype=F64), torch.randn(v, h, generator=g, dtype=F64)
+    ids = torch.randint(0, v, (13,), generator=g)
+    ids[:2] = torch.tensor([0, v - 1])
+    for dtype, rtol in ((F64, 1e-12), (torch.float32, 3e-5)):
+        got, want = two_sets(hidden, weight, dtype=dtype)
+        ours, plain = linear_logprob(*got, ids), eager(*want, ids)
+        for outs in (ours, plain):
+            (outs[0].sum() + 0.3 * outs[1].sum()).backward()
+        for x, y in [*zip(ours, plain, strict=True), *zip((x.grad for x in got), (x.grad for x in want), strict=True)]:
+            assert_close(x.double(), y, rtol=rtol, atol=rtol)
+        if v == 1:
+            assert not any(x.any() for x in (*ours, *(x.grad for x in got)))
+
+
+@pytest.mark.parametrize("bad", [-1, -100, 11, 2**31, -(2**40)])
+@pytest.mark.parametrize("call", ["loss", "logprob"])
+def test_id_out_of_range_at_a_counted_position(bad: int, call: str) -> None:
+    """5. Refused; never a plausible number."""
+    case = make_case("ids", v=11, mask="full")
+    ids = case.completion_ids.clone()
+    ids[1, 2] = bad
+    with pytest.raises(ValueError, match=f"ids: expected ids in .*11.*, got {bad}"):
+        run(case.but(completion_ids=ids)) if call == "loss" else linear_logprob(case.hidden, case.weight, ids)
+
+
+def poisoned(case: Case, name: str, value: float) -> Case:
+    """`value` in one tensor wherever the mask is 0."""
+    x, masked = getattr(case, name).clone(), case.completion_mask == 0
+    x[masked] = value
+    return case.but(**{name: x})
+
+
+@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
+def test_garbage_at_masked_positions_changes_no_bit(loss_type: str, level: str) -> None:
+    """6, 11. Each tensor, each value: loss, logps, entropies, metrics and gradients keep their bits."""
+    options: dict[str, Any] = {"beta": 0.1}
+    if loss_type != "gmpo":
+        options |= {"sampling": True, "ratio": "token", "adv": "token", "off_policy_mask_threshold": 0.2}
+    options |= {"top_entropy_quantile": 0.7} if level == "sequence" else {"entropy_coef": 0.01}
+    case = make_case("garbage", b=4, t=5, h=4, v=9, mask="first_empty", bias=True, **options, **kind(loss_type, level))
+    clean = results(case)
+    names = ("hidden", *PER_TOKEN, "importance_sampling_ratio", *(["advantages"] if case.advantages.dim() == 2 else []))
+    for name in (name for name in names if getattr(case, name) is not None):
+        for value in (NAN, INF, -INF, 1e30, -200.0):
+            assert same_bits(results(poisoned(case, name, value)), clean), (name, value)
+    for value in (-100, -1, 9, 2**40):
+        assert same_bits(results(poisoned(case, "completion_ids", value)), clean), value
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30])
+def test_garbage_at_masked_positions_of_logprob(value: float) -> None:
+    """6, 11. Nor of `linear_logprob`: hidden states, ids, temperatures, and the gradient that arrives there."""
+    case = make_case("garbage")
+    counted = case.completion_mask != 0
+    got = []
+    for fill, bad_id in ((0.0, 0), (value, -100)):
+        put = lambda x: torch.where(counted, x, fill)  # noqa: B023, E731
+        h = torch.where(counted[..., None], case.hidden, fill).requires_grad_()
+        w = case.weight.clone().requires_grad_()
+        ids = torch.where(counted, case.completion_ids, bad_id)
+        outs = linear_logprob(h, w, ids, mask=counted, temperature=put(torch.full(counted.shape, 0.7)))
+        torch.autograd.backward(outs, [put(torch.ones(counted.shape)), put(torch.full(counted.shape, 0.2))])
+        got.append([*outs, h.grad, w.grad])
+        assert not any(x[~counted].any() for x in (*outs, h.grad))
+    assert same_bits(*got)
+
+
+@pytest.mark.parametrize(("b", "t"), [(0, 5), (3, 0), (0, 0), (2, 4)])
+@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
+def test_nothing_to_learn_from(b: int, t: int, loss_type: str, level: str) -> None:
+    """7, 8. No sequence, no column or nothing counted: an attached loss of exactly 0, zero gradients."""
+    case = make_case("empty", b=b, t=t, mask="none", beta=0.1, bias=True, entropy_coef=0.1, **kind(loss_type, level))
+    out, grads = run(case)
+    assert out.loss.requires_grad
+    assert float(out.loss.detach()) == 0.0
+    assert out.per_token_logps.shape == out.entropies.shape == (b, t)
+    for name in ("hidden", "weight", "bias"):
+        assert grads[name] is not None and not grads[name].any() and grads[name].shape == getattr(case, name).shape
+    assert all(bool(x.isfinite()) for name, x in out.metrics.items() if not name.endswith(("min", "max")))
+    logps, entropies = linear_logprob(case.hidden.requires_grad_(), case.weight, case.completion_ids)
+    (logps.sum() + entropies.sum()).backward()
+    assert logps.shape == (b, t) and logps.requires_grad
+
+
+def test_packed_of_nothing() -> None:
+    """8. Sequences without tokens, also all of them, in the packed form."""
+    for lengths in ([0], [0, 0, 0], []):
+        hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+        bounds, none = torch.tensor([0, *lengths]), torch.zeros(0)
+        out = grpo_loss(hidden, weight, none.long(), none, torch.randn(len(lengths)), cu_seqlens=bounds)
+        out.loss.backward()
+        assert float(out.loss.detach()) == 0.0 and weight.grad is not None and not weight.grad.any()
+
+
+# --- values that are not finite ---------------------------------------------------------------------------------------
+
+
+def off_policy(advantage: float, shift: float, **options: Any) -> Case:
+    """Old logps moved by `shift` at one token (by all at sequence level); every advantage of the same sign."""
+    case = make_case("clipped", mask="full", noise=0.05, shift=0.02, **options)
+    old = case.old_per_token_logps.clone()
+    old[(1, slice(None)) if options.get("importance_sampling_level") == "sequence" else (1, 3)] += shift
+    return case.but(old_per_token_logps=old, advantages=torch.full((3,), advantage))
+
+
+CLIPPED = [(x, level) for x in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo") for level in ("token", "sequence")]
+
+
+@pytest.mark.parametrize(("loss_type", "level"), CLIPPED)
+@pytest.mark.parametrize("by", [-90.0, -300.0, -3e30, -INF])
+def test_ratio_that_overflows_on_the_clipped_branch(loss_type: str, level: str, by: float) -> None:
+    """12. Its gradient is exactly 0, and the loss the clipped one, for ratios up to infinity."""
+    case = off_policy(1.0, by, **kind(loss_type, level))
+    out, grads = run(case)
+    at = (1, slice(None)) if level == "sequence" else (1, 3)
+    assert bool(out.loss.isfinite())
+    assert not grads["hidden"][at].any()
+    assert bool(grads["hidden"][0].any())
+    assert bool(grads["weight"].isfinite().all())
+    assert_close(out.loss, run(off_policy(1.0, -5.0, **kind(loss_type, level)))[0].loss, rtol=1e-5, atol=1e-6)
+
+
+def test_k3_overflows_where_the_maths_does() -> None:
+    """13. exp(ref - logp) beyond fp32 is inf, in its own row only; k1 and k2 stay finite; far below is finite."""
+    case = make_case("k3", beta=0.1, mask="full", old=False)
+    ref = case.ref_per_token_logps.clone()
+    for by, infinite in ((200.0, True), (-200.0, False), (50.0, False)):
+        ref[1, 2] = by
+        for estimator in ("k1", "k2", "k3"):
+            out, grads = run(case.but(ref_per_token_logps=ref, config={"kl_estimator": estimator}))
+            assert bool(out.loss.isinf()) == (infinite and estimator == "k3")
+            assert bool(grads["hidden"][0].isfinite().all()) and not bool(out.loss.isnan())
+
+
+@pytest.mark.parametrize("loss_type", [x for x in TYPES if x != "gmpo"])
+def test_sampling_logp_that_is_nan(loss_type: str) -> None:
+    """14. A token that the sampler could not score is no evidence: as if it agreed; and the others still are."""
+    case = make_case("sampling", mask="full", sampling=True, off_policy_mask_threshold=0.1, loss_type=loss_type)
+    sampling = case.sampling_per_token_logps.clone()
+    sampling[:, 2] = NAN
+    with_nan = run(case.but(sampling_per_token_logps=sampling))[0]
+    sampling[:, 2] = run(case)[0].per_token_logps[:, 2]
+    agreeing = run(case.but(sampling_per_token_logps=sampling))[0]
+    assert bool(with_nan.loss.isfinite()) and torch.equal(with_nan.loss, agreeing.loss)
+    assert torch.equal(with_nan.metrics["off_policy_masked"], agreeing.metrics["off_policy_masked"])
+
+
+def test_banned_vocabulary() -> None:
+    """15. Logits of -inf drop out, whole blocks of them too; a row of nothing else is NaN, as in torch."""
+    hidden, weight, bias = torch.randn(9, 8), torch.randn(3000, 8), torch.zeros(3000)
+    ids = torch.full((9,), 2500)
+    for banned in (slice(0, 1024), slice(0, 2400), slice(2600, None), slice(1, 2500), slice(0, 0)):
+        b = bias.index_fill(0, torch.arange(3000)[banned], -INF)
+        got, want = two_sets(hidden, weight, b)
+        ours, plain = linear_logprob(*got[:2], ids, bias=got[2]), eager(*want[:2], ids, want[2])
+        (ours[0].sum() + ours[1].sum()).backward()
+        (plain[0].sum() + plain[1].sum()).backward()
+        for x, y in [*zip(ours, plain, strict=True), *((x.grad, y.grad) for x, y in zip(got, want, strict=True))]:
+            assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+    logps, entropies = linear_logprob(hidden, weight, ids, bias=torch.full((3000,), -INF))
+    assert bool(logps.isnan().all() and entropies.isnan().all())
+
+
+@pytest.mark.parametrize("name", ["hidden", "advantages", *PER_TOKEN[:2], "importance_sampling_ratio"])
+@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
+def test_nan_at_a_counted_position_surfaces(name: str, loss_type: str, level: str) -> None:
+    """11. In the loss, and if it is the hidden state's in its row's logp, entropy and gradient."""
+    ratio = None if loss_type == "gmpo" else "token"
+    case = make_case("nan", mask="full", beta=0.1, adv="token", ratio=ratio, bias=True, **kind(loss_type, level))
+    if getattr(case, name) is None:
+        return  # gmpo takes no ratio
+    x = getattr(case, name).clone()
+    x[1, 2] = NAN
+    out, grads = run(case.but(**{name: x}))
+    assert bool(out.loss.isnan())
+    assert bool(grads["weight"].isnan().any())
+    rows = torch.zeros(3, 7, dtype=torch.bool)
+    rows[1, 2] = name == "hidden"
+    assert torch.equal(out.per_token_logps.isnan(), rows) and torch.equal(out.entropies.isnan(), rows)
+    if level == "token" and loss_type not in ("vespo", "gmpo"):
+        assert bool(grads["hidden"][[0, 2]].isfinite().all())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e10, 1e30])
+@pytest.mark.parametrize("cap", [0.3, 30.0])
+def test_softcap(scale: float, cap: float) -> None:
+    """17. cap * tanh(x / cap): finite for any finite logit, with the right derivative, 0 where it is flat."""
+    hidden, weight, ids = torch.randn(12, 4), torch.randn(9, 4), torch.arange(12) % 9
+    got, want = two_sets(hidden * scale, weight)
+    ours = linear_logprob(*got, ids, final_logit_softcapping=cap)
+    capped = torch.log_softmax(cap * torch.tanh(want[0] @ want[1].T / cap), -1)
+    ours[0].sum().backward()
+    capped.gather(1, ids[:, None]).sum().backward()
+    assert_close(ours[0].double(), capped.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-4 * min(scale, 2))
+    for x, y in zip(got, want, strict=True):
+        assert bool(x.grad.isfinite().all())
+        assert_close(x.grad.double(), y.grad, rtol=1e-3, atol=2e-4 * float(y.grad.abs().max()) + 1e-6)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("margin", [7.0, 12.0, 16.0, 25.0, 60.0])
+def test_gradient_of_a_nearly_certain_token(margin: float) -> None:
+    """26. 1 - p of the target keeps its digits down to where fp32 ends, and so do log p and the entropy."""
+    hidden = torch.eye(4, 6)
+    weight = torch.zeros(6, 6)
+    weight[range(4), range(4)] = margin
+    ids = torch.arange(4)
+    got, want = two_sets(hidden, weight)
+    (ours, entropies), plain = linear_logprob(*got, ids), torch.log_softmax(want[0] @ want[1].T, -1)
+    rest = 5 * math.exp(-margin)
+    assert_close(ours.double(), torch.full((4,), -math.log1p(rest), dtype=F64), rtol=1e-5, atol=0)
+    assert_close(entropies.double(), -(plain.exp() * plain).sum(-1), rtol=1e-4, atol=1e-14)
+    ours.sum().backward()
+    plain.diagonal().sum().backward()
+    assert_close(got[1].grad.double(), want[1].grad, rtol=1e-4, atol=0 if margin < 30 else 1e-20)
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_bias_acts_like_a_column_of_the_weight(loss_type: str) -> None:
+    """28. A bias is a weight for a hidden state of 1: the same loss and gradients."""
+    case = make_case("bias", bias=True, beta=0.1, final_logit_softcapping=5.0, loss_type=loss_type).to(F64)
+    wide = case.but(
+        hidden=torch.cat([case.hidden, torch.ones(3, 7, 1, dtype=F64)], -1),
+        weight=torch.cat([case.weight, case.bias[:, None]], -1),
+        bias=None,
+    )
+    (out, grads), (other, wide_grads) = run(case), run(wide)
+    assert_close(out.loss, other.loss, rtol=1e-12, atol=1e-13)
+    assert_close(torch.cat([grads["weight"], grads["bias"][:, None]], -1), wide_grads["weight"], rtol=1e-9, atol=1e-12)
+    assert_close(grads["hidden"], wide_grads["hidden"][..., :-1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_kl_gradient_crosses_tokens_of_a_sequence(corrected: bool) -> None:
+    """29. With one ratio a sequence, the corrected KL of a token moves the others: autograd of the stated formula."""
+    config = {"beta": 2.0, "use_bias_correction_kl": corrected, **kind("grpo", "sequence")}
+    case = make_case("crossing", mask="holes", **config).to(F64).but(advantages=torch.zeros(3, dtype=F64))
+    counted, given = case.completion_mask != 0, arguments(case)
+    logps, _ = eager(given["hidden"], given["weight"], case.completion_ids)
+    d, lengths = case.ref_per_token_logps - logps, counted.sum(1).clamp(min=1)
+    ratio = (torch.where(counted, logps - case.old_per_token_logps, 0.0).sum(1) / lengths).exp()[:, None]
+    kl = (torch.expm1(d) - d) * (ratio if corrected else 1.0)
+    (2.0 * (torch.where(counted, kl, 0.0).sum(1) / lengths).mean()).backward()
+    got = run(case)[1]
+    for name in ("hidden", "weight"):
+        assert_close(got[name], given[name].grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("edge", ["on-policy", "low", "high", "delta"])
+def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
+    """30. At a clip edge and at A = 0 the gradient is that of torch's min and clamp."""
+    from grpo_kernels.surrogates import clipped
+
+    config = LossConfig(epsilon=0.5, epsilon_high=1.0, delta=4.0)
+    ratio = torch.tensor({"on-policy": 1.0, "low": 0.5, "high": 2.0, "delta": 4.0}[edge], dtype=F64)
+    log_ratio = ratio.log().requires_grad_()
+    assert float(log_ratio.detach().exp()) == float(ratio)
+    r = log_ratio.exp()
+    (-torch.minimum(r.clamp(max=4.0) * advantage, r.clamp(0.5, 2.0) * advantage)).backward()
+    loss, slope, through_logp = clipped(config, log_ratio.detach(), torch.tensor(advantage, dtype=F64))
+    assert float(slope) == float(log_ratio.grad)
+    assert float(through_logp) == 0.0
+    assert float(loss) == -min(min(float(ratio), 4.0) * advantage, min(max(float(ratio), 0.5), 2.0) * advantage)

@@ -1,0 +1,72 @@
+"""The examples run as a user runs them, in a process of their own; each ends with an assertion of what it claims."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# name: (steps, what its last line must say)
+EXAMPLES = {
+    "plain_loop": (20, "right answers:"),
+    "outcome_supervision": (16, "weighted reward:"),
+    "process_supervision": (16, "right answers:"),
+    "ppo_gae": (20, "right answers:"),
+    "iterative_grpo": (4, "score of right less wrong ones"),
+    "custom_loss": (16, "of the largest entry"),
+}
+FIGURES = {"seconds", "peak_bytes", "flops", "flops_nvh", "loss"}
+
+
+def run_example(name: str, *options: str) -> str:
+    """Run one example with a single thread; returns what it printed, and fails with all of it if it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{name}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_shows_what_it_claims(name: str) -> None:
+    pytest.importorskip("transformers")
+    steps, says = EXAMPLES[name]
+    printed = run_example(name, "--steps", str(steps)).strip().splitlines()
+    assert says in printed[-1]
+    assert len(printed) >= 3, "expected progress before the result"
+
+
+def test_every_script_is_covered() -> None:
+    shared = {"arithmetic", "demo", "demo_report", "head_cost"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | set(EXAMPLES)
+
+
+def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
+    for needed in ("trl", "matplotlib"):
+        pytest.importorskip(needed)
+    printed = run_example("demo", "--smoke", "--output", str(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {"reward_start", "reward_end", "reward_end_trl", "max_loss_difference", "versions"} <= summary.keys()
+    assert summary["max_loss_difference"] <= 1e-5
+    assert summary["steps_compared"] == summary["steps"]
+    for run in summary["runs"].values():
+        assert len(run["losses"]) == summary["steps"]
+        assert run["head_peak_bytes"] > 0
+        assert run["head_flops"] > 0
+    assert summary["runs"]["ours"]["head_flops"] < summary["runs"]["trl"]["head_flops"]
+    for case, products in (("all", 6), ("half", 4)):
+        pair = summary["head"][case]
+        assert pair["trl"].keys() & pair["ours"].keys() >= FIGURES
+        assert pair["trl"]["flops_nvh"] == 8
+        assert pair["ours"]["flops_nvh"] == products
+        assert pair["ours"]["peak_bytes"] < pair["trl"]["peak_bytes"]
+    assert "reward at the end" in printed
+    assert "largest difference of the losses" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
