@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import LogitTransform, RowStats
 
-BLOCK_ELEMENTS = 2**19  # a block of rows this large stays in a core's cache through all passes
+BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
 LEAST_BLOCK_ROWS = 3
 LOWEST = -1e4  # exp of it is 0 in every dtype, and 0 * it is 0, which 0 * -inf is not
 
