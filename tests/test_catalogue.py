@@ -326,3 +326,38 @@ def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
     assert float(slope) == float(log_ratio.grad)
     assert float(through_logp) == 0.0
     assert float(loss) == -min(min(float(ratio), 4.0) * advantage, min(max(float(ratio), 0.5), 2.0) * advantage)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype) -> None:
+    """25. Accumulated in fp32: the error of d weight is that of rounding the result, for 4 sequences as for 256."""
+    for batch in (4, 64, 256):
+        g = torch.Generator().manual_seed(batch)
+        hidden = torch.randn(batch, 8, 32, generator=g).to(dtype)
+        weight = torch.randn(200, 32, generator=g).to(dtype).requires_grad_()
+        ids, advantages = torch.randint(200, (batch, 8), generator=g), torch.randn(batch, generator=g)
+        mask = torch.ones(batch, 8)
+        grpo_loss(hidden, weight, ids, mask, advantages, workspace_bytes=64 * 1024).loss.backward()
+        exact = weight.detach().double().requires_grad_()
+        grpo_loss(hidden.double(), exact, ids, mask, advantages).loss.backward()
+        assert exact.grad is not None and weight.grad is not None
+        rounded = exact.grad.to(dtype).double()
+        best = (rounded - exact.grad).norm()
+        assert (weight.grad.double() - exact.grad).norm() <= 1.02 * best
+
+
+def test_the_support_is_the_whole_vocabulary() -> None:
+    """38. Probabilities of all V tokens sum to 1: a sampler's top-k or top-p set is not taken out (README, Limits)."""
+    hidden, weight = torch.randn(1, 16).expand(50, 16), torch.randn(50, 16)
+    logps, _ = linear_logprob(hidden, weight, torch.arange(50))
+    assert_close(logps.exp().sum(), torch.tensor(1.0))
+
+
+def test_logits_beyond_the_range_of_fp16() -> None:
+    """16. Logits of 10^5 from fp16 operands: they are never stored in 16 bits."""
+    hidden, weight = torch.full((12, 64), 200.0, dtype=torch.float16), torch.randn(40, 64).half() * 30
+    logps, entropies = linear_logprob(hidden, weight, torch.arange(12))
+    z = hidden.double() @ weight.double().T
+    assert z.abs().max() > 65504
+    assert_close(logps.double(), z.log_softmax(-1)[torch.arange(12), torch.arange(12)], atol=0.05, rtol=1e-6)
+    assert entropies is not None and bool(entropies.isfinite().all())
