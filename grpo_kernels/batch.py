@@ -74,6 +74,11 @@ class Tokens:
         return self.ids.shape[0]
 
 
+def counted_positions(mask: Tensor) -> Tensor:
+    """Where `mask` is not 0, as places (n,) in it flattened. The one place where a call waits for the device."""
+    return mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
+
+
 def read_tokens(
     hidden: Tensor,  # (B, T, H) or (N, H)
     completion_ids: Any,
@@ -113,7 +118,7 @@ def read_tokens(
         check_tensor("importance_sampling_ratio", ratio, like=hidden, floating=True)
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
-    positions = completion_mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
+    positions = counted_positions(completion_mask)
     layout = Layout(positions, sequence[positions], column[positions], batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:  # (B,) where that could also be (N,), but (B, T) where it could be (B, 1)

@@ -43,11 +43,24 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> N
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
 
 
-def check_config(config: Any, ref_per_token_logps: Any) -> None:
-    """Raise unless `config` is a LossConfig, and reference log-probabilities are there if it has a KL term."""
+def check_config(config: Any) -> None:
+    """Raise unless `config` is a LossConfig."""
     if not isinstance(config, LossConfig):
         raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}")
-    if config.beta != 0.0 and ref_per_token_logps is None:
+
+
+def check_terms(config: LossConfig, ref_per_token_logps: Any, objective: Any = None) -> None:
+    """Raise unless a KL term has its reference, and a custom `objective` has no term of the config's beside it."""
+    if objective is not None:
+        if not callable(objective):
+            raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
+        for name in ("beta", "entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold", "delta"):
+            value, default = getattr(config, name), getattr(LossConfig, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}: expected {default} beside an objective, which replaces the term, got {value}"
+                )
+    elif config.beta != 0.0 and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
 
 

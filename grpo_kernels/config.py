@@ -53,7 +53,8 @@ class LossConfig:
         importance_sampling_level: ``"token"``: one ratio a token; ``"sequence"``: the ratio is exp of the sequence's
             mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
         epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None`` means ``epsilon``.
-            For ``"cispo"`` `epsilon_high` is the cap on the ratio itself. For ``"gmpo"`` the range is in log space.
+            For ``"cispo"`` `epsilon_high` is the cap on the ratio itself, so set it (5 is usual): without it the cap is
+            `epsilon`, as in TRL. For ``"gmpo"`` the range is in log space.
         delta: upper bound of the unclipped ratio (two-sided clipping); the clipped loss types only.
         beta: weight of the KL term to the reference model; 0 turns it off.
         use_bias_correction_kl: multiply the KL estimate by the ratio (not for ``"gmpo"``).
@@ -128,6 +129,16 @@ class LossConfig:
     def ratio_is_per_sequence(self) -> bool:
         """Whether the policy term sees one ratio a sequence, so that the tokens of a sequence are coupled."""
         return self.importance_sampling_level == "sequence" or self.loss_type in ("vespo", "gmpo")
+
+    @property
+    def masks_off_policy(self) -> bool:
+        """Whether off-policy sequences are dropped."""
+        return self.off_policy_mask_threshold is not None and self.loss_type != "gmpo"
+
+    @property
+    def multiplies_by_importance_ratio(self) -> bool:
+        """Whether an importance sampling ratio is a factor on the policy term."""
+        return self.loss_type not in ("vespo", "gmpo")
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Any) -> LossConfig:

@@ -9,6 +9,7 @@
     out = grpo_kernels.grpo_loss(..., objective=reinforce)
 
 The function returns a per-token loss; autograd gives its coefficients; the config's ``loss_type`` gives its normaliser.
+It stands in place of all of the config's terms: ratio, KL, masks and bonus are its own affair.
 """
 
 from __future__ import annotations
@@ -57,8 +58,6 @@ class CustomObjective:
     is_known = False
 
     def __init__(self, function: Callable[[TokenInputs], Tensor], tokens: Tokens, weights: Tensor) -> None:
-        if not callable(function):
-            raise TypeError(f"objective: expected a function of TokenInputs, got {type(function).__name__}")
         self.function, self.tokens, self.weights = function, tokens, weights
 
     @property

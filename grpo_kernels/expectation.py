@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.batch import Layout, read_tokens
-from grpo_kernels.checks import check_config, check_tensor
+from grpo_kernels.checks import check_config, check_tensor, check_terms
 from grpo_kernels.config import LossConfig
 from grpo_kernels.logprob import Expectation
 from grpo_kernels.objective import PolicyObjective
@@ -32,7 +32,8 @@ def policy_expectation(
 
     Where a token's gradient depends on other tokens, its coefficients are not known, but which rows cannot have any is.
     """
-    check_config(config, ref_per_token_logps)
+    check_config(config)
+    check_terms(config, ref_per_token_logps)
     check_num_items(num_items_in_batch)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
@@ -54,13 +55,7 @@ def policy_expectation(
     place = _places(tokens.layout)
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        row = place[index]
-        if len(tokens) == 0:
-            return torch.zeros_like(logps), None
-        if entropies is None:
-            entropies = torch.zeros_like(logps)
-        a, b = objective.coefficients(row.clamp(min=0), logps.float(), entropies.float())
-        return torch.where(row >= 0, a, 0.0), None if b is None else torch.where(row >= 0, b, 0.0)
+        return objective.coefficients(place[index], logps.float(), logps if entropies is None else entropies.float())
 
     return Expectation(
         None if objective.couples_tokens else coefficients,
@@ -70,7 +65,7 @@ def policy_expectation(
 
 
 def _places(layout: Layout) -> Tensor:
-    """(B * T,): which of the counted tokens stands at a position, -1 for none."""
-    place = torch.full((layout.batch * layout.columns,), -1, device=layout.positions.device)
+    """(B * T,): which of the counted tokens stands at a position; only those are ever asked for."""
+    place = torch.zeros(layout.batch * layout.columns, dtype=torch.long, device=layout.positions.device)
     place[layout.positions] = torch.arange(layout.positions.shape[0], device=place.device)
     return place

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.rows import STATISTICS, RowStats
+from grpo_kernels.batch import counted_positions
 from grpo_kernels.checks import (
     check_budget,
     check_counted_ids,
@@ -158,7 +159,7 @@ def linear_logprob_with(
     if mask is None:
         positions = torch.arange(ids.numel(), device=ids.device)
     else:
-        positions = mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
+        positions = counted_positions(mask)
     inv_t = _row_temperatures(temperature, ids, positions, config) if per_row else 1.0 / spec.temperature
     rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
     wants = wanted(hidden, weight, bias)

@@ -2,12 +2,13 @@
 
 ::
 
-    tokens    = the positions that count                                   batch.py
-    weights   = the loss type's normaliser, one weight a token             aggregate.py
-    objective = ratio, clipping, KL, masks, entropy bonus                  objective.py, surrogates.py
-    engine    = the cheapest that is exact for this objective              engine/plan.py
-    logps, entropies = project a chunk of rows at a time                   engine/sweep.py, backends/
-    loss      = sum(weights * per-token loss) - entropy bonus
+    tokens  = the positions that count                                           batch.py
+    weights = the loss type's normaliser, one weight a token                     aggregate.py
+    logps, entropies = hidden @ weight.T, a chunk of rows at a time              engine/sweep.py, backends/
+    R       = logps - old_per_token_logps                                        objective.py
+    l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  surrogates.py
+    loss    = sum(weights * l) - entropy_coef * mean entropy
+    engine  = the cheapest that gives this loss its exact gradient               engine/plan.py
 
 and the gradient of the logits is ``a_t (1[j = y_t] - p_j) - b_t p_j (log p_j + entropy_t)`` with the objective's two
 numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.batch import Tokens, read_tokens
-from grpo_kernels.checks import check_config, check_head
+from grpo_kernels.checks import check_config, check_head, check_terms
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.first_order import first_order
@@ -97,7 +98,8 @@ def grpo_loss(
             included, clamped at 1; absent: the counted tokens of this call. The other loss types, and the entropy
             bonus, are means over this call: under gradient accumulation the caller divides.
         config: default `LossConfig()`.
-        objective: a loss of your own in place of the config's surrogate, see `grpo_kernels.custom`.
+        objective: a per-token loss of your own in place of all of the config's terms, see `grpo_kernels.custom`; of
+            `config` only the normaliser, `temperature` and the head's fields then apply.
         cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,).
         engine, backend, workspace_bytes: as in `linear_logprob`.
 
@@ -109,7 +111,8 @@ def grpo_loss(
             any work is done, and nothing is changed.
     """
     config = LossConfig() if config is None else config
-    check_config(config, ref_per_token_logps if objective is None else hidden)  # a custom loss has its own terms
+    check_config(config)
+    check_terms(config, ref_per_token_logps, objective)
     check_head(hidden, weight, bias, ranks=(3,) if cu_seqlens is None else (2,))
     check_num_items(num_items_in_batch)
     head = head_config(hidden, weight, config, backend, workspace_bytes)
@@ -126,11 +129,13 @@ def grpo_loss(
         dtype=head.accumulator,
     )
     rows = read_rows("completion_ids", tokens.ids, tokens.layout.positions, weight.shape[0], 1.0 / config.temperature)
-    made = _objective(config, tokens, num_items_in_batch, objective)
+    policy = _objective(config, tokens, num_items_in_batch, objective)
     wants = wanted(hidden, weight, bias)
-    graded = made.may_have_gradient()
-    request = Request(rows=rows, config=head, wants=wants, engine=_engine(made, wants, engine), graded=graded)
-    loss, logps, entropies, evaluation, share = _run(hidden.reshape(-1, hidden.shape[-1]), weight, bias, request, made)
+    graded = policy.may_have_gradient()
+    request = Request(rows=rows, config=head, wants=wants, engine=_engine(policy, wants, engine), graded=graded)
+    loss, logps, entropies, evaluation, share = _run(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, request, policy
+    )
     positions, layout = tokens.layout.positions, tokens.layout
     metrics = loss_metrics(config, tokens, entropies.detach()[positions], evaluation, share)
     shape = layout.shape
@@ -149,14 +154,14 @@ def _objective(
     return PolicyObjective(config, tokens, weights)
 
 
-def _engine(made: Objective, wants: Wants, engine: str) -> str:
-    coupling = Coupling.KNOWN if made.is_known else Coupling.COUPLED if made.couples_tokens else Coupling.TOKEN
-    only_hidden = wants.hidden and not wants.head  # else the answer does not matter
+def _engine(policy: Objective, wants: Wants, engine: str) -> str:
+    coupling = Coupling.KNOWN if policy.is_known else Coupling.COUPLED if policy.couples_tokens else Coupling.TOKEN
+    only_hidden = wants.hidden and not wants.head  # where it matters; asking a custom objective evaluates it
     return choose_engine(
         coupling,
         hidden_trains=wants.hidden,
         head_trains=wants.head,
-        entropy_gradient=only_hidden and made.has_entropy_gradient,
+        entropy_gradient=only_hidden and policy.has_entropy_gradient,
         engine=engine,
     )
 
@@ -166,7 +171,7 @@ def _run(
     weight: Tensor,
     bias: Tensor | None,
     request: Request,
-    made: Objective,
+    policy: Objective,
 ) -> tuple[Tensor, Tensor, Tensor, Evaluation, Tensor]:
     """Loss, logps (N,), entropies (N,), the evaluation behind the loss, and how many rows carried gradient."""
     positions = request.rows.positions
@@ -174,14 +179,14 @@ def _run(
 
         def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
             assert stats.entropies is not None
-            return made.coefficients(index, stats.logps, stats.entropies)
+            return policy.coefficients(index, stats.logps, stats.entropies)
 
-        done: list[Evaluation] = []
+        done: list[Evaluation] = []  # an autograd Function returns tensors only
 
         def finish(stats: RowStats) -> Tensor:
             assert stats.entropies is not None
-            done.append(made.evaluate(stats.logps, stats.entropies))
-            return done[0].loss.clone()
+            done.append(policy.evaluate(stats.logps, stats.entropies))
+            return done[0].loss.clone()  # what is returned gets attached to the graph, the evaluation must not
 
         request = replace(request, coefficients=coefficients)
         loss, logps, entropies = OnePassLoss.apply(hidden, weight, bias, request, finish)
@@ -189,7 +194,7 @@ def _run(
         return loss, logps, entropies, done[0], request.graded.sum()
 
     logps, entropies = LinearLogprob.apply(hidden, weight, bias, request)
-    evaluation = made.evaluate(logps.detach()[positions], entropies.detach()[positions])
+    evaluation = policy.evaluate(logps.detach()[positions], entropies.detach()[positions])
     loss = _ObjectiveLoss.apply(logps, entropies, positions, evaluation)
     moved = evaluation.a != 0 if evaluation.b is None else (evaluation.a != 0) | (evaluation.b != 0)
     carried = {"score": torch.zeros_like(moved), "frozen": request.graded, "two_pass": moved}[request.engine]
@@ -250,7 +255,9 @@ class GRPOLoss(nn.Module):
         **fields: Any,
     ) -> None:
         super().__init__()
-        self.config = replace(LossConfig() if config is None else config, **fields)
+        config = LossConfig() if config is None else config
+        check_config(config)
+        self.config = replace(config, **fields)
         self.objective = objective
         self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
 

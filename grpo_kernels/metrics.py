@@ -45,15 +45,16 @@ class Metrics(Mapping[str, Tensor]):
 
 
 def loss_metrics(
-    config: LossConfig, tokens: Tokens, entropies: Tensor, evaluation: Evaluation, graded: Tensor | int
+    config: LossConfig, tokens: Tokens, entropies: Tensor, evaluation: Evaluation, graded: Tensor
 ) -> Metrics:
     """The metrics of one loss. A sequence without a counted token has the ratio 1.
 
-    ``entropy``, ``kl``, ``importance_sampling_ratio``: means over the counted tokens. ``ratio``, ``clip_ratio/*`` and
-    ``cispo_clip_ratio``: over the counted tokens, or over the sequences where there is one ratio and one advantage a
-    sequence. Ours: ``ratio``, ``policy_loss`` (the loss without the entropy bonus), ``off_policy_masked`` (share of the
-    counted tokens that were dropped), ``rows/projected`` (share of the positions that were projected) and
-    ``rows/gradient`` (share of those that carried gradient, `graded` of them).
+    As in TRL: ``entropy`` and ``kl``, means over the counted tokens; ``policy_loss``, the loss without the entropy
+    bonus; ``clip_ratio/*``, ``cispo_clip_ratio`` and ``vespo/phi_seq_mean``, over the counted tokens, or over the
+    sequences where there is one value a sequence. Ours: ``ratio``; ``importance_sampling_ratio``;
+    ``off_policy_masked``, the share of the counted tokens that were dropped; ``rows/projected``, the share of the
+    positions that were projected; ``rows/gradient``, the share of those that a backward product was done for, `graded`
+    of them.
     """
     layout, terms = tokens.layout, evaluation.terms
     n, one = len(tokens), entropies.new_ones(())
@@ -90,6 +91,7 @@ def _add_ratio_metrics(
 ) -> None:
     assert terms.log_ratio is not None
     ratio = torch.exp(terms.log_ratio)
+    # VESPO's ratio, as logged, is that of the token or sequence: its sequence weight is phi's affair
     per_sequence = config.importance_sampling_level == "sequence" or config.loss_type == "gmpo"
     # where a sequence has one ratio and one advantage, TRL counts it once if it is clipped, else each of its tokens
     once = config.importance_sampling_level == "sequence" and config.loss_type != "gmpo"

@@ -4,15 +4,15 @@ With A the advantage, m the mask (only counted tokens get here), w the weight of
 
     R_t    = logp_t - old_t                        token level
            = mean over the sequence of that        sequence level
-    l_t    = keep_t * ratio_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
+    l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
     loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
 
-keep_t is the off-policy and the top-entropy mask, ratio_t the importance sampling ratio; neither touches the KL term.
+keep_t is the off-policy and the top-entropy mask, is_t the importance sampling ratio; neither touches the KL term.
 The gradient is two numbers a token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t, and is written out here:
 ``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Where old logps are absent they are
 the current ones, held constant, and R is 0.
 
-The formulas are TRL 1.16's, ``GRPOTrainer._compute_loss``.
+The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and k2 are ours).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_kernels import surrogates
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
 
-LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of the log of a sequence's weight
+LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PolicyObjective:
         if config.top_entropy_quantile < 1.0:
             return True
         known_drift = self.on_policy and tokens.sampling_per_token_logps is None
-        if config.off_policy_mask_threshold is not None and config.loss_type != "gmpo" and not known_drift:
+        if config.masks_off_policy and not known_drift:
             return True
         if self.on_policy:
             return config.corrects_kl and config.importance_sampling_level == "sequence"
@@ -101,7 +101,7 @@ class PolicyObjective:
         if self.is_known:
             return self._on_policy_a != 0
         moves = tokens.advantages != 0
-        if tokens.importance_sampling_ratio is not None and config.loss_type not in ("vespo", "gmpo"):
+        if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
             moves &= tokens.importance_sampling_ratio != 0
         if config.ratio_is_per_sequence:  # one token of weight 0 still gets what the others pass on
             moves = tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
@@ -116,33 +116,33 @@ class PolicyObjective:
             return part.evaluate(logps, entropies).a, b
         a = self._on_policy_a[index]
         if self.config.beta != 0.0:
-            a = a + part._kl(_Ratio(None, torch.zeros_like(logps)), logps)[1]
+            a = a + part._kl(_LogRatio(None, torch.zeros_like(logps)), logps)[1]
         return a, b
 
     def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies`, (n,) each."""
         config, tokens, weights = self.config, self.tokens, self.weights
-        log_ratio = logps - (logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps)
-        keep_entropy = self._high_entropy(entropies)
-        ratio = self._ratio(log_ratio, keep_entropy)
-        (loss, d_ratio, d_logps), phi = self._surrogate(ratio.value, log_ratio, logps)
+        token_log_ratio = logps - (logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps)
+        keep_entropy = self._keep_high_entropy(entropies)
+        log_ratio = self._log_ratio(token_log_ratio, keep_entropy)
+        (loss, d_log_ratio, d_logps), phi = self._surrogate(log_ratio.value, token_log_ratio, logps)
 
-        on_policy_keep = self._on_policy(logps)
+        on_policy_keep = self._keep_on_policy(logps)
         if config.loss_type != "gmpo":  # which takes the entropy mask into its mean, and nothing else
             gate = self._gate(on_policy_keep, keep_entropy)
-            loss, d_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_ratio, d_logps))
-        a = ratio.to_logps(weights * d_ratio) + weights * d_logps
+            loss, d_log_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_log_ratio, d_logps))
+        a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
         kl = None
         if config.beta != 0.0:
-            kl, kl_a = self._kl(ratio, logps)
+            kl, kl_a = self._kl(log_ratio, logps)
             loss, a = loss + config.beta * kl, a + kl_a
         policy_loss = (weights * loss).sum()
         bonus, b = self._entropy_bonus(entropies, keep_entropy)
-        terms = Terms(ratio.value, log_ratio, kl, phi, on_policy_keep)
+        terms = Terms(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep)
         return Evaluation(policy_loss if bonus is None else policy_loss - bonus, a, b, policy_loss, terms)
 
-    def _high_entropy(self, entropies: Tensor) -> Tensor | None:
+    def _keep_high_entropy(self, entropies: Tensor) -> Tensor | None:
         """(n,) bool: the `top_entropy_quantile` of highest entropy (https://arxiv.org/abs/2506.01939)."""
         quantile = self.config.top_entropy_quantile
         if quantile == 1.0:
@@ -151,11 +151,12 @@ class PolicyObjective:
             return torch.zeros_like(entropies, dtype=torch.bool)
         return entropies >= torch.quantile(entropies, 1 - quantile)
 
-    def _on_policy(self, logps: Tensor) -> Tensor | None:
+    def _keep_on_policy(self, logps: Tensor) -> Tensor | None:
         """(n,) bool: False in the sequences that the off-policy mask drops (https://arxiv.org/abs/2512.02556)."""
         config, tokens = self.config, self.tokens
-        if config.off_policy_mask_threshold is None or config.loss_type == "gmpo":
+        if not config.masks_off_policy:
             return None
+        assert config.off_policy_mask_threshold is not None
         sampled = tokens.sampling_per_token_logps
         sampled = tokens.old_per_token_logps if sampled is None else sampled
         if sampled is None:  # the current policy's own tokens
@@ -169,59 +170,63 @@ class PolicyObjective:
         """(n,) the factor on the policy term: 0 where a mask drops the token, else the importance sampling ratio."""
         tokens = self.tokens
         gate = torch.ones_like(tokens.advantages)
-        if tokens.importance_sampling_ratio is not None and self.config.loss_type != "vespo":
+        if tokens.importance_sampling_ratio is not None and self.config.multiplies_by_importance_ratio:
             gate = tokens.importance_sampling_ratio
         for keep in (on_policy_keep, keep_entropy):
             if keep is not None:
                 gate = torch.where(keep, gate, 0.0)
         return gate
 
-    def _ratio(self, log_ratio: Tensor, keep_entropy: Tensor | None) -> _Ratio:
+    def _log_ratio(self, token_log_ratio: Tensor, keep_entropy: Tensor | None) -> _LogRatio:
+        """R of each token; GMPO clips the log-ratios, one-sidedly, before it averages them."""
         config, tokens = self.config, self.tokens
         if config.loss_type == "gmpo":
-            up = tokens.advantages > 0
-            bounded = torch.where(up, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.epsilon))
-            passes = torch.where(up, log_ratio <= config.clip_high, log_ratio >= -config.epsilon)
+            up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
+            bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
+            passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
             if keep_entropy is not None:
                 passes, bounded = passes & keep_entropy, torch.where(keep_entropy, bounded, 0.0)
-            return _Ratio(tokens, bounded, passes, kept=keep_entropy)
+            return _LogRatio(tokens, bounded, passes, kept=keep_entropy)
         if config.importance_sampling_level == "sequence":
-            return _Ratio(tokens, log_ratio)
-        return _Ratio(None, log_ratio)
+            return _LogRatio(tokens, token_log_ratio)
+        return _LogRatio(None, token_log_ratio)
 
-    def _surrogate(self, ratio: Tensor, log_ratio: Tensor, logps: Tensor) -> tuple[surrogates.Surrogate, Tensor | None]:
+    def _surrogate(
+        self, log_ratio: Tensor, token_log_ratio: Tensor, logps: Tensor
+    ) -> tuple[surrogates.Surrogate, Tensor | None]:
+        """The loss type's surrogate, and VESPO's phi."""
         config, advantages = self.config, self.tokens.advantages
         if config.loss_type == "cispo":
-            return surrogates.cispo(config, ratio, advantages, logps), None
+            return surrogates.cispo(config, log_ratio, advantages, logps), None
         if config.loss_type == "sapo":
-            return surrogates.sapo(config, ratio, advantages), None
+            return surrogates.sapo(config, log_ratio, advantages), None
         if config.loss_type == "vespo":
-            return surrogates.vespo(config, self._log_weight(log_ratio), advantages, logps)
+            return surrogates.vespo(config, self._log_weight(token_log_ratio), advantages, logps)
         if config.loss_type == "gmpo":
-            return surrogates.sequence_mean(ratio, advantages), None
-        return surrogates.clipped(config, ratio, advantages), None
+            return surrogates.sequence_mean(log_ratio, advantages), None
+        return surrogates.clipped(config, log_ratio, advantages), None
 
-    def _log_weight(self, log_ratio: Tensor) -> Tensor:
+    def _log_weight(self, token_log_ratio: Tensor) -> Tensor:
         """VESPO's log w of each token's sequence: its log-ratios and log importance ratios, summed, (n,)."""
         tokens = self.tokens
-        log_weight = tokens.layout.sequence_sum(log_ratio.clamp(-20.0, 20.0))
+        log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT))
         if tokens.sequence_ratio is not None:
-            log_weight = log_weight + tokens.sequence_ratio.log().clamp(LOWEST_LOG_WEIGHT, 20.0)
+            log_weight = log_weight + tokens.sequence_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
         elif tokens.importance_sampling_ratio is not None:
-            log_is = tokens.importance_sampling_ratio.log().clamp(LOWEST_LOG_WEIGHT, 20.0)
+            log_is = tokens.importance_sampling_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
             log_weight = log_weight + tokens.layout.sequence_sum(log_is)
         return log_weight.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[tokens.layout.sequence]
 
-    def _kl(self, ratio: _Ratio, logps: Tensor) -> tuple[Tensor, Tensor]:
+    def _kl(self, log_ratio: _LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate a token, and its part of a = d loss / d logp, beta included."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
         kl, d_kl = surrogates.kl_estimate(config, logps, self.tokens.ref_per_token_logps)
         if not config.corrects_kl:
             return kl, weights * d_kl
-        value = torch.exp(ratio.value)
-        kl, d_kl = surrogates.times(value, kl), surrogates.times(value, d_kl)
-        return kl, ratio.to_logps(weights * kl) + weights * d_kl
+        ratio = torch.exp(log_ratio.value)
+        kl, d_kl = surrogates.times(ratio, kl), surrogates.times(ratio, d_kl)
+        return kl, log_ratio.to_logps(weights * kl) + weights * d_kl
 
     def _entropy_bonus(self, entropies: Tensor, keep: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """``entropy_coef`` times the mean entropy of the kept tokens, and d loss / d entropy."""
@@ -232,7 +237,7 @@ class PolicyObjective:
         return surrogates.times(entropies, weight).sum(), -weight
 
 
-class _Ratio:
+class _LogRatio:
     """R of each token, and the way back from d loss / d R to d loss / d logp."""
 
     def __init__(
@@ -248,10 +253,10 @@ class _Ratio:
         self._counts = counts.clamp(min=1).to(log_ratio.dtype)
         self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
 
-    def to_logps(self, d_ratio: Tensor) -> Tensor:
+    def to_logps(self, d_log_ratio: Tensor) -> Tensor:
         """d loss / d logp through R, given d loss / d R, (n,) each."""
         if self._tokens is None:
-            return d_ratio
+            return d_log_ratio
         layout = self._tokens.layout
-        passed = (layout.sequence_sum(d_ratio) / self._counts)[layout.sequence]
+        passed = (layout.sequence_sum(d_log_ratio) / self._counts)[layout.sequence]
         return passed if self._passes is None else torch.where(self._passes, passed, 0.0)

@@ -55,7 +55,9 @@ def vespo(config: LossConfig, log_weight: Tensor, advantages: Tensor, logps: Ten
     `log_weight` is the sequence's log w, spread over its tokens. Returns the surrogate and phi (n,).
     """
     k = _by_sign(advantages >= 0, config.vespo_k_pos, config.vespo_k_neg, log_weight)
-    lam = _by_sign(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg, log_weight).clamp(min=1e-4)
+    lam = _by_sign(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg, log_weight).clamp(
+        min=1e-4
+    )  # as TRL
     log_phi = lam + k * log_weight - lam * torch.exp(log_weight)
     phi = torch.exp(log_phi)
     weight = -phi * advantages

@@ -368,7 +368,14 @@ OBJECTIVES = {
 def test_wrong_objective(kind: str) -> None:
     given = valid("loss")
     with pytest.raises(ValueError, match=r"^objective: expected .+ tokens\.logps"):
-        grpo_loss(**given, objective=OBJECTIVES[kind])
+        grpo_loss(**given | {"config": LossConfig()}, objective=OBJECTIVES[kind])
+
+
+@pytest.mark.parametrize("term", [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}, {"delta": 2.0}])
+def test_terms_that_an_objective_replaces(term: dict[str, float]) -> None:
+    given = valid("loss") | {"config": LossConfig(**term)}
+    with pytest.raises(ValueError, match=rf"^{next(iter(term))}: expected .+ beside an objective, .+ got "):
+        grpo_loss(**given, objective=lambda tokens: tokens.logps)
     assert all(x.grad is None for x in tensors(given).values() if x.is_leaf)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, LossConfig, LossOutput, grpo_loss, linear_logprob, policy_expectation
-from grpo_kernels.engine.products import padded_rows
+from grpo_kernels.engine.plan import padded_rows
 from tests.case_builder import Case, make_case
 from tests.cases import LOSSES
 from tests.reference import evaluate

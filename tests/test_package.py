@@ -47,7 +47,7 @@ NEVER = {
     **dict.fromkeys(("advantages", "rewards", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}),
     "engine": POLICY | ENTRIES | {"config", "presets"},
     "backends": POLICY | ENTRIES | {"config", "presets", "engine"},
-    "logprob": POLICY | ENTRIES,
+    "logprob": POLICY - {"batch"} | ENTRIES,
     "loss": ENTRIES - {"logprob"},
     "expectation": ENTRIES - {"logprob"},
     "integrations": {"report", "selfcheck", "__main__"},
@@ -174,7 +174,8 @@ def differentiate_everything() -> None:
             logps, entropy = linear_logprob(h, w, ids, bias=b, mask=mask, expected=expected)
             (logps + 2 * entropy).sum().backward()
         for level, objective in itertools.product(("token", "sequence"), (None, rowwise, whole)):
-            config = LossConfig(loss_type="grpo", importance_sampling_level=level, entropy_coef=0.01)
+            bonus = 0.01 if objective is None else 0.0
+            config = LossConfig(loss_type="grpo", importance_sampling_level=level, entropy_coef=bonus)
             for old_logps in (None, old):
                 out = grpo_loss(
                     h,

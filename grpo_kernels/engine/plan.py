@@ -22,7 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-ENGINES = ("score", "frozen", "one_pass", "two_pass")  # from the cheapest; frozen needs no expectation
+# In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients.
+ENGINES = ("score", "frozen", "one_pass", "two_pass")
+FEW_ROWS, ROW_MULTIPLE = 12, 4
 
 
 class Coupling(Enum):
@@ -68,8 +70,18 @@ def choose_engine(
     return "score" if no_gradient else engine
 
 
+def padded_rows(n: int) -> int:
+    """How many rows the products of `n` rows are done with.
+
+    Below `FEW_ROWS` the CPU library picks its kernel by the exact number of rows, unless that is a multiple of
+    `ROW_MULTIPLE`: the bits of a row would depend on how many others there are.
+    """
+    return n if n >= FEW_ROWS else -(-n // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
 def chunk_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int]) -> int:
-    """The most rows a chunk may have so that the workspace stays within `workspace_bytes`; at least one.
+    """The most rows a chunk may have so that the workspace, padding included, stays within `workspace_bytes`; at least
+    one, and so the memory of `ROW_MULTIPLE`.
 
     Args:
         row_bytes: what a row takes: its logits and its hidden state.
@@ -79,7 +91,8 @@ def chunk_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[in
     low, high = 1, max(1, workspace_bytes // row_bytes)
     while low < high:
         middle = (low + high + 1) // 2
-        if middle * row_bytes + scratch_bytes(middle) <= workspace_bytes:
+        rows = padded_rows(middle)
+        if rows * row_bytes + scratch_bytes(rows) <= workspace_bytes:
             low = middle
         else:
             high = middle - 1

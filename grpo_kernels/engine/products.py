@@ -2,9 +2,6 @@
 
 On CUDA, 16-bit operands go in as they are and fp32 comes out. On a CPU the library would round the result to 16 bits,
 so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time.
-
-All products with few rows are padded to a multiple of `ROW_MULTIPLE` rows: below `FEW_ROWS` the CPU library picks its
-kernel by the exact number of rows, and the bits of a row would depend on how many others there are.
 """
 
 from __future__ import annotations
@@ -14,26 +11,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-FEW_ROWS, ROW_MULTIPLE = 12, 4
-
-
-def padded_rows(n: int) -> int:
-    """How many rows the products of `n` rows are done with."""
-    return n if n >= FEW_ROWS else -(-n // ROW_MULTIPLE) * ROW_MULTIPLE
-
 
 class Products:
     """The products of the head `weight` (V, H) with chunks of rows, in `compute_dtype` operands.
 
     Args:
         weight: (V, H), of any floating dtype.
-        compute_dtype: what the operands are rounded to; the accumulator is fp64 for fp64, else fp32.
+        compute_dtype: what the operands are rounded to.
+        accumulator: the dtype of the results.
         slice_bytes: how much of the weight is converted at a time, where it has to be.
     """
 
-    def __init__(self, weight: Tensor, compute_dtype: torch.dtype, slice_bytes: int) -> None:
-        self.weight, self.compute_dtype = weight, compute_dtype
-        self.accumulator = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
+        self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
         narrow = compute_dtype.itemsize < self.accumulator.itemsize
         self._mixed = narrow and weight.is_cuda  # 16-bit operands in, fp32 out
         self._operand_dtype = compute_dtype if self._mixed else self.accumulator

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
-from grpo_kernels.engine.plan import chunk_rows
-from grpo_kernels.engine.products import Products, padded_rows
+from grpo_kernels.engine.plan import chunk_rows, padded_rows
+from grpo_kernels.engine.products import Products
 
 SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
 
@@ -83,10 +83,6 @@ class Wants:
     def head(self) -> bool:
         return self.weight or self.bias
 
-    @property
-    def any(self) -> bool:
-        return self.hidden or self.head
-
 
 @dataclass(frozen=True)
 class Gradients:
@@ -122,7 +118,8 @@ def sweep(
     Returns:
         Statistics (n,), and the gradients, or None without `coefficients`.
     """
-    products = Products(head.weight, config.compute_dtype, min(SLICE_BYTES, config.workspace_bytes // 8))
+    slice_bytes = min(SLICE_BYTES, config.workspace_bytes // 8)
+    products = Products(head.weight, config.compute_dtype, config.accumulator, slice_bytes)
     grads = None
     if coefficients is not None:
         assert wants is not None

@@ -36,7 +36,7 @@ PARAMETERS = (
     "logit_scale",
     "outputs",
 )
-NEEDED = ("add_fused_lm_head", "maybe_gather_lm_head_ctx", "_use_triton")  # TRL's own, beside the hook
+NEEDED = ("add_fused_lm_head", "maybe_gather_lm_head_ctx")  # TRL's own, beside the hook
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -129,7 +129,8 @@ def _known(hidden: Tensor) -> tuple[Tensor | None, Expectation | None, Tensor | 
     rows = _rows.get()
     if rows is None:
         return None, None, None
-    positions = rows.next_call(hidden.size(0), trl_utils._use_triton(hidden.device))
+    use_triton = getattr(trl_utils, "_use_triton", None)  # 1.15 has none, and passes the labelled rows alone everywhere
+    positions = rows.next_call(hidden.size(0), use_triton is None or use_triton(hidden.device))
     if positions is None or positions.device != hidden.device:  # a head on another device than the batch
         return None, None, None
     inside = positions >= 0
