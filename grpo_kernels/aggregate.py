@@ -41,7 +41,7 @@ def token_weights(
     if num_items_in_batch is None:
         return ones / max(n, 1)
     if isinstance(num_items_in_batch, Tensor):
-        return ones / num_items_in_batch.detach().to(ones).clamp(min=1.0)
+        return ones / num_items_in_batch.detach().reshape(()).to(ones).clamp(min=1.0)
     return ones / max(float(num_items_in_batch), 1.0)
 
 

@@ -31,7 +31,8 @@ class Layout:
     @cached_property
     def lengths(self) -> Tensor:
         """Counted tokens of each sequence, (B,) int64."""
-        return self.sequence_sum(torch.ones_like(self.sequence))
+        counts = torch.zeros(self.batch, dtype=torch.long, device=self.sequence.device)
+        return counts.index_add_(0, self.sequence, torch.ones_like(self.sequence))
 
     def dense(self, x: Tensor) -> Tensor:
         """(n,) -> (B, T), 0 where nothing counts."""
@@ -40,8 +41,10 @@ class Layout:
         return full
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """(n,) -> (B,): the sum over each sequence's counted tokens."""
-        return self.dense(x).sum(dim=1)
+        """(n,) -> (B,): the sum over each sequence's counted tokens; packed ones need no (B, longest) tensor."""
+        if len(self.shape) == 2:
+            return self.dense(x).sum(dim=1)
+        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(x.dtype)
 
     def spread(self, x: Tensor) -> Tensor:
         """(n,) -> the caller's shape, 0 where nothing counts."""
@@ -157,6 +160,6 @@ def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor,
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != n or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
-    sequence = torch.repeat_interleave(torch.tensor(lengths, device=device, dtype=torch.long))
+    sequence = torch.repeat_interleave(torch.tensor(lengths, device=device, dtype=torch.long), output_size=n)
     starts = torch.tensor(bounds[:-1], device=device, dtype=torch.long)
     return sequence, torch.arange(n, device=device) - starts[sequence], len(lengths), max(lengths, default=0)

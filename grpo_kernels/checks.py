@@ -99,9 +99,11 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
-    """Raise unless `mask` is a real tensor of the shape of `ids`."""
+    """Raise unless `mask` is a real tensor of the shape of `ids`, without NaN (not looked at outside a CPU)."""
     check_tensor(name, mask, like=ids)
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
+    if mask.device.type == "cpu" and mask.is_floating_point() and bool(mask.isnan().any()):
+        raise ValueError(f"{name}: expected 0 or a number that is not, got nan")
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
@@ -110,8 +111,9 @@ class LossConfig:
                     raise TypeError(f"{name}: expected a bool, got {value!r}")
             elif not (value is None and name in _OPTIONAL):
                 check_number(name, value, *_LOWEST.get(name, (-math.inf, False)))
-        if not isinstance(self.max_completion_length, int):
-            raise TypeError(f"max_completion_length: expected an int, got {self.max_completion_length!r}")
+        length: object = self.max_completion_length  # numpy's integers are fine too
+        if not isinstance(length, Integral):
+            raise TypeError(f"max_completion_length: expected an int, got {length!r}")
         if self.top_entropy_quantile > 1.0:
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
 
@@ -156,7 +158,7 @@ class LossConfig:
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
     """Raise unless `value` is a finite number above `lowest` (or equal to it, if `inclusive`)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
         limit = "" if lowest == -math.inf else f" {'>=' if inclusive else '>'} {lowest:g}"

@@ -14,10 +14,10 @@ It stands in place of all of the config's terms: ratio, KL, masks and bonus are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,15 +25,14 @@ from torch import Tensor
 from grpo_kernels.batch import Tokens
 from grpo_kernels.objective import Evaluation
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 @dataclass(frozen=True)
 class TokenInputs:
     """What a custom objective sees; all tensors of the shape of `logps`.
 
     That shape is (B, T), 0 where the mask is, for a function that looks at sequences, and (n,), some of the counted
-    tokens, for one that is `token_level`. Only `logps` and `entropies` carry gradient.
+    tokens, for one that is `token_level`. Only `logps` and `entropies` carry gradient: parameters of the function's own
+    get none.
     """
 
     logps: Tensor
@@ -46,10 +45,22 @@ class TokenInputs:
     importance_sampling_ratio: Tensor | None
 
 
-def token_level(objective: F) -> F:
-    """Declare that `objective`'s loss of a token depends on that token alone: it then gets the one-pass engine."""
-    objective.token_level = True  # type: ignore[attr-defined]
-    return objective
+PerTokenLoss = Callable[[TokenInputs], Tensor]
+
+
+def token_level(objective: PerTokenLoss) -> PerTokenLoss:
+    """Declare that `objective`'s loss of a token depends on that token alone: it then gets the one-pass engine.
+
+    It is evaluated on some tokens at a time for the gradient and on all of them for the loss, and so must be a function
+    of its argument alone, without randomness.
+    """
+
+    @functools.wraps(objective)
+    def declared(tokens: TokenInputs) -> Tensor:
+        return objective(tokens)
+
+    declared.token_level = True  # type: ignore[attr-defined]
+    return declared
 
 
 class CustomObjective:
@@ -57,7 +68,7 @@ class CustomObjective:
 
     is_known = False
 
-    def __init__(self, function: Callable[[TokenInputs], Tensor], tokens: Tokens, weights: Tensor) -> None:
+    def __init__(self, function: PerTokenLoss, tokens: Tokens, weights: Tensor) -> None:
         self.function, self.tokens, self.weights = function, tokens, weights
 
     @property
@@ -81,10 +92,13 @@ class CustomObjective:
 
     def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """The loss and its gradient, by autograd, at `logps`, `entropies`, (n,) each."""
-        with torch.inference_mode(False), torch.enable_grad():
+        if torch.is_inference_mode_enabled():  # there is no gradient to want
+            loss = (self.weights * self._call(logps, entropies)).sum()
+            return Evaluation(loss, torch.zeros_like(logps), None, loss)
+        with torch.enable_grad():
             logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
             per_token = self._call(logps, entropies)
-            loss = (self.weights.clone() * per_token).sum()
+            loss = (self.weights * per_token).sum()
             if not loss.requires_grad:
                 raise ValueError("objective: expected a loss that depends on tokens.logps or tokens.entropies")
             a, b = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
@@ -97,14 +111,14 @@ class CustomObjective:
             return layout.dense(x) if self.couples_tokens else x
 
         def maybe(x: Tensor | None) -> Tensor | None:
-            return None if x is None else view(x.clone())
+            return None if x is None else view(x)
 
-        old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps.clone()
+        old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         inputs = TokenInputs(
             logps=view(logps),
             entropies=view(entropies),
             mask=view(torch.ones_like(logps, dtype=torch.bool)),
-            advantages=view(tokens.advantages.clone()),
+            advantages=view(tokens.advantages),
             old_per_token_logps=view(old),
             ref_per_token_logps=maybe(tokens.ref_per_token_logps),
             sampling_per_token_logps=maybe(tokens.sampling_per_token_logps),

@@ -80,7 +80,7 @@ def linear_logprob(
         weight, bias: the head, (V, H) and (V,).
         ids: (...) integers; read only where the mask counts.
         mask: (...) bool, int or float; non-zero counts. Without it every position does.
-        temperature: a number, or one a position, shaped like `ids`.
+        temperature: a number, or one a position, shaped like `ids`; a constant, without gradient.
         final_logit_softcapping: cap, or None.
         logit_scale: factor on the logits.
         entropy: whether to compute the entropy at all.
@@ -263,6 +263,10 @@ def _read_expected(
             a, b = answer if isinstance(answer, tuple) else (answer, None)
             if stats.entropies is None:  # then no gradient of it can come
                 b = None
+            for name, x in (("expected", a), ("expected[1]", b)):
+                if x is not None or name == "expected":
+                    check_tensor(name, x, like=ids)
+                    check_shape(name, x, ("that of the index", tuple(index.shape)))
             return usable(a), None if b is None else usable(b)
 
         graded = None if expected.graded is None else rows("expected.graded", expected.graded).bool()

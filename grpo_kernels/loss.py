@@ -81,15 +81,15 @@ def grpo_loss(
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
-    What stands at a masked position, in whatever argument, is never read. All gradients are exact; a batch without a
-    counted token gives a loss of 0 that is attached, with zero gradients.
+    What stands at a masked position, in whatever argument, is never read. Hidden states, weight and bias get exact
+    gradients, all other arguments are constants; a batch without a counted token gives an attached loss of 0.
 
     Args:
         hidden: hidden states that predict `completion_ids` (aligned: nothing is shifted here), floating.
         weight, bias: the head.
         completion_ids: integers; those that count must lie in [0, V).
         completion_mask: bool, int or float; non-zero counts.
-        advantages: one a sequence or one a token.
+        advantages: one a sequence or one a token; packed with N = B, one a sequence.
         old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
         ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0.
         sampling_per_token_logps: the sampler's own, for the off-policy mask; NaN: it could not score the token.
@@ -100,7 +100,8 @@ def grpo_loss(
         config: default `LossConfig()`.
         objective: a per-token loss of your own in place of all of the config's terms, see `grpo_kernels.custom`; of
             `config` only the normaliser, `temperature` and the head's fields then apply.
-        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,).
+        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). Read on
+            the host.
         engine, backend, workspace_bytes: as in `linear_logprob`.
 
     Returns:

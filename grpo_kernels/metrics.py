@@ -52,6 +52,7 @@ def loss_metrics(
     As in TRL: ``entropy`` and ``kl``, means over the counted tokens; ``policy_loss``, the loss without the entropy
     bonus; ``clip_ratio/*``, ``cispo_clip_ratio`` and ``vespo/phi_seq_mean``, over the counted tokens, or over the
     sequences where there is one value a sequence. Ours: ``ratio``; ``importance_sampling_ratio``;
+    ``sampling_unscored``, the share of the counted tokens whose sampling log-probability is NaN;
     ``off_policy_masked``, the share of the counted tokens that were dropped; ``rows/projected``, the share of the
     positions that were projected; ``rows/gradient``, the share of those that a backward product was done for, `graded`
     of them.
@@ -76,6 +77,8 @@ def loss_metrics(
         pairs["importance_sampling_ratio"] = over_tokens(tokens.importance_sampling_ratio)
     if terms.on_policy_keep is not None:
         pairs["off_policy_masked"] = over_tokens(~terms.on_policy_keep)
+    if tokens.sampling_per_token_logps is not None:
+        pairs["sampling_unscored"] = over_tokens(torch.isnan(tokens.sampling_per_token_logps))
     extremes: dict[str, Tensor] = {}
     if terms.log_ratio is not None:
         _add_ratio_metrics(config, tokens, terms, pairs, extremes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from trl import GRPOConfig
 
@@ -76,3 +77,10 @@ def test_it_is_frozen_and_the_module_takes_its_fields() -> None:
     with pytest.raises(TypeError, match="epsilom"):
         GRPOLoss(epsilom=0.1)
     assert {*LOSS_TYPES} - {"gmpo"} == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    config = LossConfig(epsilon=np.float32(0.25), max_completion_length=np.int64(7))
+    assert (config.epsilon, config.max_completion_length) == (0.25, 7)
+    with pytest.raises(TypeError, match="epsilon: expected a number"):
+        LossConfig(epsilon=np.array([0.25]))

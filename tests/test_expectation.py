@@ -291,3 +291,34 @@ def test_only_the_rows_are_foreseen(graded: Tensor, frozen: bool) -> None:
     for g, h in ((A, None), (None, B), (A, B)):
         want = run(g, h, frozen, engine="two_pass")[1]
         assert near(run(g, h, frozen, expected=Expectation(None, graded))[1], want, 5e-6)
+
+
+@pytest.mark.parametrize("far", [1e2, 1e4, 1e6, 1e20, 3e38])
+def test_expectation_that_is_far_too_large(far: float) -> None:
+    """One row expected `far` times too large: neither cancellation nor an overflow of what was stored is left."""
+    ones = torch.ones(N)
+    expected = ones.index_fill(0, torch.tensor([5]), far)
+    assert near(run(ones, None, expected=expected)[1], run(ones, None, engine="two_pass")[1])
+
+
+@pytest.mark.parametrize("outlier", [1e4, 1e8])
+def test_one_large_upstream_gradient_hides_no_wrong_row(outlier: float) -> None:
+    g = torch.ones(N).index_fill(0, torch.tensor([0]), outlier)
+    expected = torch.ones(N).index_fill(0, torch.tensor([1]), 5.0)
+    got, want = run(g, None, expected=expected)[1], run(g, None, engine="two_pass")[1]
+    assert got[0] is not None and want[0] is not None
+    torch.testing.assert_close(got[0][1:], want[0][1:], rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_that_gets_no_gradient_after_all_is_exactly_zero() -> None:
+    """As a clipped token: no rounding of what was stored for it is left in d hidden."""
+    g = A.index_fill(0, torch.tensor([3, 7]), 0.0)
+    (d_hidden, *_) = run(g, None, expected=A)[1]
+    assert d_hidden is not None
+    assert bool((d_hidden[[3, 7]] == 0).all()) and bool((d_hidden[:3] != 0).any())
+
+
+@pytest.mark.parametrize("wrong", [1.0, torch.tensor(1.0), torch.ones(N, 1)], ids=["number", "0-d", "column"])
+def test_function_of_the_wrong_kind(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^expected: expected .+, got "):
+        run(A, None, expected=lambda index, logps, entropies: wrong)

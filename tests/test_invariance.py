@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 from tests.case_builder import PER_TOKEN, make_case
 from tests.cases import LOSSES
+from tests.measure import AllocationWatcher
 from tests.test_differential import arguments, packed, run
 
 NAN = math.nan
@@ -155,3 +156,19 @@ def test_nothing_is_shifted() -> None:
     assert bool((out.per_token_logps > -1e-6).all())
     logps, _ = linear_logprob(hidden[:, :-1], weight, ids[:, 1:])
     assert bool((logps < -19).all())
+
+
+def test_packed_sequences_of_very_different_lengths_need_no_padding() -> None:
+    """One long sequence beside 2,000 of one token: nothing of (sequences, longest) elements is made."""
+    lengths = [4000] + [1] * 2000
+    n = sum(lengths)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    hidden, weight = torch.randn(n, 2), torch.randn(5, 2)
+    old = torch.full((n,), -1.6)
+    config = LossConfig(loss_type="grpo", importance_sampling_level="sequence")
+    with AllocationWatcher() as watch:
+        grpo_loss(
+            hidden, weight, torch.randint(5, (n,)), torch.ones(n), torch.randn(2001), old_per_token_logps=old,
+            config=config, cu_seqlens=bounds,
+        )  # fmt: skip
+    assert watch.largest <= 10 * n

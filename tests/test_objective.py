@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_kernels import LossConfig, grpo_loss, presets
+from grpo_kernels import LossConfig, TokenInputs, grpo_loss, presets, token_level
 from grpo_kernels.aggregate import token_weights
 from grpo_kernels.batch import Tokens, read_tokens
 from grpo_kernels.config import LOSS_TYPES
@@ -161,3 +162,66 @@ def test_metrics_of_micro_batches_add_up() -> None:
     first, second, whole = pairs(slice(2)), pairs(slice(2, 4)), pairs(slice(4))
     for name, pair in whole.items():
         torch.testing.assert_close(first[name] + second[name], pair)
+
+
+def small_batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {
+        "hidden": torch.randn(2, 5, 4),
+        "weight": torch.randn(9, 4),
+        "completion_ids": torch.randint(9, (2, 5)),
+        "completion_mask": torch.ones(2, 5),
+        "advantages": torch.tensor([1.0, -1.0]),
+    }
+
+
+class Scaled:
+    """A loss that is a method."""
+
+    def loss(self, tokens: TokenInputs) -> torch.Tensor:
+        return -2 * tokens.advantages * tokens.logps
+
+
+def test_custom_objective_without_gradient() -> None:
+    """no_grad and inference_mode give the value, of a coupled function too."""
+    inputs = small_batch()
+    want = grpo_loss(**inputs, objective=Scaled().loss).loss
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            torch.testing.assert_close(grpo_loss(**inputs, objective=Scaled().loss).loss, want)
+
+
+def test_a_method_can_be_token_level() -> None:
+    inputs = small_batch()
+    inputs["hidden"].requires_grad_()
+    inputs["weight"].requires_grad_()
+    declared = token_level(Scaled().loss)
+    out = grpo_loss(**inputs, objective=declared)
+    assert out.engine == "one_pass"
+    assert not hasattr(Scaled.loss, "token_level")  # the user's own function is left as it was
+    torch.testing.assert_close(out.loss, grpo_loss(**inputs, objective=Scaled().loss).loss)
+
+
+def test_unscored_tokens_of_the_sampler_are_counted() -> None:
+    """Item 14 of the catalogue: NaN is no evidence, and a metric says how many there were."""
+    sampling = torch.full((2, 5), -2.0)
+    sampling[0, :2] = torch.nan
+    config = LossConfig(off_policy_mask_threshold=0.1)
+    metrics = grpo_loss(**small_batch(), sampling_per_token_logps=sampling, config=config).metrics
+    assert metrics["sampling_unscored"] == 0.2
+
+
+@pytest.mark.parametrize("items", [20, 20.0, np.int64(20), torch.tensor(20), torch.tensor([20]), torch.tensor([[20]])])
+def test_num_items_in_whatever_form(items: Any) -> None:
+    inputs = small_batch()
+    old = torch.full((2, 5), -2.0)
+    got = grpo_loss(**inputs, old_per_token_logps=old, num_items_in_batch=items).loss
+    assert got.shape == ()
+    torch.testing.assert_close(got, grpo_loss(**inputs, old_per_token_logps=old).loss / 2)
+
+
+def test_nan_in_the_mask_is_refused() -> None:
+    inputs = small_batch()
+    inputs["completion_mask"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"^completion_mask: expected .+ got nan"):
+        grpo_loss(**inputs)

@@ -163,3 +163,24 @@ def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.warns(UserWarning, match="TRL works unchanged"):
         trl_hook.warn_incompatible()
     assert parity.differences(stock, _history(FusedGRPOTrainer, steps=2)) == dict.fromkeys(stock[0], 0.0)
+
+
+def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advantages of shape (B, 1): TRL's loss broadcasts them, so nothing is foreseen, and the loss is TRL's."""
+
+    class Columns:
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            return scored | {"advantages": scored["advantages"].unsqueeze(1)}
+
+    class Stock(Columns, trl.GRPOTrainer):
+        pass
+
+    class Ours(Columns, FusedGRPOTrainer):
+        pass
+
+    warned: list[str] = []
+    monkeypatch.setattr(integration.warnings, "warn", lambda text, **_: warned.append(text))
+    ours = _history(Ours)
+    assert any("not foreseen: advantages: expected shape" in text for text in warned)
+    assert max(parity.differences(_history(Stock), ours).values()) <= parity.TOLERANCE

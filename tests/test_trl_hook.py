@@ -206,3 +206,17 @@ def test_importing_the_library_does_not_import_trl() -> None:
 
     code = "import sys, grpo_kernels; assert not {'trl', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL 1.15 has no `_use_triton`, and compacts its rows everywhere."""
+    monkeypatch.delattr(trl_hook.trl_utils, "_use_triton")
+    assert trl_hook.compatible()
+    labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
+    counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
+    with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted)):
+        mask, expected, fill = trl_hook._known(torch.zeros(3, 4))
+    assert mask is not None
+    assert mask.tolist() == [True, False, True]
+    assert expected is None
+    assert fill is None

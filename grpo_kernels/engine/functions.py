@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.engine.first_order import first_order
+from grpo_kernels.engine.remainder import Remainder, split_off
 from grpo_kernels.engine.sweep import Coefficients, CoefficientsOf, Gradients, Head, HeadConfig, Rows, Wants, sweep
 
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -113,21 +114,12 @@ class LinearLogprob(torch.autograd.Function):
         g = known.logps.new_zeros(len(rows)) if d_logps is None else d_logps[rows.positions].to(dtype)
         h = None if d_entropies is None else d_entropies[rows.positions].to(dtype)
 
-        scaled = None
-        if request.engine == "frozen":  # what is stored is d logp / d hidden, row by row
-            scaled = _scale(stored, g[graded, None], overwrite=not _graph_is_kept())
-            g = g.index_fill(0, graded, 0.0)
-        elif request.engine == "one_pass":
-            c, g, h = _split_off(g, h, expected)
-            scaled = _scale(stored, c, overwrite=not _graph_is_kept())
-        left = (g != 0) if h is None else (g != 0) | (h != 0)
-        places = left.nonzero()[:, 0]
-
-        residual = None
-        if places.numel() > 0 or scaled is None:
-            picked: Coefficients = (g[places], None if h is None else h[places])
+        def recompute(a: Tensor, b: Tensor | None) -> tuple[Gradients, Tensor]:
+            """The gradient of the rows where a or b is not 0, and their places."""
+            places = (a != 0 if b is None else (a != 0) | (b != 0)).nonzero()[:, 0]
+            picked = a[places], None if b is None else b[places]
             with request.gather():
-                _, residual = sweep(
+                _, grads = sweep(
                     head,
                     rows.at(places),
                     request.config,
@@ -135,8 +127,26 @@ class LinearLogprob(torch.autograd.Function):
                     coefficients=lambda index, _: (picked[0][index], None if picked[1] is None else picked[1][index]),
                     wants=wants,
                 )
-        total, positions = _merge(scaled, graded, residual, places, rows)
-        return *_finish(total, ctx.like, positions), None
+            assert grads is not None
+            return grads, places
+
+        if request.engine == "two_pass":
+            total, places = recompute(g, h)
+            return *_finish(total, ctx.like, rows.positions[places]), None
+        if request.engine == "frozen":  # what is stored is d logp / d hidden, row by row
+            scaled = _scale(stored, g[graded, None], overwrite=not _graph_is_kept())
+            rest = Remainder(g.index_fill(0, graded, 0.0), h)
+        else:
+            c, rest = split_off(g, h, (expected[0], expected[1]))
+            if rest.exceeds(g, h):  # what is stored is far larger than what is wanted: nothing of it would survive
+                total, places = recompute(g, h)
+                return *_finish(total, ctx.like, rows.positions[places]), None
+            scaled = _scale(stored, c, overwrite=not _graph_is_kept())
+        if not rest.any():
+            return *_finish(scaled, ctx.like, rows.positions[graded]), None
+        more, places = recompute(rest.a, rest.b)
+        total = _merge(scaled, graded, more, places, len(rows), None if rest.b is not None else (g / rest.a)[places])
+        return *_finish(total, ctx.like, rows.positions), None
 
 
 @dataclass(frozen=True)
@@ -194,27 +204,6 @@ def _forward_sweeps(head: Head, request: Request) -> tuple[RowStats, Gradients |
     return stats, grads, graded, (used[0], used.get(1))
 
 
-def _split_off(
-    g: Tensor, h: Tensor | None, expected: Coefficients
-) -> tuple[Tensor, Tensor, Tensor | None]:  # (), (n,), (n,)
-    """(c, g - c a, h - c b): the scale that fits most rows, and what it leaves, 0 where that is only rounding."""
-    a, b = expected
-    ratios = torch.cat([g / a, *([] if h is None or b is None else [h / b])])  # nan or inf where a = 0
-    ratios = torch.where(torch.isfinite(ratios), ratios, torch.nan)
-    c = torch.nan_to_num(torch.nanmedian(ratios), nan=0.0) if ratios.numel() > 0 else g.new_zeros(())
-
-    def remainder(upstream: Tensor, coefficient: Tensor) -> Tensor:
-        rest, finite, eps = upstream - c * coefficient, torch.isfinite(upstream), torch.finfo(upstream.dtype).eps
-        size = torch.where(finite, upstream.abs(), 0.0)
-        rounding = 8 * eps * size + eps * torch.cat([size, size.new_zeros(1)]).amax()
-        return torch.where(finite & (rest.abs() <= rounding), 0.0, rest)
-
-    if h is None and b is None:
-        return c, remainder(g, a), None
-    zeros = torch.zeros_like(g)
-    return c, remainder(g, a), remainder(zeros if h is None else h, zeros if b is None else b)
-
-
 def _scale(stored: Gradients, factor: Tensor, *, overwrite: bool) -> Gradients:
     """`stored` times `factor`, () or (n, 1); in place if nobody will need `stored` again."""
 
@@ -227,24 +216,23 @@ def _scale(stored: Gradients, factor: Tensor, *, overwrite: bool) -> Gradients:
 
 
 def _merge(
-    scaled: Gradients | None, graded: Tensor, residual: Gradients | None, places: Tensor, rows: Rows
-) -> tuple[Gradients, Tensor]:
-    """The sum of both, and the positions (m,) its hidden part is for."""
-    if residual is None:
-        assert scaled is not None
-        return scaled, rows.positions[graded]
-    if scaled is None:
-        return residual, rows.positions[places]
+    scaled: Gradients, graded: Tensor, more: Gradients, places: Tensor, n: int, ratio: Tensor | None
+) -> Gradients:
+    """What is stored, at the places `graded`, and a second sweep at `places` together; the hidden part for all n rows.
+
+    Without entropies a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the row is
+    then taken from there alone, so that the difference of two numbers does not stand in for a small one.
+    """
 
     def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
         return y if x is None else x if y is None else x.add_(y)
 
     hidden = None
-    if scaled.hidden is not None and residual.hidden is not None:
-        hidden = scaled.hidden.new_zeros(len(rows), scaled.hidden.shape[1])
+    if scaled.hidden is not None and more.hidden is not None:
+        hidden = scaled.hidden.new_zeros(n, scaled.hidden.shape[1])
         hidden[graded] = scaled.hidden
-        hidden[places] += residual.hidden
-    return Gradients(hidden, add(scaled.weight, residual.weight), add(scaled.bias, residual.bias)), rows.positions
+        hidden[places] = more.hidden * ratio[:, None] if ratio is not None else hidden[places] + more.hidden
+    return Gradients(hidden, add(scaled.weight, more.weight), add(scaled.bias, more.bias))
 
 
 def _finish(grads: Gradients, like: _Like, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

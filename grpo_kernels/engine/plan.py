@@ -80,15 +80,14 @@ def padded_rows(n: int) -> int:
 
 
 def chunk_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int]) -> int:
-    """The most rows a chunk may have so that the workspace, padding included, stays within `workspace_bytes`; at least
-    one, and so the memory of `ROW_MULTIPLE`.
+    """The most rows a chunk may have so that the workspace stays within `workspace_bytes`; at least `ROW_MULTIPLE`.
 
     Args:
         row_bytes: what a row takes: its logits and its hidden state.
         workspace_bytes: the budget.
         scratch_bytes: what a chunk of so many rows takes besides; not decreasing.
     """
-    low, high = 1, max(1, workspace_bytes // row_bytes)
+    low, high = ROW_MULTIPLE, max(ROW_MULTIPLE, workspace_bytes // row_bytes)
     while low < high:
         middle = (low + high + 1) // 2
         rows = padded_rows(middle)

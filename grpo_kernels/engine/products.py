@@ -1,7 +1,8 @@
 """The three matrix products, by the vendor library: fp32 out of the accumulator, whatever the operands' dtype.
 
-On CUDA, 16-bit operands go in as they are and fp32 comes out. On a CPU the library would round the result to 16 bits,
-so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time.
+On CUDA, 16-bit operands go in as they are and fp32 comes out. On a CPU (and on ROCm) the library would round the result
+to 16 bits, so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time. The same is done
+in the two backward products for fp16: d logits in fp16 would underflow before a loss scale reaches them.
 """
 
 from __future__ import annotations
@@ -24,65 +25,69 @@ class Products:
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
-        narrow = compute_dtype.itemsize < self.accumulator.itemsize
-        self._mixed = narrow and weight.is_cuda  # 16-bit operands in, fp32 out
-        self._operand_dtype = compute_dtype if self._mixed else self.accumulator
-        copied = compute_dtype.itemsize if weight.dtype != compute_dtype else 0
-        copied += self._operand_dtype.itemsize if compute_dtype != self._operand_dtype else 0
+        mixed = weight.is_cuda and torch.version.hip is None and compute_dtype.itemsize < accumulator.itemsize
+        self._forward = compute_dtype if mixed else accumulator  # dtypes of the operands
+        self._backward = compute_dtype if mixed and compute_dtype == torch.bfloat16 else accumulator
+        copied = max(self._copied(self._forward), self._copied(self._backward))
         self._slice_rows = weight.shape[0]
         if copied:
             self._slice_rows = min(self._slice_rows, max(1, slice_bytes // (weight.shape[1] * copied)))
         self.slice_bytes = self._slice_rows * weight.shape[1] * copied  # 0 if the weight is an operand as it is
 
-    def _weights(self) -> Iterator[tuple[slice, Tensor]]:
-        """(columns of the vocabulary, the head's rows for them as an operand)."""
-        vocab = self.weight.shape[0]
-        for start in range(0, vocab, self._slice_rows):
-            columns = slice(start, min(start + self._slice_rows, vocab))
-            yield columns, self.operand(self.weight[columns])
-
-    def operand(self, x: Tensor) -> Tensor:
-        """Hidden states or weights, rounded to the compute dtype, in the dtype that the product takes."""
-        return x.to(self.compute_dtype).to(self._operand_dtype)
-
-    def gradient_operand(self, d_logits: Tensor) -> Tensor:
-        """d logits in the dtype that the product takes: rounded on CUDA if the operands have 16 bits, not on a CPU."""
-        return d_logits.to(self._operand_dtype)
+    def _copied(self, dtype: torch.dtype) -> int:
+        """Bytes of an element of the weight that making it an operand in `dtype` takes."""
+        rounded = 0 if self.weight.dtype == self.compute_dtype else self.compute_dtype.itemsize
+        return rounded + (0 if self.compute_dtype == dtype else dtype.itemsize)
 
     def row_bytes(self) -> int:
-        """What a row of a chunk takes: its logits, their gradient if that is a copy, and its hidden state."""
+        """What a row of a chunk takes: its logits, its hidden state, and their copies for the backward products."""
         vocab, width = self.weight.shape
-        copies = self._operand_dtype.itemsize if self._mixed else 0
-        return vocab * (self.accumulator.itemsize + copies) + width * self._operand_dtype.itemsize
+        d_logits = 0 if self._backward == self.accumulator else self._backward.itemsize
+        hidden = self._forward.itemsize + (0 if self._backward == self._forward else self._backward.itemsize)
+        return vocab * (self.accumulator.itemsize + d_logits) + width * hidden
+
+    def operand(self, hidden: Tensor) -> Tensor:
+        """Hidden states rounded to the compute dtype, in the dtype that the forward product takes."""
+        return hidden.to(self.compute_dtype).to(self._forward)
+
+    def gradient_operand(self, d_logits: Tensor) -> Tensor:
+        """d logits in the dtype that the backward products take: rounded on CUDA for bf16, else as they are."""
+        return d_logits.to(self._backward)
 
     def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """``out = hidden @ weight.T + bias``: (n, H) operand -> (n, V)."""
-        for columns, weight in self._weights():
-            self._product(hidden, weight.t(), out[:, columns])
+        for columns, weight in self._weights(self._forward):
+            _product(hidden, weight.t(), out[:, columns])
             del weight  # before the next slice is made
         if bias is not None:
             out.add_(bias)
 
     def d_hidden(self, d_logits: Tensor, out: Tensor) -> None:
-        """``out = d_logits @ weight``: (n, V) -> (n, H)."""
-        for columns, weight in self._weights():
-            self._accumulate(out, d_logits[:, columns], weight, first=columns.start == 0)
+        """``out = d_logits @ weight``: (n, V) operand -> (n, H)."""
+        for columns, weight in self._weights(self._backward):
+            _product(d_logits[:, columns], weight, out, add=columns.start > 0)
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
-        """``out += d_logits.T @ hidden``: (n, V), (n, H) -> (V, H); ``=`` on the `first` chunk."""
-        self._accumulate(out, d_logits.t(), hidden, first=first)
+        """``out += d_logits.T @ hidden``: (n, V), (n, H) operands -> (V, H); ``=`` on the `first` chunk."""
+        _product(d_logits.t(), hidden.to(self._backward), out, add=not first)
 
-    def _accumulate(self, out: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-        if first:
-            self._product(left, right, out)
-        elif self._mixed:
-            torch.addmm(out, left, right, out_dtype=self.accumulator, out=out)
-        else:
-            torch.addmm(out, left, right, out=out)
+    def _weights(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """(columns of the vocabulary, the head's rows for them as an operand)."""
+        vocab = self.weight.shape[0]
+        for start in range(0, vocab, self._slice_rows):
+            columns = slice(start, min(start + self._slice_rows, vocab))
+            yield columns, self.weight[columns].to(self.compute_dtype).to(dtype)
 
-    def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        if self._mixed:
-            torch.mm(left, right, out_dtype=self.accumulator, out=out)
+
+def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """``out = left @ right``, or ``+=``, accumulated in the dtype of `out`."""
+    if left.dtype != out.dtype:
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
         else:
-            torch.mm(left, right, out=out)
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+    elif add:
+        torch.addmm(out, left, right, out=out)
+    else:
+        torch.mm(left, right, out=out)

@@ -75,7 +75,11 @@ class FusedLossMixin:
         if tool_mask is not None:
             scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
             fill = next((logps for logps in scored if logps is not None), None)
-        expected = policy_expectation(config, completion_mask=counted, **self._policy_inputs(inputs, config))
+        try:
+            expected = policy_expectation(config, completion_mask=counted, **self._policy_inputs(inputs, config))
+        except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not; it computes the loss, not we
+            warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=2)
+            expected = None
         return trl_hook.Rows(labelled, labelled.size(0), counted if tool_mask is not None else None, fill, expected)
 
     def _loss_config(self) -> LossConfig | None:
@@ -108,7 +112,9 @@ class FusedLossMixin:
         num_items / world_size * G / steps_per_generation instead: num_items / (world_size * steps_per_generation), with
         that G taken out of both.
         """
-        found = {k: inputs.get(k) for k in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")}
+        found = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
+        if config.masks_off_policy:
+            found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
         corrected = getattr(self, "use_vllm", False) and getattr(self, "vllm_importance_sampling_correction", False)
         if config.loss_type == "vespo" or (corrected and config.loss_type != "gmpo"):
             found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
