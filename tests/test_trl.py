@@ -180,7 +180,7 @@ def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     warned: list[str] = []
-    monkeypatch.setattr(integration.warnings, "warn", lambda text, **_: warned.append(text))
+    monkeypatch.setattr(integration.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
     ours = _history(Ours)
     assert any("not foreseen: advantages: expected shape" in text for text in warned)
     assert max(parity.differences(_history(Stock), ours).values()) <= parity.TOLERANCE
