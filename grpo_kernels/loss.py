@@ -134,11 +134,11 @@ def grpo_loss(
     wants = wanted(hidden, weight, bias)
     graded = policy.may_have_gradient()
     request = Request(rows=rows, config=head, wants=wants, engine=_engine(policy, wants, engine), graded=graded)
-    loss, logps, entropies, evaluation, share = _run(
+    loss, logps, entropies, evaluation, carried = _run(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, request, policy
     )
     positions, layout = tokens.layout.positions, tokens.layout
-    metrics = loss_metrics(config, tokens, entropies.detach()[positions], evaluation, share)
+    metrics = loss_metrics(config, tokens, entropies.detach()[positions], evaluation, carried)
     shape = layout.shape
     return LossOutput(loss, logps.detach().view(shape), entropies.detach().view(shape), metrics, request.engine)
 

@@ -75,7 +75,8 @@ class LinearLogprob(torch.autograd.Function):
 
     ``forward(ctx, hidden, weight, bias, request)`` -> logps (N,), entropies (N,) or None, and the extras. With stored
     gradients for coefficients (a, b) and upstream gradients (g, h), the backward returns c times what is stored plus,
-    by a second sweep, the gradient of what is left: g - c a and h - c b, in the rows where that is more than rounding.
+    by a second sweep, the gradient of what is left: g - c a and h - c b, in the rows where that is more than rounding
+    (`remainder.py`).
     """
 
     @staticmethod
