@@ -22,15 +22,20 @@ def policy_expectation(
     *,
     completion_mask: Tensor,  # (B, T)
     advantages: Tensor,  # (B,) or (B, T)
-    old_per_token_logps: Tensor | None = None,
-    ref_per_token_logps: Tensor | None = None,
-    sampling_per_token_logps: Tensor | None = None,
-    importance_sampling_ratio: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None,  # (B, T)
+    ref_per_token_logps: Tensor | None = None,  # (B, T)
+    sampling_per_token_logps: Tensor | None = None,  # (B, T)
+    importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
     num_items_in_batch: float | Tensor | None = None,
 ) -> Expectation:
     """What to expect for ids of shape (B, T); arguments as in `grpo_loss`.
 
-    Where a token's gradient depends on other tokens, its coefficients are not known, but which rows cannot have any is.
+    Returns:
+        an `Expectation` whose `graded` is (B, T). Where a token's gradient depends on other tokens its `coefficients`
+        are None: they are not known row by row, but which rows cannot have any gradient is.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it.
     """
     check_config(config)
     check_terms(config, ref_per_token_logps)

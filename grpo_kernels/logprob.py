@@ -139,7 +139,10 @@ def linear_logprob_with(
 
     Besides ``"entropy"`` there are, without gradient, ``"log_sum_sq_probs"`` (log of sum p_j^2), ``"mean_logits"`` (z's
     mean over the vocabulary) and ``"is_top1"`` (bool). `gather` makes the context in which a backward that needs
-    the weight again runs; it must make the weight whole (DeepSpeed ZeRO-3).
+    the weight again runs; it must make the weight whole (DeepSpeed ZeRO-3). All results have the shape of `ids`.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it.
     """
     check_head(hidden, weight, bias)
     check_ids("ids", ids, hidden)

@@ -46,7 +46,7 @@ class LossOutput:
 
     Attributes:
         loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).
-        per_token_logps: (B, T) or (N,), detached, 0 where masked.
+        per_token_logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
         entropies: likewise.
         metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
         engine: which engine served the call.
@@ -271,7 +271,10 @@ class GRPOLoss(nn.Module):
         advantages: Tensor,
         **inputs: Any,
     ) -> LossOutput:
-        """`grpo_loss` with this module's config; `inputs` are its other arguments (bias, old_per_token_logps, ...)."""
+        """`grpo_loss` with this module's config; shapes, results and errors as there.
+
+        `inputs` are its other arguments: bias, old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
+        """
         return grpo_loss(
             hidden,
             weight,

@@ -140,7 +140,6 @@ def test_custom_objectives(head: str) -> None:
         cost, engine = nvh(batch(0.0, head), LossConfig(), objective=objective)
         assert engine == name
         assert cost == COST[name][frozen](1.0)
-        assert cost <= (6 if frozen or objective is token else 8)
 
 
 def test_only_the_head_trains() -> None:
