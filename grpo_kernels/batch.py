@@ -77,8 +77,10 @@ class Tokens:
         return self.ids.shape[0]
 
 
-def counted_positions(mask: Tensor) -> Tensor:
-    """Where `mask` is not 0, as places (n,) in it flattened. The one place where a call waits for the device."""
+def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
+    """Where `mask` is not 0, as places (n,) in it flattened: waits for the device to say how many. None: all."""
+    if mask is None:
+        return torch.arange(ids.numel(), device=ids.device)
     return mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
 
 
@@ -101,7 +103,8 @@ def read_tokens(
         TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
     """
     check_ids("completion_ids", completion_ids, hidden)
-    check_mask("completion_mask", completion_mask, completion_ids)
+    if completion_mask is not None:
+        check_mask("completion_mask", completion_mask, completion_ids)
     sequence, column, batch, columns = _sequences(completion_ids, cu_seqlens)
     shape = tuple(completion_ids.shape)
     per_token = {
@@ -121,7 +124,7 @@ def read_tokens(
         check_tensor("importance_sampling_ratio", ratio, like=hidden, floating=True)
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
-    positions = counted_positions(completion_mask)
+    positions = counted_positions(completion_mask, completion_ids)
     layout = Layout(positions, sequence[positions], column[positions], batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:  # (B,) where that could also be (N,), but (B, T) where it could be (B, 1)

@@ -90,6 +90,10 @@ class CustomObjective:
         result = part.evaluate(logps, entropies)
         return result.a, result.b
 
+    def token_loss(self) -> None:
+        """None: a row kernel cannot call a function of the user's."""
+        return None
+
     def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """The loss and its gradient, by autograd, at `logps`, `entropies`, (n,) each."""
         if torch.is_inference_mode_enabled():  # there is no gradient to want

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.rows import STATISTICS, RowStats
+from grpo_kernels.backends.rows import STATISTICS, DotRowBackend, RowStats
 from grpo_kernels.batch import counted_positions
 from grpo_kernels.checks import (
     check_budget,
@@ -29,10 +29,9 @@ from grpo_kernels.checks import (
 )
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.functions import Gather, LinearLogprob, Request
+from grpo_kernels.engine.memory import WORKSPACE_BYTES, default_workspace, is_tight
 from grpo_kernels.engine.plan import Coupling, choose_engine
 from grpo_kernels.engine.sweep import Coefficients, HeadConfig, Rows, Wants
-
-WORKSPACE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def linear_logprob(
     logits_dtype: str = "float32",
     engine: str = "auto",
     backend: str = "auto",
-    workspace_bytes: int = WORKSPACE_BYTES,
+    workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``log softmax(z)[id]`` and the entropy of ``softmax(z)``, without the (tokens, vocabulary) logits in memory.
 
@@ -90,7 +89,8 @@ def linear_logprob(
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
         engine: ``"auto"`` or one of `grpo_kernels.engine.plan.ENGINES`.
         backend: ``"auto"`` or the name of a row backend.
-        workspace_bytes: bound on temporary memory, whatever the number of tokens.
+        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU, where the
+            weight trains, 4 V H bytes, but at least that and at most 2 GiB.
 
     Returns:
         logps (...) and entropies (...), fp32 (fp64 for fp64 inputs), 0 where masked; the second None if not asked for.
@@ -132,7 +132,7 @@ def linear_logprob_with(
     logits_dtype: str = "float32",
     engine: str = "auto",
     backend: str = "auto",
-    workspace_bytes: int = WORKSPACE_BYTES,
+    workspace_bytes: int | None = None,
     gather: Gather = nullcontext,
 ) -> dict[str, Tensor]:
     """`linear_logprob` with a choice of `outputs`, in the same pass: a dict with ``"logps"`` and those asked for.
@@ -158,25 +158,19 @@ def linear_logprob_with(
         logit_scale=logit_scale,
         logits_dtype=logits_dtype,
     )
-    config = head_config(hidden, weight, spec, backend, workspace_bytes)
-    if mask is None:
-        positions = torch.arange(ids.numel(), device=ids.device)
-    else:
-        positions = counted_positions(mask)
+    wants = wanted(hidden, weight, bias)
+    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes)
+    positions = counted_positions(mask, ids)
     inv_t = _row_temperatures(temperature, ids, positions, config) if per_row else 1.0 / spec.temperature
     rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
-    wants = wanted(hidden, weight, bias)
     if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and "entropy" not in outputs)):
         pair = "(a, b)" if "entropy" in outputs else "(a, None) since there is no entropy"
         raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
     coefficients, graded, expects_entropy = _read_expected(expected, ids, positions, config.accumulator)
     coupling = Coupling.COUPLED if coefficients is None else Coupling.TOKEN
-    engine = choose_engine(
-        coupling,
-        hidden_trains=wants.hidden,
-        head_trains=wants.head,
-        entropy_gradient=expects_entropy,
-        engine=engine,
+    only_logps = set(outputs) <= {"entropy"}
+    engine = pick_engine(
+        coupling, wants, config, weight, entropy_gradient=expects_entropy, engine=engine, only_logps=only_logps
     )
     request = Request(
         rows=rows,
@@ -196,14 +190,18 @@ def linear_logprob_with(
     return {name: x.view(ids.shape) for name, x in results.items()}
 
 
-def head_config(hidden: Tensor, weight: Tensor, spec: LossConfig, backend: str, workspace_bytes: int) -> HeadConfig:
+def head_config(
+    hidden: Tensor, weight: Tensor, wants: Wants, spec: LossConfig, backend: str, workspace_bytes: int | None
+) -> HeadConfig:
     """How rows are projected: the head's options of `spec`, and the dtype that autocast or the tensors ask for."""
+    if workspace_bytes is None:
+        workspace_bytes = default_workspace(weight, wants)
     check_budget(workspace_bytes)
-    chosen, _ = choose_backend(backend, hidden.device)
     device = hidden.device.type
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
+    chosen, _ = choose_backend(backend, hidden.device, dtype)
     return HeadConfig(
         backend=chosen,
         compute_dtype=dtype,
@@ -211,6 +209,28 @@ def head_config(hidden: Tensor, weight: Tensor, spec: LossConfig, backend: str, 
         scale=float(spec.logit_scale),
         softcap=spec.final_logit_softcapping,
         round_logits=spec.logits_dtype == "input" and dtype.itemsize < 4,
+    )
+
+
+def pick_engine(
+    coupling: Coupling,
+    wants: Wants,
+    config: HeadConfig,
+    weight: Tensor,
+    *,
+    entropy_gradient: bool,
+    engine: str,
+    only_logps: bool = True,
+) -> str:
+    """`choose_engine` for this head, on this device."""
+    return choose_engine(
+        coupling,
+        hidden_trains=wants.hidden,
+        head_trains=wants.head,
+        entropy_gradient=entropy_gradient,
+        tight_memory=is_tight(weight, wants, config.workspace_bytes),
+        scores_without_logits=only_logps and isinstance(config.backend, DotRowBackend),
+        engine=engine,
     )
 
 

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.aggregate import check_num_items, token_weights
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.rows import FusedRowBackend, RowStats
 from grpo_kernels.batch import Tokens, read_tokens
 from grpo_kernels.checks import check_config, check_head, check_terms
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.functions import LinearLogprob, OnePassLoss, Request
-from grpo_kernels.engine.plan import Coupling, choose_engine
-from grpo_kernels.engine.sweep import Coefficients, Wants
-from grpo_kernels.logprob import WORKSPACE_BYTES, head_config, read_rows, wanted
+from grpo_kernels.engine.plan import Coupling
+from grpo_kernels.engine.sweep import Coefficients, HeadConfig, Wants
+from grpo_kernels.logprob import head_config, pick_engine, read_rows, wanted
 from grpo_kernels.metrics import Metrics, loss_metrics
 from grpo_kernels.objective import Evaluation, PolicyObjective
 
@@ -63,7 +63,7 @@ def grpo_loss(
     hidden: Tensor,  # (B, T, H), or packed (N, H)
     weight: Tensor,  # (V, H)
     completion_ids: Tensor,  # (B, T) or (N,)
-    completion_mask: Tensor,  # (B, T) or (N,)
+    completion_mask: Tensor | None,  # (B, T) or (N,)
     advantages: Tensor,  # (B,) or (B, T) or (N,)
     *,
     bias: Tensor | None = None,  # (V,)
@@ -77,7 +77,7 @@ def grpo_loss(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     engine: str = "auto",
     backend: str = "auto",
-    workspace_bytes: int = WORKSPACE_BYTES,
+    workspace_bytes: int | None = None,
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -88,7 +88,8 @@ def grpo_loss(
         hidden: hidden states that predict `completion_ids` (aligned: nothing is shifted here), floating.
         weight, bias: the head.
         completion_ids: integers; those that count must lie in [0, V).
-        completion_mask: bool, int or float; non-zero counts.
+        completion_mask: bool, int or float; non-zero counts. None: every position does, without waiting for the device
+            to say how many.
         advantages: one a sequence or one a token; packed with N = B, one a sequence.
         old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
         ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0.
@@ -116,7 +117,8 @@ def grpo_loss(
     check_terms(config, ref_per_token_logps, objective)
     check_head(hidden, weight, bias, ranks=(3,) if cu_seqlens is None else (2,))
     check_num_items(num_items_in_batch)
-    head = head_config(hidden, weight, config, backend, workspace_bytes)
+    wants = wanted(hidden, weight, bias)
+    head = head_config(hidden, weight, wants, config, backend, workspace_bytes)
     tokens = read_tokens(
         hidden,
         completion_ids,
@@ -131,9 +133,13 @@ def grpo_loss(
     )
     rows = read_rows("completion_ids", tokens.ids, tokens.layout.positions, weight.shape[0], 1.0 / config.temperature)
     policy = _objective(config, tokens, num_items_in_batch, objective)
-    wants = wanted(hidden, weight, bias)
-    graded = policy.may_have_gradient()
-    request = Request(rows=rows, config=head, wants=wants, engine=_engine(policy, wants, engine), graded=graded)
+    request = Request(
+        rows=rows,
+        config=head,
+        wants=wants,
+        engine=_engine(policy, wants, head, weight, engine),
+        graded=policy.may_have_gradient(),
+    )
     loss, logps, entropies, evaluation, carried = _run(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, request, policy
     )
@@ -155,16 +161,11 @@ def _objective(
     return PolicyObjective(config, tokens, weights)
 
 
-def _engine(policy: Objective, wants: Wants, engine: str) -> str:
+def _engine(policy: Objective, wants: Wants, head: HeadConfig, weight: Tensor, engine: str) -> str:
     coupling = Coupling.KNOWN if policy.is_known else Coupling.COUPLED if policy.couples_tokens else Coupling.TOKEN
     only_hidden = wants.hidden and not wants.head  # where it matters; asking a custom objective evaluates it
-    return choose_engine(
-        coupling,
-        hidden_trains=wants.hidden,
-        head_trains=wants.head,
-        entropy_gradient=only_hidden and policy.has_entropy_gradient,
-        engine=engine,
-    )
+    entropy_gradient = only_hidden and policy.has_entropy_gradient
+    return pick_engine(coupling, wants, head, weight, entropy_gradient=entropy_gradient, engine=engine)
 
 
 def _run(
@@ -186,10 +187,15 @@ def _run(
 
         def finish(stats: RowStats) -> Tensor:
             assert stats.entropies is not None
-            done.append(policy.evaluate(stats.logps, stats.entropies))
+            if token_loss is None:
+                done.append(policy.evaluate(stats.logps, stats.entropies))
+            else:
+                assert isinstance(policy, PolicyObjective)
+                done.append(policy.assemble(stats.extras, stats.entropies))
             return done[0].loss.clone()  # what is returned gets attached to the graph, the evaluation must not
 
-        request = replace(request, coefficients=coefficients)
+        token_loss = policy.token_loss() if isinstance(request.config.backend, FusedRowBackend) else None
+        request = replace(request, coefficients=coefficients, token_loss=token_loss)
         loss, logps, entropies = OnePassLoss.apply(hidden, weight, bias, request, finish)
         assert request.graded is not None
         return loss, logps, entropies, done[0], request.graded.sum()
@@ -198,7 +204,9 @@ def _run(
     evaluation = policy.evaluate(logps.detach()[positions], entropies.detach()[positions])
     loss = _ObjectiveLoss.apply(logps, entropies, positions, evaluation)
     moved = evaluation.a != 0 if evaluation.b is None else (evaluation.a != 0) | (evaluation.b != 0)
-    carried = {"score": torch.zeros_like(moved), "frozen": request.graded, "two_pass": moved}[request.engine]
+    if request.engine in ("score", "score_dot"):
+        moved = torch.zeros_like(moved)
+    carried = request.graded if request.engine == "frozen" else moved
     assert carried is not None
     return loss, logps, entropies, evaluation, carried.sum()
 
@@ -252,7 +260,7 @@ class GRPOLoss(nn.Module):
         objective: Callable[[TokenInputs], Tensor] | None = None,
         engine: str = "auto",
         backend: str = "auto",
-        workspace_bytes: int = WORKSPACE_BYTES,
+        workspace_bytes: int | None = None,
         **fields: Any,
     ) -> None:
         super().__init__()
@@ -267,7 +275,7 @@ class GRPOLoss(nn.Module):
         hidden: Tensor,
         weight: Tensor,
         completion_ids: Tensor,
-        completion_mask: Tensor,
+        completion_mask: Tensor | None,
         advantages: Tensor,
         **inputs: Any,
     ) -> LossOutput:

@@ -27,6 +27,7 @@ from torch import Tensor
 from grpo_kernels import surrogates
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
+from grpo_kernels.token_loss import TokenLoss
 
 LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
 
@@ -87,11 +88,11 @@ class PolicyObjective:
         return self.on_policy and self.config.beta == 0.0 and not self.couples_tokens
 
     @cached_property
-    def _on_policy_a(self) -> Tensor:
-        """(n,) d (policy term) / d logp where every ratio is 1: it depends on no log-probability."""
+    def _at_ratio_one(self) -> Evaluation:
+        """The policy term where every ratio is 1: its derivative a depends on no log-probability."""
         only_policy = replace(self.config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
-        return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing).a
+        return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing)
 
     def may_have_gradient(self) -> Tensor:
         """(n,) bool: False where a = b = 0 is certain before the forward."""
@@ -99,7 +100,7 @@ class PolicyObjective:
         if config.beta != 0.0 or self.has_entropy_gradient:
             return torch.ones_like(tokens.advantages, dtype=torch.bool)
         if self.is_known:
-            return self._on_policy_a != 0
+            return self._at_ratio_one.a != 0
         moves = tokens.advantages != 0
         if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
             moves &= tokens.importance_sampling_ratio != 0
@@ -110,14 +111,63 @@ class PolicyObjective:
     def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         """(a, b) of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
         assert not self.couples_tokens
-        b = torch.full_like(logps, -self.config.entropy_coef / len(self.tokens)) if self.has_entropy_gradient else None
+        b = torch.full_like(logps, self._b) if self.has_entropy_gradient else None
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
         if not self.on_policy:
             return part.evaluate(logps, entropies).a, b
-        a = self._on_policy_a[index]
+        a = self._at_ratio_one.a[index]
         if self.config.beta != 0.0:
             a = a + part._kl(_LogRatio(None, torch.zeros_like(logps)), logps)[1]
         return a, b
+
+    @property
+    def _b(self) -> float:
+        """d loss / d entropy of every token, where no mask chooses among them."""
+        return -self.config.entropy_coef / max(1, len(self.tokens))
+
+    @property
+    def _is_linear(self) -> bool:
+        """Whether the policy term is a constant times logp, rather than a function of the ratio."""
+        return self.config.loss_type in ("cispo", "vespo")
+
+    def token_loss(self) -> TokenLoss | None:
+        """What a row kernel needs to compute this loss by itself; None if tokens are coupled."""
+        if self.couples_tokens:
+            return None
+        config, tokens = self.config, self.tokens
+        if self.on_policy:
+            surrogate = "linear" if self._is_linear else "constant"
+        else:
+            surrogate = config.loss_type if config.loss_type in ("cispo", "sapo") else "clipped"
+        return TokenLoss(
+            surrogate=surrogate,
+            kl=config.kl_estimator if config.beta != 0.0 else None,
+            corrects_kl=config.corrects_kl,
+            advantages=self._at_ratio_one.a if self.on_policy else tokens.advantages,
+            weights=self.weights,
+            old=tokens.old_per_token_logps,
+            ref=tokens.ref_per_token_logps if config.beta != 0.0 else None,
+            gate=None if self.on_policy else tokens.importance_sampling_ratio,
+            clip_low=1 - config.epsilon,
+            clip_high=config.clip_high if config.loss_type == "cispo" else 1 + config.clip_high,
+            delta=math.inf if config.delta is None else config.delta,
+            tau_pos=config.sapo_temperature_pos,
+            tau_neg=config.sapo_temperature_neg,
+            beta=config.beta,
+            b=self._b if self.has_entropy_gradient else 0.0,
+        )
+
+    def assemble(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
+        """What `evaluate` returns, from the terms (n,) that a row kernel made of `token_loss`."""
+        policy_loss, known = terms["loss"].sum(), Terms()
+        if self.on_policy:
+            known = self._at_ratio_one.terms
+            if not self._is_linear:
+                policy_loss = policy_loss + self._at_ratio_one.policy_loss
+        bonus, b = self._entropy_bonus(entropies, None)
+        log_ratio = terms["log_ratio"]
+        found = Terms(log_ratio, log_ratio, terms.get("kl"), known.phi, known.on_policy_keep)
+        return Evaluation(policy_loss if bonus is None else policy_loss - bonus, terms["a"], b, policy_loss, found)
 
     def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies`, (n,) each."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 from importlib import metadata
-from typing import Any
 
 import torch
 
 import grpo_kernels
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.loss import grpo_loss
+from grpo_kernels.engine.memory import MOST_WORKSPACE_BYTES, WORKSPACE_BYTES
 
 PACKAGES = (
     "grpo-kernels", "torch", "triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy",
@@ -89,6 +87,6 @@ def _backend(device: torch.device) -> str:
 
 
 def _default_workspace() -> str:
-    """Read off the public function, so that it cannot drift from it."""
-    default: Any = inspect.signature(grpo_loss).parameters["workspace_bytes"].default
-    return f"{default / 2**20:.0f} MiB"
+    """What `workspace_bytes=None` stands for."""
+    least, most = (f"{size / 2**20:.0f} MiB" for size in (WORKSPACE_BYTES, MOST_WORKSPACE_BYTES))
+    return f"{least} (on a GPU with a trainable head 4 V H bytes, up to {most})"

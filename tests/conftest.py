@@ -16,6 +16,10 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before Triton is imported: its kernels then run in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from torch.utils import deterministic
 
 SEED = 20240203

@@ -144,7 +144,7 @@ PER_TOKEN = [
     Wrong("logprob", "ids", lambda x: x.T),
     Wrong("logprob", "ids", with_id(V), got=str(V)),
     Wrong("logprob", "ids", with_id(-100), got="-100", also={"mask": None}),
-    Wrong("loss", "completion_mask", None, TypeError, "NoneType"),
+    Wrong("loss", "completion_mask", lambda x: x.tolist(), TypeError, "list"),
     Wrong("loss", "completion_mask", lambda x: x[:, 0]),
     Wrong("loss", "completion_mask", as_complex, TypeError),
     Wrong("loss", "completion_mask", sparse, TypeError),

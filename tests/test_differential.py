@@ -23,7 +23,7 @@ from tests.reference_terms import pick, settings
 from tests.tolerance import Bounds, assert_matches, bounds_of, compare
 from tests.trl_oracle import in_domain, trl_loss
 
-ENGINES = ("score", "frozen", "one_pass", "two_pass")
+ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 20, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 SPLITTABLE = [c for c in fixed_cases() if c.group in "ABD" and not c.frozen and c.completion_mask.numel()]
@@ -64,7 +64,7 @@ def allowed_engines(case: Case) -> set[str]:
     if o.off_policy_mask_threshold is not None:
         coupled |= not on_policy or case.sampling_per_token_logps is not None
     coupled |= (corrected and by_sequence) if on_policy else by_sequence or o.loss_type in ("vespo", "gmpo")
-    allowed = {"two_pass"} if coupled else {"two_pass", "one_pass"}
+    allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
     if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains):
         allowed.add("frozen")
     return allowed if trains else allowed | {"score"}
@@ -137,7 +137,7 @@ def test_random_cases(block: int) -> None:
     def one_block(seed: int) -> None:
         hypothesis.note(f"replay: check(random_case({seed}))")
         case = random_case(seed)
-        check(case, ("auto", ENGINES[seed % 4]))
+        check(case, ("auto", ENGINES[seed % 5]))
 
     one_block()
 

@@ -142,6 +142,23 @@ def test_custom_objectives(head: str) -> None:
         assert cost == COST[name][frozen](1.0)
 
 
+@pytest.mark.parametrize("coupling", list(Coupling))
+def test_tight_memory_chooses_lean_where_the_head_trains(coupling: Coupling) -> None:
+    options = {"hidden_trains": True, "entropy_gradient": False, "tight_memory": True}
+    assert choose_engine(coupling, **options, head_trains=True) == "lean"
+    assert choose_engine(coupling, **options, head_trains=False) == "frozen"
+
+
+@pytest.mark.parametrize("head", ["trainable", "frozen"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_lean_costs_what_two_passes_cost(level: str, head: str) -> None:
+    inputs = batch(0.5, head) | {"old_per_token_logps": torch.full((B, T), -4.2)}
+    config = LossConfig(importance_sampling_level=level, epsilon=100.0)
+    for budget in (2**12, 2**16, 2**29):  # several slices of the vocabulary, and one
+        cost, engine = nvh(inputs, config, engine="lean", workspace_bytes=budget)
+        assert (cost, engine) == (COST["two_pass"][head == "frozen"](0.5), "lean")
+
+
 def test_only_the_head_trains() -> None:
     """No product for d hidden: 2 + 2s in one pass."""
     inputs = batch(0.5, "trainable")
@@ -167,4 +184,7 @@ def test_choose_engine_refuses_what_would_be_wrong() -> None:
         choose_engine(Coupling.KNOWN, **trains, engine="fast")
     for engine in ENGINES:  # without a gradient nothing but the forward is done, whatever was asked
         none = {"hidden_trains": False, "head_trains": False, "entropy_gradient": False}
-        assert choose_engine(Coupling.KNOWN, **none, engine=engine) == "score"
+        wanted = engine if engine == "score_dot" else "score"
+        assert choose_engine(Coupling.KNOWN, **none, scores_without_logits=True, engine=engine) == wanted
+    with pytest.raises(ValueError, match="triton backend"):
+        choose_engine(Coupling.KNOWN, **none, engine="score_dot")

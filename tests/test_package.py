@@ -43,7 +43,7 @@ POLICY = {"objective", "surrogates", "custom", "aggregate", "metrics", "batch"} 
 HEAD = {"engine", "backends"}  # the vocabulary, no policy
 NEVER = {
     **dict.fromkeys(POLICY, HEAD | ENTRIES),
-    **dict.fromkeys(("config", "presets", "checks", "distributed"), HEAD | ENTRIES | POLICY),
+    **dict.fromkeys(("config", "presets", "checks", "distributed", "token_loss"), HEAD | ENTRIES | POLICY),
     **dict.fromkeys(("advantages", "rewards", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}),
     "engine": POLICY | ENTRIES | {"config", "presets"},
     "backends": POLICY | ENTRIES | {"config", "presets", "engine"},

@@ -1,41 +1,77 @@
 """Row backends: what is done to a chunk of logits, row by row, between the matrix products.
 
-A backend knows no objective and no matrix product. Its three methods are called in this order on one chunk::
+A backend knows no matrix product, and of the loss only two numbers a row. It is called in this order on one chunk::
 
-    prepare_(logits, transform)                       raw projection -> the backend's own form of the scaled logits
-    stats(logits, ids, ...)         -> RowStats       log-probability, entropy, what `grad_` needs
-    grad_(logits, ids, stats, a, b, transform)        in place: scaled logits -> d loss / d raw projection
+    prepare_(logits, transform)                              raw projection -> what the backend wants to read
+    stats(logits, ids, transform, ...)    -> RowStats        log-probability, entropy, what `grad` needs
+    grad(logits, ids, stats, a, b, transform, out)           out = d loss / d raw projection
 
-`torch_rows.TorchRows` runs anywhere and is the oracle for every other backend.
+or, for a loss that can be described by a `TokenLoss` and a backend that fuses, ``fused`` in place of the last two.
+`torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.TritonRows` runs on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import importlib.util
+
+import torch
 
 from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 
-if TYPE_CHECKING:
-    import torch
-
-BACKENDS: dict[str, RowBackend] = {"torch": TorchRows()}
+BACKENDS = ("torch", "triton")
 
 
-def choose_backend(name: str, device: torch.device) -> tuple[RowBackend, str]:
-    """The row backend to use on `device`, and why, in words.
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[RowBackend, str]:
+    """The row backend to use for logits of `dtype` on `device`, and why, in words.
 
     Args:
-        name: ``"auto"``, or the name of one backend, which is then used or refused.
+        name: ``"auto"``, or the name of one of `BACKENDS`, which is then used or refused.
 
     Raises:
-        ValueError: no backend of that name.
+        ValueError: no backend of that name, or one that cannot serve here.
     """
-    if name == "auto":
-        return BACKENDS["torch"], f"the only backend for {device.type} tensors in this version"
-    if name not in BACKENDS:
+    if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {name!r}")
-    return BACKENDS[name], "asked for"
+    if name == "torch":
+        return _backend("torch"), "asked for"
+    refusal = _triton_refusal(device, dtype, interpreted=name == "triton")
+    if name == "triton":
+        if refusal is not None:
+            raise ValueError(f"backend: expected one that can serve here, got 'triton': {refusal}")
+        return _backend("triton"), "asked for"
+    if refusal is None:
+        return _backend("triton"), f"{device.type} tensors and Triton is installed"
+    return _backend("torch"), f"not triton: {refusal}"
+
+
+def _triton_refusal(device: torch.device, dtype: torch.dtype, *, interpreted: bool) -> str | None:
+    """Why the Triton kernels cannot run, or None if they can; on a CPU only if Triton's interpreter may do."""
+    if dtype == torch.float64:
+        return "its kernels compute in float32, and these inputs ask for float64"
+    if device.type != "cuda" and not interpreted:
+        return f"it serves GPUs, and these are {device.type} tensors"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and not _is_interpreted():
+        return f"it needs a GPU, or TRITON_INTERPRET=1 before Triton is imported, and these are {device.type} tensors"
+    return None
+
+
+def _is_interpreted() -> bool:
+    from grpo_kernels.backends.triton_rows import INTERPRETED
+
+    return INTERPRETED
+
+
+@functools.cache
+def _backend(name: str) -> RowBackend:
+    if name == "torch":
+        return TorchRows()
+    from grpo_kernels.backends.triton_rows import TritonRows  # not at import: Triton is found when it is needed
+
+    return TritonRows()
 
 
 __all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "choose_backend"]

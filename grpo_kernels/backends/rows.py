@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from grpo_kernels.token_loss import TokenLoss
 
 STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """``z = softcap(scale * x) / temperature`` of the raw projection x, with ``softcap(x) = cap * tanh(x / cap)``."""
+    """``z = softcap(scale * round(x + bias)) / temperature`` of the raw projection x.
+
+    ``softcap(x) = cap * tanh(x / cap)``.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
     inv_temperature: float | Tensor = 1.0  # a number, or (n, 1): one a row
+    bias: Tensor | None = None  # (V,), contiguous, in the accumulator's dtype
+    rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
-    extras: dict[str, Tensor] = field(default_factory=dict)  # those of STATISTICS that were asked for
+    extras: dict[str, Tensor] = field(default_factory=dict)  # of STATISTICS, or a fused loss's terms
 
     def rows(self, index: Tensor | slice) -> RowStats:
         """The statistics of the rows at `index`."""
@@ -55,24 +62,64 @@ class RowStats:
 
 
 class RowBackend(Protocol):
-    """Row work on a chunk of logits (n, V) of dtype fp32 (fp64 for fp64 inputs), contiguous; n is at least 4."""
+    """Row work on a chunk of logits (n, V), fp32 (fp64 for fp64 inputs), the rows contiguous; n is at least 4."""
 
     name: str
 
     def scratch_rows(self, n: int, vocab: int) -> int:
-        """Temporary memory that `stats` and `grad_` need besides a chunk of `n` rows, in rows of logits."""
+        """Temporary memory that `stats` and `grad` need besides a chunk of `n` rows, in rows of logits."""
         ...
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Turn the raw projection into the form that `stats` and `grad_` read, in place."""
+        """Turn the raw projection into the form that the other methods read, in place."""
         ...
 
-    def stats(self, logits: Tensor, ids: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+    def stats(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
+    ) -> RowStats:
         """Reduce each row; `ids` (n,) int64 in [0, V)."""
         ...
 
-    def grad_(
-        self, logits: Tensor, ids: Tensor, stats: RowStats, a: Tensor, b: Tensor | None, transform: LogitTransform
+    def grad(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        first_id: int = 0,
     ) -> None:
-        """Overwrite the chunk with d loss / d (raw projection); a = d loss / d logp, b = d loss / d entropy, (n,)."""
+        """``out = d loss / d (raw projection)``; a = d loss / d logp, b = d loss / d entropy, (n,).
+
+        `out` (n, V) may be `logits` itself, or another tensor, of 16 bits too; `logits` is lost either way. `first_id`
+        is the id of the first column: a part of the vocabulary has no target in rows whose id lies elsewhere.
+        """
+        ...
+
+
+@runtime_checkable
+class FusedRowBackend(RowBackend, Protocol):
+    """One that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
+
+    def fused(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
+    ) -> RowStats:
+        """`stats`, the loss of each row, and `grad` where `out` is given, at once; the loss's terms are the extras.
+
+        An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
+        """
+        ...
+
+
+@runtime_checkable
+class DotRowBackend(RowBackend, Protocol):
+    """One that can also do the projection, without logits in memory."""
+
+    def score_dot(
+        self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool
+    ) -> RowStats:
+        """`stats` of ``hidden @ weight.T``, (n, H) and (V, H) of one dtype, not float64; accumulated in fp32."""
         ...

@@ -22,6 +22,7 @@ from grpo_kernels.backends.rows import LogitTransform, RowStats
 
 BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
 LEAST_BLOCK_ROWS = 3
+ROUNDED_ROWS = 16  # at a time, where logits are rounded
 LOWEST = -1e4  # exp of it is 0 in every dtype, and 0 * it is 0, which 0 * -inf is not
 
 
@@ -35,13 +36,20 @@ class TorchRows:
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         cap, inv_t = transform.softcap, transform.inv_temperature
+        if transform.bias is not None:
+            logits.add_(transform.bias)
+        if transform.rounded_to is not None:
+            for block in logits.split(ROUNDED_ROWS):
+                block.copy_(block.to(transform.rounded_to))
         factor = transform.scale * (inv_t if cap is None else 1.0 / cap)
         if isinstance(factor, Tensor) or factor != 1.0:
             logits.mul_(factor)
         if cap is not None:
             logits.tanh_().mul_(cap * inv_t)
 
-    def stats(self, logits: Tensor, ids: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+    def stats(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
+    ) -> RowStats:
         n, vocab = logits.shape
         names = ["logps", "max_logit", "log_sum", *(["entropies"] if entropy else [])]
         out = {name: logits.new_empty(n) for name in names}
@@ -59,10 +67,20 @@ class TorchRows:
             )
         return RowStats(**out, extras=more)
 
-    def grad_(
-        self, logits: Tensor, ids: Tensor, stats: RowStats, a: Tensor, b: Tensor | None, transform: LogitTransform
+    def grad(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        first_id: int = 0,
     ) -> None:
         n, vocab = logits.shape
+        columns = ids - first_id
         # d raw = d z * dz/draw: the part that is the same for the whole row goes into a and b
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
@@ -73,7 +91,7 @@ class TorchRows:
             slope, exps = scratch[:, : block.stop - block.start]
             _block_grad_(
                 logits[block],
-                ids[block, None],
+                columns[block, None],
                 stats.rows(block),
                 a[block, None],
                 None if b is None else b[block, None],
@@ -82,6 +100,8 @@ class TorchRows:
                 slope,
                 exps,
             )
+        if out is not logits:
+            out.copy_(logits)
 
 
 def _block_stats(
@@ -118,7 +138,7 @@ def _block_stats(
 
 def _block_grad_(
     z: Tensor,  # (r, V) scaled logits, overwritten
-    ids: Tensor,  # (r, 1)
+    columns: Tensor,  # (r, 1) where the target stands; it may lie outside
     stats: RowStats,  # of these rows
     a: Tensor,  # (r, 1)
     b: Tensor | None,  # (r, 1)
@@ -141,7 +161,9 @@ def _block_grad_(
         torch.exp(z, out=exps)
         z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-b).sub_(a).mul_(exps.mul_(inv_sum))
         target = target - b * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
-    z.scatter_(1, ids, target)
+    here = (columns >= 0) & (columns < z.shape[1])
+    columns = torch.where(here, columns, 0)
+    z.scatter_(1, columns, torch.where(here, target, z.gather(1, columns)))
     if softcap is not None:
         z.mul_(slope)
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.rows import DotRowBackend, RowStats
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.remainder import Remainder, split_off
+from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import Coefficients, CoefficientsOf, Gradients, Head, HeadConfig, Rows, Wants, sweep
+from grpo_kernels.token_loss import TokenLoss
 
 Gather = Callable[[], AbstractContextManager[Any]]
 
@@ -32,6 +34,7 @@ class Request:
     entropy: bool = True
     extras: tuple[str, ...] = ()
     coefficients: CoefficientsOf | None = None  # the true ones for `OnePassLoss`, the expected for `LinearLogprob`
+    token_loss: TokenLoss | None = None  # `OnePassLoss`: the same for a backend that fuses; its terms reach `finish`
     graded: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
     gather: Gather = nullcontext  # within it the weight is whole, also in the backward (ZeRO-3)
 
@@ -91,7 +94,7 @@ class LinearLogprob(torch.autograd.Function):
         head = Head(hidden, weight, bias)
         stats, grads, graded, expected = _forward_sweeps(head, request)
         ctx.request, ctx.like = request, _Like.of(head)
-        if request.engine != "score":
+        if request.engine not in ("score", "score_dot"):
             stored = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
             known = (stats.logps, stats.max_logit, stats.log_sum, stats.entropies)
             ctx.save_for_backward(hidden, weight, bias, *stored, graded, *known, *(expected or (None, None)))
@@ -117,9 +120,13 @@ class LinearLogprob(torch.autograd.Function):
 
         def recompute(a: Tensor, b: Tensor | None) -> tuple[Gradients, Tensor]:
             """The gradient of the rows where a or b is not 0, and their places."""
-            places = (a != 0 if b is None else (a != 0) | (b != 0)).nonzero()[:, 0]
+            places = _places(a != 0 if b is None else (a != 0) | (b != 0))
             picked = a[places], None if b is None else b[places]
             with request.gather():
+                if request.engine == "lean":
+                    return sweep_slices(
+                        head, rows.at(places), request.config, known.rows(places), *picked, wants
+                    ), places
                 _, grads = sweep(
                     head,
                     rows.at(places),
@@ -131,19 +138,22 @@ class LinearLogprob(torch.autograd.Function):
             assert grads is not None
             return grads, places
 
-        if request.engine == "two_pass":
+        if request.engine in ("two_pass", "lean"):
             total, places = recompute(g, h)
             return *_finish(total, ctx.like, rows.positions[places]), None
         if request.engine == "frozen":  # what is stored is d logp / d hidden, row by row
             scaled = _scale(stored, g[graded, None], overwrite=not _graph_is_kept())
             rest = Remainder(g.index_fill(0, graded, 0.0), h)
+            complete = h is None and graded.shape[0] == len(rows)  # then there is nothing to ask the device for
+            left = not complete and rest.size(g, h)[0]
         else:
             c, rest = split_off(g, h, (expected[0], expected[1]))
-            if rest.exceeds(g, h):  # what is stored is far larger than what is wanted: nothing of it would survive
+            left, far = rest.size(g, h)
+            if far:  # what is stored is far larger than what is wanted: nothing of it would survive
                 total, places = recompute(g, h)
                 return *_finish(total, ctx.like, rows.positions[places]), None
             scaled = _scale(stored, c, overwrite=not _graph_is_kept())
-        if not rest.any():
+        if not left:
             return *_finish(scaled, ctx.like, rows.positions[graded]), None
         more, places = recompute(rest.a, rest.b)
         total = _merge(scaled, graded, more, places, len(rows), None if rest.b is not None else (g / rest.a)[places])
@@ -168,16 +178,27 @@ class _Like:
 def _forward_sweeps(head: Head, request: Request) -> tuple[RowStats, Gradients | None, Tensor, Coefficients | None]:
     """Statistics of all rows; gradients of the graded ones, their places, and the coefficients used on all rows."""
     rows, every = request.rows, torch.arange(len(request.rows), device=request.rows.positions.device)
+    token_loss = request.token_loss
 
     def score(index: Tensor) -> RowStats:
-        stats, _ = sweep(head, rows.at(index), request.config, entropy=request.entropy, extras=request.extras)
+        stats, _ = sweep(
+            head,
+            rows.at(index),
+            request.config,
+            entropy=request.entropy,
+            extras=request.extras,
+            token_loss=None if token_loss is None else token_loss.at(index),
+        )
         return stats
 
-    if request.engine in ("score", "two_pass"):
+    if request.engine == "score_dot":
+        return _score_without_logits(head, rows, request), None, every[:0], None
+    if request.engine in ("score", "two_pass", "lean"):
         return score(every), None, every[:0], None
     graded, others = every, every[:0]
     if request.graded is not None:
-        graded, others = request.graded.nonzero()[:, 0], (~request.graded).nonzero()[:, 0]
+        graded = _places(request.graded)
+        others = request.graded.to(torch.uint8).argsort(stable=True)[: len(rows) - graded.shape[0]]
     zeros = head.hidden.new_zeros(len(rows), dtype=request.config.accumulator)
     used: dict[int, Tensor] = {0: zeros}
 
@@ -198,11 +219,30 @@ def _forward_sweeps(head: Head, request: Request) -> tuple[RowStats, Gradients |
         entropy=request.entropy,
         extras=request.extras,
         coefficients=coefficients,
+        token_loss=None if token_loss is None else token_loss.at(graded),
         wants=Wants(hidden=True) if request.engine == "frozen" else request.wants,
     )
     if others.numel() > 0:
         stats = _interleave(stats, graded, score(others), others)
     return stats, grads, graded, (used[0], used.get(1))
+
+
+def _score_without_logits(head: Head, rows: Rows, request: Request) -> RowStats:
+    config = request.config
+    assert isinstance(config.backend, DotRowBackend)
+    hidden, weight = head.hidden[rows.positions].to(config.compute_dtype), head.weight.to(config.compute_dtype)
+    transform = config.transform(head.row_bias(config.accumulator), rows.inv_temperature)
+    stats = config.backend.score_dot(hidden, weight.contiguous(), rows.ids, transform, entropy=request.entropy)
+    if rows.invalid is not None:
+        stats.logps.masked_fill_(rows.invalid, torch.nan)
+    return stats
+
+
+def _places(chosen: Tensor) -> Tensor:
+    """Where `chosen` (n,) is True. Waits for the device, to learn how many; a CUDA graph cannot, and takes all."""
+    if chosen.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.arange(chosen.shape[0], device=chosen.device)
+    return chosen.nonzero()[:, 0]
 
 
 def _scale(stored: Gradients, factor: Tensor, *, overwrite: bool) -> Gradients:

@@ -39,37 +39,34 @@ class Products:
         rounded = 0 if self.weight.dtype == self.compute_dtype else self.compute_dtype.itemsize
         return rounded + (0 if self.compute_dtype == dtype else dtype.itemsize)
 
-    def row_bytes(self) -> int:
-        """What a row of a chunk takes: its logits, its hidden state, and their copies for the backward products."""
-        vocab, width = self.weight.shape
-        d_logits = 0 if self._backward == self.accumulator else self._backward.itemsize
-        hidden = self._forward.itemsize + (0 if self._backward == self._forward else self._backward.itemsize)
-        return vocab * (self.accumulator.itemsize + d_logits) + width * hidden
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What d logits are rounded to for the backward products: the accumulator's dtype, or bf16 on CUDA."""
+        return self._backward
+
+    def hidden_bytes(self) -> int:
+        """What a row of hidden states takes as an operand of all three products."""
+        copies = self._forward.itemsize + (0 if self._backward == self._forward else self._backward.itemsize)
+        return self.weight.shape[1] * copies
 
     def operand(self, hidden: Tensor) -> Tensor:
         """Hidden states rounded to the compute dtype, in the dtype that the forward product takes."""
         return hidden.to(self.compute_dtype).to(self._forward)
 
-    def gradient_operand(self, d_logits: Tensor) -> Tensor:
-        """d logits in the dtype that the backward products take: rounded on CUDA for bf16, else as they are."""
-        return d_logits.to(self._backward)
-
-    def logits(self, hidden: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """``out = hidden @ weight.T + bias``: (n, H) operand -> (n, V)."""
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """``out = hidden @ weight.T``: (n, H) operand -> (n, V)."""
         for columns, weight in self._weights(self._forward):
             _product(hidden, weight.t(), out[:, columns])
             del weight  # before the next slice is made
-        if bias is not None:
-            out.add_(bias)
 
-    def d_hidden(self, d_logits: Tensor, out: Tensor) -> None:
-        """``out = d_logits @ weight``: (n, V) operand -> (n, H)."""
+    def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
+        """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); all but the `first` add to it."""
         for columns, weight in self._weights(self._backward):
-            _product(d_logits[:, columns], weight, out, add=columns.start > 0)
+            _product(d_logits[:, columns], weight, out, add=columns.start > 0 or not first)
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
-        """``out += d_logits.T @ hidden``: (n, V), (n, H) operands -> (V, H); ``=`` on the `first` chunk."""
+        """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H); the `first` writes."""
         _product(d_logits.t(), hidden.to(self._backward), out, add=not first)
 
     def _weights(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -19,16 +19,17 @@ class Remainder:
     a: Tensor
     b: Tensor | None
 
-    def any(self) -> bool:
-        """Whether anything is left to compute. Waits for the device."""
-        return bool((self.a != 0).any()) or (self.b is not None and bool((self.b != 0).any()))
+    def size(self, g: Tensor, h: Tensor | None) -> tuple[bool, bool]:
+        """Whether anything is left to compute, and whether some of it is far larger than all that came: (g, h).
 
-    def exceeds(self, g: Tensor, h: Tensor | None) -> bool:
-        """Whether something left is far larger than all that came. Waits for the device."""
+        Waits for the device.
+        """
         pairs = [(self.a, g)] if self.b is None else [(self.a, g), (self.b, torch.zeros_like(g) if h is None else h)]
         wanted = torch.stack([_largest(upstream) for _, upstream in pairs]).amax()
         left = torch.stack([_largest(rest) for rest, _ in pairs]).amax()
-        return bool(left > FAR_TOO_LARGE * wanted)
+        some = torch.stack([(rest != 0).any() for rest, _ in pairs]).any()
+        any_left, far = torch.stack([some, left > FAR_TOO_LARGE * wanted]).tolist()
+        return any_left, far
 
 
 def split_off(g: Tensor, h: Tensor | None, expected: Coefficients) -> tuple[Tensor, Remainder]:

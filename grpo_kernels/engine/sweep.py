@@ -1,20 +1,22 @@
-"""The one loop of every engine: over chunks of rows, project, reduce, and, where wanted, turn logits into gradients.
+"""The one loop of the engines: over chunks of rows, project, reduce, and, where wanted, turn logits into gradients.
 
 ``score`` is a sweep without coefficients, ``one_pass`` a sweep with them, ``frozen`` a sweep with a = 1, and the second
-half of ``two_pass`` a sweep whose row statistics are already known.
+half of ``two_pass`` a sweep whose row statistics are already known. (That of ``lean`` goes by slices of the vocabulary,
+`slices.py`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
-from grpo_kernels.engine.plan import chunk_rows, padded_rows
+from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, RowBackend, RowStats
+from grpo_kernels.engine.plan import Group, plan_groups
 from grpo_kernels.engine.products import Products
+from grpo_kernels.token_loss import TokenLoss
 
 SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
 
@@ -29,6 +31,10 @@ class Head:
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
+
+    def row_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias as row backends read it."""
+        return None if self.bias is None else self.bias.detach().to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,16 @@ class HeadConfig:
         """The dtype of logits, statistics, and gradients before their one rounding."""
         return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
 
+    def products(self, weight: Tensor) -> Products:
+        """Those of `weight`, which may be a part of the head."""
+        slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
+        return Products(weight, self.compute_dtype, self.accumulator, slice_bytes)
+
+    def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
+        """How the raw projection of rows becomes their logits; `bias` as `Head.row_bias` gives it."""
+        rounded_to = self.compute_dtype if self.round_logits else None
+        return LogitTransform(self.scale, self.softcap, inv_temperature, bias, rounded_to)
+
 
 @dataclass(frozen=True)
 class Wants:
@@ -102,9 +118,10 @@ def sweep(
     extras: tuple[str, ...] = (),
     stats: RowStats | None = None,
     coefficients: CoefficientsOf | None = None,
+    token_loss: TokenLoss | None = None,
     wants: Wants | None = None,
 ) -> tuple[RowStats, Gradients | None]:
-    """Statistics of `rows`, and their gradients if `coefficients` are given.
+    """Statistics of `rows`, and their gradients if `wants` is given.
 
     Args:
         head: hidden states and head.
@@ -113,74 +130,96 @@ def sweep(
         entropy, extras: statistics to compute besides the log-probability.
         stats: the statistics, (n,) each, where they are known already.
         coefficients: called with places in `rows` (m,) and their statistics, a chunk at a time.
-        wants: which gradients.
+        token_loss: instead of them, the loss of the rows, for a backend that fuses; its terms are then the extras.
+        wants: which gradients; needs `coefficients` or `token_loss`.
 
     Returns:
-        Statistics (n,), and the gradients, or None without `coefficients`.
+        Statistics (n,), and the gradients, or None without `wants`.
     """
-    slice_bytes = min(SLICE_BYTES, config.workspace_bytes // 8)
-    products = Products(head.weight, config.compute_dtype, config.accumulator, slice_bytes)
-    grads = None
-    if coefficients is not None:
-        assert wants is not None
-        grads = _empty_gradients(head, len(rows), config, wants)
+    n, vocab = len(rows), head.weight.shape[0]
+    on_gpu = rows.positions.is_cuda
+    products, backend = config.products(head.weight), config.backend
+    bias = head.row_bias(config.accumulator)
+    in_place = products.gradient_dtype == config.accumulator
+    groups = _groups(n, vocab, products, config, in_place=in_place, gradient=wants is not None, on_gpu=on_gpu)
+    grads = None if wants is None else _empty_gradients(head, n, config, wants)
     collected: list[RowStats] = []
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
-        for place, pick, hidden, logits in _chunks(head, rows, config, products):
-            n, chunk = place.stop - place.start, rows.at(pick)
-            transform = LogitTransform(config.scale, config.softcap, chunk.inv_temperature)
-            config.backend.prepare_(logits, transform)
-            if stats is None:
-                chunk_stats = config.backend.stats(logits, chunk.ids, entropy=entropy, extras=extras)
-                if chunk.invalid is not None:
-                    chunk_stats.logps.masked_fill_(chunk.invalid, torch.nan)
-                collected.append(chunk_stats.rows(slice(n)))
-            else:
-                chunk_stats = stats.rows(pick)
-            if coefficients is not None and grads is not None:
-                a, b = coefficients(pick, chunk_stats)
-                config.backend.grad_(logits, chunk.ids, chunk_stats, a, b, transform)
-                logits[n:] = 0.0
-                _add_gradients(grads, place, products, hidden, products.gradient_operand(logits))
+        most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
+        buffer = head.hidden.new_empty(most, vocab, dtype=config.accumulator)
+        d_logits = buffer
+        if grads is not None and not in_place:
+            most = max((group.rows for group in groups), default=0)
+            d_logits = head.hidden.new_empty(most, vocab, dtype=products.gradient_dtype)
+        for group in groups:
+            pick = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
+            pick[group.stop - group.start :] = group.start  # padding repeats the first row
+            hidden = products.operand(head.hidden[rows.positions[pick]])
+            for chunk in group.chunks:
+                index, logits = pick[chunk], buffer[: chunk.stop - chunk.start]
+                out = logits if in_place else d_logits[chunk]
+                some = rows.at(index)
+                transform = config.transform(bias, some.inv_temperature)
+                products.logits(hidden[chunk], logits)
+                backend.prepare_(logits, transform)
+                if token_loss is not None:
+                    assert isinstance(backend, FusedRowBackend)
+                    ids = some.ids if some.invalid is None else torch.where(some.invalid, -1, some.ids)
+                    target = None if grads is None else out
+                    found = backend.fused(logits, ids, transform, token_loss.at(index), target)
+                else:
+                    if stats is None:
+                        found = backend.stats(logits, some.ids, transform, entropy=entropy, extras=extras)
+                        _poison(found, some.invalid)
+                    else:
+                        found = stats.rows(index)
+                    if grads is not None:
+                        assert coefficients is not None
+                        a, b = coefficients(index, found)
+                        backend.grad(logits, some.ids, found, a, b, transform, out)
+                if stats is None:
+                    collected.append(found.rows(slice(max(0, group.stop - group.start - chunk.start))))
+            if grads is not None:
+                d_logits[group.stop - group.start : group.rows] = 0.0
+                _add_gradients(grads, group, products, hidden, d_logits[: group.rows])
     if stats is None:
-        stats = RowStats.concatenate(collected, head.hidden, config.accumulator, entropy=entropy, extras=extras)
+        extras = extras if token_loss is None else token_loss.terms
+        stats = RowStats.concatenate(
+            collected, head.hidden, config.accumulator, entropy=entropy or token_loss is not None, extras=extras
+        )
     return stats, grads
 
 
-def _chunks(
-    head: Head, rows: Rows, config: HeadConfig, products: Products
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(place in `rows`, the same as an index (m,), operand of hidden states (m, H), raw projection (m, V)).
-
-    m is `padded_rows`: the places past the chunk's own repeat its first. The chunks differ by at most one row, so that
-    none is much smaller than the others.
-    """
-    n, vocab = len(rows), head.weight.shape[0]
-    if n == 0:
-        return
-    logits_row = vocab * products.accumulator.itemsize
+def _groups(
+    n: int, vocab: int, products: Products, config: HeadConfig, *, in_place: bool, gradient: bool, on_gpu: bool
+) -> list[Group]:
+    """How the rows are divided. A chunk has its logits, a group its d logits (unless `in_place`) and hidden states."""
+    row_bytes = vocab * config.accumulator.itemsize
 
     def scratch_bytes(m: int) -> int:
-        return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * logits_row)  # never at the same time
+        return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * row_bytes)  # never at the same time
 
-    count = -(-n // chunk_rows(products.row_bytes(), config.workspace_bytes, scratch_bytes))
-    buffer = head.hidden.new_empty(padded_rows(-(-n // count)), vocab, dtype=products.accumulator)
-    for i in range(count):
-        start, stop = n * i // count, n * (i + 1) // count
-        pick = torch.arange(start, start + padded_rows(stop - start), device=rows.positions.device)
-        pick[stop - start :] = start
-        hidden = products.operand(head.hidden[rows.positions[pick]])
-        logits = buffer[: pick.shape[0]]
-        products.logits(hidden, head.bias, logits)
-        if config.round_logits:
-            for block in logits.split(16):
-                block.copy_(block.to(config.compute_dtype))
-        yield slice(start, stop), pick, hidden, logits
+    separate = gradient and not in_place
+    return plan_groups(
+        n,
+        config.workspace_bytes,
+        chunk_row_bytes=row_bytes,
+        group_row_bytes=products.hidden_bytes() + (vocab * products.gradient_dtype.itemsize if separate else 0),
+        grouped=separate,
+        scratch_bytes=scratch_bytes,
+        on_gpu=on_gpu,
+    )
+
+
+def _poison(stats: RowStats, invalid: Tensor | None) -> None:
+    """NaN for the log-probability of rows whose id is none."""
+    if invalid is not None:
+        stats.logps.masked_fill_(invalid, torch.nan)
 
 
 def _empty_gradients(head: Head, n: int, config: HeadConfig, wants: Wants) -> Gradients:
     vocab, width = head.weight.shape
-    # d weight is written by the first chunk's product; without a chunk it is 0
+    # d weight is written by the first group's product; without a group it is 0
     new_weight = head.hidden.new_empty if n > 0 else head.hidden.new_zeros
     return Gradients(
         hidden=head.hidden.new_empty(n, width, dtype=config.accumulator) if wants.hidden else None,
@@ -189,16 +228,16 @@ def _empty_gradients(head: Head, n: int, config: HeadConfig, wants: Wants) -> Gr
     )
 
 
-def _add_gradients(grads: Gradients, place: slice, products: Products, hidden: Tensor, d_logits: Tensor) -> None:
-    n = place.stop - place.start
+def _add_gradients(grads: Gradients, group: Group, products: Products, hidden: Tensor, d_logits: Tensor) -> None:
+    place, n = slice(group.start, group.stop), group.stop - group.start
     if grads.hidden is not None:
-        if d_logits.shape[0] == n:
+        if group.rows == n:
             products.d_hidden(d_logits, grads.hidden[place])
         else:
-            padded = grads.hidden.new_empty(d_logits.shape[0], hidden.shape[1])
+            padded = grads.hidden.new_empty(group.rows, hidden.shape[1])
             products.d_hidden(d_logits, padded)
             grads.hidden[place] = padded[:n]
     if grads.weight is not None:
-        products.d_weight(d_logits, hidden, grads.weight, first=place.start == 0)
+        products.d_weight(d_logits, hidden, grads.weight, first=group.start == 0)
     if grads.bias is not None:
-        grads.bias.add_(d_logits.sum(dim=0))
+        grads.bias.add_(d_logits.sum(dim=0, dtype=grads.bias.dtype))
