@@ -15,7 +15,7 @@ Written by `objective.PolicyObjective.token_loss`; it knows no vocabulary, and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -50,5 +50,6 @@ class TokenLoss:
 
     def at(self, index: Tensor) -> TokenLoss:
         """The tokens at `index` (m,)."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenLoss(**{name: x[index] if isinstance(x, Tensor) else x for name, x in values.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        picked: dict[str, Any] = {name: x[index] for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **picked)

@@ -112,6 +112,9 @@ class Group:
     rows: int  # stop - start, padded
     chunks: tuple[slice, ...]  # of those rows
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
 
 def plan_groups(
     n: int,

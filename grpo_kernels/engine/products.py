@@ -1,8 +1,11 @@
 """The three matrix products, by the vendor library: fp32 out of the accumulator, whatever the operands' dtype.
 
-On CUDA, 16-bit operands go in as they are and fp32 comes out. On a CPU (and on ROCm) the library would round the result
-to 16 bits, so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time. The same is done
-in the two backward products for fp16: d logits in fp16 would underflow before a loss scale reaches them.
+On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. On a CPU (and
+on ROCm) the library would round the result to 16 bits, so the operands are converted to fp32 first, exactly, a slice of
+the vocabulary at a time, and d logits stay as they are.
+
+The range of fp16 is too small for d logits before a loss scale reaches them. There they carry a power of two, the same
+for all rows of a product, which the accumulated results lose again.
 """
 
 from __future__ import annotations
@@ -11,6 +14,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform
+
+HIGHEST_FP16 = 2.0**12  # what scaled d logits stay below: a margin of 16 to the largest fp16
+ENTROPY_SLOPE = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
 
 
 class Products:
@@ -25,56 +33,76 @@ class Products:
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
-        mixed = weight.is_cuda and torch.version.hip is None and compute_dtype.itemsize < accumulator.itemsize
-        self._forward = compute_dtype if mixed else accumulator  # dtypes of the operands
-        self._backward = compute_dtype if mixed and compute_dtype == torch.bfloat16 else accumulator
-        copied = max(self._copied(self._forward), self._copied(self._backward))
+        mixed = compute_dtype.itemsize < accumulator.itemsize and _takes_mixed_dtypes(weight)
+        self._operand = compute_dtype if mixed else accumulator
+        copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize  # bytes of an element of the weight
+        copied += 0 if self._operand == compute_dtype else self._operand.itemsize
         self._slice_rows = weight.shape[0]
         if copied:
             self._slice_rows = min(self._slice_rows, max(1, slice_bytes // (weight.shape[1] * copied)))
         self.slice_bytes = self._slice_rows * weight.shape[1] * copied  # 0 if the weight is an operand as it is
 
-    def _copied(self, dtype: torch.dtype) -> int:
-        """Bytes of an element of the weight that making it an operand in `dtype` takes."""
-        rounded = 0 if self.weight.dtype == self.compute_dtype else self.compute_dtype.itemsize
-        return rounded + (0 if self.compute_dtype == dtype else dtype.itemsize)
-
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What d logits are rounded to for the backward products: the accumulator's dtype, or bf16 on CUDA."""
-        return self._backward
+        """What d logits are rounded to for the backward products."""
+        return self._operand
 
     def hidden_bytes(self) -> int:
-        """What a row of hidden states takes as an operand of all three products."""
-        copies = self._forward.itemsize + (0 if self._backward == self._forward else self._backward.itemsize)
-        return self.weight.shape[1] * copies
+        """What a row of hidden states takes as an operand."""
+        return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
-        """Hidden states rounded to the compute dtype, in the dtype that the forward product takes."""
-        return hidden.to(self.compute_dtype).to(self._forward)
+        """Hidden states rounded to the compute dtype, in the dtype that the products take."""
+        return hidden.to(self.compute_dtype).to(self._operand)
+
+    @property
+    def scales_gradient(self) -> bool:
+        """Whether d logits carry a factor that `scaled` chooses."""
+        return self.gradient_dtype == torch.float16
+
+    def scaled(
+        self, a: Tensor, b: Tensor | None, transform: LogitTransform
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Coefficients a, b (n,) times the power of two () that brings d logits into range, and that; None: unscaled.
+
+        It is 1 where a coefficient is not finite: that surfaces as it is.
+        """
+        if not self.scales_gradient or a.numel() == 0:
+            return a, b, None
+        inv_t = transform.inv_temperature
+        size = a.abs() if b is None else a.abs() + ENTROPY_SLOPE * b.abs()
+        size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
+        scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
+        scale = torch.where(torch.isfinite(size).all(), scale, 1.0)
+        return a * scale, None if b is None else b * scale, scale
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V)."""
-        for columns, weight in self._weights(self._forward):
+        for columns, weight in self._weights():
             _product(hidden, weight.t(), out[:, columns])
             del weight  # before the next slice is made
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); all but the `first` add to it."""
-        for columns, weight in self._weights(self._backward):
+        for columns, weight in self._weights():
             _product(d_logits[:, columns], weight, out, add=columns.start > 0 or not first)
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
         """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H); the `first` writes."""
-        _product(d_logits.t(), hidden.to(self._backward), out, add=not first)
+        _product(d_logits.t(), hidden, out, add=not first)
 
-    def _weights(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    def _weights(self) -> Iterator[tuple[slice, Tensor]]:
         """(columns of the vocabulary, the head's rows for them as an operand)."""
         vocab = self.weight.shape[0]
         for start in range(0, vocab, self._slice_rows):
             columns = slice(start, min(start + self._slice_rows, vocab))
-            yield columns, self.weight[columns].to(self.compute_dtype).to(dtype)
+            yield columns, self.weight[columns].to(self.compute_dtype).to(self._operand)
+
+
+def _takes_mixed_dtypes(weight: Tensor) -> bool:
+    """Whether the device's library multiplies 16-bit operands into fp32 results."""
+    return weight.is_cuda and torch.version.hip is None
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:

@@ -34,6 +34,9 @@ def sweep_slices(
         weight=new(vocab, width, dtype=head.weight.dtype) if wants.weight else None,
         bias=new(vocab, dtype=config.accumulator) if wants.bias else None,
     )
+    # one factor for all: what is summed over rows and over slices must carry the same
+    a, b, scale = config.products(head.weight).scaled(a, b, config.transform(bias, rows.inv_temperature))
+    unscale = 1.0 if scale is None else 1.0 / scale
     columns_at_once = _slice_columns(head, config, m)
     block_rows = min(m, MOST_ROWS)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
@@ -68,8 +71,9 @@ def sweep_slices(
                 if grads.bias is not None:
                     grads.bias[columns] += d_logits.sum(dim=0, dtype=config.accumulator)
             if grads.weight is not None and d_weight is not None:
-                grads.weight[columns] = d_weight.to(head.weight.dtype)
-    return Gradients(None if grads.hidden is None else grads.hidden[:n], grads.weight, grads.bias)
+                grads.weight[columns] = (d_weight * unscale).to(head.weight.dtype)
+    d_hidden = None if grads.hidden is None else grads.hidden[:n].mul_(unscale)
+    return Gradients(d_hidden, grads.weight, None if grads.bias is None else grads.bias.mul_(unscale))
 
 
 def _slice_columns(head: Head, config: HeadConfig, m: int) -> int:

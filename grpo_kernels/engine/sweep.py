@@ -130,114 +130,123 @@ def sweep(
         entropy, extras: statistics to compute besides the log-probability.
         stats: the statistics, (n,) each, where they are known already.
         coefficients: called with places in `rows` (m,) and their statistics, a chunk at a time.
-        token_loss: instead of them, the loss of the rows, for a backend that fuses; its terms are then the extras.
+        token_loss: the loss of the rows, for a backend that fuses: its terms are then the extras, and `coefficients`
+            are asked only where d logits have to be scaled before they are rounded.
         wants: which gradients; needs `coefficients` or `token_loss`.
 
     Returns:
         Statistics (n,), and the gradients, or None without `wants`.
     """
     n, vocab = len(rows), head.weight.shape[0]
-    on_gpu = rows.positions.is_cuda
     products, backend = config.products(head.weight), config.backend
-    bias = head.row_bias(config.accumulator)
     in_place = products.gradient_dtype == config.accumulator
-    groups = _groups(n, vocab, products, config, in_place=in_place, gradient=wants is not None, on_gpu=on_gpu)
-    grads = None if wants is None else _empty_gradients(head, n, config, wants)
+    groups = _groups(n, products, config, gradient=wants is not None, on_gpu=rows.positions.is_cuda)
+    bias = head.row_bias(config.accumulator)
+    sums = None if wants is None else _Sums(head, n, config, wants)
     collected: list[RowStats] = []
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
-        buffer = head.hidden.new_empty(most, vocab, dtype=config.accumulator)
-        d_logits = buffer
-        if grads is not None and not in_place:
+        buffer = d_logits = head.hidden.new_empty(most, vocab, dtype=config.accumulator)
+        if sums is not None and not in_place:
             most = max((group.rows for group in groups), default=0)
             d_logits = head.hidden.new_empty(most, vocab, dtype=products.gradient_dtype)
         for group in groups:
             pick = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
-            pick[group.stop - group.start :] = group.start  # padding repeats the first row
+            pick[len(group) :] = group.start  # padding repeats the first row
             hidden = products.operand(head.hidden[rows.positions[pick]])
+            scale = None
             for chunk in group.chunks:
                 index, logits = pick[chunk], buffer[: chunk.stop - chunk.start]
-                out = logits if in_place else d_logits[chunk]
                 some = rows.at(index)
                 transform = config.transform(bias, some.inv_temperature)
                 products.logits(hidden[chunk], logits)
                 backend.prepare_(logits, transform)
+                target = None if sums is None else logits if in_place else d_logits[chunk]
+                fuses_gradient = token_loss is not None and not products.scales_gradient
                 if token_loss is not None:
                     assert isinstance(backend, FusedRowBackend)
                     ids = some.ids if some.invalid is None else torch.where(some.invalid, -1, some.ids)
-                    target = None if grads is None else out
-                    found = backend.fused(logits, ids, transform, token_loss.at(index), target)
+                    out = target if fuses_gradient else None
+                    found = backend.fused(logits, ids, transform, token_loss.at(index), out)
+                elif stats is None:
+                    found = backend.stats(logits, some.ids, transform, entropy=entropy, extras=extras)
+                    if some.invalid is not None:
+                        found.logps.masked_fill_(some.invalid, torch.nan)
                 else:
-                    if stats is None:
-                        found = backend.stats(logits, some.ids, transform, entropy=entropy, extras=extras)
-                        _poison(found, some.invalid)
-                    else:
-                        found = stats.rows(index)
-                    if grads is not None:
-                        assert coefficients is not None
-                        a, b = coefficients(index, found)
-                        backend.grad(logits, some.ids, found, a, b, transform, out)
+                    found = stats.rows(index)
+                if target is not None and not fuses_gradient:
+                    assert coefficients is not None
+                    a, b, scale = products.scaled(*coefficients(index, found), transform)
+                    backend.grad(logits, some.ids, found, a, b, transform, target)
                 if stats is None:
-                    collected.append(found.rows(slice(max(0, group.stop - group.start - chunk.start))))
-            if grads is not None:
-                d_logits[group.stop - group.start : group.rows] = 0.0
-                _add_gradients(grads, group, products, hidden, d_logits[: group.rows])
+                    collected.append(found.rows(slice(max(0, len(group) - chunk.start))))
+            if sums is not None:
+                d_logits[len(group) : group.rows] = 0.0
+                sums.add(group, products, hidden, d_logits[: group.rows], scale)
     if stats is None:
-        extras = extras if token_loss is None else token_loss.terms
-        stats = RowStats.concatenate(
-            collected, head.hidden, config.accumulator, entropy=entropy or token_loss is not None, extras=extras
-        )
-    return stats, grads
+        entropy, extras = (entropy, extras) if token_loss is None else (True, token_loss.terms)
+        stats = RowStats.concatenate(collected, head.hidden, config.accumulator, entropy=entropy, extras=extras)
+    return stats, None if sums is None else sums.gradients()
 
 
-def _groups(
-    n: int, vocab: int, products: Products, config: HeadConfig, *, in_place: bool, gradient: bool, on_gpu: bool
-) -> list[Group]:
-    """How the rows are divided. A chunk has its logits, a group its d logits (unless `in_place`) and hidden states."""
+def _groups(n: int, products: Products, config: HeadConfig, *, gradient: bool, on_gpu: bool) -> list[Group]:
+    """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
+    vocab = products.weight.shape[0]
     row_bytes = vocab * config.accumulator.itemsize
+    separate = gradient and products.gradient_dtype != config.accumulator
 
     def scratch_bytes(m: int) -> int:
         return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * row_bytes)  # never at the same time
 
-    separate = gradient and not in_place
     return plan_groups(
         n,
         config.workspace_bytes,
         chunk_row_bytes=row_bytes,
         group_row_bytes=products.hidden_bytes() + (vocab * products.gradient_dtype.itemsize if separate else 0),
-        grouped=separate,
+        grouped=separate and not products.scales_gradient,
         scratch_bytes=scratch_bytes,
         on_gpu=on_gpu,
     )
 
 
-def _poison(stats: RowStats, invalid: Tensor | None) -> None:
-    """NaN for the log-probability of rows whose id is none."""
-    if invalid is not None:
-        stats.logps.masked_fill_(invalid, torch.nan)
+class _Sums:
+    """d hidden, d weight and d bias, as the groups add to them."""
 
+    def __init__(self, head: Head, n: int, config: HeadConfig, wants: Wants) -> None:
+        vocab, width = head.weight.shape
+        # d weight is written by the first group's product; without a group it is 0
+        new_weight = head.hidden.new_empty if n > 0 else head.hidden.new_zeros
+        self._hidden = head.hidden.new_empty(n, width, dtype=config.accumulator) if wants.hidden else None
+        self._weight = new_weight(vocab, width, dtype=config.accumulator) if wants.weight else None
+        self._bias = head.hidden.new_zeros(vocab, dtype=config.accumulator) if wants.bias else None
+        self._scale: Tensor | None = None  # what d weight and d bias are multiplied by
 
-def _empty_gradients(head: Head, n: int, config: HeadConfig, wants: Wants) -> Gradients:
-    vocab, width = head.weight.shape
-    # d weight is written by the first group's product; without a group it is 0
-    new_weight = head.hidden.new_empty if n > 0 else head.hidden.new_zeros
-    return Gradients(
-        hidden=head.hidden.new_empty(n, width, dtype=config.accumulator) if wants.hidden else None,
-        weight=new_weight(vocab, width, dtype=config.accumulator) if wants.weight else None,
-        bias=head.hidden.new_zeros(vocab, dtype=config.accumulator) if wants.bias else None,
-    )
+    def add(self, group: Group, products: Products, hidden: Tensor, d_logits: Tensor, scale: Tensor | None) -> None:
+        """What a group gives: its operand (m, H) and d logits (m, V), which `scale` () multiplies."""
+        if scale is not None and self._scale is not None:
+            self._rescale(scale / self._scale)
+        self._scale = scale
+        if self._hidden is not None:
+            place = self._hidden[group.start : group.stop]
+            if group.rows == len(group):
+                products.d_hidden(d_logits, place)
+            else:
+                padded = place.new_empty(group.rows, hidden.shape[1])
+                products.d_hidden(d_logits, padded)
+                place.copy_(padded[: len(group)])
+            if scale is not None:
+                place.div_(scale)
+        if self._weight is not None:
+            products.d_weight(d_logits, hidden, self._weight, first=group.start == 0)
+        if self._bias is not None:
+            self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
+    def gradients(self) -> Gradients:
+        if self._scale is not None:
+            self._rescale(1.0 / self._scale)
+        return Gradients(self._hidden, self._weight, self._bias)
 
-def _add_gradients(grads: Gradients, group: Group, products: Products, hidden: Tensor, d_logits: Tensor) -> None:
-    place, n = slice(group.start, group.stop), group.stop - group.start
-    if grads.hidden is not None:
-        if group.rows == n:
-            products.d_hidden(d_logits, grads.hidden[place])
-        else:
-            padded = grads.hidden.new_empty(group.rows, hidden.shape[1])
-            products.d_hidden(d_logits, padded)
-            grads.hidden[place] = padded[:n]
-    if grads.weight is not None:
-        products.d_weight(d_logits, hidden, grads.weight, first=group.start == 0)
-    if grads.bias is not None:
-        grads.bias.add_(d_logits.sum(dim=0, dtype=grads.bias.dtype))
+    def _rescale(self, factor: Tensor) -> None:
+        for x in (self._weight, self._bias):
+            if x is not None:
+                x.mul_(factor)
