@@ -1,0 +1,83 @@
+"""The row backend in Triton, for GPUs, and for a CPU with ``TRITON_INTERPRET=1`` set before Triton is imported.
+
+The logits are read as the products left them: what is done to them first (`LogitTransform`) happens on the fly. All is
+computed in float32; its numbers are those of `torch_rows.TorchRows`, which see.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
+from grpo_kernels.backends.triton_rows.device import arch_of, on
+from grpo_kernels.backends.triton_rows.dot import score_dot
+from grpo_kernels.backends.triton_rows.fused import launch_fused
+from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
+from grpo_kernels.token_loss import TokenLoss
+
+INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
+
+
+class TritonRows:
+    """Row work in one kernel launch a chunk."""
+
+    name = "triton"
+
+    def scratch_rows(self, n: int, vocab: int) -> int:
+        return 0
+
+    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
+        """Nothing: the kernels read the raw projection."""
+
+    def stats(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
+    ) -> RowStats:
+        config = _config("stats", logits)
+        with on(logits.device):
+            return launch_stats(logits, ids, transform, config, entropy=entropy, extras=extras)
+
+    def grad(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        first_id: int = 0,
+    ) -> None:
+        config = _config("grad", logits)
+        with on(logits.device):
+            launch_grad(logits, ids, stats, a, b, transform, out, config, first_id=first_id)
+
+    def fused(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
+    ) -> RowStats:
+        config = _config("fused", logits)
+        with on(logits.device):
+            return launch_fused(logits, ids, transform, token_loss, out, config)
+
+    def score_dot(
+        self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool
+    ) -> RowStats:
+        return score_dot(hidden, weight, ids, transform, entropy=entropy)
+
+
+def _config(kernel: str, logits: Tensor) -> RowConfig:
+    """The tile for `logits`, if this backend can serve them."""
+    if logits.dtype != torch.float32:
+        raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError(f"backend: expected logits with contiguous rows for 'triton', got strides {logits.stride()}")
+    if not logits.is_cuda and not INTERPRETED:
+        raise ValueError(
+            "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
+            f"got {logits.device.type} tensors"
+        )
+    return row_config(kernel, logits.shape[1], arch_of(logits.device))

@@ -1,0 +1,135 @@
+"""Tile shapes, warps and pipeline stages of every kernel, from a table: `tuned.json`.
+
+The table was filled in beforehand (`benchmarks/tune.py`); nothing is timed at run time, when the winner would change
+from one run to the next, and the bits with it. For the same reason a configuration follows from the vocabulary, the
+width of the hidden states, their dtype and the device's family alone: never from the number of rows. The first entry of
+a family that fits is taken. ``"measured"`` says whether an entry was timed, and on what.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from typing import Any
+
+import torch
+
+TABLE = "tuned.json"
+FAMILIES = ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter", "default")
+KIN = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942"}
+# What a program may have of shared memory; "default" stands for devices that nobody looked at.
+SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 65536}
+Entry = dict[str, Any]
+
+ROW_KERNELS = ("stats", "fused", "grad")  # the first two share their entries: the statistics' bits agree
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A tile of a row kernel is `block_n` rows by `block_v` columns of logits."""
+
+    block_n: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DotConfig:
+    """A program of the scoring kernel goes through one of `splits` parts of the vocabulary.
+
+    Its tiles: (block_n, block_h) of hidden states and (block_v, block_h) of the weight.
+    """
+
+    block_n: int
+    block_v: int
+    block_h: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool
+
+    def tiles_per_split(self, vocab: int) -> int:
+        """How many tiles of `block_v` ids a part of the vocabulary has; the last one may have fewer."""
+        return _ceil_div(_ceil_div(vocab, self.block_v), self.splits)
+
+
+def family(arch: str) -> str:
+    """Whose entries a device takes; ``"cpu"`` stands for the interpreter, and most small GPUs take the default ones."""
+    return arch if arch in FAMILIES else KIN.get(arch, "default")
+
+
+def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
+    """The tile of one of `ROW_KERNELS` for logits (n, vocab) on `arch`, such as ``"sm_90"`` or ``"cpu"``."""
+    for e in _entries("rows", family(arch)):
+        if kernel in e["kernels"] and _holds(e["vocab_at_most"], vocab):
+            config = _row_config(e)
+            least = 32 * config.num_warps  # a lane for each thread
+            return replace(config, block_v=min(config.block_v, max(_power_of_2(vocab), least)))
+    raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
+
+
+def dot_config(
+    hidden_width: int, vocab: int, dtype: torch.dtype, arch: str, *, softcap: bool = False, aligned: bool = True
+) -> DotConfig:
+    """The tiles of the scoring kernel for hidden (n, hidden_width) and weight (vocab, hidden_width) of `dtype`.
+
+    Args:
+        arch: as for `row_config`.
+        softcap: it takes registers, hence tiles of their own.
+        aligned: whether the weight's rows start at multiples of 16 bytes; one element at a time takes registers, too.
+    """
+    for e in _dot_entries(8 * dtype.itemsize, family(arch), softcap=softcap, aligned=aligned):
+        if _holds(e["hidden_width_at_most"], hidden_width) and _holds(e["vocab_at_most"], vocab):
+            return _dot_config(e, vocab)
+    raise LookupError(f"{TABLE}: no tiles of the scoring kernel for {dtype} on {arch}")
+
+
+def row_configs(kernel: str, family_name: str) -> list[RowConfig]:
+    """All tiles that the table has for a kernel on a family of devices."""
+    return list(dict.fromkeys(_row_config(e) for e in _entries("rows", family_name) if kernel in e["kernels"]))
+
+
+def dot_configs(operand_bits: int, family_name: str, vocab: int, *, softcap: bool, aligned: bool) -> list[DotConfig]:
+    """All tiles that the table has for the scoring kernel on a family of devices."""
+    entries = _dot_entries(operand_bits, family_name, softcap=softcap, aligned=aligned)
+    return list(dict.fromkeys(_dot_config(e, vocab) for e in entries))
+
+
+@functools.cache
+def _table() -> dict[str, list[Entry]]:
+    table: dict[str, list[Entry]] = json.loads(resources.files(__package__).joinpath(TABLE).read_text())
+    return table
+
+
+def _entries(kind: str, family_name: str) -> list[Entry]:
+    return [e for e in _table()[kind] if e["family"] == family_name]
+
+
+def _dot_entries(operand_bits: int, family_name: str, *, softcap: bool, aligned: bool) -> list[Entry]:
+    wanted = {"operand_bits": operand_bits, "softcap": softcap, "aligned": aligned}
+    return [e for e in _entries("dot", family_name) if all(e[name] in (x, None) for name, x in wanted.items())]
+
+
+def _row_config(entry: Entry) -> RowConfig:
+    return RowConfig(**{f.name: entry[f.name] for f in fields(RowConfig)})
+
+
+def _dot_config(entry: Entry, vocab: int) -> DotConfig:
+    tiles = _ceil_div(vocab, entry["block_v"])
+    splits = _ceil_div(tiles, _ceil_div(tiles, entry["splits_at_most"]))  # no part without a tile
+    return DotConfig(splits=splits, **{f.name: entry[f.name] for f in fields(DotConfig) if f.name != "splits"})
+
+
+def _holds(bound: int | None, x: int) -> bool:
+    return bound is None or x <= bound
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_2(x: int) -> int:
+    return 1 << max(0, x - 1).bit_length()

@@ -1,0 +1,199 @@
+"""A whole `TokenLoss` in one launch: row statistics, the loss of each token, and d loss / d (raw projection).
+
+The first pass over a row is `stats`', with the same bits; the second, over what may still be in the cache, goes back
+from its end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.grad import row_terms, write_gradient
+from grpo_kernels.backends.triton_rows.mathfn import exp
+from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
+from grpo_kernels.backends.triton_rows.stats import load_target, reduce_rows, row_block
+from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES, times
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors
+from grpo_kernels.token_loss import TokenLoss
+
+
+def launch_fused(
+    logits: Tensor,  # (n, V)
+    ids: Tensor,  # (n,), -1 where a row has no token: its numbers are NaN
+    transform: LogitTransform,
+    loss: TokenLoss,
+    out: Tensor | None,  # (n, V), may be `logits`
+    config: RowConfig,
+) -> RowStats:
+    """Statistics with the loss's terms as extras; d loss / d (raw projection) goes to `out`."""
+    n, vocab = logits.shape
+    logps, max_logit, log_sum, entropies = (logits.new_empty(n) for _ in range(4))
+    terms = {name: logits.new_empty(n) for name in loss.terms}
+    fused_kernel[(triton.cdiv(n, config.block_n),)](
+        # data
+        logits_ptr=logits,
+        out_ptr=out,
+        ids_ptr=ids,
+        # tokens
+        advantages_ptr=loss.advantages,
+        weights_ptr=loss.weights,
+        old_ptr=loss.old,
+        ref_ptr=loss.ref,
+        gate_ptr=loss.gate,
+        # results
+        logps_ptr=logps,
+        max_logit_ptr=max_logit,
+        log_sum_ptr=log_sum,
+        entropies_ptr=entropies,
+        loss_ptr=terms["loss"],
+        a_ptr=terms["a"],
+        log_ratio_ptr=terms["log_ratio"],
+        kl_ptr=terms.get("kl"),
+        # shapes and strides
+        n=n,
+        V=vocab,
+        stride_n=logits.stride(0),
+        stride_out_n=0 if out is None else out.stride(0),
+        # the loss
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        delta=loss.delta,
+        tau_pos=loss.tau_pos,
+        tau_neg=loss.tau_neg,
+        beta=loss.beta,
+        b=loss.b,
+        SURROGATE=SURROGATES[loss.surrogate],
+        ESTIMATOR=ESTIMATORS[loss.kl],
+        CORRECTS_KL=loss.corrects_kl,
+        HAS_ENTROPY_GRADIENT=loss.b != 0.0,
+        # the transform
+        **arguments(transform),
+        # the tile
+        BLOCK_N=config.block_n,
+        BLOCK_V=config.block_v,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
+    return RowStats(logps, max_logit, log_sum, entropies, terms)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
+def fused_kernel(
+    # data: (n, V), (n, V), (n,)
+    logits_ptr,
+    out_ptr,
+    ids_ptr,
+    # tokens: (n,)
+    advantages_ptr,
+    weights_ptr,
+    old_ptr,
+    ref_ptr,
+    gate_ptr,
+    # results: (n,)
+    logps_ptr,
+    max_logit_ptr,
+    log_sum_ptr,
+    entropies_ptr,
+    loss_ptr,
+    a_ptr,
+    log_ratio_ptr,
+    kl_ptr,
+    # shapes and strides
+    n,
+    V,
+    stride_n,
+    stride_out_n,
+    # the loss
+    clip_low,
+    clip_high,
+    delta,
+    tau_pos,
+    tau_neg,
+    beta,
+    b,
+    SURROGATE: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    CORRECTS_KL: tl.constexpr,
+    HAS_ENTROPY_GRADIENT: tl.constexpr,
+    # the transform: (V,), (n,), numbers
+    bias_ptr,
+    inv_t_ptr,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    # the tile
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient; a KL term if there is `ref_ptr`."""
+    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    ids = tl.load(ids_ptr + rows)
+    z_target = load_target(row_ptrs, bias_ptr, ids, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO)
+    m, rest, t, _squares, _total, _top_id = reduce_rows(
+        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+        True, False, False, False, BLOCK_N, BLOCK_V, NUM_STAGES,
+    )  # fmt: skip
+    rest, log_sum, entropy = finish(m, rest, t)
+    logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
+
+    advantage = tl.load(advantages_ptr + rows)
+    weight = tl.load(weights_ptr + rows)
+    beta = tl.cast(beta, tl.float32)
+    b = tl.cast(b, tl.float32)
+    log_ratio = logp - logp  # on-policy 0, or NaN where there is no log-probability
+    if old_ptr is not None:
+        log_ratio = logp - tl.load(old_ptr + rows)
+    loss, d_log_ratio, a = SURROGATE(
+        log_ratio, advantage, logp, tl.cast(clip_low, tl.float32), tl.cast(clip_high, tl.float32),
+        tl.cast(delta, tl.float32), tl.cast(tau_pos, tl.float32), tl.cast(tau_neg, tl.float32),
+    )  # fmt: skip
+    if old_ptr is not None:  # else weight and gate are in a already
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + rows)
+            loss = times(loss, gate)
+            d_log_ratio = times(d_log_ratio, gate)
+            a = times(a, gate)
+        loss = weight * loss
+        a = weight * d_log_ratio + weight * a
+    if ref_ptr is not None:
+        kl, d_kl = ESTIMATOR(logp, tl.load(ref_ptr + rows))
+        if CORRECTS_KL:
+            ratio = exp(log_ratio)
+            kl = times(ratio, kl)
+            d_kl = times(ratio, d_kl)
+            a += beta * weight * kl  # d ratio / d logp = ratio
+        loss += beta * weight * kl
+        a += beta * weight * d_kl
+        tl.store(kl_ptr + rows, kl, mask=counts)
+    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else would tell
+    loss = tl.where(ids < 0, float("nan"), loss)
+
+    tl.store(logps_ptr + rows, logp, mask=counts)
+    tl.store(max_logit_ptr + rows, m, mask=counts)
+    tl.store(log_sum_ptr + rows, log_sum, mask=counts)
+    tl.store(entropies_ptr + rows, entropy, mask=counts)
+    tl.store(loss_ptr + rows, loss, mask=counts)
+    tl.store(a_ptr + rows, a, mask=counts)
+    tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
+    if out_ptr is not None:
+        b_rows = tl.zeros_like(a) + b
+        inv_sum, offset, at_target = row_terms(logp, log_sum, entropy, a, b_rows, HAS_ENTROPY_GRADIENT)
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
+        tl.debug_barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        last = (V - 1) // BLOCK_V * BLOCK_V
+        for back in tl.range(0, V, BLOCK_V, num_stages=NUM_STAGES):
+            columns = last - back + tl.arange(0, BLOCK_V)[None, :]
+            write_gradient(
+                row_ptrs + columns, out_ptrs + columns, bias_ptr, columns, (columns < V) & counts[:, None],
+                ids, m, inv_sum, offset, at_target, a, b_rows,
+                HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+            )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Elementary functions in fp32, accurate to a few units in the last place of the result, also where it is near 0.
+
+Triton's interpreter lacks libdevice, hence these few lines. What they may build on (read in the PTX that Triton emits):
+
+- ``tl.exp2`` is ``ex2.approx.ftz.f32``, one instruction, right to 2^-22. ``tl.exp(x)`` is the same of the rounded
+  product x * log2(e), with three more instructions for results below 2^-126. The rounding costs a relative error of
+  |x| * 7e-8, as much as any difference x = z - m has by itself: good enough for the terms of a sum over the vocabulary
+  (`exp_term`). A ratio exp(R) has no such excuse, and there is one a row: `exp`.
+- ``tl.log`` is libdevice's polynomial, not ``lg2.approx``: right to the last place or two, also next to 1. The
+  corrections below (`log1p`, `expm1`) need no more than that of it.
+- ``/`` is ``div.full.f32`` (2 units in the last place). There is no fp64 anywhere.
+- ``tl.maximum`` and ``tl.max`` return the other operand where one is NaN, but in the interpreter NaN. What must not
+  depend on that is written with ``tl.where``, or with ``propagate_nan``.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN2_HIGH = tl.constexpr(0.693359375)  # 10 bits: its product with a whole exponent is exact
+LN2_LOW = tl.constexpr(-2.1219444005469058e-4)  # ln 2 - LN2_HIGH
+
+
+@triton.jit
+def exp_term(x):
+    """e^x for the terms of a sum, x <= 0: the fewest instructions, with a relative error of |x| * 7e-8."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def exp(x):
+    """e^x, its relative error the same for all x: the power of 2 split off, and back."""
+    x = tl.where(x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x))  # inf and 0 from there on; NaN passes
+    n = tl.floor(x * LOG2_E + 0.5)
+    return 2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)  # 2^n overflows before e^x does
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0, with what 1 + x lost to rounding put back."""
+    u = 1.0 + x
+    lost = x - (u - 1.0)
+    return tl.where(u - 1.0 == x, tl.log(u), tl.log(u) + lost / u)  # nothing is lost, also where x is inf
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1. Near 0 as (u - 1) * x / log u: an error of u = e^x cancels in (u - 1) / log u."""
+    u = exp(x)
+    near = tl.where(u == 1.0, x, (u - 1.0) * x / tl.log(u))
+    return tl.where(tl.abs(x) < 1.0, near, u - 1.0)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x)."""
+    return tl.where(x > 0, x, 0.0) + log1p(exp(-tl.abs(x)))
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """Near 0 a series (its coefficients are Cephes' tanhf), elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|)."""
+    s = x * x
+    series = -5.70498872745e-3
+    series = series * s + 2.06390887954e-2
+    series = series * s - 5.37397155531e-2
+    series = series * s + 1.33314422036e-1
+    series = series * s - 3.33332819422e-1
+    q = exp_term(-2.0 * tl.abs(x))
+    far = (1.0 - q) / (1.0 + q)
+    return tl.where(tl.abs(x) < 0.625, series * s * x + x, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def tanh_slope(x):
+    """d tanh(x) / dx = 1 - tanh(x)^2, which cancels where tanh(x) is near 1, while 4 q / (1 + q)^2 does not."""
+    q = exp_term(-2.0 * tl.abs(x))
+    return 4.0 * q / ((1.0 + q) * (1.0 + q))

@@ -1,0 +1,195 @@
+"""Row statistics of a chunk of logits: log-probability, maximum, log sum, entropy, and what is asked for besides.
+
+One program owns whole rows and reads each once. How many lanes a row has (`BLOCK_V`) depends on the vocabulary alone,
+and with that its bits: not on the other rows, nor on the row's place among them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.mathfn import log1p
+from grpo_kernels.backends.triton_rows.reduce import (
+    finish,
+    fold,
+    fold_squares,
+    merge,
+    merge_squares,
+    sum_lanes,
+    target_logp,
+)
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, load_projection, row_factors, scaled
+
+
+def launch_stats(
+    logits: Tensor,  # (n, V)
+    ids: Tensor,  # (n,)
+    transform: LogitTransform,
+    config: RowConfig,
+    *,
+    entropy: bool,
+    extras: tuple[str, ...],
+) -> RowStats:
+    """The statistics of the rows of `logits`."""
+    n, vocab = logits.shape
+    logps, max_logit, log_sum = (logits.new_empty(n) for _ in range(3))
+    entropies = logits.new_empty(n) if entropy else None
+    more = {name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
+    stats_kernel[(triton.cdiv(n, config.block_n),)](
+        # data
+        logits_ptr=logits,
+        ids_ptr=ids,
+        # results
+        logps_ptr=logps,
+        max_logit_ptr=max_logit,
+        log_sum_ptr=log_sum,
+        entropies_ptr=entropies,
+        log_sum_sq_probs_ptr=more.get("log_sum_sq_probs"),
+        mean_logits_ptr=more.get("mean_logits"),
+        is_top1_ptr=more.get("is_top1"),
+        # shapes and strides
+        n=n,
+        V=vocab,
+        stride_n=logits.stride(0),
+        # the transform
+        **arguments(transform),
+        # the tile
+        BLOCK_N=config.block_n,
+        BLOCK_V=config.block_v,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
+    return RowStats(logps, max_logit, log_sum, entropies, more)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
+def stats_kernel(
+    # data: (n, V), (n,)
+    logits_ptr,
+    ids_ptr,
+    # results: (n,)
+    logps_ptr,
+    max_logit_ptr,
+    log_sum_ptr,
+    entropies_ptr,
+    log_sum_sq_probs_ptr,
+    mean_logits_ptr,
+    is_top1_ptr,
+    # shapes and strides
+    n,
+    V,
+    stride_n,
+    # the transform: (V,), (n,), numbers
+    bias_ptr,
+    inv_t_ptr,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    # the tile
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Statistics of `BLOCK_N` rows; a pointer that is None is a result nobody wants."""
+    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    ids = tl.load(ids_ptr + rows)
+    m, rest, t, squares, total, top_id = reduce_rows(
+        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+        entropies_ptr is not None, log_sum_sq_probs_ptr is not None, mean_logits_ptr is not None,
+        is_top1_ptr is not None, BLOCK_N, BLOCK_V, NUM_STAGES,
+    )  # fmt: skip
+    rest, log_sum, entropy = finish(m, rest, t)
+    z_target = load_target(row_ptrs, bias_ptr, ids, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO)
+    tl.store(logps_ptr + rows, target_logp(m, rest, z_target), mask=counts)
+    tl.store(max_logit_ptr + rows, m, mask=counts)
+    tl.store(log_sum_ptr + rows, log_sum, mask=counts)
+    if entropies_ptr is not None:
+        tl.store(entropies_ptr + rows, entropy, mask=counts)
+    if log_sum_sq_probs_ptr is not None:
+        # sum p^2 = (1 + squares) / (1 + rest)^2
+        tl.store(log_sum_sq_probs_ptr + rows, log1p(squares) - 2.0 * log_sum, mask=counts)
+    if mean_logits_ptr is not None:
+        tl.store(mean_logits_ptr + rows, total / V, mask=counts)
+    if is_top1_ptr is not None:
+        tl.store(is_top1_ptr + rows, top_id == ids, mask=counts)
+
+
+@triton.jit
+def row_block(block, n, BLOCK_N: tl.constexpr):
+    """The rows (BLOCK_N,) of a block, and which count: those past the last repeat it, so that all can be read."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.minimum(rows, n - 1), rows < n
+
+
+@triton.jit
+def reduce_rows(
+    row_ptrs,
+    bias_ptr,
+    V,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
+    WITH_TOTAL: tl.constexpr,
+    WITH_TOP_ID: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """The running sums of whole rows (`reduce`), and sum of squares, sum of z, lowest id of the largest z; (BLOCK_N,).
+
+    What is not asked for is some number.
+    """
+    m = tl.full((BLOCK_N, BLOCK_V), float("-inf"), tl.float32)
+    rest = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    t = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    squares = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    top_id = tl.zeros((BLOCK_N, BLOCK_V), tl.int32)
+    for start in tl.range(0, V, BLOCK_V, num_stages=NUM_STAGES):
+        columns = start + tl.arange(0, BLOCK_V)[None, :]
+        here = columns < V
+        x = load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO)
+        z = scaled(x, inner, outer, HAS_SOFTCAP)
+        if WITH_TOTAL:
+            total += z  # 0 beyond the vocabulary
+        z = tl.where(here, z, float("-inf"))  # after the transform, which would make a number of it
+        if WITH_TOP_ID:
+            top_id = tl.where(z > m, columns, top_id)
+        m, rest, t_new, keep, e = fold(m, rest, t, z)
+        if WITH_ENTROPY:
+            t = t_new
+        if WITH_SQUARES:
+            squares = fold_squares(squares, keep, e)
+    lane_m = m
+    m, rest, t, e, is_first = merge(m, rest, t)
+    squares_all = m
+    if WITH_SQUARES:
+        squares_all = merge_squares(squares, e, is_first)
+    total_all = m
+    if WITH_TOTAL:
+        total_all = sum_lanes(total)
+    top_id_all = tl.full((BLOCK_N,), 0, tl.int32)
+    if WITH_TOP_ID:
+        top_id_all = tl.min(tl.where(lane_m == m[:, None], top_id, V), axis=1)
+    return m, rest, t, squares_all, total_all, top_id_all
+
+
+@triton.jit
+def load_target(row_ptrs, bias_ptr, ids, V, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr):
+    """z (R,) of the targets, by the same operations as in `reduce_rows`, so that the same bits come out."""
+    columns = ids[:, None]
+    x = load_projection(row_ptrs + columns, bias_ptr, columns, (columns >= 0) & (columns < V), ROUNDED_TO)
+    z = scaled(x, inner, outer, HAS_SOFTCAP)
+    return tl.reshape(z, ids.shape)

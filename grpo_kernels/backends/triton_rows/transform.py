@@ -1,0 +1,84 @@
+"""From the raw projection x to the scaled logits z = softcap(scale * round(x + bias)) / T, on the fly, and d z / d x.
+
+All that is constant in a row is folded into two factors (`factors`)::
+
+    z = x * inner,                 inner = scale / T
+    z = tanh(x * inner) * outer,   inner = scale / cap, outer = cap / T, with a soft-cap
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.backends.triton_rows.mathfn import tanh, tanh_slope
+
+# Arguments with one number a row: read once, so that it is not worth a variant of the kernel where they lie.
+PER_ROW = [
+    *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
+    *("mean_logits_ptr", "is_top1_ptr", "a_ptr", "b_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
+    *("advantages_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
+]
+ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def arguments(transform: LogitTransform) -> dict[str, Any]:
+    """What `transform` is to a kernel, by the names of the kernel's arguments."""
+    inv_t, cap, scale = transform.inv_temperature, transform.softcap, transform.scale
+    shared = 1.0 if isinstance(inv_t, Tensor) else inv_t  # in double precision, as torch would; rounded once
+    return {
+        "bias_ptr": transform.bias,
+        "inv_t_ptr": inv_t.reshape(-1) if isinstance(inv_t, Tensor) else None,
+        "inner": float(scale * shared if cap is None else scale / cap),  # an int of 1 would make another kernel
+        "outer": float(1 if cap is None else cap * shared),
+        "HAS_SOFTCAP": cap is not None,
+        "ROUNDED_TO": ROUNDINGS[transform.rounded_to],
+    }
+
+
+@triton.jit
+def row_factors(inv_t_ptr, rows, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """(inner, outer) in fp32, for all rows, or (R, 1) for the rows (R, 1) where each has its own temperature."""
+    inner = tl.cast(inner, tl.float32)
+    outer = tl.cast(outer, tl.float32)
+    if inv_t_ptr is not None:
+        inv_t = tl.load(inv_t_ptr + rows)
+        if HAS_SOFTCAP:
+            outer = outer * inv_t
+        else:
+            inner = inner * inv_t
+    return inner, outer
+
+
+@triton.jit
+def load_projection(x_ptrs, bias_ptr, columns, mask, ROUNDED_TO: tl.constexpr):
+    """The raw projection at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded; 0 outside of `mask`."""
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if ROUNDED_TO is not None:
+        x = x.to(ROUNDED_TO).to(tl.float32)
+    return x
+
+
+@triton.jit
+def scaled(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """z of x."""
+    z = x * inner
+    if HAS_SOFTCAP:
+        z = tanh(z) * outer
+    return z
+
+
+@triton.jit
+def slope(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """d z / d x."""
+    d = inner
+    if HAS_SOFTCAP:
+        d = d * outer * tanh_slope(x * inner)
+    return d

@@ -1,0 +1,166 @@
+"""What a row kernel should give in float64, and how far one that computes in float32 may be off, element by element.
+
+With u = 2^-24, half a unit in the last place of a number of 1: z is a few products of the raw projection, so each is
+off by some u * |z|. The other bounds follow to first order: what they depend on is off by that much, a term e^d of a
+sum by |d| * 2 u and its own rounding, a sum by a rounding for each of the sums it went through.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import surrogates
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.config import LossConfig
+from grpo_kernels.token_loss import TokenLoss
+
+U = 2.0**-24
+TERMS = 32 * U  # of a sum: a lane's roundings, its rescaling each time it meets a larger logit, the tree of lanes
+FEW = 8 * U
+FLOOR = 1e-36  # of everything: below it numbers lose bits to underflow
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Row statistics (n,) in float64 with their bounds, and what gradients need."""
+
+    want: dict[str, Tensor]
+    bound: dict[str, Tensor]
+    logs: Tensor  # (n, V) log-probabilities
+    e: Tensor  # (n, 1) error of z
+    slope: Tensor  # (n, V) d z / d x
+    slope_error: Tensor  # (n, V), relative
+
+
+def truth(raw: Tensor, ids: Tensor, transform: LogitTransform) -> Truth:
+    """The statistics of `raw` (n, V) fp32; all logits finite or -inf, and no row only -inf."""
+    x = raw if transform.bias is None else raw + transform.bias
+    x = x if transform.rounded_to is None else x.to(transform.rounded_to)
+    x, inv_t, cap = x.double(), transform.inv_temperature, transform.softcap
+    inv_t = inv_t.double() if isinstance(inv_t, Tensor) else inv_t
+    z, slope, slope_error = x * transform.scale * inv_t, torch.ones_like(x) * transform.scale * inv_t, 0 * x + FEW
+    if cap is not None:
+        inner = x * transform.scale / cap
+        z, q = torch.tanh(inner) * cap * inv_t, torch.exp(-2 * inner.abs())
+        slope, slope_error = slope * 4 * q / (1 + q).square(), 16 * U * (1 + inner.abs())
+    finite = z.masked_fill(z.isinf(), 0.0)
+    roundings = 12 if cap is not None else 0 if isinstance(inv_t, float) and transform.scale * inv_t == 1.0 else 4
+    e = roundings * U * finite.abs().amax(1, keepdim=True)
+
+    top, argmax = z.amax(1, keepdim=True), z.argmax(1)
+    log_sum = torch.log1p(_log_sum(z - top, argmax).exp())
+    logs = z - top - log_sum[:, None]  # keeps its precision where it is near 0, unlike torch's
+    p = logs.exp()
+    no_target, no_top = (p.scatter(1, index[:, None], 0.0) for index in (ids, argmax))
+    d = torch.where(p > 0, top - z, 0.0)
+    entropy = log_sum + (p * d).sum(1)
+    away = torch.where(p > 0, logs + entropy[:, None], 0.0)
+    log_others, margin = _log_sum(z - top, ids), (top - z).gather(1, ids[:, None])[:, 0]  # what logp is computed from
+    want = {
+        "logps": -torch.logaddexp(torch.zeros_like(margin), log_others + margin),
+        "max_logit": top[:, 0],
+        "log_sum": log_sum,
+        "entropies": entropy,
+        "log_sum_sq_probs": (2 * logs).logsumexp(1),
+        "mean_logits": z.mean(1),
+    }
+    wide = (log_others.abs() + margin.abs()).nan_to_num(posinf=0.0)
+    bound = {
+        "logps": no_target.sum(1) * (2 * e[:, 0] + _sums(no_target, d) + 2 * U * wide) + FEW * want["logps"].abs(),
+        "max_logit": e[:, 0],
+        "log_sum": no_top.sum(1) * (2 * e[:, 0] + _sums(no_top, d)) + FEW * log_sum,
+        "entropies": (p * away.abs()).sum(1) * 2 * e[:, 0] + (p * d * (TERMS + 2 * U * d)).sum(1)
+        + no_top.sum(1) * _sums(no_top, d) + FEW * entropy,
+        "log_sum_sq_probs": 4 * e[:, 0] + 4 * _sums(p, d) + FEW * log_sum,
+        "mean_logits": e[:, 0] + TERMS * finite.abs().mean(1),
+    }  # fmt: skip
+    bound["logps"] = torch.where(want["logps"].isinf(), 0.0, bound["logps"])
+    return Truth(want, bound, logs, e, slope, slope_error)
+
+
+def gradient(at: Truth, ids: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """d loss / d raw (n, V) for a = d loss / d logp, b = d loss / d entropy (n,), and its bound."""
+    p, hot = at.logs.exp(), torch.nn.functional.one_hot(ids, at.logs.shape[1]).double()
+    others = -torch.expm1(at.want["logps"])[:, None]
+    finite = torch.where(p > 0, at.logs, 0.0)
+    away = torch.where(p > 0, finite + at.want["entropies"][:, None], 0.0)
+    a, b = a.double()[:, None], torch.zeros_like(a).double()[:, None] if b is None else b.double()[:, None]
+    dz = a * torch.where(hot > 0, others, -p) - b * p * away
+    rho = 2 * at.e + TERMS + 4 * U * finite.abs() + at.bound["log_sum"][:, None]
+    size = torch.where(hot > 0, others * FEW + p * at.bound["logps"][:, None], p * rho) * a.abs()
+    size = size + b.abs() * p * (away.abs() * rho + 2 * at.e + at.bound["entropies"][:, None] + FEW * finite.abs())
+    size = size + b.abs() * p * (FEW * (1 + at.want["entropies"][:, None]) + at.bound["logps"][:, None])
+    return dz * at.slope, (size + FEW * dz.abs()) * at.slope.abs() + (dz * at.slope).abs() * at.slope_error
+
+
+def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The terms of `loss` (n,) by `surrogates` in float64, and the sizes of what they are sums of."""
+    config = LossConfig(
+        epsilon=1 - loss.clip_low,
+        epsilon_high=loss.clip_high - (0 if loss.surrogate == "cispo" else 1),
+        delta=None if math.isinf(loss.delta) else loss.delta,
+        sapo_temperature_pos=loss.tau_pos,
+        sapo_temperature_neg=loss.tau_neg,
+        kl_estimator=loss.kl or "k3",
+    )
+    logps, log_ratio, advantages, weights = (x.double() for x in (logps, log_ratio, loss.advantages, loss.weights))
+    ratio = log_ratio.exp()
+    if loss.old is None:
+        policy, a = surrogates.times(logps, advantages) if loss.surrogate == "linear" else 0 * logps, advantages
+    else:
+        gate = torch.ones_like(weights) if loss.gate is None else loss.gate.double()
+        more = (logps,) if loss.surrogate == "cispo" else ()
+        found = getattr(surrogates, loss.surrogate)(config, log_ratio, advantages, *more)
+        policy, d_ratio, d_logp = (surrogates.times(x, gate) for x in found)
+        policy, a = weights * policy, weights * (d_ratio + d_logp)
+        if loss.surrogate == "sapo":
+            ratio = ratio * (1 + ratio)
+    size = advantages.abs() * (1 + logps.abs()) * (1 + ratio) * (1 if loss.old is None else weights)
+    if loss.ref is None:
+        return {"loss": (policy, size), "a": (a, size)}
+    kl, d_kl = surrogates.kl_estimate(config, logps, loss.ref.double())
+    kl_size = (1 + (loss.ref - logps).abs().exp() + (loss.ref - logps).square()) * (1 + log_ratio.exp())
+    if loss.corrects_kl:
+        kl, d_kl = log_ratio.exp() * kl, log_ratio.exp() * d_kl
+        a = a + loss.beta * weights * kl
+    size = size + loss.beta * weights * kl_size
+    return {
+        "loss": (policy + loss.beta * weights * kl, size),
+        "a": (a + loss.beta * weights * d_kl, size),
+        "kl": (kl, kl_size),
+    }
+
+
+def check(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
+    """Raise with the worst element, unless every |got - want| is within its bound."""
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    error, bound = (got.double() - want.double()).abs(), bound + FLOOR
+    excess = torch.where(got == want, 0.0, torch.nan_to_num(error / bound, nan=torch.inf))
+    worst = excess.argmax()
+    assert excess.max() <= 1, (
+        f"{name}[{worst}]: got {got.flatten()[worst]:.9g}, want {want.flatten()[worst]:.9g}, "
+        f"error {error.flatten()[worst]:.3g}, allowed {bound.flatten()[worst]:.3g}"
+    )
+
+
+def check_stats(got: RowStats, at: Truth, slack: float = 1.0) -> None:
+    """Every statistic there is but `is_top1`."""
+    found = {"logps": got.logps, "max_logit": got.max_logit, "log_sum": got.log_sum, **got.extras}
+    if got.entropies is not None:
+        found["entropies"] = got.entropies
+    for name in found.keys() & at.want.keys():
+        check(name, found[name], at.want[name], slack * at.bound[name])
+
+
+def _log_sum(z: Tensor, left_out: Tensor) -> Tensor:
+    """log sum_j e^z_j (n,) without the column `left_out` (n,)."""
+    return z.scatter(1, left_out[:, None], -torch.inf).logsumexp(1)
+
+
+def _sums(weights: Tensor, d: Tensor) -> Tensor:
+    """Relative error (n,) of the sum of terms e^-d, proportional to `weights` (n, V)."""
+    return TERMS + 2 * U * (weights * d).sum(1) / weights.sum(1).clamp(min=1e-300)
