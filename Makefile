@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo lint parity format clean
+.PHONY: help test demo lint aot faults gpu parity format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -20,6 +20,11 @@ TEST_SECONDS ?= 900
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 PARITY_ARGS ?=
+AOT_ARGS    ?=
+FAULTS      ?=
+GPU_ARGS    ?=
+# A GPU machine brings its own torch: the environment is used where it is there, and never made for this.
+GPU_PYTHON  ?= $(if $(wildcard $(PY)),$(PY),python3)
 # Past the limit pytest gets an interrupt, so that it still sums up what ran.
 TIME_LIMIT  := $(if $(shell command -v timeout),timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS))
 
@@ -50,6 +55,15 @@ lint: $(STAMP)  ## style, format and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, without a GPU (AOT_ARGS=--quick)
+	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
+
+faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must notice each (FAULTS="name ...")
+	$(PY) -m tests.kernel_faults $(FAULTS) </dev/null
+
+gpu:  ## GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench --wheels DIR"; --dry-run needs no GPU)
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null
 
 parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimiser steps each
 	$(PY) benchmarks/parity.py $(PARITY_ARGS) </dev/null

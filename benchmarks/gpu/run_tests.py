@@ -1,0 +1,96 @@
+"""The tests that need a GPU, and their results as plain values.
+
+Several processes share the GPU where pytest-xdist is there: most of the time goes into compiling kernels. What needs
+a large part of the memory runs by itself afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.child import Ran, environment, run
+from benchmarks.gpu.results import Results
+
+FOLDER = "tests/gpu"
+ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")
+MOST_WORKERS = 12
+ONE_TEST_SECONDS = 150
+KEPT = 40  # failures whose text is kept
+
+
+def run_tests(results: Results, *, seconds: float, folder: Path, toy: bool) -> None:
+    """Run `FOLDER` within `seconds` and put counts and failures into ``tests``."""
+    until = time.time() + seconds
+    workers = min(MOST_WORKERS, max(1, (os.cpu_count() or 1) * 3 // 4))
+    spread = ["-n", str(workers), "--dist", "worksteal"] if importlib.util.find_spec("xdist") is not None else []
+    parts = [("together", [FOLDER, *["--ignore=" + name for name in ALONE], *spread], 0.75), ("alone", [*ALONE], 1.0)]
+    for name, arguments, share in [("together", [FOLDER], 1.0)] if toy else parts:
+        left = until - time.time()
+        if left < 5:
+            results.merge("tests", name, status="skipped", reason="no time left")
+            continue
+        results.merge("tests", name, status="running")
+        results.merge("tests", name, **_run(name, arguments, left * share, folder, toy))
+    counts: dict[str, int] = {}
+    for part in list(results.at("tests").values()):
+        for outcome, count in part.get("counts", {}).items():
+            counts[outcome] = counts.get(outcome, 0) + count
+    results.merge("tests", counts=counts)
+
+
+def _run(name: str, arguments: list[str], seconds: float, folder: Path, toy: bool) -> dict[str, Any]:
+    xml = folder / f"tests-{name}.xml"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--color=no", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={xml}", "--tb=short", "--durations=10", *arguments]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        command.append(f"--timeout={ONE_TEST_SECONDS}")
+    ran = run(command, env=environment(toy=toy), seconds=seconds, log=folder / f"tests-{name}.log")
+    return summary(ran, xml)
+
+
+def summary(ran: Ran, xml: Path) -> dict[str, Any]:
+    """Counts and failures, from pytest's XML, or from its output if it did not live to write that."""
+    status = (
+        "out of time" if ran.code is None else {0: "passed", 1: "failed", 5: "nothing selected"}.get(ran.code, "error")
+    )
+    found: dict[str, Any] = {"status": status, "exit_status": ran.code, "seconds": ran.seconds}
+    try:
+        found |= _from_xml(ElementTree.parse(xml).getroot())
+    except (OSError, ElementTree.ParseError):
+        found["counts"] = _from_output(ran.output)
+    if status not in ("passed", "nothing selected"):
+        found["output"] = ran.output[-4000:]
+    return found
+
+
+def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
+    counts = {"passed": 0, "failed": 0, "error": 0, "skipped": 0}
+    failures: list[dict[str, str]] = []
+    skips: dict[str, int] = {}
+    for test in root.iter("testcase"):
+        name = f"{test.get('classname', '')}::{test.get('name', '')}"
+        bad = [x for x in test if x.tag in ("failure", "error")]
+        skipped = test.find("skipped")
+        if bad:
+            counts["failed" if bad[0].tag == "failure" else "error"] += 1
+            failures.append({"test": name, "text": ((bad[0].get("message") or "") + "\n" + (bad[0].text or ""))[:1500]})
+        elif skipped is not None:
+            counts["skipped"] += 1
+            reason = skipped.get("message") or ""
+            skips[reason] = skips.get(reason, 0) + 1
+        else:
+            counts["passed"] += 1
+    return {"counts": counts, "failures": failures[:KEPT], "skipped_for": skips}
+
+
+def _from_output(text: str) -> dict[str, int]:
+    """Of the lines of ``-v``, with xdist or without; each has the progress in percent."""
+    outcomes = re.findall(r"^(?=.*\[ *\d+%\]).*?\b(PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
+    return {name.lower(): outcomes.count(name) for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}

@@ -1,0 +1,101 @@
+"""The results in a few lines, for a reader who has only the end of the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.verdict import derive, judge
+
+
+def conclude(results: Results) -> bool:
+    """Derive what follows from the results, save and print it; whether all is well."""
+    data = results.data
+    for case in data.get("cases", {}).values():
+        case["derived"] = derive(case)
+    if "cases" in data and not data.get("dry_run"):
+        data["goals"] = judge(data["cases"])
+    results.save()
+    for line in lines(data):
+        print(line)
+    return is_well(data)
+
+
+def is_well(data: dict[str, Any]) -> bool:
+    """No failed test and some passed, no finding in our kernels, ours right in every case, no missed goal."""
+    tests, sanitizer = data.get("tests", {}), data.get("sanitizer", {})
+    bad_tests = any(tests.get("counts", {}).get(name, 0) for name in ("failed", "error"))
+    bad_tests |= any(tests.get(name, {}).get("status") in ("error", "out of time") for name in ("together", "alone"))
+    bad_tests |= bool(tests) and not data.get("dry_run") and not tests.get("counts", {}).get("passed")
+    ours = [x.get("providers", {}).get("ours", {}).get("status") for _, x in _tables(data.get("cases"))]
+    found = any(isinstance(x, dict) and x.get("in_our_kernels") for x in sanitizer.values())
+    found |= sanitizer.get("script_exit", 0) != 0
+    missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
+    return not (bad_tests or found or missed or "failed_steps" in data) and set(ours) <= {"ok"}
+
+
+def lines(data: dict[str, Any]) -> list[str]:
+    """A line for each thing worth knowing; what matters most comes last, since that is what stays on a screen."""
+    about = data.get("machine", {})
+    text = [f"{about.get('device')}, torch {about.get('torch')}, triton {about.get('triton')}, {about.get('commit')}"]
+    for name, x in _tables(data.get("profile")):
+        text.append(
+            f"profile {name}: step {x.get('step_ms')} ms, kernels {x.get('kernels_ms')} ms {x.get('reason', '')}"
+        )
+        text += [f"  {k['ms']:9.3f} ms {k['calls']:4d} x {k['name'][:80]}" for k in x.get("kernels", [])[:8]]
+    for name, x in _tables(data.get("ceilings")):
+        text.append(f"ceiling {name}: {x.get('gb_per_s', x.get('tflops', x.get('reason')))}")
+    for backend, runs in _tables(data.get("micro", {}).get("rows")):
+        text.append(f"row kernels, {backend}, GB/s: {_rates(runs, 'gb_per_s')}")
+    for shape, runs in _tables(data.get("micro", {}).get("scoring")):
+        text.append(f"scoring {shape}, TFLOP/s: {_rates(runs, 'tflops')}")
+    for name, case in _tables(data.get("cases")):
+        text += _case_lines(name, case)
+    tests = data.get("tests", {})
+    for name, x in data.items():
+        if isinstance(x, dict) and x.get("status") in ("error", "crashed", "hung", "absent", "skipped", "stopped"):
+            text.append(f"{name}: {x['status']} {x.get('reason', '')}")
+    for part in ("together", "alone"):
+        text += [f"  {x['test']}: {x['text'][:160]!r}" for x in tests.get(part, {}).get("failures", [])]
+        if part in tests:
+            text.append(f"tests, {part}: {tests[part].get('status')} {tests[part].get('counts', '')}")
+    for name, x in _tables(data.get("sanitizer")):
+        text.append(f"{name}: {x.get('status')} {x.get('summary', '')} in our kernels: {x.get('in_our_kernels')}")
+    text += [f"goal {x['case']}: {x['figure']} {x['goal']}: {x['value']} {x['verdict']}" for x in data.get("goals", [])]
+    text += [f"step {name} failed: {why}" for name, why in data.get("failed_steps", {}).items()]
+    return text
+
+
+def _tables(found: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The entries that are dictionaries; an error may stand beside them."""
+    return [(name, x) for name, x in (found or {}).items() if isinstance(x, dict)]
+
+
+def _rates(runs: dict[str, Any], unit: str) -> str:
+    found = [f"{name} {x[unit]}" for name, x in runs.items() if isinstance(x, dict) and unit in x]
+    found += [
+        f"{name} {x['status']}" for name, x in runs.items() if isinstance(x, dict) and unit not in x and "status" in x
+    ]
+    return ", ".join(found) or str(runs.get("reason", "none"))
+
+
+def _case_lines(name: str, case: dict[str, Any]) -> list[str]:
+    shape = f"N {case.get('n')}, H {case.get('h')}, V {case.get('v')}"
+    text = [f"{name} ({shape}): {case.get('status')} {case.get('reason', '')[:200]}"]
+    for provider, x in case.get("providers", {}).items():
+        ms = x.get("ms", {})
+        if "median" not in ms:
+            text.append(f"  {provider:13s} {x.get('status')}: {x.get('reason', '')[:140]} {_errors(x)}")
+            continue
+        rate = case.get("derived", {}).get("tflops", {}).get(provider, "")
+        text.append(
+            f"  {provider:13s} {ms['median']:9.3f} ms [{ms['p20']:.2f}, {ms['p80']:.2f}] {rate} TFLOP/s "
+            f"{x.get('peak_extra_mib')} MiB {x.get('note', '')[:24]} {_errors(x)}"
+        )
+    ratios = {k: x for k, x in case.get("derived", {}).items() if k != "tflops"}
+    return [*text, f"  {ratios}"]
+
+
+def _errors(provider: dict[str, Any]) -> str:
+    errors = provider.get("errors") or {}
+    return " ".join(f"{name} {x:.0e}" for name, x in errors.items() if isinstance(x, float))

@@ -1,0 +1,46 @@
+"""Every test here has two forms: on a GPU at sizes that matter, marked `gpu`; on a CPU, in Triton's interpreter, tiny.
+
+The second tells whether the test itself is right before a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+LOST = 70  # exit status
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def as_in_use() -> Iterator[None]:
+    """Without the suite's deterministic mode, whose operations wait, allocate and run differently."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(autouse=True)
+def _device_still_answers() -> Iterator[None]:
+    """After an error that stays with the process, such as an illegal address, no later test could pass in it."""
+    yield
+    if not torch.cuda.is_available():
+        return
+    gc.collect()
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        if os.environ.get("PYTEST_XDIST_WORKER"):  # another process takes over
+            print(f"the device is lost to this process: {error}", flush=True)
+            os._exit(LOST)
+        pytest.exit(f"the device is lost to this process: {error}", LOST)

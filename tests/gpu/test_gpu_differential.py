@@ -1,0 +1,130 @@
+"""Every fixed case, engine and backend on the device, against float64 within the strict tolerance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import linear_logprob
+from tests.case_builder import Case
+from tests.cases import fixed_cases
+from tests.gpu.on_device import BACKENDS, move, report, run_on
+from tests.reference import on_grid, reference_loss
+from tests.reference_terms import settings
+from tests.run_case import allowed_engines
+from tests.tolerance import assert_matches, bounds_of, compare, computed_in, score_bounds
+
+PARTS = 24
+CPU_PART = 47  # every so many cases on a CPU
+TRAINING = ("auto", "one_pass", "two_pass", "lean", "frozen", "score")
+SCORED = [c for c in fixed_cases() if c.group in "ABC" and c.completion_mask.any() and computed_in(c) == torch.float32]
+
+
+def chosen(cases: list[Case], device: torch.device, part: int, parts: int, every: int) -> list[Case]:
+    """The cases of one part; on a CPU all of them are few, and in the first part."""
+    if device.type == "cuda":
+        return cases[part::parts]
+    return cases[::every] if part == 0 else []
+
+
+def check(case: Case, device: torch.device, backend: str, failures: dict[str, Exception]) -> int:
+    """All engines that are exact for the case; what goes wrong is collected. Returns how many were tried."""
+    reference = reference_loss(case)
+    bounds, tried = bounds_of(reference, case), 0
+    for engine in TRAINING:
+        if engine != "auto" and engine not in allowed_engines(case):
+            continue
+        tried += 1
+        try:
+            output, grads, _ = run_on(case, device, engine, backend)
+            assert_matches(output, grads, reference, case, bounds)
+        except Exception as error:
+            failures[f"{case.name}, {engine}, {backend}"] = error
+    return tried
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_fixed_cases(device: torch.device, part: int, backend: str) -> None:
+    failures: dict[str, Exception] = {}
+    tried = 0
+    for case in chosen(list(fixed_cases()), device, part, PARTS, CPU_PART):
+        if backend == "triton" and computed_in(case) == torch.float64:
+            with pytest.raises(ValueError, match="backend"):
+                run_on(case, device, "auto", backend)
+            continue
+        tried += check(case, device, backend, failures)
+    assert tried or device.type == "cpu"
+    report(failures, tried)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("frozen", ["weight bias", "hidden", "hidden weight bias"])
+def test_frozen(device: torch.device, frozen: str, backend: str) -> None:
+    cases = [c for c in fixed_cases() if c.group in "AB" and not c.frozen and computed_in(c) == torch.float32]
+    failures: dict[str, Exception] = {}
+    tried = 0
+    for case in cases[:: 6 if device.type == "cuda" else 90]:
+        tried += check(case.but(frozen=frozenset(frozen.split())), device, backend, failures)
+    report(failures, tried)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_score_dot(device: torch.device, part: int) -> None:
+    """Log-probabilities and entropies without logits in memory."""
+    failures: dict[str, Exception] = {}
+    cases = chosen(SCORED, device, part, 4, 61)
+    for case in cases:
+        try:
+            check_score_dot(case, device)
+        except Exception as error:
+            failures[case.name] = error
+    report(failures, len(cases))
+
+
+def check_score_dot(case: Case, device: torch.device) -> None:
+    """Masked ids and states are whatever they are: only counted positions are compared."""
+    reference, o = reference_loss(case), settings(case)
+    e, e_entropy = (on_grid(x, reference.head.counted) for x in score_bounds(case, reference))
+    moved = move(case, device)
+    head = {"temperature": o.temperature, "final_logit_softcapping": o.final_logit_softcapping}
+    with torch.no_grad():
+        found = linear_logprob(
+            moved.hidden,
+            moved.weight,
+            moved.completion_ids,
+            mask=moved.completion_mask,
+            bias=moved.bias,
+            logit_scale=o.logit_scale,
+            logits_dtype=o.logits_dtype,
+            engine="score_dot",
+            backend="triton",
+            **head,
+        )
+    names: tuple[tuple[str, Tensor, Tensor], ...] = (
+        ("logps", reference.logps, e),
+        ("entropies", reference.entropies, e_entropy),
+    )
+    for (name, want, bound), got in zip(names, found, strict=True):
+        assert got is not None
+        compare(name, got.cpu(), want, bound, case)
+
+
+def test_ids_out_of_range_make_their_rows_nan(device: torch.device) -> None:
+    """Where looking at the ids would cost a wait, the rows say it themselves; the others are as they were."""
+    hidden, weight = torch.randn(6, 16, device=device), torch.randn(40, 16, device=device)
+    ids = torch.tensor([3, -1, 39, 40, 7, 2**40], device=device)
+    bad = torch.tensor([False, True, False, True, False, True], device=device)
+    if device.type == "cpu":  # there it costs nothing
+        with pytest.raises(ValueError, match="ids"):
+            linear_logprob(hidden, weight, ids)
+        return
+    right = linear_logprob(hidden, weight, torch.where(bad, 0, ids))
+    for backend in BACKENDS:
+        for engine in ("auto", "score_dot") if backend == "triton" else ("auto",):
+            with torch.no_grad():
+                logps, entropies = linear_logprob(hidden, weight, ids, backend=backend, engine=engine)
+            assert torch.equal(torch.isnan(logps), bad), (backend, engine)
+            assert entropies is not None
+            torch.testing.assert_close(logps[~bad], right[0][~bad], rtol=1e-5, atol=1e-5)

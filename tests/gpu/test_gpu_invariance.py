@@ -1,0 +1,139 @@
+"""The same bits again: run after run, and for a row whatever else is in its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from tests.gpu.on_device import BACKENDS, copy_of, gradients, leaves, same_bits
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+RERUNS = {"cuda": 20, "cpu": 2}
+ENGINES = {"score": ("score", "score_dot"), "loss": ("one_pass", "two_pass", "lean")}
+BIG = [(700, 4096, 151_936, torch.bfloat16), (700, 512, 32_003, torch.bfloat16), (300, 96, 4097, torch.float32)]
+TINY = (20, 16, 70)
+
+
+def scored(hidden: Tensor, weight: Tensor, ids: Tensor, engine: str, backend: str) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        logps, entropies = linear_logprob(hidden, weight, ids, engine=engine, backend=backend)
+    assert entropies is not None
+    return logps, entropies
+
+
+def combinations() -> list[tuple[str, str]]:
+    return [
+        (engine, backend)
+        for engine in ENGINES["score"]
+        for backend in BACKENDS
+        if (engine, backend) != ("score_dot", "torch")
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES["loss"])
+def test_every_run_has_the_same_bits(
+    device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
+) -> None:
+    n, h, v = (1024, 512, 32_003) if device.type == "cuda" else TINY
+    n -= n % 4
+    hidden, weight, ids = leaves(device, n, h, v, dtype)
+    hidden = hidden.detach().view(-1, 4, h).requires_grad_()
+    config = LossConfig(beta=0.05, entropy_coef=0.01)
+    old = torch.full((n // 4, 4), -8.0, device=device)
+
+    def step() -> Any:
+        out = grpo_loss(
+            hidden, weight, ids.view(-1, 4), None, torch.linspace(-1, 1, n // 4, device=device), config=config,
+            old_per_token_logps=old, ref_per_token_logps=old, engine=engine, backend=backend,
+        )  # fmt: skip
+        return out.loss, out.per_token_logps, out.entropies, *gradients(out.loss, [hidden, weight])
+
+    first = copy_of(step())
+    for i in range(RERUNS[device.type] - 1):
+        assert same_bits(step(), first), f"run {i + 2}"
+
+
+@pytest.mark.parametrize(("engine", "backend"), combinations())
+@pytest.mark.parametrize(("n", "h", "v", "dtype"), BIG, ids=str)
+def test_a_row_does_not_depend_on_its_batch(
+    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, engine: str, backend: str, as_in_use: None
+) -> None:
+    """Alone, in parts of any size, permuted, repeated, in chunks: the same bits."""
+    if device.type == "cpu":
+        n, h, v = TINY
+    hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
+    whole, every = scored(hidden, weight, ids, engine, backend), torch.arange(n, device=device)
+    parts = {"permuted": torch.randperm(n, device=device), "repeated": every[:7].repeat(3)}
+    for size in (1, 2, 5, 64, 127, 128, 129, 256, 300, 511):
+        if size < n:
+            parts |= {f"{size} first": every[:size], f"{size} last": every[n - size :]}
+    wrong = []
+    for name, index in parts.items():
+        found = scored(hidden[index], weight, ids[index], engine, backend)
+        if not same_bits(found, tuple(x[index] for x in whole)):
+            wrong.append((name, float((found[0] - whole[0][index]).abs().max())))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked_positions_and_padding_change_no_bit(
+    device: torch.device, dtype: torch.dtype, backend: str, as_in_use: None
+) -> None:
+    n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
+    hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
+    hidden, ids = hidden.view(-1, 8, h), ids.view(-1, 8)
+    mask = torch.rand(ids.shape, device=device) > 0.3
+    alone = linear_logprob(hidden[mask], weight, ids[mask], backend=backend)
+    pad = lambda x, value: torch.cat([x, x.new_full((len(x), 3, *x.shape[2:]), value)], 1)  # noqa: E731
+    wide = linear_logprob(pad(hidden, torch.nan), weight, pad(ids, -100), mask=pad(mask, False), backend=backend)
+    for got, want in zip(wide, alone, strict=True):
+        assert got is not None
+        assert same_bits(got[:, :8][mask], want)
+        assert not got[:, 8:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES["loss"])
+def test_the_ratio_is_exactly_one_on_policy(
+    device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
+) -> None:
+    """Old log-probabilities of calls without gradient, a sequence at a time: loss and gradient as on-policy."""
+    b, t, h, v = (24, 40, 512, 32_003) if device.type == "cuda" else (3, 4, 16, 70)
+    hidden, weight, ids = leaves(device, b * t, h, v, dtype)
+    hidden, ids = hidden.detach().view(b, t, h).requires_grad_(), ids.view(b, t)
+    old = torch.stack([scored(hidden[i], weight, ids[i], "score", backend)[0] for i in range(b)])
+    advantages = torch.linspace(-1, 1, b, device=device)
+
+    def step(old_per_token_logps: Tensor | None) -> tuple[Any, tuple[Tensor, ...]]:
+        out = grpo_loss(
+            hidden, weight, ids, None, advantages, old_per_token_logps=old_per_token_logps, engine=engine,
+            backend=backend,
+        )  # fmt: skip
+        return out, gradients(out.loss, [hidden, weight])
+
+    out, grads = step(old)
+    on_policy, wanted = step(None)
+    assert float(out.metrics["ratio"]) == 1.0
+    assert torch.equal(out.loss, on_policy.loss)
+    assert same_bits(grads, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_the_same_in_every_engine(device: torch.device, backend: str, as_in_use: None) -> None:
+    n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
+    hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
+    want = scored(hidden, weight, ids, "score", backend)
+    for engine in ENGINES["loss"]:
+        out = grpo_loss(
+            hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device), engine=engine,
+            backend=backend,
+        )  # fmt: skip
+        assert same_bits((out.per_token_logps.flatten(), out.entropies.flatten()), want), engine

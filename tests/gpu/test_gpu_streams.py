@@ -1,0 +1,218 @@
+"""Streams, devices, CUDA graphs, and how often a call waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from tests.gpu.on_device import BACKENDS, Graphed, copy_of, gradients, leaves, same_bits, waits
+
+SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
+SLEEP_CYCLES = 40_000_000  # some 20 ms: what is launched on the wrong stream runs long before its input is there
+REPLAYS = {"cuda": 100, "cpu": 3}
+CONFIGS = {"on-policy": LossConfig(), "kl": LossConfig(beta=0.05), "entropy": LossConfig(entropy_coef=0.01)}
+
+
+def batch(device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Any]:
+    """Arguments of `grpo_loss` for sequences of 8, every position counted."""
+    n, h, v = SHAPES[device.type]
+    hidden, weight, ids = leaves(device, n, h, v, dtype, seed)
+    g = torch.Generator(device).manual_seed(seed + 1)
+    old = torch.rand(n // 8, 8, generator=g, device=device) - 8.0
+    return {
+        "hidden": hidden.detach().view(-1, 8, h).requires_grad_(),
+        "weight": weight,
+        "completion_ids": ids.view(-1, 8),
+        "completion_mask": None,
+        "advantages": torch.randn(n // 8, generator=g, device=device),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": old - 0.1,
+    }
+
+
+def loss_step(given: dict[str, Any], **options: Any) -> Callable[[], tuple[Tensor, ...]]:
+    """Loss, log-probabilities and both gradients."""
+
+    def step() -> tuple[Tensor, ...]:
+        out = grpo_loss(**given, **options)
+        trained = [x for x in (given["hidden"], given["weight"]) if x.requires_grad]
+        return out.loss, out.per_token_logps, *gradients(out.loss, trained)
+
+    return step
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_runs_on_the_current_stream(device: torch.device, engine: str, backend: str) -> None:
+    """The input is written late on a stream of its own; only what runs after it there sees it."""
+    given = batch(device)
+    step = loss_step(given, engine=engine, backend=backend)
+    want = copy_of(step())
+    if device.type == "cpu":
+        assert same_bits(step(), want)
+        return
+    hidden = given["hidden"].detach()
+    right = hidden.clone()
+    hidden.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        hidden.copy_(right)
+        found = step()
+    stream.synchronize()
+    assert same_bits(found, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_streams_at_once(device: torch.device, backend: str) -> None:
+    """Two batches whose calls alternate between two streams have the bits of one after the other."""
+    steps = [loss_step(batch(device, seed=seed), backend=backend) for seed in (0, 1)]
+    want = [copy_of(step()) for step in steps]
+    if device.type == "cpu":
+        return
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in steps]
+    found: list[Any] = [None, None]
+    for _ in range(5):
+        for i, (step, stream) in enumerate(zip(steps, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                found[i] = step()
+    torch.cuda.synchronize()
+    assert same_bits(found, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_runs_on_the_tensors_device(device: torch.device, backend: str) -> None:
+    """Another device than the tensors' is current, where there is another; else the same one, by its number."""
+    if device.type == "cpu":
+        pytest.skip("a CPU has no current device")
+    tensors_on = torch.device("cuda", torch.cuda.device_count() - 1)
+    given = batch(tensors_on)
+    with torch.cuda.device(tensors_on):
+        want = copy_of(loss_step(given, backend=backend)())
+    with torch.cuda.device(0):
+        found = loss_step(given, backend=backend)()
+        assert torch.cuda.current_device() == 0
+    assert all(x.device == tensors_on for x in found)
+    assert same_bits(found, want)
+
+
+def refill(given: dict[str, Any], seed: int) -> None:
+    """Other values in the same tensors."""
+    device = given["hidden"].device
+    for name, x in batch(device, seed=seed).items():
+        if x is not None and given[name] is not None:
+            given[name].detach().copy_(x.detach())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_a_graph_of_the_loss_replays(
+    device: torch.device, engine: str, config: str, backend: str, as_in_use: None
+) -> None:
+    """Forward and backward; every replay has the bits of an eager call on the same data."""
+    given = batch(device)
+    if config == "on-policy":
+        given["old_per_token_logps"] = None
+    step = loss_step(given, config=CONFIGS[config], engine=engine, backend=backend)
+    graph = Graphed(step, device)
+    for i in range(REPLAYS[device.type]):
+        refill(given, seed=i)
+        found = copy_of(graph.replay())
+        if i % 10 < 2:
+            assert same_bits(found, copy_of(step())), f"replay {i}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["score", "score_dot", "two_pass"])
+def test_a_graph_of_the_log_probabilities_replays(
+    device: torch.device, engine: str, backend: str, as_in_use: None
+) -> None:
+    if engine == "score_dot" and backend == "torch":
+        pytest.skip("the torch backend does not have it")
+    given = batch(device)
+    hidden, weight, ids = (given[name] for name in ("hidden", "weight", "completion_ids"))
+
+    def step() -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(engine == "two_pass"):
+            logps, entropies = linear_logprob(hidden, weight, ids, engine=engine, backend=backend)
+        assert entropies is not None
+        if engine != "two_pass":
+            return logps, entropies
+        return logps, entropies, *gradients(logps.sum() + 0.1 * entropies.sum(), [hidden, weight])
+
+    graph = Graphed(step, device)
+    for i in range(REPLAYS[device.type]):
+        refill(given, seed=i)
+        found = copy_of(graph.replay())
+        if i % 10 < 2:
+            assert same_bits(found, copy_of(step())), f"replay {i}"
+
+
+# How often a step waits for the device: with a mask, to learn how many positions count; without KL and entropy bonus,
+# and in a second pass, to learn how many carry gradient.
+WAITS = {
+    "no mask": {"on-policy": 1, "kl": 0, "entropy": 0},
+    "mask": {"one_pass": 2, "two_pass": 2, "lean": 2},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_waits_without_a_mask(device: torch.device, config: str, head: str, backend: str, as_in_use: None) -> None:
+    given = batch(device)
+    given["weight"].requires_grad_(head == "trains")
+    given["hidden"].requires_grad_(head != "no gradient")
+    if config == "on-policy":
+        given["old_per_token_logps"] = None
+
+    def step() -> None:
+        out = grpo_loss(**given, config=CONFIGS[config], backend=backend)
+        if out.loss.requires_grad:
+            out.loss.backward()
+
+    step()  # what is compiled or allocated once may wait
+    found, allowed = waits(step, device), WAITS["no mask"][config] if head != "no gradient" else 0
+    assert len(found) == allowed, found
+    if device.type == "cuda" and allowed == 0:  # the stricter form: the call fails where it waits
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scoring_without_a_mask_does_not_wait(device: torch.device, backend: str, as_in_use: None) -> None:
+    given = batch(device)
+
+    def step() -> None:
+        with torch.no_grad():
+            linear_logprob(given["hidden"], given["weight"], given["completion_ids"], backend=backend)
+
+    step()
+    assert waits(step, device) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", WAITS["mask"])
+def test_waits_with_a_mask(device: torch.device, engine: str, backend: str, as_in_use: None) -> None:
+    given = batch(device)
+    mask = torch.ones_like(given["completion_ids"])
+    mask[:, -1] = 0
+    given["completion_mask"] = mask
+
+    def step() -> None:
+        grpo_loss(**given, engine=engine, backend=backend).loss.backward()
+
+    step()
+    found = waits(step, device)
+    assert len(found) == WAITS["mask"][engine], found

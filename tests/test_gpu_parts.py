@@ -1,0 +1,198 @@
+"""The parts of ``python -m benchmarks.gpu`` one by one: goals, reference, timing, and what others print or pack."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import machine, peers, run_sanitizer, run_tests, summary, verdict
+from benchmarks.gpu.cases import CASES, make_inputs
+from benchmarks.gpu.child import Ran
+from benchmarks.gpu.events import finite
+from benchmarks.gpu.providers import build, without_init
+from benchmarks.gpu.reference import Outcome, errors, is_right, reference
+from benchmarks.gpu.timing import Clock, interleaved, quantiles
+
+CPU = torch.device("cpu")
+
+
+def times(**ms: float) -> dict[str, Any]:
+    return {"flops": 1e12, "providers": {name: {"status": "ok", "ms": quantiles([x])} for name, x in ms.items()}}
+
+
+def test_goals() -> None:
+    cases = {
+        "trainable": times(ours=46.0, products=40.0, trl=100.0, liger=70.0, liger_torch=57.0),
+        "frozen": times(ours=30.0, products=26.0, trl=50.0),
+    }
+    cases["frozen"]["providers"]["liger"] = {"status": "wrong", "ms": quantiles([1.0])}
+    verdicts = {(x["case"], x["figure"]): (x["value"], x["verdict"]) for x in verdict.judge(cases)}
+    assert verdicts[("trainable", "ours_over_products")] == (1.15, "pass")
+    assert verdicts[("trainable", "trl_over_ours")] == (2.174, "pass")
+    assert verdicts[("trainable", "liger_over_ours")] == (1.239, "fail")  # the fastest of Liger's
+    assert verdicts[("frozen", "trl_over_ours")] == (1.667, "fail")
+    assert verdicts[("frozen", "liger_over_ours")] == (None, "not measured")  # a wrong result has no time
+    assert verdicts[("half_zero", "trl_over_ours")] == (None, "not measured")
+    assert verdict.derive(cases["trainable"])["tflops"]["ours"] == pytest.approx(21.7)
+    data = {"cases": cases, "goals": verdict.judge(cases)}
+    assert not summary.is_well(data)
+    assert summary.is_well({"cases": cases})
+    assert not summary.is_well({"cases": {"score": {"providers": {"ours": {"status": "wrong"}}}}})
+    assert not summary.is_well({"tests": {"counts": {"skipped": 200}}})  # a GPU was there and nothing ran on it
+    assert any("fail" in line for line in summary.lines(data))
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_reference_is_right_and_sees_errors(name: str) -> None:
+    """Plain autograd in float32 agrees with the reference; with a planted fault it does not."""
+    case = next(case for case in CASES if case.name == name).toy()
+    inputs = make_inputs(case, CPU)
+    want = reference(inputs)
+    step = build("eager", inputs)
+    found = errors(step(), inputs, want)
+    assert is_right(found, case)
+    if not case.score:
+        assert inputs.hidden.grad is not None
+        inputs.hidden.grad.mul_(1.5)
+        assert not is_right(errors(Outcome(), inputs, want), case)
+    assert not is_right({"d_hidden": float("nan")}, case)
+    assert not is_right({}, case)
+
+
+def test_interleaving() -> None:
+    """Every provider in every round, in turn; a slow one in some; one that fails is left out, and the rest go on."""
+    ran: list[str] = []
+    failed: dict[str, Exception] = {}
+
+    def step(name: str) -> Any:
+        def run() -> None:
+            ran.append(name)
+            if name == "bad" and ran.count("bad") == 2:
+                raise RuntimeError("x")
+
+        return run
+
+    names = ("a", "b", "slow", "bad")
+    rounds = list(
+        interleaved(
+            {name: step(name) for name in names}, Clock(CPU), expected_ms={"a": 1, "b": 1, "slow": 500, "bad": 1},
+            before=lambda name: None, failed=failed.__setitem__, until=time.time() + 60, rounds=12,
+        )
+    )  # fmt: skip
+    samples = rounds[-1]
+    assert len(rounds) == 12
+    assert [len(samples[name]) for name in names] == [12, 12, 6, 1]
+    assert list(failed) == ["bad"]
+    assert ran[:4] != ran[4:8]  # another order
+    assert quantiles([3.0, 1.0, 2.0])["median"] == 2.0
+    assert quantiles([]) == {"samples": 0}
+
+
+MEMCHECK = """sanitized: one_pass 5x64x1031 torch.bfloat16
+========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 4 bytes
+=========     at {kernel}+0x1d0 in stats.py:40
+=========     by thread (0,0,0) in block (1,0,0)
+=========
+sanitized: all done
+========= ERROR SUMMARY: 1 error
+"""
+
+
+def test_sanitizer_output() -> None:
+    names = run_sanitizer.kernel_names()
+    assert names
+    ours = run_sanitizer.summary(Ran(99, 1.0, MEMCHECK.format(kernel=names[-1])))
+    assert (ours["status"], ours["in_our_kernels"], ours["reports"]) == ("found", 1, 1)
+    theirs = run_sanitizer.summary(Ran(99, 1.0, MEMCHECK.format(kernel="cublas_gemm")))
+    assert (theirs["status"], theirs["in_our_kernels"]) == ("found elsewhere", 0)
+    clean = "sanitized: all done\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    assert run_sanitizer.summary(Ran(0, 1.0, clean))["status"] == "clean"
+    assert run_sanitizer.summary(Ran(None, 1.0, "sanitized: score"))["status"] == "out of time"
+    assert run_sanitizer.summary(Ran(255, 1.0, "========= Error: Device not supported"))["status"] == "error"
+
+
+def test_pytest_results(tmp_path: Path) -> None:
+    test = tmp_path / "test_x.py"
+    test.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\ndef test_c(): pytest.skip('why')\n"
+    )
+    xml = tmp_path / "x.xml"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={xml}", str(test)],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    found = run_tests.summary(Ran(done.returncode, 1.0, done.stdout), xml)
+    assert found["status"] == "failed"
+    assert found["counts"] == {"passed": 1, "failed": 1, "error": 0, "skipped": 1}
+    assert "assert 1 == 2" in found["failures"][0]["text"]
+    assert found["skipped_for"] == {"why": 1}
+    without = run_tests.summary(Ran(None, 1.0, done.stdout), tmp_path / "none.xml")
+    assert without["status"] == "out of time"
+    assert (without["counts"]["passed"], without["counts"]["failed"]) == (1, 1)
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        info = f"{name}-1.0.dist-info"
+        wheel.writestr(f"{name}/__init__.py", "raise ImportError('needs what is not here')\n")
+        wheel.writestr(f"{name}/part/__init__.py", "")
+        wheel.writestr(f"{name}/part/code.py", "value = 7\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_peers_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad wheel does not keep a good one out; a package's own start is not run for the sake of one file."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    assert peers.install([wheels], tmp_path / "none") == ([], {"wheels": 0})
+    make_wheel(wheels, "goodpeer")
+    (wheels / "badpeer-1.0-py3-none-any.whl").write_text("no zip file")
+    paths, report = peers.install([wheels], tmp_path / "target")
+    assert len(paths) == 1
+    assert report["wheels"] == 2
+    assert any(name.startswith("badpeer") for name in report["problems"])
+    monkeypatch.setattr(sys, "path", [*sys.path, *paths])
+    for name in [name for name in sys.modules if name.startswith("goodpeer")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError):
+        without_init("nopeer")
+    without_init("goodpeer", "goodpeer.part")
+    import goodpeer.part.code as code  # type: ignore[import-not-found]
+
+    assert code.value == 7
+    for name in [name for name in sys.modules if name.startswith("goodpeer")]:
+        del sys.modules[name]
+
+
+def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert machine.git_commit(tmp_path) is None
+    git = tmp_path / ".git"
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    (git / "packed-refs").write_text("# pack-refs\nabc123 refs/heads/main\n")
+    assert machine.git_commit(tmp_path) == "abc123"
+    (git / "refs" / "heads" / "main").write_text("def456\n")
+    assert machine.git_commit(tmp_path) == "def456"
+    (git / "HEAD").write_text("789abc\n")
+    assert machine.git_commit(tmp_path) == "789abc"
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / ".git").write_text("gitdir: ../.git\n")
+    assert machine.git_commit(tree) == "789abc"
+
+
+def test_values_json_cannot_hold() -> None:
+    assert finite({"a": [float("nan"), 1.0, float("inf")], "b": torch.bfloat16, "c": (1, None, True)}) == {
+        "a": [None, 1.0, None], "b": "torch.bfloat16", "c": [1, None, True],
+    }  # fmt: skip
