@@ -41,6 +41,8 @@ def token_weights(
     if num_items_in_batch is None:
         return ones / max(n, 1)
     if isinstance(num_items_in_batch, Tensor):
+        if num_items_in_batch.device.type == "cpu":  # copying it to the device would wait for that
+            return ones / max(float(num_items_in_batch.item()), 1.0)
         return ones / num_items_in_batch.detach().reshape(()).to(ones).clamp(min=1.0)
     return ones / max(float(num_items_in_batch), 1.0)
 

@@ -163,6 +163,6 @@ def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor,
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != n or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
-    sequence = torch.repeat_interleave(torch.tensor(lengths, device=device, dtype=torch.long), output_size=n)
-    starts = torch.tensor(bounds[:-1], device=device, dtype=torch.long)
-    return sequence, torch.arange(n, device=device) - starts[sequence], len(lengths), max(lengths, default=0)
+    on_device = cu_seqlens.to(device, torch.long, non_blocking=True)
+    sequence = torch.repeat_interleave(on_device.diff(), output_size=n)
+    return sequence, torch.arange(n, device=device) - on_device[sequence], len(lengths), max(lengths, default=0)

@@ -5,6 +5,8 @@ Every name and default is TRL's, except those marked *ours*. Published algorithm
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -103,19 +105,29 @@ class LossConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
+            plain = value
             if name in _CHOICES:
                 if value not in _CHOICES[name]:
                     raise ValueError(f"{name}: expected one of {', '.join(_CHOICES[name])}, got {value!r}")
+                plain = _CHOICES[name][_CHOICES[name].index(value)]
             elif name == "use_bias_correction_kl":
                 if not isinstance(value, bool):
                     raise TypeError(f"{name}: expected a bool, got {value!r}")
             elif not (value is None and name in _OPTIONAL):
                 check_number(name, value, *_LOWEST.get(name, (-math.inf, False)))
-        length: object = self.max_completion_length  # numpy's integers are fine too
-        if not isinstance(length, Integral):
-            raise TypeError(f"max_completion_length: expected an int, got {length!r}")
+                plain = int(value) if isinstance(value, Integral) else float(value)
+            object.__setattr__(self, name, plain)  # of Python's own types: numpy's and enums are fine too
+        if not isinstance(self.max_completion_length, int):
+            raise TypeError(f"max_completion_length: expected an int, got {self.max_completion_length!r}")
         if self.top_entropy_quantile > 1.0:
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
+        values = ", ".join([f"{field.name!r}: {getattr(self, field.name)!r}" for field in fields(self)])
+        object.__setattr__(self, "_key", "{" + values + "}")
+
+    @property
+    def key(self) -> str:
+        """All of the config as one string, from which `config_of` makes it again: what a compiled graph carries."""
+        return self._key  # type: ignore[attr-defined]
 
     @property
     def clip_high(self) -> float:
@@ -142,6 +154,19 @@ class LossConfig:
         """Whether an importance sampling ratio is a factor on the policy term."""
         return self.loss_type not in ("vespo", "gmpo")
 
+    def couples_tokens(self, *, on_policy: bool, sampled: bool) -> bool:
+        """Whether a token's gradient depends on other tokens' log-probabilities or entropies.
+
+        Args:
+            on_policy: whether there are no old log-probabilities.
+            sampled: whether there are the sampler's.
+        """
+        if self.top_entropy_quantile < 1.0 or (self.masks_off_policy and (sampled or not on_policy)):
+            return True
+        if on_policy:
+            return self.corrects_kl and self.importance_sampling_level == "sequence"
+        return self.ratio_is_per_sequence
+
     @classmethod
     def from_trl(cls, args: Any, **overrides: Any) -> LossConfig:
         """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.
@@ -154,6 +179,12 @@ class LossConfig:
         """
         found = {f.name: getattr(args, f.name) for f in fields(cls) if getattr(args, f.name, None) is not None}
         return cls(**{**found, **overrides})
+
+
+@functools.lru_cache(maxsize=1024)
+def config_of(key: str) -> LossConfig:
+    """The config whose `LossConfig.key` this is."""
+    return LossConfig(**ast.literal_eval(key))
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:

@@ -81,8 +81,9 @@ class CustomObjective:
         nothing = torch.zeros_like(self.tokens.advantages)
         return self.evaluate(nothing, nothing).b is not None
 
-    def may_have_gradient(self) -> Tensor:
-        return torch.ones_like(self.tokens.advantages, dtype=torch.bool)
+    def may_have_gradient(self) -> None:
+        """None: any of its tokens may."""
+        return None
 
     def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         """(a, b) of the tokens at `index` (m,) from their own numbers."""

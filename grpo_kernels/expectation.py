@@ -57,14 +57,14 @@ def policy_expectation(
     )
     weights = token_weights(config, tokens.layout, num_items_in_batch, torch.float32)
     objective = PolicyObjective(config, tokens, weights)
-    place = _places(tokens.layout)
+    place, graded = _places(tokens.layout), objective.may_have_gradient()
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return objective.coefficients(place[index], logps.float(), logps if entropies is None else entropies.float())
 
     return Expectation(
         None if objective.couples_tokens else coefficients,
-        graded=tokens.layout.spread(objective.may_have_gradient()),
+        graded=tokens.layout.spread(torch.ones_like(weights, dtype=torch.bool) if graded is None else graded),
         has_entropy_gradient=objective.has_entropy_gradient,
     )
 

@@ -15,23 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.rows import STATISTICS, DotRowBackend, RowStats
-from grpo_kernels.batch import counted_positions
-from grpo_kernels.checks import (
-    check_budget,
-    check_counted_ids,
-    check_head,
-    check_ids,
-    check_mask,
-    check_shape,
-    check_tensor,
-)
-from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.functions import Gather, LinearLogprob, Request
-from grpo_kernels.engine.memory import WORKSPACE_BYTES, default_workspace, is_tight
-from grpo_kernels.engine.plan import Coupling, choose_engine
-from grpo_kernels.engine.sweep import Coefficients, HeadConfig, Rows, Wants
+from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.checks import check_shape, check_tensor
+from grpo_kernels.engine.functions import LinearLogprob
+from grpo_kernels.engine.passes import Gather, Request
+from grpo_kernels.engine.plan import Coupling
+from grpo_kernels.engine.sweep import Coefficients
+from grpo_kernels.head import pick_engine, plan_rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ def linear_logprob(
         entropy: whether to compute the entropy at all.
         expected: what gradient will arrive, up to one common factor: a = d loss / d logp shaped like `ids`; or (a, b)
             with b = d loss / d entropy or None; or an `Expectation`, or just its function. Whatever is expected, the
-            gradient is that of what is really computed.
+            gradient is that of what is really computed. Not used under torch.compile, which takes two passes.
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
         engine: ``"auto"`` or one of `grpo_kernels.engine.plan.ENGINES`.
         backend: ``"auto"`` or the name of a row backend.
@@ -144,29 +134,31 @@ def linear_logprob_with(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
-    check_head(hidden, weight, bias)
-    check_ids("ids", ids, hidden)
-    if mask is not None:
-        check_mask("mask", mask, ids)
-    unknown = set(outputs) - {"entropy", *STATISTICS}
-    if unknown:
-        raise ValueError(f"outputs: expected some of entropy, {', '.join(STATISTICS)}, got {sorted(unknown)}")
-    per_row = isinstance(temperature, Tensor)
-    spec = LossConfig(
-        temperature=1.0 if per_row else temperature,  # type: ignore[arg-type]
-        final_logit_softcapping=final_logit_softcapping,
-        logit_scale=logit_scale,
-        logits_dtype=logits_dtype,
-    )
-    wants = wanted(hidden, weight, bias)
-    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes)
-    positions = counted_positions(mask, ids)
-    inv_t = _row_temperatures(temperature, ids, positions, config) if per_row else 1.0 / spec.temperature
-    rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "temperature": temperature,
+        "final_logit_softcapping": final_logit_softcapping,
+        "logit_scale": logit_scale,
+        "outputs": outputs,
+        "logits_dtype": logits_dtype,
+        "backend": backend,
+        "workspace_bytes": workspace_bytes,
+    }
+    if torch.compiler.is_compiling():
+        from grpo_kernels import compiled  # not at import: it loads the compiler
+
+        if expected is not None and engine == "one_pass":  # an expectation only buys speed
+            engine = "auto"
+        if gather is nullcontext:
+            return compiled.linear_logprob(hidden, weight, ids, **options, engine=engine)
+        options |= {"expected": expected, "engine": engine, "gather": gather}
+        return compiled.eagerly(linear_logprob_with, hidden, weight, ids, **options)
+    config, rows, wants = plan_rows(hidden, weight, ids, **options)
     if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and "entropy" not in outputs)):
         pair = "(a, b)" if "entropy" in outputs else "(a, None) since there is no entropy"
         raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
-    coefficients, graded, expects_entropy = _read_expected(expected, ids, positions, config.accumulator)
+    coefficients, graded, expects_entropy = _read_expected(expected, ids, rows.positions, config.accumulator)
     coupling = Coupling.COUPLED if coefficients is None else Coupling.TOKEN
     only_logps = set(outputs) <= {"entropy"}
     engine = pick_engine(
@@ -188,76 +180,6 @@ def linear_logprob_with(
     if entropies is not None:
         results["entropy"] = entropies
     return {name: x.view(ids.shape) for name, x in results.items()}
-
-
-def head_config(
-    hidden: Tensor, weight: Tensor, wants: Wants, spec: LossConfig, backend: str, workspace_bytes: int | None
-) -> HeadConfig:
-    """How rows are projected: the head's options of `spec`, and the dtype that autocast or the tensors ask for."""
-    if workspace_bytes is None:
-        workspace_bytes = default_workspace(weight, wants)
-    check_budget(workspace_bytes)
-    device = hidden.device.type
-    dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    chosen, _ = choose_backend(backend, hidden.device, dtype)
-    return HeadConfig(
-        backend=chosen,
-        compute_dtype=dtype,
-        workspace_bytes=workspace_bytes,
-        scale=float(spec.logit_scale),
-        softcap=spec.final_logit_softcapping,
-        round_logits=spec.logits_dtype == "input" and dtype.itemsize < 4,
-    )
-
-
-def pick_engine(
-    coupling: Coupling,
-    wants: Wants,
-    config: HeadConfig,
-    weight: Tensor,
-    *,
-    entropy_gradient: bool,
-    engine: str,
-    only_logps: bool = True,
-) -> str:
-    """`choose_engine` for this head, on this device."""
-    return choose_engine(
-        coupling,
-        hidden_trains=wants.hidden,
-        head_trains=wants.head,
-        entropy_gradient=entropy_gradient,
-        tight_memory=is_tight(weight, wants, config.workspace_bytes),
-        scores_without_logits=only_logps and isinstance(config.backend, DotRowBackend),
-        engine=engine,
-    )
-
-
-def read_rows(name: str, ids: Tensor, positions: Tensor, vocab: int, inv_temperature: float | Tensor) -> Rows:
-    """The rows to project, given the ids (n,) at `positions` (n,)."""
-    ids = ids.long()
-    invalid = check_counted_ids(name, ids, vocab)
-    if invalid is not None:
-        ids = torch.where(invalid, 0, ids)
-    return Rows(positions, ids, inv_temperature, invalid)
-
-
-def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
-    """Which gradients autograd will ask for; none where it is off."""
-    if not torch.is_grad_enabled():
-        return Wants()
-    return Wants(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
-
-
-def _row_temperatures(temperature: Any, ids: Tensor, positions: Tensor, config: HeadConfig) -> Tensor:
-    check_tensor("temperature", temperature, like=ids, floating=True)
-    check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
-    rows = temperature.detach().reshape(-1)[positions].to(config.accumulator)
-    bad = ~((rows > 0) & torch.isfinite(rows))
-    if rows.device.type == "cpu" and bool(bad.any()):
-        raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {rows[bad][0].item()}")
-    return (1.0 / rows)[:, None]
 
 
 def _read_expected(
@@ -303,6 +225,3 @@ def _read_expected(
         return a[index], None if b is None else b[index]
 
     return look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None
-
-
-__all__ = ["WORKSPACE_BYTES", "Expectation", "linear_logprob", "linear_logprob_with"]

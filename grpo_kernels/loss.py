@@ -23,21 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.aggregate import check_num_items, token_weights
-from grpo_kernels.backends.rows import FusedRowBackend, RowStats
-from grpo_kernels.batch import Tokens, read_tokens
-from grpo_kernels.checks import check_config, check_head, check_terms
+from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.call import plan_loss
+from grpo_kernels.checks import check_config
 from grpo_kernels.config import LossConfig
-from grpo_kernels.custom import CustomObjective, TokenInputs
-from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.functions import LinearLogprob, OnePassLoss, Request
-from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.engine.sweep import Coefficients, HeadConfig, Wants
-from grpo_kernels.logprob import head_config, pick_engine, read_rows, wanted
-from grpo_kernels.metrics import Metrics, loss_metrics
-from grpo_kernels.objective import Evaluation, PolicyObjective
+from grpo_kernels.custom import TokenInputs
+from grpo_kernels.engine.functions import PolicyLoss
+from grpo_kernels.metrics import Metrics
+from grpo_kernels.objective import Evaluation
 
-Objective = PolicyObjective | CustomObjective
+_DEFAULT = LossConfig()
 
 
 @dataclass(frozen=True)
@@ -100,10 +95,11 @@ def grpo_loss(
             bonus, are means over this call: under gradient accumulation the caller divides.
         config: default `LossConfig()`.
         objective: a per-token loss of your own in place of all of the config's terms, see `grpo_kernels.custom`; of
-            `config` only the normaliser, `temperature` and the head's fields then apply.
+            `config` only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of
+            torch.compile.
         cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). Read on
             the host.
-        engine, backend, workspace_bytes: as in `linear_logprob`.
+        engine, backend, workspace_bytes: as in `linear_logprob`. (Under torch.compile ``"auto"`` is never ``"lean"``.)
 
     Returns:
         `LossOutput`.
@@ -112,133 +108,44 @@ def grpo_loss(
         TypeError, ValueError: a wrong argument; the message names it, what was expected and what came. Raised before
             any work is done, and nothing is changed.
     """
-    config = LossConfig() if config is None else config
-    check_config(config)
-    check_terms(config, ref_per_token_logps, objective)
-    check_head(hidden, weight, bias, ranks=(3,) if cu_seqlens is None else (2,))
-    check_num_items(num_items_in_batch)
-    wants = wanted(hidden, weight, bias)
-    head = head_config(hidden, weight, wants, config, backend, workspace_bytes)
-    tokens = read_tokens(
-        hidden,
-        completion_ids,
-        completion_mask,
-        advantages,
-        cu_seqlens=cu_seqlens,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio,
-        dtype=head.accumulator,
-    )
-    rows = read_rows("completion_ids", tokens.ids, tokens.layout.positions, weight.shape[0], 1.0 / config.temperature)
-    policy = _objective(config, tokens, num_items_in_batch, objective)
-    request = Request(
-        rows=rows,
-        config=head,
-        wants=wants,
-        engine=_engine(policy, wants, head, weight, engine),
-        graded=policy.may_have_gradient(),
-    )
-    loss, logps, entropies, evaluation, carried = _run(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, request, policy
-    )
-    positions, layout = tokens.layout.positions, tokens.layout
-    metrics = loss_metrics(config, tokens, entropies.detach()[positions], evaluation, carried)
-    shape = layout.shape
-    return LossOutput(loss, logps.detach().view(shape), entropies.detach().view(shape), metrics, request.engine)
+    config = _DEFAULT if config is None else config
+    tensors = (hidden, weight, completion_ids, completion_mask, advantages)
+    options: dict[str, Any] = {
+        "bias": bias,
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "num_items_in_batch": num_items_in_batch,
+        "config": config,
+        "cu_seqlens": cu_seqlens,
+        "engine": engine,
+        "backend": backend,
+        "workspace_bytes": workspace_bytes,
+    }
+    if torch.compiler.is_compiling():
+        return _compiled_loss(tensors, options, objective)
+    call = plan_loss(*tensors, **options, objective=objective)
+    done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
+
+    def finish(stats: RowStats) -> Evaluation:
+        done.append((stats, call.evaluate(stats)))
+        return done[0][1]
+
+    loss, logps, entropies = PolicyLoss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call.request, finish)
+    shape = completion_ids.shape
+    return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
 
 
-def _objective(
-    config: LossConfig,
-    tokens: Tokens,
-    num_items_in_batch: float | Tensor | None,
-    function: Callable[[TokenInputs], Tensor] | None,
-) -> Objective:
-    weights = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
-    if function is not None:
-        return CustomObjective(function, tokens, weights)
-    return PolicyObjective(config, tokens, weights)
+def _compiled_loss(
+    tensors: tuple[Any, ...], options: dict[str, Any], objective: Callable[[TokenInputs], Tensor] | None
+) -> LossOutput:
+    from grpo_kernels import compiled  # not at import: it loads the compiler
 
-
-def _engine(policy: Objective, wants: Wants, head: HeadConfig, weight: Tensor, engine: str) -> str:
-    coupling = Coupling.KNOWN if policy.is_known else Coupling.COUPLED if policy.couples_tokens else Coupling.TOKEN
-    only_hidden = wants.hidden and not wants.head  # where it matters; asking a custom objective evaluates it
-    entropy_gradient = only_hidden and policy.has_entropy_gradient
-    return pick_engine(coupling, wants, head, weight, entropy_gradient=entropy_gradient, engine=engine)
-
-
-def _run(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,
-    bias: Tensor | None,
-    request: Request,
-    policy: Objective,
-) -> tuple[Tensor, Tensor, Tensor, Evaluation, Tensor]:
-    """Loss, logps (N,), entropies (N,), the evaluation behind the loss, and how many rows carried gradient."""
-    positions = request.rows.positions
-    if request.engine == "one_pass":
-
-        def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
-            assert stats.entropies is not None
-            return policy.coefficients(index, stats.logps, stats.entropies)
-
-        done: list[Evaluation] = []  # an autograd Function returns tensors only
-
-        def finish(stats: RowStats) -> Tensor:
-            assert stats.entropies is not None
-            if token_loss is None:
-                done.append(policy.evaluate(stats.logps, stats.entropies))
-            else:
-                assert isinstance(policy, PolicyObjective)
-                done.append(policy.assemble(stats.extras, stats.entropies))
-            return done[0].loss.clone()  # what is returned gets attached to the graph, the evaluation must not
-
-        token_loss = policy.token_loss() if isinstance(request.config.backend, FusedRowBackend) else None
-        request = replace(request, coefficients=coefficients, token_loss=token_loss)
-        loss, logps, entropies = OnePassLoss.apply(hidden, weight, bias, request, finish)
-        assert request.graded is not None
-        return loss, logps, entropies, done[0], request.graded.sum()
-
-    logps, entropies = LinearLogprob.apply(hidden, weight, bias, request)
-    evaluation = policy.evaluate(logps.detach()[positions], entropies.detach()[positions])
-    loss = _ObjectiveLoss.apply(logps, entropies, positions, evaluation)
-    moved = evaluation.a != 0 if evaluation.b is None else (evaluation.a != 0) | (evaluation.b != 0)
-    if request.engine in ("score", "score_dot"):
-        moved = torch.zeros_like(moved)
-    carried = request.graded if request.engine == "frozen" else moved
-    assert carried is not None
-    return loss, logps, entropies, evaluation, carried.sum()
-
-
-class _ObjectiveLoss(torch.autograd.Function):
-    """The objective's loss, already evaluated, as a function of all log-probabilities and entropies."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logps: Tensor,  # (N,)
-        entropies: Tensor,  # (N,)
-        positions: Tensor,  # (n,)
-        evaluation: Evaluation,
-    ) -> Tensor:
-        ctx.total = logps.shape[0]
-        ctx.save_for_backward(positions, evaluation.a, evaluation.b)
-        return evaluation.loss.clone()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        positions, a, b = ctx.saved_tensors
-
-        def spread(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            full = x.new_zeros(ctx.total)
-            full[positions] = d_loss * x
-            return full
-
-        return spread(a), spread(b), None, None
+    check_config(options["config"])
+    if objective is not None:
+        return compiled.eagerly(grpo_loss, *tensors, **options, objective=objective)
+    return LossOutput(*compiled.policy_loss(*tensors, **options))
 
 
 class GRPOLoss(nn.Module):

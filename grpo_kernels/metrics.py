@@ -27,6 +27,11 @@ class Metrics(Mapping[str, Tensor]):
     def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], extremes: dict[str, Tensor]) -> None:
         self.pairs, self._extremes = pairs, extremes
 
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """The pairs (K, 2) and the extremes (E,), each in one tensor."""
+        pairs = torch.stack([x for pair in self.pairs.values() for x in pair]).view(-1, 2)
+        return pairs, torch.stack([*self._extremes.values()]) if self._extremes else pairs.new_empty(0)
+
     def __getitem__(self, name: str) -> Tensor:
         if name in self._extremes:
             return self._extremes[name]
@@ -42,6 +47,33 @@ class Metrics(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self)})"
+
+
+def metric_names(
+    config: LossConfig, *, importance_ratio: bool, sampled: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that `loss_metrics` gives a loss of `config`: those with a pair, and the extremes.
+
+    Args:
+        importance_ratio, sampled: whether the tokens have importance sampling ratios, and sampling log-probabilities.
+    """
+    clips = config.loss_type in CLIPPED_LOSS_TYPES or config.loss_type == "gmpo"
+    pairs = {
+        "policy_loss": True,
+        "entropy": True,
+        "rows/projected": True,
+        "rows/gradient": True,
+        "kl": config.beta != 0.0,
+        "importance_sampling_ratio": importance_ratio,
+        "off_policy_masked": config.masks_off_policy,
+        "sampling_unscored": sampled,
+        "ratio": True,
+        "vespo/phi_seq_mean": config.loss_type == "vespo",
+        "cispo_clip_ratio": config.loss_type == "cispo",
+        **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), clips),
+    }
+    extremes = ("clip_ratio/low_min", "clip_ratio/high_max") if clips else ()
+    return tuple(name for name, is_there in pairs.items() if is_there), extremes
 
 
 def loss_metrics(

@@ -72,15 +72,8 @@ class PolicyObjective:
     @property
     def couples_tokens(self) -> bool:
         """Whether a token's gradient depends on other tokens' log-probabilities or entropies."""
-        config, tokens = self.config, self.tokens
-        if config.top_entropy_quantile < 1.0:
-            return True
-        known_drift = self.on_policy and tokens.sampling_per_token_logps is None
-        if config.masks_off_policy and not known_drift:
-            return True
-        if self.on_policy:
-            return config.corrects_kl and config.importance_sampling_level == "sequence"
-        return config.ratio_is_per_sequence
+        sampled = self.tokens.sampling_per_token_logps is not None
+        return self.config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
 
     @property
     def is_known(self) -> bool:
@@ -94,11 +87,11 @@ class PolicyObjective:
         nothing = torch.zeros_like(self.tokens.advantages)
         return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing)
 
-    def may_have_gradient(self) -> Tensor:
-        """(n,) bool: False where a = b = 0 is certain before the forward."""
+    def may_have_gradient(self) -> Tensor | None:
+        """(n,) bool: False where a = b = 0 is certain before the forward; None: nowhere."""
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
-            return torch.ones_like(tokens.advantages, dtype=torch.bool)
+            return None
         if self.is_known:
             return self._at_ratio_one.a != 0
         moves = tokens.advantages != 0

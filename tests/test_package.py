@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, compiled, grpo_loss, linear_logprob
 from grpo_kernels.engine.first_order import _Refusal
 
 ROOT = Path(grpo_kernels.__file__).parent
@@ -38,7 +38,8 @@ HEAVY = (
 )
 
 # layer -> the layers it must not import; a layer is the first name below grpo_kernels
-ENTRIES = {"loss", "logprob", "integrations", "advantages", "rewards", "report", "selfcheck", "__main__"}
+CALLS = {"head", "call", "ops", "compiled", "logprob", "loss"}  # one call, each on those before it
+ENTRIES = CALLS | {"integrations", "advantages", "rewards", "report", "selfcheck", "__main__"}
 POLICY = {"objective", "surrogates", "custom", "aggregate", "metrics", "batch"}  # per-token numbers, no vocabulary
 HEAD = {"engine", "backends"}  # the vocabulary, no policy
 NEVER = {
@@ -47,8 +48,12 @@ NEVER = {
     **dict.fromkeys(("advantages", "rewards", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}),
     "engine": POLICY | ENTRIES | {"config", "presets"},
     "backends": POLICY | ENTRIES | {"config", "presets", "engine"},
-    "logprob": POLICY - {"batch"} | ENTRIES,
-    "loss": ENTRIES - {"logprob"},
+    "head": POLICY - {"batch"} | ENTRIES,
+    "call": ENTRIES - {"head"},
+    "ops": ENTRIES - {"head", "call"},
+    "compiled": ENTRIES - {"head", "call", "ops"},
+    "logprob": POLICY | ENTRIES - {"head", "compiled"},
+    "loss": ENTRIES - {"call", "compiled"},
     "expectation": ENTRIES - {"logprob"},
     "integrations": {"report", "selfcheck", "__main__"},
 }
@@ -189,6 +194,46 @@ def differentiate_everything() -> None:
                     objective=objective,
                 )
                 out.loss.backward()
+        differentiate_compiled(h, w, b, (ids, mask, advantages, old))
+
+
+def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any, ...]) -> None:
+    """The same for what torch.compile traces, run as it stands."""
+    ids, mask, advantages, old = batch
+    absent = dict.fromkeys(("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"))
+    absent |= dict.fromkeys(("num_items_in_batch", "cu_seqlens", "workspace_bytes"))
+    for level, bonus in itertools.product(("token", "sequence"), (0.0, 0.1)):
+        loss, *_ = compiled.policy_loss(
+            hidden,
+            weight,
+            ids,
+            mask,
+            advantages,
+            bias=bias,
+            old_per_token_logps=old,
+            config=LossConfig(importance_sampling_level=level, entropy_coef=bonus),
+            engine="auto",
+            backend="auto",
+            **absent,
+        )
+        loss.backward()
+    for outputs in ((), ("entropy",)):
+        found = compiled.linear_logprob(
+            hidden,
+            weight,
+            ids,
+            bias=bias,
+            mask=mask,
+            temperature=1.0,
+            final_logit_softcapping=None,
+            logit_scale=1.0,
+            outputs=outputs,
+            logits_dtype="float32",
+            engine="auto",
+            backend="auto",
+            workspace_bytes=None,
+        )
+        sum(found.values()).sum().backward()
 
 
 def test_backward_returns_a_gradient_for_each_input(monkeypatch):

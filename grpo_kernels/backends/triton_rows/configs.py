@@ -79,7 +79,7 @@ def dot_config(
     Args:
         arch: as for `row_config`.
         softcap: it takes registers, hence tiles of their own.
-        aligned: whether the weight's rows start at multiples of 16 bytes; one element at a time takes registers, too.
+        aligned: whether the weight is aligned (`dot.is_aligned`); one element at a time takes registers, too.
     """
     for e in _dot_entries(8 * dtype.itemsize, family(arch), softcap=softcap, aligned=aligned):
         if _holds(e["hidden_width_at_most"], hidden_width) and _holds(e["vocab_at_most"], vocab):

@@ -134,10 +134,12 @@ def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether the rows of x (r, H) start at multiples of 16 bytes, and end there: then a tensor descriptor will do."""
-    size = x.element_size()
+    """Whether rows of x (r, H) start and end at multiples of 16 elements, the first at one of 16 bytes.
+
+    That is what pointers need for wide loads; a tensor descriptor would do with less.
+    """
     apart = x.stride(0) if x.shape[0] > 1 else 0
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and apart * size % 16 == 0 and x.shape[1] * size % 16 == 0
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and apart % 16 == 0 and x.shape[1] % 16 == 0
 
 
 @triton.jit(do_not_specialize=["n", "V", "splits", "tiles_per_split"])
@@ -196,7 +198,6 @@ def dot_kernel(
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(V, BLOCK_V))
     for tile in range(first_tile, last_tile):
         first_id = tile * BLOCK_V
-        columns = tl.minimum(offs_v, V - 1 - first_id)
         x = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
         if USE_TMA:
             for k in range(0, H, BLOCK_H):
@@ -205,6 +206,7 @@ def dot_kernel(
             h_ptr = hidden + first_row.to(tl.int64) * stride_hn
             w_ptr = weight + first_id.to(tl.int64) * stride_wv
             h_offs = offs_n[:, None] * stride_hn + offs_h[None, :]
+            columns = tl.minimum(offs_v, V - 1 - first_id)  # past the end the last id again
             w_offs = columns[None, :] * stride_wv + offs_h[:, None]
             for k in range(0, H, BLOCK_H):
                 if EVEN_H:
@@ -216,7 +218,7 @@ def dot_kernel(
                 h_ptr += BLOCK_H
                 w_ptr += BLOCK_H
         if bias_ptr is not None:
-            x += tl.load(bias_ptr + first_id + columns)[None, :]
+            x += tl.load(bias_ptr + first_id + offs_v, mask=offs_v < V - first_id, other=0.0)[None, :]
         if ROUNDED_TO is not None:
             x = x.to(ROUNDED_TO).to(tl.float32)
         z = scaled(x, inner, outer, HAS_SOFTCAP)

@@ -1,0 +1,288 @@
+"""The public calls as torch.compile traces them: an op (`ops/`), and autograd around it whose backward is traced too.
+
+Nothing here branches on a value, and no number becomes an input of the graph. Results are those of the eager calls, bit
+for bit. Imported only while something is compiled, since the decorators of `torch.compiler` load the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.config import LossConfig, config_of
+from grpo_kernels.engine.passes import STORING
+from grpo_kernels.engine.plan import Coupling, choose_engine
+from grpo_kernels.engine.sweep import Wants
+from grpo_kernels.head import compute_dtype, wanted
+from grpo_kernels.metrics import Metrics, metric_names
+from grpo_kernels.ops import linear_logprob as logprob_op
+from grpo_kernels.ops import policy_loss as loss_op
+
+_POLICY_LOSS = torch.ops.grpo_kernels.policy_loss.default
+_LINEAR_LOGPROB = torch.ops.grpo_kernels.linear_logprob.default
+_LINEAR_LOGPROB_BACKWARD = torch.ops.grpo_kernels.linear_logprob_backward.default
+
+T = TypeVar("T")
+
+
+@torch.compiler.disable(reason="grpo_kernels: a function of yours (objective, gather) runs eagerly, outside any graph")
+def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """`function`, eagerly: a graph break, which ``fullgraph=True`` refuses with that reason."""
+    return function(*arguments, **options)
+
+
+def policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor | None,
+    advantages: Tensor,
+    *,
+    bias: Tensor | None,
+    old_per_token_logps: Tensor | None,
+    ref_per_token_logps: Tensor | None,
+    sampling_per_token_logps: Tensor | None,
+    importance_sampling_ratio: Tensor | None,
+    num_items_in_batch: float | Tensor | None,
+    config: LossConfig,
+    cu_seqlens: Tensor | None,
+    engine: str,
+    backend: str,
+    workspace_bytes: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Metrics, str]:
+    """`grpo_loss`: the fields of its `LossOutput`."""
+    wants, dtype = wanted(hidden, weight, bias), compute_dtype(hidden, weight)
+    engine, has_b, head, pair_names, extreme_names = _plan_loss(
+        config.key,
+        old_per_token_logps is None,
+        sampling_per_token_logps is not None,
+        importance_sampling_ratio is not None,
+        wants.hidden,
+        wants.weight or wants.bias,
+        engine,
+    )
+    if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
+        # of a number that changes, torch.full would make a graph for each value
+        num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
+    done = loss_op.Results(
+        *_POLICY_LOSS(
+            hidden.detach(),
+            weight.detach(),
+            None if bias is None else bias.detach(),
+            completion_ids,
+            completion_mask,
+            advantages,
+            old_per_token_logps,
+            ref_per_token_logps,
+            sampling_per_token_logps,
+            importance_sampling_ratio,
+            num_items_in_batch,
+            cu_seqlens,
+            config.key,
+            engine,
+            backend,
+            workspace_bytes,
+            dtype,
+            [wants.hidden, wants.weight, wants.bias],
+        )
+    )
+    loss = done.loss
+    if wants.hidden or wants.head:
+        if engine in STORING:
+            loss = _StoredGradient.apply(hidden, weight, bias, loss, done.d_hidden, done.d_weight, done.d_bias)
+        else:
+            gradients = [wants.hidden, wants.weight, wants.bias]
+            settings = logprob_op.Settings(*(*head, engine, backend, workspace_bytes, dtype, gradients))
+            known = (done.logps, done.entropies if has_b else None, done.max_logit, done.log_sum)
+            logps, entropies = _SecondPass.apply(
+                hidden, weight, bias, completion_ids, completion_mask, None, *known, settings
+            )
+            loss = _Coefficients.apply(logps, entropies, loss, done.a, done.b if has_b else None)
+    pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, done.pairs.unbind(0), strict=True)}
+    extremes = dict(zip(extreme_names, done.extremes.unbind(0), strict=True))
+    return loss, done.logps, done.entropies, Metrics(pairs, extremes), engine
+
+
+@torch.compiler.assume_constant_result  # of strings and bools; a graph must not read the config's numbers
+def _plan_loss(
+    key: str,
+    on_policy: bool,
+    sampled: bool,
+    importance_ratio: bool,
+    hidden_trains: bool,
+    head_trains: bool,
+    engine: str,
+) -> tuple[str, bool, tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+    """The engine, whether the loss has a gradient in the entropies, the head's options, the names of the metrics."""
+    config = config_of(key)
+    coupled = config.couples_tokens(on_policy=on_policy, sampled=sampled)
+    known = on_policy and config.beta == 0.0 and not coupled
+    has_b = config.entropy_coef != 0.0
+    engine = choose_engine(
+        Coupling.KNOWN if known else Coupling.COUPLED if coupled else Coupling.TOKEN,
+        hidden_trains=hidden_trains,
+        head_trains=head_trains,
+        entropy_gradient=has_b and not head_trains,
+        scores_without_logits=engine == "score_dot",  # the op asks the backend
+        engine=engine,
+    )
+    head = (config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
+    return engine, has_b, head, *metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    final_logit_softcapping: float | None,
+    logit_scale: float,
+    outputs: tuple[str, ...],
+    logits_dtype: str,
+    engine: str,
+    backend: str,
+    workspace_bytes: int | None,
+) -> dict[str, Tensor]:
+    """`linear_logprob_with`, without its expectation."""
+    wants = wanted(hidden, weight, bias)
+    entropy = "entropy" in outputs
+    engine = _plan_logprob(wants.hidden, wants.weight or wants.bias, entropy, engine)
+    temperatures = temperature.detach() if isinstance(temperature, Tensor) else None
+    settings = logprob_op.Settings(
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        final_logit_softcapping=final_logit_softcapping,
+        logit_scale=logit_scale,
+        logits_dtype=logits_dtype,
+        engine=engine,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+        dtype=compute_dtype(hidden, weight),
+        wants=[wants.hidden, wants.weight, wants.bias],
+    )
+    given = (hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, mask, temperatures)
+    done = logprob_op.Results(*_LINEAR_LOGPROB(*given, list(outputs), *settings))
+    logps, entropies = done.logps, done.entropies if entropy else None
+    if wants.hidden or wants.head:
+        if engine == "frozen":
+            logps = _StoredSlopes.apply(hidden, logps, done.slopes)
+        else:
+            logps, entropies = _SecondPass.apply(
+                hidden, weight, bias, ids, mask, temperatures, logps, entropies, done.max_logit, done.log_sum, settings
+            )
+    results = {"logps": logps, **dict(zip((x for x in outputs if x != "entropy"), done.extras, strict=True))}
+    if entropies is not None:
+        results["entropy"] = entropies
+    return results
+
+
+@torch.compiler.assume_constant_result
+def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine: str) -> str:
+    engine = choose_engine(
+        Coupling.COUPLED,
+        hidden_trains=hidden_trains,
+        head_trains=head_trains,
+        entropy_gradient=False,  # as eager, which then finds out in the backward
+        scores_without_logits=engine == "score_dot",
+        engine=engine,
+    )
+    return "two_pass" if engine == "frozen" and entropy else engine
+
+
+class _StoredGradient(torch.autograd.Function):
+    """A loss with its gradient: ``forward(ctx, hidden, weight, bias, loss, d_hidden, d_weight, d_bias)`` -> loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: Tensor,
+        *gradients: Tensor,
+    ) -> Tensor:
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad
+        gradients = [
+            (x * d_loss).to(dtype) if wanted else None
+            for x, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, needed[:3], strict=True)
+        ]
+        return *gradients, None, None, None, None
+
+
+class _StoredSlopes(torch.autograd.Function):
+    """Log-probabilities with their slopes: ``forward(ctx, hidden, logps, slopes)`` -> logps."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, logps: Tensor, slopes: Tensor) -> Tensor:
+        ctx.dtype = hidden.dtype
+        ctx.save_for_backward(slopes)
+        return logps.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * d_logps.to(slopes.dtype)[..., None]).to(ctx.dtype), None, None
+
+
+class _SecondPass(torch.autograd.Function):
+    """Log-probabilities and entropies whose gradient is recomputed.
+
+    ``forward(ctx, hidden, weight, bias, ids, mask, temperatures, logps, entropies, max_logit, log_sum, settings)`` ->
+    logps, entropies (None if they are None).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        mask: Tensor | None,
+        temperatures: Tensor | None,
+        logps: Tensor,
+        entropies: Tensor | None,
+        max_logit: Tensor,
+        log_sum: Tensor,
+        settings: logprob_op.Settings,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.settings = settings
+        ctx.save_for_backward(hidden, weight, bias, ids, mask, temperatures, logps, entropies, max_logit, log_sum)
+        return logps.clone(), None if entropies is None else entropies.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_logps: Tensor, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        gradients = _LINEAR_LOGPROB_BACKWARD(*saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings)
+        wants = Wants(*ctx.settings.wants)
+        return (
+            gradients[0] if wants.hidden else None,
+            gradients[1] if wants.weight else None,
+            gradients[2] if wants.bias else None,
+            *[None] * 8,
+        )
+
+
+class _Coefficients(torch.autograd.Function):
+    """A loss of log-probabilities and entropies: ``forward(ctx, logps, entropies, loss, a, b)`` -> loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: Tensor, entropies: Tensor | None, loss: Tensor, a: Tensor, b: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        return d_loss * a, None if b is None else d_loss * b, None, None, None

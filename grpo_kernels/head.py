@@ -1,0 +1,156 @@
+"""How the rows of a call are projected: dtype, backend, budget, engine; for the loss and log-probabilities alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends.rows import STATISTICS, DotRowBackend
+from grpo_kernels.batch import counted_positions
+from grpo_kernels.checks import (
+    check_budget,
+    check_counted_ids,
+    check_head,
+    check_ids,
+    check_mask,
+    check_shape,
+    check_tensor,
+)
+from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.memory import default_workspace, is_tight
+from grpo_kernels.engine.plan import Coupling, choose_engine
+from grpo_kernels.engine.sweep import HeadConfig, Rows, Wants
+
+
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What the products' operands are rounded to: autocast's dtype within autocast, else that of the tensors."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return dtype
+
+
+def plan_rows(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    ids: Tensor,  # (...)
+    *,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    final_logit_softcapping: float | None,
+    logit_scale: float,
+    logits_dtype: str,
+    outputs: tuple[str, ...],
+    backend: str,
+    workspace_bytes: int | None,
+    wants: Wants | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[HeadConfig, Rows, Wants]:
+    """Check the arguments of `linear_logprob_with`: how to project, which rows, and the gradients wanted.
+
+    `wants` and `dtype` are read off the tensors and autocast if not given.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it.
+    """
+    check_head(hidden, weight, bias)
+    check_ids("ids", ids, hidden)
+    if mask is not None:
+        check_mask("mask", mask, ids)
+    unknown = set(outputs) - {"entropy", *STATISTICS}
+    if unknown:
+        raise ValueError(f"outputs: expected some of entropy, {', '.join(STATISTICS)}, got {sorted(unknown)}")
+    per_row = isinstance(temperature, Tensor)
+    spec = LossConfig(
+        temperature=1.0 if per_row else temperature,  # type: ignore[arg-type]
+        final_logit_softcapping=final_logit_softcapping,
+        logit_scale=logit_scale,
+        logits_dtype=logits_dtype,
+    )
+    wants = wanted(hidden, weight, bias) if wants is None else wants
+    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype)
+    positions = counted_positions(mask, ids)
+    inv_t: float | Tensor = 1.0 / spec.temperature
+    if per_row:
+        inv_t = row_temperatures(temperature, ids, positions, config.accumulator)
+    rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
+    return config, rows, wants
+
+
+def head_config(
+    hidden: Tensor,
+    weight: Tensor,
+    wants: Wants,
+    spec: LossConfig,
+    backend: str,
+    workspace_bytes: int | None,
+    dtype: torch.dtype | None = None,
+) -> HeadConfig:
+    """How rows are projected: the head's options of `spec`, and `dtype`, by default `compute_dtype`."""
+    if workspace_bytes is None:
+        workspace_bytes = default_workspace(weight, wants)
+    check_budget(workspace_bytes)
+    if dtype is None:
+        dtype = compute_dtype(hidden, weight)
+    chosen, _ = choose_backend(backend, hidden.device, dtype)
+    return HeadConfig(
+        backend=chosen,
+        compute_dtype=dtype,
+        workspace_bytes=workspace_bytes,
+        scale=float(spec.logit_scale),
+        softcap=spec.final_logit_softcapping,
+        round_logits=spec.logits_dtype == "input" and dtype.itemsize < 4,
+    )
+
+
+def pick_engine(
+    coupling: Coupling,
+    wants: Wants,
+    config: HeadConfig,
+    weight: Tensor,
+    *,
+    entropy_gradient: bool,
+    engine: str,
+    only_logps: bool = True,
+) -> str:
+    """`choose_engine` for this head, on this device."""
+    return choose_engine(
+        coupling,
+        hidden_trains=wants.hidden,
+        head_trains=wants.head,
+        entropy_gradient=entropy_gradient,
+        tight_memory=is_tight(weight, wants, config.workspace_bytes),
+        scores_without_logits=only_logps and isinstance(config.backend, DotRowBackend),
+        engine=engine,
+    )
+
+
+def read_rows(name: str, ids: Tensor, positions: Tensor, vocab: int, inv_temperature: float | Tensor) -> Rows:
+    """The rows to project, given the ids (n,) at `positions` (n,)."""
+    ids = ids.long()
+    invalid = check_counted_ids(name, ids, vocab)
+    if invalid is not None:
+        ids = torch.where(invalid, 0, ids)
+    return Rows(positions, ids, inv_temperature, invalid)
+
+
+def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
+    """Which gradients autograd will ask for; none where it is off."""
+    if not torch.is_grad_enabled():
+        return Wants()
+    return Wants(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+
+
+def row_temperatures(temperature: Any, ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 / temperature of the rows at `positions` (n,), (n, 1), from one temperature a position."""
+    check_tensor("temperature", temperature, like=ids, floating=True)
+    check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
+    rows = temperature.detach().reshape(-1)[positions].to(dtype)
+    bad = ~((rows > 0) & torch.isfinite(rows))
+    if rows.device.type == "cpu" and bool(bad.any()):
+        raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {rows[bad][0].item()}")
+    return (1.0 / rows)[:, None]

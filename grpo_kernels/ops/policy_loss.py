@@ -1,0 +1,131 @@
+"""The op behind `grpo_loss`.
+
+Besides the loss, its per-token numbers and its metrics it returns what the backward needs. From the engines that store:
+the gradient of the loss in hidden states (all rows), weight and bias, in the accumulator's dtype, neither scaled nor
+rounded. From those that recompute: a = d loss / d logp, b = d loss / d entropy (if there is an entropy bonus), and the
+statistics that `linear_logprob_backward` wants.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.call import plan_loss
+from grpo_kernels.config import config_of
+from grpo_kernels.engine.passes import RECOMPUTING, STORING, loss_pass, spread
+from grpo_kernels.engine.sweep import Head, Wants
+from grpo_kernels.metrics import metric_names
+from grpo_kernels.ops.results import Empty, all_rows
+
+
+class Arguments(NamedTuple):
+    """As in `grpo_loss`, except where said."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    completion_ids: Tensor
+    completion_mask: Tensor | None
+    advantages: Tensor
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_sampling_ratio: Tensor | None
+    num_items_in_batch: Tensor | None  # no number, on which a graph would be specialised
+    cu_seqlens: Tensor | None
+    config: str  # LossConfig.key
+    engine: str  # not "auto"
+    backend: str
+    workspace_bytes: int | None
+    dtype: torch.dtype  # of the products' operands
+    wants: list[bool]  # which gradients: hidden, weight, bias
+
+
+class Results(NamedTuple):
+    """Per-token tensors have the shape of `completion_ids`; all are in the accumulator's dtype."""
+
+    loss: Tensor  # ()
+    logps: Tensor
+    entropies: Tensor
+    pairs: Tensor  # (K, 2), see `metric_names`
+    extremes: Tensor  # (E,)
+    d_hidden: Tensor
+    d_weight: Tensor
+    d_bias: Tensor
+    a: Tensor
+    b: Tensor
+    max_logit: Tensor
+    log_sum: Tensor
+
+
+@torch.no_grad()
+def run(*arguments: Any) -> Results:
+    """The op on real tensors."""
+    given = Arguments(*arguments)
+    options = given._asdict()
+    for name in ("hidden", "weight", "completion_ids", "completion_mask", "advantages"):
+        del options[name]
+    call = plan_loss(
+        given.hidden,
+        given.weight,
+        given.completion_ids,
+        given.completion_mask,
+        given.advantages,
+        **{**options, "config": config_of(given.config), "wants": Wants(*given.wants)},
+        objective=None,
+    )
+    new, rows, n = Empty(given.hidden, given.dtype), call.request.rows, given.completion_ids.numel()
+    first, done = loss_pass(Head(given.hidden.flatten(0, -2), given.weight, given.bias), call.request, call.evaluate)
+    stats, grads = first.stats, first.grads
+    pairs, extremes = call.metrics(stats, done).stacked()
+
+    def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
+        return new() if x is None or not wanted else spread(x, rows, n).view(given.completion_ids.shape)
+
+    d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
+    if d_hidden is not None:
+        d_hidden = all_rows(d_hidden, rows.positions[first.graded], n).view(given.hidden.shape)
+    recomputes = given.engine in RECOMPUTING
+    return Results(
+        loss=done.loss,
+        logps=per_token(stats.logps),
+        entropies=per_token(stats.entropies),
+        pairs=pairs,
+        extremes=extremes,
+        d_hidden=new() if d_hidden is None else d_hidden,
+        d_weight=new() if d_weight is None else d_weight,
+        d_bias=new() if d_bias is None else d_bias,
+        a=per_token(done.a, wanted=recomputes),
+        b=per_token(done.b, wanted=recomputes),
+        max_logit=per_token(stats.max_logit, wanted=recomputes),
+        log_sum=per_token(stats.log_sum, wanted=recomputes),
+    )
+
+
+def fake(*arguments: Any) -> Results:
+    """The shapes of what `run` returns."""
+    given = Arguments(*arguments)
+    config, new, ids = config_of(given.config), Empty(given.hidden, given.dtype), given.completion_ids
+    stores, recomputes = given.engine in STORING, given.engine in RECOMPUTING
+    pairs, extremes = metric_names(
+        config,
+        importance_ratio=given.importance_sampling_ratio is not None,
+        sampled=given.sampling_per_token_logps is not None,
+    )
+    return Results(
+        loss=new(()),
+        logps=new(ids.shape),
+        entropies=new(ids.shape),
+        pairs=new((len(pairs), 2)),
+        extremes=new((len(extremes),)),
+        d_hidden=new(given.hidden.shape, wanted=stores and given.wants[0]),
+        d_weight=new(given.weight.shape, wanted=stores and given.wants[1]),
+        d_bias=new() if given.bias is None else new(given.bias.shape, wanted=stores and given.wants[2]),
+        a=new(ids.shape, wanted=recomputes),
+        b=new(ids.shape, wanted=recomputes and config.entropy_coef != 0.0),
+        max_logit=new(ids.shape, wanted=recomputes),
+        log_sum=new(ids.shape, wanted=recomputes),
+    )

@@ -1,0 +1,344 @@
+"""torch.compile(fullgraph=True): the bits of eager mode, and few graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_compiler
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from grpo_kernels import GRPOLoss, LossConfig, grpo_loss, linear_logprob_with
+
+H, V = 8, 19
+BOTH, HIDDEN = (True, True, True), (True, False, False)
+Case = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True), counter
+
+
+def batch(size: int = 2, length: int = 5, *names: str, trains: tuple[bool, ...] = BOTH, **changes: Any) -> Case:
+    """Arguments of `grpo_loss`, the optional tensors among them by name; the same numbers in every call."""
+    draw = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    given = {
+        "hidden": normal(size, length, H),
+        "weight": normal(V, H),
+        "completion_ids": torch.randint(V, (size, length), generator=draw),
+        "completion_mask": torch.rand(size, length, generator=draw) < 0.8,
+        "advantages": torch.where(torch.arange(size) % 3 == 2, 0.0, normal(size)),
+    }
+    optional = {
+        "bias": normal(V),
+        "old_per_token_logps": -normal(size, length).abs() - 2,
+        "ref_per_token_logps": -normal(size, length).abs() - 2,
+        "sampling_per_token_logps": -normal(size, length).abs() - 2,
+        "importance_sampling_ratio": normal(size, length).exp(),
+    }
+    given |= {name: optional[name] for name in names} | changes
+    for name, wanted in zip(("hidden", "weight", "bias"), trains, strict=True):
+        if name in given:
+            given[name].requires_grad_(wanted)
+    return given
+
+
+def results(function: Callable[..., Any], given: Case, upstream: float = 1.0) -> Case:
+    """Everything a loss gives back, its gradients for an upstream gradient included."""
+    out = function(**given)
+    if out.loss.requires_grad:
+        (out.loss * upstream).backward()
+    pairs = {f"{name}[{i}]": x for name, pair in out.metrics.pairs.items() for i, x in enumerate(pair)}
+    grads = {name: given[name].grad for name in ("hidden", "weight", "bias") if name in given}
+    named = {
+        "loss": out.loss,
+        "logps": out.per_token_logps,
+        "entropies": out.entropies,
+        **out.metrics,
+        **pairs,
+        **grads,
+    }
+    return {"engine": out.engine, "requires grad": out.loss.requires_grad, **named}
+
+
+def assert_same_bits(found: Case, want: Case) -> None:
+    assert [*found] == [*want]
+    for name, x in want.items():
+        if isinstance(x, Tensor):
+            torch.testing.assert_close(found[name], x, rtol=0, atol=0, equal_nan=True, msg=name)
+        else:
+            assert found[name] == x, name
+
+
+OLD, REF = "old_per_token_logps", "ref_per_token_logps"
+EVERY = ("bias", OLD, REF, "sampling_per_token_logps", "importance_sampling_ratio")
+# name -> (config, optional tensors, what trains, engine)
+LOSSES: dict[str, tuple[LossConfig, tuple[str, ...], tuple[bool, ...], str]] = {
+    "dapo on-policy": (LossConfig(), (), BOTH, "one_pass"),
+    "grpo, all terms": (LossConfig(loss_type="grpo", beta=0.1, entropy_coef=0.01), EVERY, BOTH, "one_pass"),
+    "cispo": (LossConfig(loss_type="cispo", epsilon_high=5.0, temperature=0.8), EVERY, BOTH, "one_pass"),
+    "sapo, softcap": (LossConfig(loss_type="sapo", final_logit_softcapping=4.0), (OLD,), BOTH, "one_pass"),
+    "gspo": (LossConfig(loss_type="grpo", importance_sampling_level="sequence"), (OLD, "bias"), BOTH, "two_pass"),
+    "vespo": (LossConfig(loss_type="vespo", entropy_coef=0.1, temperature=0.8), EVERY, BOTH, "two_pass"),
+    "gmpo": (LossConfig(loss_type="gmpo", beta=0.1), EVERY, BOTH, "two_pass"),
+    "top entropy": (LossConfig(top_entropy_quantile=0.5), (OLD,), BOTH, "two_pass"),
+    "off-policy mask": (LossConfig(off_policy_mask_threshold=0.1), EVERY, BOTH, "two_pass"),
+    "lean": (LossConfig(loss_type="bnpo", logit_scale=1.5), (OLD, "bias"), BOTH, "lean"),
+    "frozen": (LossConfig(loss_type="vespo"), (OLD,), HIDDEN, "frozen"),
+    "frozen head, bonus": (LossConfig(loss_type="luspo", entropy_coef=0.1), (OLD,), HIDDEN, "one_pass"),
+    "only the bias": (LossConfig(loss_type="dr_grpo"), EVERY, (False, False, True), "one_pass"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_same_bits(name: str) -> None:
+    """Also for an upstream gradient that is no power of two."""
+    config, names, trains, engine = LOSSES[name]
+    asked = engine if engine == "lean" else "auto"
+
+    def loss(**given: Any) -> Any:
+        return grpo_loss(**given, config=config, engine=asked)
+
+    fast, counter = compiled(loss)
+    for upstream in (1.0, -0.3):
+        want = results(loss, batch(3, 5, *names, trains=trains), upstream)
+        assert want["engine"] == engine
+        assert_same_bits(results(fast, batch(3, 5, *names, trains=trains), upstream), want)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("changing", ["lengths", "sequences", "both"])
+def test_at_most_two_graphs(changing: str, engine: str) -> None:
+    """20 lengths, 3 numbers of sequences."""
+    config = LossConfig(loss_type="grpo", beta=0.1, entropy_coef=0.01)
+
+    def loss(**given: Any) -> Any:
+        return grpo_loss(**given, config=config, engine=engine)
+
+    fast, counter = compiled(loss)
+    sizes = {
+        "lengths": [(2, length) for length in range(3, 23)],
+        "sequences": [(size, 4) for size in (2, 3, 7)],
+        "both": [(2 + length % 5, length) for length in range(3, 23)],
+    }[changing]
+    for size in sizes:
+        assert_same_bits(results(fast, batch(*size, OLD, REF)), results(loss, batch(*size, OLD, REF)))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    "values", [(3, 5, 9), (3.0, 4.5, 7.25), tuple(torch.tensor(x) for x in (3, 5, 9))], ids=["int", "float", "tensor"]
+)
+def test_number_of_items_makes_no_graphs(values: tuple[Any, ...]) -> None:
+    fast, counter = compiled(grpo_loss)
+    for value in values:
+        given = {"num_items_in_batch": value, "completion_mask": None}
+        assert_same_bits(results(fast, batch(2, 5, OLD, **given)), results(grpo_loss, batch(2, 5, OLD, **given)))
+    assert counter.frame_count <= 2
+
+
+class Policy(nn.Module):
+    """A model with a tied head and the loss in it, all that is compiled."""
+
+    def __init__(self, config: LossConfig) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.embedding = nn.Parameter(torch.randn(V, H, generator=draw))
+        self.mix = nn.Parameter(torch.randn(H, H, generator=draw))
+        self.loss = GRPOLoss(config)
+
+    def forward(self, ids: Tensor, **given: Any) -> Any:
+        return self.loss(self.embedding[ids] @ self.mix, self.embedding, **given)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["grpo, all terms", "vespo"])
+def test_in_a_model(name: str, autocast: bool) -> None:
+    """Forward and backward, with a graph of its own under no_grad; under autocast the products are bf16."""
+    config, names, *_ = LOSSES[name]
+    slow, model = Policy(config), Policy(config)
+    fast, counter = compiled(model)
+
+    def step(call: Callable[..., Any], of: Policy, length: int) -> Case:
+        given = batch(2, length, *names)
+        given["bias"].requires_grad_(False)
+        of.zero_grad()
+        ids = given.pop("hidden").sum(-1).long() % V
+        del given["weight"]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found = results(lambda **given: call(ids, **given), given)
+        return found | {name: x.grad for name, x in of.named_parameters() if x.grad is not None}
+
+    for length in (4, 6, 9):
+        assert_same_bits(step(fast, model, length), step(slow, slow, length))
+    assert counter.frame_count <= 2
+    with torch.no_grad():
+        found, want = step(fast, model, 6), step(slow, slow, 6)
+    assert found["engine"] == "score"
+    assert not found["requires grad"]
+    assert_same_bits(found, want)
+
+
+def logprobs(
+    function: Callable[..., Any], given: Case, upstream: tuple[float, float], **options: Any
+) -> dict[str, Any]:
+    names = ("hidden", "weight", "bias")
+    tensors = {name: given[name] for name in names if name in given}
+    found = function(**tensors, ids=given["completion_ids"], mask=given["completion_mask"], **options)
+    weights = torch.arange(1.0, 1 + given["completion_ids"].numel()).view(given["completion_ids"].shape)
+    total = (found["logps"] * weights).sum() * upstream[0]
+    if upstream[1]:
+        total = total + (found["entropy"] * weights).sum() * upstream[1]
+    if total.requires_grad:
+        total.backward()
+    return {**{name: found[name] for name in sorted(found)}, **{name: x.grad for name, x in tensors.items()}}
+
+
+ROWS = torch.linspace(0.5, 1.5, 10).view(2, 5)
+HEAD = {"final_logit_softcapping": 4.0, "logit_scale": 1.5, "temperature": 0.7}
+# name -> (options, what trains, upstream factors of logps and entropies, the eager engine with the same bits)
+LOGPROBS: dict[str, tuple[Case, tuple[bool, ...], tuple[float, float], str]] = {
+    "both": ({}, BOTH, (1.0, 0.5), "auto"),
+    "entropies not differentiated": ({}, BOTH, (1.0, 0.0), "auto"),
+    "head options": (HEAD, BOTH, (1.0, 0.5), "auto"),
+    "temperatures": ({"temperature": ROWS, "outputs": ()}, BOTH, (1.0, 0.0), "auto"),
+    "extras": ({"outputs": ("is_top1", "entropy", "mean_logits")}, BOTH, (1.0, 0.5), "auto"),
+    "an expectation": ({"expected": ROWS, "engine": "one_pass"}, BOTH, (1.0, 0.5), "two_pass"),
+    "lean": ({"engine": "lean"}, BOTH, (1.0, 0.5), "lean"),
+    "frozen": ({"outputs": ()}, HIDDEN, (0.3, 0.0), "auto"),
+    "frozen, entropies": ({}, HIDDEN, (1.0, 0.5), "two_pass"),
+    "score": ({}, (False, False, False), (1.0, 0.0), "auto"),
+}
+
+
+@pytest.mark.parametrize("name", LOGPROBS)
+def test_linear_logprob(name: str) -> None:
+    options, trains, upstream, engine = LOGPROBS[name]
+    fast, counter = compiled(linear_logprob_with)
+    eager = {key: x for key, x in options.items() if key != "expected"} | {"engine": engine}
+    for size, length in [(2, 5)] if "temperature" in options else [(2, 5), (2, 7), (2, 8)]:
+        found = logprobs(fast, batch(size, length, "bias", trains=trains), upstream, **options)
+        want = logprobs(linear_logprob_with, batch(size, length, "bias", trains=trains), upstream, **eager)
+        assert_same_bits(found, want)
+    assert counter.frame_count <= 2
+
+
+def test_one_op_in_the_forward_and_none_in_the_backward_of_one_pass() -> None:
+    """And no number among the inputs: it would be one that a graph was made for."""
+    ops: dict[str, list[str]] = {}
+
+    def lister(name: str) -> Any:
+        def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+            ops[name] = [str(node.target) for node in graph.graph.nodes if "grpo_kernels" in str(node.target)]
+            inputs = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+            assert all(isinstance(x, Tensor) for x in inputs)
+            return graph.forward
+
+        return make_boxed_compiler(keep)
+
+    backend = aot_autograd(fw_compiler=lister("forward"), bw_compiler=lister("backward"))
+    for name, in_backward in (("grpo, all terms", []), ("gspo", ["grpo_kernels.linear_logprob_backward.default"])):
+        config, names, *_ = LOSSES[name]
+        results(torch.compile(grpo_loss, backend=backend, fullgraph=True), batch(2, 5, *names, config=config))
+        assert ops == {"forward": ["grpo_kernels.policy_loss.default"], "backward": in_backward}
+
+
+def test_packed() -> None:
+    config = LossConfig(loss_type="grpo", importance_sampling_level="sequence")
+
+    def loss(**given: Any) -> Any:
+        return grpo_loss(**given, config=config)
+
+    def packed(bounds: list[int]) -> Case:
+        given = batch(1, bounds[-1], OLD)
+        given = {name: x.detach().flatten(0, 1) if x.dim() > 1 and name != "weight" else x for name, x in given.items()}
+        given["hidden"].requires_grad_()
+        return given | {"cu_seqlens": torch.tensor(bounds), "advantages": torch.linspace(-1, 1, len(bounds) - 1)}
+
+    fast, counter = compiled(loss)
+    for bounds in ([0, 3, 7], [0, 1, 9], [0, 5, 6, 12]):
+        assert_same_bits(results(fast, packed(bounds)), results(loss, packed(bounds)))
+    assert counter.frame_count <= 3  # the length, then the number of sequences
+
+
+def test_a_graph_for_each_config() -> None:
+    """And no more: none of its numbers becomes an input."""
+    fast, counter = compiled(grpo_loss)
+    configs = [LossConfig(loss_type="vespo", temperature=x) for x in (1.0, 0.7, 0.9)]
+    for config in (*configs, LossConfig(epsilon=0.1), configs[0]):
+        given = {"config": config}
+        assert_same_bits(results(fast, batch(2, 5, OLD, **given)), results(grpo_loss, batch(2, 5, OLD, **given)))
+    assert counter.frame_count == 4
+
+
+def test_config_may_be_made_inside() -> None:
+    def loss(**given: Any) -> Any:
+        return GRPOLoss(loss_type="grpo", beta=0.1)(**given)
+
+    assert_same_bits(results(compiled(loss)[0], batch(2, 5, REF)), results(loss, batch(2, 5, REF)))
+
+
+def test_values_raise_as_in_eager_mode() -> None:
+    fast, _ = compiled(grpo_loss)
+    wrong = batch(2, 5) | {"completion_ids": torch.full((2, 5), V), "completion_mask": None}
+    for given, message in (
+        (wrong, "expected ids in"),
+        (batch(2, 5) | {"num_items_in_batch": -1}, "num_items_in_batch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fast(**given)
+    with pytest.raises(Exception, match="engine: expected one of auto"):  # whatever the compiler makes of it
+        fast(**batch(2, 5), engine="none")
+
+
+def test_custom_objective_breaks_the_graph() -> None:
+    """It is the user's function: fullgraph=True refuses it with the reason, else it runs eagerly."""
+
+    def loss(**given: Any) -> Any:
+        return grpo_loss(**given, objective=lambda tokens: -tokens.advantages * tokens.logps)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="grpo_kernels: a function of yours"):
+        compiled(loss)[0](**batch(2, 5))
+    torch._dynamo.reset()
+    broken = torch.compile(loss, backend="aot_eager")
+    assert_same_bits(results(broken, batch(2, 5)), results(loss, batch(2, 5)))
+
+
+def test_exported_graph_runs() -> None:
+    class Loss(nn.Module):
+        def forward(self, given: Case) -> Tensor:
+            return grpo_loss(**given, config=LOSSES["gspo"][0]).loss
+
+    given = {name: x.detach() for name, x in batch(2, 5, *LOSSES["gspo"][1]).items()}
+    exported = torch.export.export(Loss(), (given,))
+    assert torch.equal(exported.module()(given), Loss()(given))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own
+def test_inductor() -> None:
+    """The default backend: one graph with all of it."""
+    config = LOSSES["grpo, all terms"][0]
+
+    def loss(**given: Any) -> Any:
+        return grpo_loss(**given, config=config)
+
+    fast, counter = compiled(loss, "inductor")
+    assert_same_bits(results(fast, batch(2, 5, OLD, REF), 0.3), results(loss, batch(2, 5, OLD, REF), 0.3))
+    assert counter.frame_count == 1
