@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 
@@ -22,6 +23,9 @@ if not torch.cuda.is_available():  # before Triton is imported: its kernels then
 
 from torch.utils import deterministic
 
+from grpo_kernels import head
+from tests import interpreter
+
 SEED = 20240203
 NO_GPU = "needs a CUDA or ROCm device"
 
@@ -35,6 +39,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile(REPLAYABLE)
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    interpreter.prepare()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,3 +76,17 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
     yield
     deterministic.fill_uninitialized_memory = filled
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(params=["torch", "triton"])
+def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test with each row backend in the place of "auto" (float64, which only torch has, with that both times)."""
+    choose = head.choose_backend
+
+    def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):
+        if name == "auto" and (request.param == "torch" or dtype != torch.float64):
+            name = request.param
+        return choose(name, device, dtype)
+
+    monkeypatch.setattr(head, "choose_backend", chosen)
+    return request.param

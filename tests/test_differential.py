@@ -19,55 +19,16 @@ from grpo_kernels import GRPOLoss, LossConfig, grpo_loss
 from tests.case_builder import PER_TOKEN, Case, make_case
 from tests.cases import fixed_cases, random_case
 from tests.reference import ReferenceResult, reference_loss
-from tests.reference_terms import pick, settings
+from tests.reference_terms import pick
+from tests.run_case import allowed_engines, arguments, run
 from tests.tolerance import Bounds, assert_matches, bounds_of, compare
 from tests.trl_oracle import in_domain, trl_loss
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 20, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
+pytestmark = pytest.mark.usefixtures("every_backend")
 SPLITTABLE = [c for c in fixed_cases() if c.group in "ABD" and not c.frozen and c.completion_mask.numel()]
-
-
-def arguments(case: Case) -> dict[str, Tensor | float | None]:
-    """Keyword arguments of `grpo_loss`; every head tensor is a leaf that wants a gradient unless it is frozen."""
-    leaf = lambda name: getattr(case, name).detach().requires_grad_(name not in case.frozen)  # noqa: E731
-    names = (
-        "completion_ids",
-        "completion_mask",
-        "advantages",
-        *PER_TOKEN,
-        "importance_sampling_ratio",
-        "num_items_in_batch",
-    )
-    head = {"hidden": leaf("hidden"), "weight": leaf("weight"), "bias": None if case.bias is None else leaf("bias")}
-    return head | {name: getattr(case, name) for name in names}
-
-
-def run(case: Case, engine: str = "auto", scale: float = 1.0):
-    """The library's output, and its gradients under the upstream gradient `scale`."""
-    given = arguments(case)
-    output = grpo_loss(**given, config=LossConfig(**case.config), engine=engine, workspace_bytes=case.workspace_bytes)
-    if output.loss.requires_grad:
-        (output.loss * scale).backward()
-    return output, {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
-
-
-def allowed_engines(case: Case) -> set[str]:
-    """Which engines are exact for the case, from what each needs to know and when."""
-    o = settings(case)
-    trains = {name for name in ("hidden", "weight", "bias") if getattr(case, name) is not None} - case.frozen
-    on_policy = case.old_per_token_logps is None
-    corrected = o.beta != 0 and o.use_bias_correction_kl and o.loss_type != "gmpo"
-    by_sequence = o.importance_sampling_level == "sequence"
-    coupled = o.top_entropy_quantile < 1.0
-    if o.off_policy_mask_threshold is not None:
-        coupled |= not on_policy or case.sampling_per_token_logps is not None
-    coupled |= (corrected and by_sequence) if on_policy else by_sequence or o.loss_type in ("vespo", "gmpo")
-    allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
-    if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains):
-        allowed.add("frozen")
-    return allowed if trains else allowed | {"score"}
 
 
 def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
@@ -128,10 +89,14 @@ def test_upstream_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("block", range(BLOCKS * FACTOR))
-def test_random_cases(block: int) -> None:
+def test_random_cases(block: int, every_backend: str) -> None:
     @hypothesis.seed(block)
     @hypothesis.settings(
-        max_examples=BLOCK_SIZE, derandomize=False, database=None, deadline=None, phases=[hypothesis.Phase.generate]
+        max_examples=BLOCK_SIZE if every_backend == "torch" else BLOCK_SIZE // 10,  # the interpreter is slow
+        derandomize=False,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
     )
     @hypothesis.given(seed=strategies.integers(0, 2**48))
     def one_block(seed: int) -> None:

@@ -27,6 +27,9 @@ A = torch.linspace(-1.5, 2.0, N)
 B = torch.linspace(0.7, -0.2, N)
 
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
+
 def leaves(frozen: bool = False) -> list[Tensor]:
     """hidden, weight, bias; the head wants no gradient if `frozen`."""
     g = torch.Generator().manual_seed(2)

@@ -19,6 +19,9 @@ NAN = math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
+
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_padding_changes_nothing(loss_type: str, level: str) -> None:
     """34, 35. Five more masked columns, left or right, full of NaN: the same loss, metrics and gradients."""
@@ -65,22 +68,26 @@ SHAPES = [(16, 50), (64, 151), (7, 1000), (96, 33), (33, 4097)]
 
 @pytest.mark.parametrize(("h", "v"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype, every_backend: str) -> None:
     """53. Alone, in batches of any size, permuted: the same bits of its log-probability and entropy."""
+    most = 64 if every_backend == "torch" or v < 100 else 17 if v < 200 else 4  # the interpreter is slow
     g = torch.Generator().manual_seed(h * v)
-    hidden, weight = torch.randn(64, h, generator=g).to(dtype), (torch.randn(v, h, generator=g) / h**0.5).to(dtype)
-    ids = torch.randint(0, v, (64,), generator=g)
+    hidden, weight = torch.randn(most, h, generator=g).to(dtype), (torch.randn(v, h, generator=g) / h**0.5).to(dtype)
+    ids = torch.randint(0, v, (most,), generator=g)
 
     def same(index: Tensor, **options: int) -> bool:
         part = linear_logprob(hidden[index], weight, ids[index], **options)
         return all(torch.equal(x, y[index]) for x, y in zip(part, whole, strict=True))
 
-    whole, every = linear_logprob(hidden, weight, ids), torch.arange(64)
-    for n in (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 15, 16, 17, 31, 33, 63):
-        for start in (0, 64 - n, (64 - n) // 2):
+    whole, every = linear_logprob(hidden, weight, ids), torch.arange(most)
+    sizes = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 15, 16, 17, 31, 33, 63)
+    for n in sizes if every_backend == "torch" else (1, 3, 5, 12, 16, 33):
+        if n >= most:
+            break
+        for start in (0, most - n, (most - n) // 2):
             assert same(every[start : start + n]), f"{n} rows from {start}"
-    assert same(torch.randperm(64, generator=g))
-    assert same(every[:7].repeat(3))
+    assert same(torch.randperm(most, generator=g))
+    assert same(every[:5].repeat(3))
     if dtype == torch.float32:  # 16-bit weights are converted in slices whose width depends on the workspace
         for rows in (5, 13, 29):
             assert same(every, workspace_bytes=rows * v * 8), f"chunks of about {rows} rows"
@@ -88,7 +95,7 @@ def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo", "gmpo"])
-def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str) -> None:
+def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str, every_backend: str) -> None:
     """53. Old log-probabilities from another batch, another call and no gradient are those of this one."""
     case = make_case("on-policy", b=6, t=9, h=24, v=333, dtype=dtype, loss_type=loss_type, temperature=0.7)
     with torch.no_grad():
@@ -101,7 +108,10 @@ def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str) -> N
     out, grads = run(case.but(old_per_token_logps=old))
     on_policy, own = run(case.but(old_per_token_logps=None))
     assert float(out.metrics["ratio"]) == 1.0
-    assert torch.equal(out.loss, on_policy.loss)
+    if every_backend == "torch":
+        assert torch.equal(out.loss, on_policy.loss)
+    else:  # a fused kernel multiplies weight, ratio and log-probability in another order than `PolicyObjective`
+        assert_close(out.loss, on_policy.loss, rtol=2e-6, atol=0)
     assert all(torch.equal(grads[name], own[name]) for name in ("hidden", "weight"))
 
 
@@ -158,9 +168,10 @@ def test_nothing_is_shifted() -> None:
     assert bool((logps < -19).all())
 
 
-def test_packed_sequences_of_very_different_lengths_need_no_padding() -> None:
-    """One long sequence beside 2,000 of one token: nothing of (sequences, longest) elements is made."""
-    lengths = [4000] + [1] * 2000
+def test_packed_sequences_of_very_different_lengths_need_no_padding(every_backend: str) -> None:
+    """One long sequence beside many of one token: nothing of (sequences, longest) elements is made."""
+    short = 2000 if every_backend == "torch" else 200  # the interpreter is slow
+    lengths = [2 * short] + [1] * short
     n = sum(lengths)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     hidden, weight = torch.randn(n, 2), torch.randn(5, 2)
@@ -168,7 +179,7 @@ def test_packed_sequences_of_very_different_lengths_need_no_padding() -> None:
     config = LossConfig(loss_type="grpo", importance_sampling_level="sequence")
     with AllocationWatcher() as watch:
         grpo_loss(
-            hidden, weight, torch.randint(5, (n,)), torch.ones(n), torch.randn(2001), old_per_token_logps=old,
+            hidden, weight, torch.randint(5, (n,)), torch.ones(n), torch.randn(short + 1), old_per_token_logps=old,
             config=config, cu_seqlens=bounds,
         )  # fmt: skip
     assert watch.largest <= 10 * n

@@ -1,0 +1,232 @@
+"""Faults planted in the kernels and in what surrounds them, one at a time; the suite must notice each.
+
+`python -m tests.kernel_faults [name ...]` copies the sources to a temporary folder, plants a fault there, and runs the
+tests that should fail until the first does. It prints a table and fails if a fault survives. (Faults in the arithmetic
+that every backend shares are in `faults.py`; they are planted in a candidate, not in the sources.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("grpo_kernels", "tests", "benchmarks", "pyproject.toml")
+SECONDS = 600  # for one fault; far more than the tests take
+KERNELS = "grpo_kernels/backends/triton_rows/"
+ENGINE = "grpo_kernels/engine/"
+
+ROWS = ("tests/test_triton_rows.py", "tests/test_triton_special.py")
+SURROGATES = ("tests/test_triton_surrogates.py", "tests/test_triton_rows.py")
+DOT = ("tests/test_triton_dot.py",)
+AHEAD_OF_TIME = ("tests/test_aot.py",)
+MIXED = ("tests/test_mixed_products.py",)
+WHOLE = ("tests/test_differential.py", "-k", "fixed_case and triton")
+CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, which stands once in `file`, becomes `new`; `tests` are pytest's arguments."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ROWS
+
+
+STATS, GRAD, FUSED, REDUCE = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce"))
+MATH, TRANSFORM, MIRROR = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
+FAULTS = [
+    # the row reduction
+    Fault("a phantom vocabulary column", STATS, "here = columns < V\n", "here = columns < V + 1\n"),
+    Fault("the last tile left out", STATS, "tl.range(0, V, BLOCK_V", "tl.range(0, V - BLOCK_V + 1, BLOCK_V"),
+    Fault(
+        "pad lanes revived by the soft-cap",
+        STATS,
+        'z = tl.where(here, z, float("-inf"))',
+        "z = tl.where(here, z, scaled(-1e30, inner, outer, HAS_SOFTCAP))",
+    ),
+    Fault("no rescale of the sum", REDUCE, "rest = tl.fma(keep, rest, e)", "rest = rest + e"),
+    Fault("no rescale of the entropy's sum", REDUCE, "t = tl.fma(keep, t, e * a * shifted)", "t = t + e * a * shifted"),
+    Fault("a shift that forgets the old maximum", REDUCE, "tl.where(up, rest + 1.0, 1.0)", "tl.where(up, rest, 1.0)"),
+    Fault(
+        "every lane's maximum left out",
+        REDUCE,
+        "sum_lanes(e * (rest + tl.where(is_first, 0.0, 1.0)))",
+        "sum_lanes(e * rest)",
+    ),
+    Fault("lanes merged without their distance", REDUCE, "sum_lanes(e * (t + a * (rest + 1.0)))", "sum_lanes(e * t)"),
+    Fault("-inf minus -inf", REDUCE, "return tl.where(a > LOWEST, a, LOWEST)", "return a"),
+    Fault("a row of -inf is a number", REDUCE, "odd = m - m", "odd = 0.0 * rest"),
+    Fault("the target counted twice", REDUCE, "1.0 + (rest - exp(z - m))", "1.0 + rest"),
+    Fault("log(1 + x) rounded first", MATH, "tl.log(u) + lost / u", "tl.log(u)"),
+    Fault(
+        "exp of a large number rounded first",
+        MATH,
+        "2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)",
+        "tl.exp(x)",
+    ),
+    Fault("tanh without its series", MATH, "tl.abs(x) < 0.625", "tl.abs(x) < 0.0"),
+    Fault(
+        "32-bit row offsets", STATS, "rows.to(tl.int64)[:, None] * stride_n", "rows[:, None] * stride_n", AHEAD_OF_TIME
+    ),
+    Fault("rows taken to be V apart", STATS, "rows.to(tl.int64)[:, None] * stride_n", "rows.to(tl.int64)[:, None] * V"),
+    Fault("lowest id of the largest", STATS, "tl.where(z > m, columns, top_id)", "tl.where(z >= m, columns, top_id)"),
+    # the transform
+    Fault("temperature the wrong way up", TRANSFORM, "inner = inner * inv_t", "inner = inner / inv_t"),
+    Fault("temperature inside the soft-cap", TRANSFORM, "outer = outer * inv_t", "inner = inner * inv_t"),
+    Fault("logits not rounded", TRANSFORM, "x = x.to(ROUNDED_TO).to(tl.float32)", "x = x + 0.0"),
+    Fault(
+        "soft-cap's derivative without the cap",
+        TRANSFORM,
+        "d = d * outer * tanh_slope(x * inner)",
+        "d = d * tanh_slope(x * inner)",
+    ),
+    # the gradient
+    Fault("ids not shifted to the slice", GRAD, "tl.load(ids_ptr + rows) - first_id", "tl.load(ids_ptr + rows)"),
+    Fault("entropy missing in its gradient", GRAD, "offset = entropy - log_sum", "offset = -log_sum"),
+    Fault("entropy gradient's sign", GRAD, "d = d - b[:, None]", "d = d + b[:, None]"),
+    Fault("1 - p by subtraction", GRAD, "at_target = a * -expm1(logp)", "at_target = a * (1.0 - exp(logp))"),
+    Fault("target's column is the next", GRAD, "columns == target[:, None]", "columns == target[:, None] + 1"),
+    Fault(
+        "gradient stored where the logits are",
+        GRAD,
+        "out_ptr + rows.to(tl.int64)[:, None] * stride_out_n",
+        "out_ptr + rows.to(tl.int64)[:, None] * stride_n",
+    ),
+    # the fused loss
+    Fault(
+        "gate on the loss alone",
+        FUSED,
+        "d_log_ratio = times(d_log_ratio, gate)",
+        "d_log_ratio = times(d_log_ratio, 1.0)",
+    ),
+    Fault("ratio's share of the KL gradient", FUSED, "a += beta * weight * kl  #", "a += 0.0 * kl  #"),
+    Fault("KL without its weight", FUSED, "loss += beta * weight * kl", "loss += beta * kl"),
+    Fault(
+        "an id that does not exist",
+        FUSED,
+        "z_target = load_target(row_ptrs, bias_ptr, ids,",
+        "ids = tl.where(ids < 0, 0, ids)\n    z_target = load_target(row_ptrs, bias_ptr, ids,",
+    ),
+    Fault("on-policy NaN lost", FUSED, "log_ratio = logp - logp", "log_ratio = tl.zeros_like(logp)", CATALOGUE),
+    Fault(
+        "first tile of the gradient left out",
+        FUSED,
+        "last = (V - 1) // BLOCK_V * BLOCK_V",
+        "last = V // BLOCK_V * BLOCK_V - BLOCK_V",
+    ),
+    # the surrogates
+    Fault(
+        "a tie gives all to one", MIRROR, "tl.where(free == bounded, 0.5,", "tl.where(free == bounded, 1.0,", SURROGATES
+    ),
+    Fault(
+        "a bound does not pass",
+        MIRROR,
+        "(ratio >= clip_low) & (ratio <= clip_high)",
+        "(ratio > clip_low) & (ratio < clip_high)",
+        SURROGATES,
+    ),
+    Fault("delta ignored", MIRROR, "tl.where(ratio > delta, delta, ratio)", "ratio", SURROGATES),
+    Fault(
+        "temperatures of SAPO swapped",
+        MIRROR,
+        "tl.where(advantage > 0, tau_pos, tau_neg)",
+        "tl.where(advantage > 0, tau_neg, tau_pos)",
+        SURROGATES,
+    ),
+    Fault(
+        "CISPO's ratio not capped",
+        MIRROR,
+        "weight = -tl.where(ratio > clip_high, clip_high, ratio)",
+        "weight = -ratio",
+        SURROGATES,
+    ),
+    Fault(
+        "0 * inf",
+        MIRROR,
+        "return tl.where((factor == 0.0) & (x == x), 0.0, x * factor)",
+        "return x * factor",
+        SURROGATES,
+    ),
+    Fault("k3's derivative", MIRROR, "return expm1(d) - d, -expm1(d)", "return expm1(d) - d, -d", SURROGATES),
+    # around the kernels
+    Fault("padding left in d logits", ENGINE + "sweep.py", "d_logits[len(group) : group.rows] = 0.0", "pass", MIXED),
+    Fault(
+        "fp16 gradients without their factor",
+        ENGINE + "products.py",
+        "scale = torch.where(torch.isfinite(size).all(), scale, 1.0)",
+        "scale = torch.ones_like(scale)",
+        MIXED,
+    ),
+    Fault("fp16 factor of the group before", ENGINE + "sweep.py", "self._rescale(scale / self._scale)", "pass", MIXED),
+    Fault(
+        "a slice's bias is the first's",
+        ENGINE + "slices.py",
+        "None if bias is None else bias[columns]",
+        "None if bias is None else bias[: columns.stop - columns.start]",
+        WHOLE,
+    ),
+    Fault("a slice adds to no slice before", ENGINE + "slices.py", "first=first_id == 0", "first=True", WHOLE),
+]
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Copy the sources to `folder`, with the fault in them."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy(source, folder / name)
+    file = folder / fault.file
+    text = file.read_text()
+    assert text.count(fault.old) == 1, f"{fault.name}: expected {fault.old!r} once in {fault.file}"
+    file.write_text(text.replace(fault.old, fault.new))
+
+
+def survives(fault: Fault) -> tuple[bool, str, float]:
+    """Whether no test fails; the line that says which did; seconds."""
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        plant(fault, Path(name))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": name, "TRITON_CACHE_DIR": f"{name}/cache"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
+        try:
+            done = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return True, f"nothing failed within {SECONDS} s", time.perf_counter() - begun
+    said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    # 1: tests failed; below 0: killed by a signal, as by a read outside of a tensor. Anything else proves nothing.
+    caught = (done.returncode == 1 and bool(said)) or done.returncode < 0
+    last = said[0] if said else f"exit status {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+    return not caught, last.split(" - ")[0], time.perf_counter() - begun
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="faults whose name contains one of these; all without")
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    chosen = [f for f in FAULTS if not options.names or any(name in f.name for name in options.names)]
+    left = []
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        for fault, (alive, line, seconds) in zip(chosen, pool.map(survives, chosen), strict=True):
+            print(f"{'SURVIVES' if alive else 'caught':8s}  {fault.name:48s} {seconds:5.0f} s  {line}", flush=True)
+            left += [fault.name] if alive else []
+    print(f"{len(chosen) - len(left)} of {len(chosen)} faults caught")
+    return 1 if left or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

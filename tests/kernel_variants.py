@@ -1,0 +1,69 @@
+"""Compiles the row kernels as launches would, for a GPU that is not there, and counts the variants: run as a module."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.backends.triton_rows.configs import row_config
+from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
+from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
+from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
+from grpo_kernels.token_loss import TokenLoss
+
+V = 1024
+
+
+class NoDriver:
+    """What compiling asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+
+def launch_all(n: int, at: int, swept: float) -> None:
+    """Every kernel on `n` rows; numbers of the rows lie `at` places from an aligned address; `swept` is all else."""
+    x, ids = torch.zeros(n, V), torch.zeros(n + at, dtype=torch.int64)[at:]
+    ones = torch.ones(n + at)[at:]
+    transform = LogitTransform(scale=1 + swept, softcap=30 + swept, inv_temperature=1 / (1 + swept))
+    loss = TokenLoss(
+        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, weights=ones, old=ones, ref=ones, gate=ones,
+        clip_low=1 - swept, clip_high=1 + swept, delta=math.inf if swept else 2.0, tau_pos=swept, tau_neg=swept,
+        beta=swept, b=0.1 + swept,
+    )  # fmt: skip
+    config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
+    stats = launch_stats(x, ids, transform, config["stats"], entropy=True, extras=())
+    launch_grad(x, ids, replace(stats, logps=ones), ones, ones, transform, x, config["grad"], first_id=at)
+    launch_fused(x, ids, transform, loss, x, config["fused"])
+
+
+def variants() -> dict[str, int]:
+    return {k.fn.__name__: len(k.device_caches[0][0]) for k in (stats_kernel, grad_kernel, fused_kernel)}
+
+
+def main() -> None:
+    driver.set_active(NoDriver())
+    run = jit.JITFunction.run
+    jit.JITFunction.run = lambda self, *args, grid, warmup, **kwargs: run(self, *args, grid=grid, warmup=True, **kwargs)
+    found = []
+    for n, at, swept in ((64, 0, 0.0), (1, 1, 0.2), (17, 2, 1.0)):
+        launch_all(n, at, swept)
+        found.append(variants())
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
