@@ -105,6 +105,7 @@ def group_c() -> Iterator[Case]:
     yield make_case("C/long", b=2, t=160, h=12, v=80, mask="ragged", workspace=2**13, beta=0.1)
     yield make_case("C/long/bf16", b=2, t=160, h=12, v=80, dtype=torch.bfloat16, mask="ragged", workspace=2**13)
     yield make_case("C/wide", b=2, t=6, h=20, v=5000, dtype=torch.bfloat16, workspace=2**15, beta=0.1)
+    yield make_case("C/wide/bias", b=2, t=6, h=20, v=700, bias=True, workspace=2**15, final_logit_softcapping=9.0)
 
 
 def group_d() -> Iterator[Case]:

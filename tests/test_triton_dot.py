@@ -100,7 +100,7 @@ def test_every_shape(n: int, dtype: torch.dtype) -> None:
             kind += 1
             hidden, weight, ids = operands(n, width, vocab, dtype)
             transform = make_transform(n, vocab, kind, None)
-            tile = {"block_v": (16, 32)[kind % 2], "splits": (1, 2, 3)[kind % 3], "use_tma": kind % 5 < 2}
+            tile = {"block_v": 16 if vocab < 40 else 32, "splits": (1, 2, 3)[kind % 3], "use_tma": kind % 5 < 2}
             stats = score(hidden, weight, ids, transform, **tile)
             check(stats, want_of(hidden, weight, ids, transform), (n, width, vocab, tile))
 
@@ -254,17 +254,20 @@ def test_the_entropy_does_not_depend_on_the_target() -> None:
 @pytest.mark.parametrize("use_tma", [False, True])
 def test_strides(use_tma: bool) -> None:
     """Rows further apart than they are long, columns apart, rows that repeat, and addresses no descriptor can have."""
-    hidden, weight, ids = operands(6, 16, 40, torch.float32)
+    hidden, weight, ids = operands(20, 16, 40, torch.float32)
     want = score(hidden, weight, ids)
-    wide = torch.full((6, 21), torch.nan, device=DEVICE)
+    wide = torch.full((20, 21), torch.nan, device=DEVICE)
     wide[:, 1:17] = hidden
     assert_same(want, score(wide[:, 1:17], weight, ids, use_tma=use_tma))
     assert_same(want, score(hidden.T.contiguous().T, weight.T.contiguous().T, ids, use_tma=use_tma))
+    wide = torch.full((20, 32), torch.nan, device=DEVICE)
+    wide[:, :16] = hidden
+    assert_same(want, score(wide[:, :16], weight, ids, use_tma=use_tma))
     spread = torch.full((40, 32), torch.nan, device=DEVICE)
     spread[:, ::2] = weight
     assert_same(want, score(hidden, spread[:, ::2], ids, use_tma=use_tma))
-    repeated = score(hidden[:1].expand(6, -1), weight, ids, use_tma=use_tma)
-    assert_same(repeated, score(hidden[[0] * 6], weight, ids))
+    repeated = score(hidden[:1].expand(20, -1), weight, ids, use_tma=use_tma)
+    assert_same(repeated, score(hidden[[0] * 20], weight, ids))
     assert_same(want, score(hidden[:1].as_strided((1, 16), (3, 1)), weight, ids[:1], use_tma=use_tma), slice(1))
 
 

@@ -194,7 +194,8 @@ def test_rows_may_be_strided_and_gradients_overwrite_logits() -> None:
     d_raw = torch.empty_like(raw)
     launch_grad(raw, ids, want, a, b, transform, d_raw, config, first_id=0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        wide, wide_out = (torch.full((n, 96), 77.0, dtype=t, device=DEVICE) for t in (torch.float32, dtype))
+        wide = torch.full((n, 96), 77.0, device=DEVICE)
+        wide_out = torch.full((n, 104), 77.0, dtype=dtype, device=DEVICE)
         wide[:, 3:73] = raw
         part, out = wide[:, 3:73], wide_out[:, 5:75]
         assert_same(launch_stats(part, ids, transform, config, entropy=True, extras=EXTRAS), want)

@@ -98,6 +98,12 @@ def dot_configs(operand_bits: int, family_name: str, vocab: int, *, softcap: boo
     return list(dict.fromkeys(_dot_config(e, vocab) for e in entries))
 
 
+def splits_of(vocab: int, block_v: int, at_most: int) -> int:
+    """How many parts a vocabulary has, so that none is without a tile of `block_v` ids."""
+    tiles = _ceil_div(vocab, block_v)
+    return _ceil_div(tiles, _ceil_div(tiles, at_most))
+
+
 @functools.cache
 def _table() -> dict[str, list[Entry]]:
     table: dict[str, list[Entry]] = json.loads(resources.files(__package__).joinpath(TABLE).read_text())
@@ -118,8 +124,7 @@ def _row_config(entry: Entry) -> RowConfig:
 
 
 def _dot_config(entry: Entry, vocab: int) -> DotConfig:
-    tiles = _ceil_div(vocab, entry["block_v"])
-    splits = _ceil_div(tiles, _ceil_div(tiles, entry["splits_at_most"]))  # no part without a tile
+    splits = splits_of(vocab, entry["block_v"], entry["splits_at_most"])
     return DotConfig(splits=splits, **{f.name: entry[f.name] for f in fields(DotConfig) if f.name != "splits"})
 
 

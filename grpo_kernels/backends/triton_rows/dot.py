@@ -127,7 +127,7 @@ def launch_dot(
 def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
     """x (r, H) with contiguous rows, copied if need be, or if it `copies`, and how far apart they are."""
     width = x.shape[1]
-    apart = x.stride(0) if x.shape[0] > 1 else width  # torch leaves the stride of a single row open
+    apart = x.stride(0)
     if copies or (width > 1 and x.stride(1) != 1) or not width <= apart < MOST_STRIDE:
         x, apart = x.clone(memory_format=torch.contiguous_format), width
     return x, apart
@@ -138,8 +138,7 @@ def is_aligned(x: Tensor) -> bool:
 
     That is what pointers need for wide loads; a tensor descriptor would do with less.
     """
-    apart = x.stride(0) if x.shape[0] > 1 else 0
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and apart % 16 == 0 and x.shape[1] % 16 == 0
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
 
 
 @triton.jit(do_not_specialize=["n", "V", "splits", "tiles_per_split"])
@@ -235,7 +234,7 @@ def dot_kernel(
     at = rows * splits + split
     m = tl.where(rest == rest, m, float("nan"))
     tl.store(max_ptr + at, tl.where(is_empty, float("-inf"), m), mask=mask_n)
-    tl.store(rest_ptr + at, tl.where(is_empty, 0.0, rest), mask=mask_n)
+    tl.store(rest_ptr + at, rest, mask=mask_n)
     tl.store(slope_ptr + at, t, mask=mask_n)
     is_here = (ids >= first_tile * BLOCK_V) & (ids < last_tile * BLOCK_V)
     tl.store(target_ptr + rows, target, mask=mask_n & is_here)

@@ -1,0 +1,55 @@
+"""``python -m benchmarks.aot``: compile all, print the table.
+
+Exit status: 1 if a rule is broken, 2 if it could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a subset that has each kernel and rule")
+    parser.add_argument("--target", action="append", metavar="ARCH", help="only this one; may be repeated")
+    parser.add_argument("--kernel", action="append", metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument("--workers", type=int, default=2, metavar="N")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled", file=sys.stderr)
+        return 2
+    import triton
+
+    from benchmarks.aot.table import HEADER, all_cases, line_of
+
+    start = time.monotonic()
+    places = [
+        place
+        for place, case in enumerate(all_cases(arguments.quick))
+        if (not arguments.target or case.arch in arguments.target)
+        and (not arguments.kernel or case.kernel in arguments.kernel)
+    ]
+    if not places:
+        print("error: nothing to compile: no such target or kernel", file=sys.stderr)
+        return 2
+    print(f"Triton {triton.__version__}, {len(places)} kernels")
+    print(HEADER)
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # for the workers: everything is compiled anew
+        with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+            for line, is_broken in pool.map(line_of, places, [arguments.quick] * len(places)):
+                print(line, flush=True)
+                failures += is_broken
+    print(f"{failures} of {len(places)} break a rule; {time.monotonic() - start:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""A launch compiled for a target, and the rules that the result must keep.
+
+- No register is spilled, and a program's shared memory is within the device's: the compiler looks at neither.
+- No double precision, which is slow, and a sign that a number was not cast; no TF32 in place of fp32.
+- No atomics: the order of their additions, and with it the bits, would differ from run to run.
+- Strides are multiplied in 64 bits: rows * vocabulary passes 2^31. Only the places within a tile may do with 32.
+- The scoring kernel uses the tensor cores for 16-bit operands, and tensor descriptors where it was told to.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.aot.launches import Launch
+from grpo_kernels.backends.triton_rows.configs import SHARED_BYTES, family
+
+# The PTX or assembly of the instructions that the tensor cores are for.
+TENSOR_CORES = {
+    "sm_80": r"\bmma\.sync",
+    "sm_90": r"\bwgmma\.mma_async",
+    "sm_100": r"\btcgen05\.mma",
+    "sm_120": r"\bmma\.sync",
+    "gfx942": r"\bv_mfma_",
+}
+ARGUMENTS_OF_ROWS = re.compile(r"%(stride_\w+|splits)$")
+SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a kernel takes of a device, a thread or a program, and the rules it breaks."""
+
+    registers: int = 0
+    spilled: int = 0  # bytes; registers on AMD
+    shared: int = 0  # bytes
+    warps: int = 0
+    broken: tuple[str, ...] = ()
+
+
+def target_of(arch: str) -> GPUTarget:
+    """Of ``"sm_90"``, ``"gfx942"``."""
+    return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
+
+
+def compile_launch(launch: Launch, arch: str) -> Result:
+    """Compile and check."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+    try:
+        compiled = triton.compile(source, target=target_of(arch), options=launch.options)
+    except Exception as error:
+        return Result(broken=(f"does not compile: {type(error).__name__}: {str(error)[-300:]}",))
+    text = compiled.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
+    registers, spilled = _amd_usage(text) if arch.startswith("gfx") else _nvidia_usage(compiled.asm)
+    shared = compiled.metadata.shared
+    broken = [*_broken_by_code(text, arch), *_narrow_products(compiled.asm["ttir"])]
+    if spilled:
+        broken.append(f"{spilled} {'registers' if arch.startswith('gfx') else 'bytes'} spilled")
+    if shared > SHARED_BYTES[family(arch)]:
+        broken.append(f"{shared} bytes of shared memory, of {SHARED_BYTES[family(arch)]}")
+    broken += _broken_by_dot(launch, text, arch)
+    return Result(registers, spilled, shared, compiled.metadata.num_warps, tuple(broken))
+
+
+def _nvidia_usage(asm: dict[str, Any]) -> tuple[int, int]:
+    """(registers, bytes of stack) of a cubin: a stack is where spilled registers go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _number(r"\bREG:(\d+)", usage), _number(r"\bSTACK:(\d+)", usage)
+
+
+def _amd_usage(text: str) -> tuple[int, int]:
+    return _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.vgpr_spill_count:\s+(\d+)", text)
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match, f"no {pattern} in what the compiler says"
+    return int(match.group(1))
+
+
+def _broken_by_code(text: str, arch: str) -> list[str]:
+    if arch.startswith("gfx"):
+        rules = {"double precision": r"\bv_\w*_f64", "an atomic": r"\b(global|flat|buffer|ds)_\w*atomic"}
+    else:
+        rules = {"double precision": r"\.f64\b", "an atomic": r"^\s*(@%p\d+ )?(atom|red)\.", "TF32": r"\.tf32\b"}
+    found = {name: re.search(rule, text, re.MULTILINE) for name, rule in rules.items()}
+    return [f"{name}: {match.group(0).strip()}" for name, match in found.items() if match]
+
+
+def _broken_by_dot(launch: Launch, text: str, arch: str) -> list[str]:
+    """The rules of the scoring kernel."""
+    operand = launch.signature.get("hidden")
+    if operand is None:
+        return []
+    broken = []
+    if "fp32" not in operand and not re.search(TENSOR_CORES[arch], text):
+        broken.append(f"no {TENSOR_CORES[arch]}")
+    if operand.startswith("tensordesc") and "cp.async.bulk.tensor" not in text:
+        broken.append("no tensor copies in spite of its descriptors")
+    return broken
+
+
+def _narrow_products(ttir: str) -> list[str]:
+    """32-bit products of a stride (or of the splits of a row) with anything but constants and places within a tile."""
+    made: dict[str, list[tuple[str, list[str]]]] = {}  # sibling regions may use a name twice
+    products: list[list[str]] = []
+    for line in ttir.splitlines():
+        match = re.match(r"\s*(%[\w#]+)(?::\d+)? = ([\w.]+)(.*?)(?: loc\(.*)?$", line)
+        if match:
+            name, operation, rest = match.groups()
+            operands, _, kind = rest.rpartition(" : ")
+            arguments = re.findall(r"%[\w#]+", operands)
+            made.setdefault(name, []).append((operation, arguments))
+            if operation == "arith.muli" and re.search(r"(\b|x)i32\b", kind):
+                products.append(arguments)
+
+    def origin(name: str) -> str:
+        """What all elements of a tensor are, if they are equal."""
+        for operation, arguments in made.get(name, []):
+            if operation in SPREADING:
+                return origin(arguments[0])
+        return name
+
+    def within_tile(name: str) -> bool:
+        return name in made and all(is_place(*definition) for definition in made[name])
+
+    def is_place(operation: str, arguments: list[str]) -> bool:
+        if operation in ("arith.minsi", *SPREADING):
+            return any(map(within_tile, arguments))
+        return operation in ("tt.make_range", "arith.constant") or (
+            operation in ("arith.addi", "arith.subi", "arith.muli") and all(map(within_tile, arguments))
+        )
+
+    return [
+        f"a product in 32 bits: {origin(stride)} * {other}"
+        for product in products
+        for stride, other in (product, product[::-1])
+        if ARGUMENTS_OF_ROWS.match(origin(stride)) and not within_tile(other)
+    ]

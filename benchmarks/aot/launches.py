@@ -1,0 +1,82 @@
+"""What the launchers pass to their kernels, caught instead of run, in the form that ahead-of-time compilation takes.
+
+The launchers are called with tensors on torch's "meta" device, which have shapes and no memory, so that what is
+compiled is what they launch: the same arguments, specialised as Triton would at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and the arguments of `triton.compiler.ASTSource`."""
+
+    kernel: JITFunction
+    signature: dict[str, str]
+    constexprs: dict[tuple[int, ...], Any]
+    attrs: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+
+@contextmanager
+def caught() -> Iterator[list[Launch]]:
+    """Inside, kernels are not launched but put on the list."""
+    launches: list[Launch] = []
+
+    def catch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert not args, f"{self.__name__}: launched with positional arguments"
+        launches.append(_describe(self, kwargs))
+
+    with mock.patch.object(JITFunction, "run", catch):
+        yield launches
+
+
+def _describe(kernel: JITFunction, given: dict[str, Any]) -> Launch:
+    options = dict(given)
+    signature, constexprs, attrs = {}, {}, {}
+    for place, param in enumerate(kernel.params):
+        value = options.pop(param.name)
+        kind, aligned = _specialise(value, param)
+        signature[param.name] = kind
+        if kind == "constexpr":
+            constexprs[(place,)] = value
+        elif aligned:
+            attrs[(place,)] = ALIGNED
+    assert "enable_fp_fusion" in options, f"{kernel.__name__}: its default differs between releases of Triton"
+    return Launch(kernel, signature, constexprs, attrs, options)
+
+
+def _specialise(value: Any, param: Any) -> tuple[str, bool]:
+    """The type of an argument, and whether the compiler may take it for a multiple of 16."""
+    if param.is_constexpr or value is None:
+        return "constexpr", False
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}", value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", ""), False
+    if isinstance(value, float):
+        return "fp32", False
+    if isinstance(value, int):
+        if value == 1 and not param.do_not_specialize:
+            return "constexpr", False
+        return "i32" if abs(value) < 2**31 else "i64", value % 16 == 0 and not param.do_not_specialize
+    raise TypeError(f"{param.name}: expected a tensor, a descriptor or a number, got {type(value).__name__}")

@@ -1,0 +1,214 @@
+"""What is compiled: kernels x configurations of the table x variants x targets.
+
+A variant is a launch with tensors of some head's shape: what a kernel is specialised for are flags, absent pointers,
+dtypes, and which sizes are multiples of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.aot.launches import Launch, caught
+from grpo_kernels.backends.rows import STATISTICS, LogitTransform, RowStats
+from grpo_kernels.backends.triton_rows import combine, dot, fused, grad, stats
+from grpo_kernels.backends.triton_rows.configs import (
+    ROW_KERNELS,
+    DotConfig,
+    RowConfig,
+    dot_configs,
+    family,
+    row_configs,
+)
+from grpo_kernels.token_loss import TokenLoss
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+FALLBACK = "sm_120"  # of the family "default": only what is quick
+N, V, H = 4, 151936, 4096
+RAGGED_V, RAGGED_H = 50257, 1008  # 1008 is no multiple of a tile, 1009 of nothing
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile; `launch` calls its launcher."""
+
+    kernel: str
+    variant: str
+    arch: str
+    launch: Callable[[], Any]
+    is_quick: bool = False
+
+    def caught(self) -> Launch:
+        with caught() as launches:
+            self.launch()
+        return next(x for x in launches if x.kernel.__name__ == f"{self.kernel}_kernel")
+
+
+def cases(targets: tuple[str, ...] = (*TARGETS, FALLBACK), *, quick: bool = False) -> list[Case]:
+    """All of them, in an order that does not change."""
+    made = [case for arch in targets for kind in (_rows, _dot, _combine) for case in kind(arch)]
+    return [case for case in made if case.is_quick or not (quick or case.arch == FALLBACK)]
+
+
+def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def transforms(vocab: int) -> dict[str, LogitTransform]:
+    bias, inv_t = empty(vocab), empty(N, 1)
+    return {
+        "plain": LogitTransform(),
+        "bias": LogitTransform(scale=2.0, bias=bias),
+        "row T": LogitTransform(inv_temperature=inv_t),
+        "all": LogitTransform(softcap=30.0, inv_temperature=inv_t, bias=bias, rounded_to=BF16),
+        "rounded fp16": LogitTransform(rounded_to=FP16),
+    }
+
+
+def row_statistics() -> RowStats:
+    return RowStats(empty(N), empty(N), empty(N), empty(N))
+
+
+def ids() -> Tensor:
+    return empty(N, dtype=torch.int64)
+
+
+def _rows(arch: str) -> Iterator[Case]:
+    for kernel in ROW_KERNELS:
+        for config in row_configs(kernel, family(arch)):
+            yield from row_cases(kernel, arch, config)
+
+
+def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
+    """The variants of a row kernel by the tile of `config`."""
+    return {"stats": _stats, "fused": _fused, "grad": _grad}[kernel](arch, config)
+
+
+def _stats(arch: str, config: RowConfig) -> Iterator[Case]:
+    for vocab, extras in product((V, RAGGED_V), ((), STATISTICS)):
+        for name, transform in transforms(vocab).items():
+
+            def launch(
+                vocab: int = vocab,
+                transform: LogitTransform = transform,
+                extras: tuple[str, ...] = extras,
+            ) -> None:
+                stats.launch_stats(empty(N, vocab), ids(), transform, config, entropy=bool(extras), extras=extras)
+
+            if vocab == V or name == "all":
+                variant = f"{_row(config)} V {vocab} {name}{' extras' if extras else ''}"
+                yield Case("stats", variant, arch, launch, name == "all" and (vocab == V) == bool(extras))
+
+
+def _grad(arch: str, config: RowConfig) -> Iterator[Case]:
+    for vocab, dtype, has_b in product((V, RAGGED_V), (FP32, BF16, FP16), (False, True)):
+        for name, transform in transforms(vocab).items():
+
+            def launch(
+                vocab: int = vocab,
+                transform: LogitTransform = transform,
+                dtype: torch.dtype = dtype,
+                has_b: bool = has_b,
+            ) -> None:
+                b = empty(N) if has_b else None
+                grad.launch_grad(
+                    empty(N, vocab), ids(), row_statistics(), empty(N), b, transform,
+                    empty(N, vocab, dtype=dtype), config, first_id=0,
+                )  # fmt: skip
+
+            if name in ("plain", "all") if vocab == V else (name == "all" and dtype == BF16):
+                variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{' b' if has_b else ''}"
+                yield Case("grad", variant, arch, launch, (name, dtype, has_b, vocab) == ("all", BF16, True, V))
+
+
+# surrogate, KL estimator, whether it is corrected, gate, gradient (None: none is written), entropy bonus
+LOSSES: tuple[tuple[str, str | None, bool, bool, torch.dtype | None, float], ...] = (
+    ("clipped", None, False, False, FP32, 0.0),
+    ("clipped", "k3", True, True, BF16, 0.01),
+    ("clipped", "k1", False, False, None, 0.0),
+    ("cispo", "k1", False, True, FP16, 0.0),
+    ("sapo", "k2", True, False, BF16, 0.0),
+    ("constant", None, False, False, BF16, 0.0),
+    ("constant", "k3", False, False, BF16, 0.01),
+    ("linear", "k3", True, False, FP32, 0.01),
+    ("linear", None, False, False, None, 0.0),
+)
+
+
+def _fused(arch: str, config: RowConfig) -> Iterator[Case]:
+    for vocab, loss in product((V, RAGGED_V), LOSSES):
+        for name, transform in transforms(vocab).items():
+            surrogate, kl, _, _, out, _ = loss
+
+            def launch(
+                vocab: int = vocab,
+                transform: LogitTransform = transform,
+                loss: Any = loss,
+                out: torch.dtype | None = out,
+            ) -> None:
+                written = None if out is None else empty(N, vocab, dtype=out)
+                fused.launch_fused(empty(N, vocab), ids(), transform, _token_loss(*loss), written, config)
+
+            picked = name == "plain" or (name == "all" and loss in LOSSES[1:6:2])
+            if picked if vocab == V else (name == "all" and surrogate == "sapo"):
+                written = "-" if out is None else _short(out)
+                variant = f"{_row(config)} V {vocab} {name} {surrogate} {kl or '-'} {written}"
+                yield Case("fused", variant, arch, launch, name == "all" and kl == "k3" and vocab == V)
+
+
+def _token_loss(
+    surrogate: str, kl: str | None, corrects_kl: bool, has_gate: bool, _out: torch.dtype | None, b: float
+) -> TokenLoss:
+    on_policy = surrogate in ("constant", "linear")
+    return TokenLoss(
+        surrogate=surrogate, kl=kl, corrects_kl=corrects_kl, advantages=empty(N), weights=empty(N),
+        old=None if on_policy else empty(N), ref=None if kl is None else empty(N), gate=empty(N) if has_gate else None,
+        clip_low=0.8, clip_high=1.2, delta=float("inf"), tau_pos=1.0, tau_neg=1.05, beta=0.04, b=b,
+    )  # fmt: skip
+
+
+def _dot(arch: str) -> Iterator[Case]:
+    for bits, softcap, aligned in product((16, 32), (False, True), (True, False)):
+        for config in dot_configs(bits, family(arch), V, softcap=softcap, aligned=aligned):
+            for dtype in (BF16, FP16) if bits == 16 else (FP32,):
+                yield from dot_cases(arch, config, dtype, softcap=softcap, aligned=aligned)
+
+
+def dot_cases(arch: str, config: DotConfig, dtype: torch.dtype, *, softcap: bool, aligned: bool) -> Iterator[Case]:
+    """The variants of the scoring kernel by the tiles of `config`."""
+    for name, width in product(transforms(V), (H, RAGGED_H) if aligned else (RAGGED_H + 1,)):
+
+        def launch(name: str = name, width: int = width) -> None:
+            hidden, weight = empty(N, width, dtype=dtype), empty(V, width, dtype=dtype)
+            dot.launch_dot(hidden, weight, ids(), transforms(V)[name], config, entropy=True)
+
+        is_wanted = dtype != FP16 or (name, width) in (("plain", H), ("all", RAGGED_H))
+        if is_wanted and softcap == (transforms(V)[name].softcap is not None):
+            tile = f"{config.block_n}x{config.block_v}x{config.block_h}"
+            loads = "descriptors" if config.use_tma and aligned else "pointers"
+            is_quick = name in ("bias", "all") and width != H and dtype != FP16
+            yield Case("dot", f"{tile} H {width} {name} {_short(dtype)} {loads}", arch, launch, is_quick)
+
+
+def _combine(arch: str) -> Iterator[Case]:
+    for splits, entropy in product((1, 200, 256), (False, True)):
+
+        def launch(splits: int = splits, entropy: bool = entropy) -> None:
+            parts = empty(N, splits)
+            combine.launch_combine(parts, parts, parts, empty(N), ids(), V, entropy=entropy)
+
+        yield Case("combine", f"{splits} splits{' entropy' if entropy else ''}", arch, launch, splits == 200)
+
+
+def _row(config: RowConfig) -> str:
+    return f"{config.block_n}x{config.block_v}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]

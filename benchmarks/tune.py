@@ -1,0 +1,287 @@
+"""Times the kernels' tiles on the GPU at hand and writes the winners to `tuned.json`: ``python -m benchmarks.tune``.
+
+At run time nothing is timed: the package reads this table (`configs`). Only the entries of the device's family are
+replaced; the others stay as they are. A candidate that breaks a rule of `benchmarks.aot.checks`, such as spilling
+registers, is not timed. Statistics and fused kernel share one winner, since their bits must agree.
+
+``--dry-run`` does the same at toy sizes, with toy tiles and a clock of its own, on any machine: it lists what would be
+timed and writes to a file that is thrown away. Without a GPU it needs ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.triton_rows import INTERPRETED, configs, dot, fused, grad, stats
+from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, family
+from grpo_kernels.backends.triton_rows.device import arch_of
+from grpo_kernels.token_loss import TokenLoss
+
+Entry = dict[str, Any]
+Config = RowConfig | DotConfig
+PLACEHOLDER = 0  # of `splits`: it follows from V
+SPLITS_AT_MOST = 256
+SHORTLIST = 6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed."""
+
+    row_counts: tuple[int, ...]
+    widths: tuple[int, ...]
+    vocabs: tuple[int, ...]
+    rows: tuple[RowConfig, ...]
+    dot: tuple[DotConfig, ...]
+
+
+REAL = Sizes(
+    row_counts=(256, 4096),
+    widths=(896, 1024, 2048, 4096, 5120),
+    vocabs=(32000, 128256, 151936, 201088, 256000),
+    rows=tuple(
+        RowConfig(1, block_v, warps, stages)
+        for block_v, warps, stages in product((1024, 2048, 4096, 8192), (4, 8, 16), (1, 2, 3, 4))
+        if 4 <= block_v // (32 * warps) <= 16  # columns a thread
+    ),
+    dot=tuple(
+        DotConfig(block_n, block_v, block_h, PLACEHOLDER, warps, stages, use_tma)
+        for (block_n, block_v), block_h, warps, stages, use_tma in product(
+            ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128)),
+            (32, 64, 128),
+            (4, 8),
+            (2, 3, 4),
+            (False, True),
+        )
+        if 16 <= block_n * block_v // (32 * warps) <= 128  # accumulators a thread
+    ),
+)
+TOY = Sizes(
+    row_counts=(4,),
+    widths=(16, 32),
+    vocabs=(40, 100),
+    rows=(RowConfig(16, 32, 1, 1), RowConfig(16, 64, 1, 1)),
+    dot=(DotConfig(16, 16, 16, PLACEHOLDER, 1, 1, False), DotConfig(16, 32, 16, PLACEHOLDER, 1, 1, False)),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.partition("\n")[0])
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes; the table is not touched")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="instead of the package's own table")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not (arguments.dry_run and INTERPRETED):
+        print("error: no GPU to time on; --dry-run with TRITON_INTERPRET=1 needs none", file=sys.stderr)
+        return 2
+    sizes = TOY if arguments.dry_run else REAL
+    if arguments.dry_run:
+        for config in (*REAL.rows, *REAL.dot):
+            print(f"candidate: {config}")
+    arch = arch_of(device)
+    new = tuned_rows(arch, sizes, device) + tuned_dot(arch, sizes, device)
+    table = merged(json.loads(own_table().read_text()), new)
+    check_table(table)
+    with tempfile.TemporaryDirectory() as folder:
+        out = arguments.out or (Path(folder, configs.TABLE) if arguments.dry_run else own_table())
+        out.write_text(text_of(table))
+        assert json.loads(out.read_text()) == table
+        print(f"{len(new)} entries of family {family(arch)} written to {out}")
+    return 0
+
+
+def own_table() -> Path:
+    return Path(str(resources.files(configs.__package__).joinpath(configs.TABLE)))
+
+
+def tuned_rows(arch: str, sizes: Sizes, device: torch.device) -> list[Entry]:
+    """The entries of the row kernels, for each size of vocabulary."""
+    found = []
+    for kernels in (["stats", "fused"], ["grad"]):
+        first = row_runs(kernels[-1], sizes.row_counts[-1], sizes.vocabs[-1], device)
+        usable = shortlist(sizes.rows, first, lambda c, kernels=kernels: broken_rules(kernels, c, arch))
+        winners = {
+            vocab: fastest(usable, [row_runs(k, n, vocab, device) for k in kernels for n in sizes.row_counts])
+            for vocab in sizes.vocabs
+        }
+        found += entries({"kernels": kernels}, {None: winners}, device)
+    return found
+
+
+def tuned_dot(arch: str, sizes: Sizes, device: torch.device) -> list[Entry]:
+    """The entries of the scoring kernel, for each width and size of vocabulary."""
+    found = []
+    for dtype, softcap in product((torch.bfloat16, torch.float32), (False, True)):
+        able = [c for c in sizes.dot if not c.use_tma or family(arch) in ("sm_90", "sm_100")]
+        first = dot_runs(sizes.row_counts[-1], sizes.widths[-1], sizes.vocabs[-1], dtype, softcap, device)
+        usable = shortlist(
+            able, first, lambda c, dtype=dtype, softcap=softcap: broken_rules(["dot"], c, arch, dtype, softcap)
+        )
+        winners: dict[int | None, dict[int, Config]] = {
+            width: {
+                vocab: fastest(usable, [dot_runs(n, width, vocab, dtype, softcap, device) for n in sizes.row_counts])
+                for vocab in sizes.vocabs
+            }
+            for width in sizes.widths
+        }
+        fixed = {"operand_bits": 8 * dtype.itemsize, "aligned": True, "softcap": softcap}
+        found += entries(fixed, winners, device)
+    return found
+
+
+def broken_rules(
+    kernels: list[str], config: Config, arch: str, dtype: torch.dtype = torch.float32, softcap: bool = False
+) -> tuple[str, ...]:
+    """The rules that the kernels break by these tiles, in any variant; interpreted kernels have no rules."""
+    if INTERPRETED:
+        return ()
+    from benchmarks.aot import matrix
+    from benchmarks.aot.checks import compile_launch
+
+    if isinstance(config, DotConfig):
+        config = replace(config, splits=1)
+        cases = matrix.dot_cases(arch, config, dtype, softcap=softcap, aligned=True)
+    else:
+        cases = (case for kernel in kernels for case in matrix.row_cases(kernel, arch, config))
+    return next((result.broken for c in cases if (result := compile_launch(c.caught(), arch)).broken), ())
+
+
+def fastest(candidates: Iterable[Config], workloads: list[Callable[[Config], Callable[[], Any]]]) -> Config:
+    """The candidate with the least product of times, so that each workload counts alike."""
+    times = {config: math.prod(seconds(workload(config)) for workload in workloads) for config in candidates}
+    assert times, "every candidate breaks a rule"
+    return min(times, key=times.__getitem__)
+
+
+def shortlist(candidates: Iterable[Any], workload: Callable[[Any], Any], broken: Callable[[Any], Any]) -> list[Any]:
+    """The fastest few by one workload that break no rule; to compile all for the rules would take longer."""
+    ranked = sorted(candidates, key=lambda c: seconds(workload(c)))
+    return list(islice((c for c in ranked if not broken(c)), SHORTLIST))
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    if not INTERPRETED:
+        try:
+            return float(triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")) / 1e3
+        except OutOfResources:  # more shared memory than a program may have
+            return math.inf
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def row_runs(kernel: str, n: int, vocab: int, device: torch.device) -> Callable[[RowConfig], Callable[[], Any]]:
+    """What is timed of a row kernel, for a configuration: fp32 logits, gradients in bf16."""
+    some = lambda: torch.rand(n, device=device)  # noqa: E731
+    logits = torch.randn(n, vocab, device=device) * 3
+    ids = torch.randint(vocab, (n,), device=device)
+    out = torch.empty(n, vocab, device=device, dtype=torch.float32 if INTERPRETED else torch.bfloat16)
+    plain, known = LogitTransform(), RowStats(-some(), logits.amax(1), some(), some())
+    loss = TokenLoss(
+        surrogate="clipped", kl="k3", corrects_kl=False, advantages=some(), weights=some(), old=-some(), ref=-some(),
+        gate=None, clip_low=0.8, clip_high=1.2, delta=math.inf, tau_pos=1.0, tau_neg=1.05, beta=0.04, b=0.0,
+    )  # fmt: skip
+    a = some()
+    return {
+        "stats": lambda c: lambda: stats.launch_stats(logits, ids, plain, c, entropy=True, extras=()),
+        "grad": lambda c: lambda: grad.launch_grad(logits, ids, known, a, None, plain, out, c, first_id=0),
+        "fused": lambda c: lambda: fused.launch_fused(logits, ids, plain, loss, out, c),
+    }[kernel]
+
+
+def dot_runs(
+    n: int, width: int, vocab: int, dtype: torch.dtype, softcap: bool, device: torch.device
+) -> Callable[[DotConfig], Callable[[], Any]]:
+    """What is timed of the scoring kernel, for a configuration."""
+    hidden = torch.randn(n, width, device=device).to(dtype)
+    weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
+    ids: Tensor = torch.randint(vocab, (n,), device=device)
+    transform = LogitTransform(softcap=30.0 if softcap else None)
+
+    def run_of(config: DotConfig) -> Callable[[], Any]:
+        tiles = replace(config, splits=configs.splits_of(vocab, config.block_v, SPLITS_AT_MOST))
+        return lambda: dot.launch_dot(hidden, weight, ids, transform, tiles, entropy=True)
+
+    return run_of
+
+
+def entries(fixed: Entry, winners: dict[int | None, dict[int, Config]], device: torch.device) -> list[Entry]:
+    """The winners by width and vocabulary: neighbours that agree as one entry, the last of each without a bound."""
+    measured = False if INTERPRETED else {
+        "device": torch.cuda.get_device_name(device), "torch": torch.__version__, "triton": triton.__version__,
+    }  # fmt: skip
+    by_width = [(width, joined(sorted(by_vocab.items()))) for width, by_vocab in winners.items()]
+    found = []
+    for width, by_vocab in joined(by_width):
+        for vocab, config in by_vocab:
+            values = asdict(config)
+            bounds: Entry = {"vocab_at_most": vocab}
+            if isinstance(config, DotConfig):
+                del values["splits"]
+                bounds = {"hidden_width_at_most": width, **bounds, "splits_at_most": SPLITS_AT_MOST}
+            found.append({"family": family(arch_of(device)), **fixed, **bounds, **values, "measured": measured})
+    return found
+
+
+def joined(steps: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """(bound, what holds up to it), without the steps that the next one repeats; the last has no bound."""
+    kept = [step for step, after in zip(steps, [*steps[1:], (None, None)], strict=True) if step[1] != after[1]]
+    return [*kept[:-1], (None, kept[-1][1])]
+
+
+def merged(table: dict[str, list[Entry]], new: list[Entry]) -> dict[str, list[Entry]]:
+    """The table with the new entries in the place of those that they make out of date."""
+    for kind, names in (("rows", ("kernels",)), ("dot", ("operand_bits", "aligned"))):
+        fresh = [e for e in new if ("kernels" in e) == (kind == "rows")]
+        replaced = {(e["family"], *(str(e[name]) for name in names)) for e in fresh}
+        kept = [e for e in table[kind] if (e["family"], *(str(e[name]) for name in names)) not in replaced]
+        table = {**table, kind: [*fresh, *kept]}
+    return table
+
+
+def check_table(table: dict[str, list[Entry]]) -> None:
+    """Every family finds tiles for every kernel, whatever the sizes."""
+    for name in configs.FAMILIES:
+        rows = [e for e in table["rows"] if e["family"] == name]
+        for kernel in configs.ROW_KERNELS:
+            assert any(kernel in e["kernels"] and e["vocab_at_most"] is None for e in rows), (name, kernel)
+        assert all(("stats" in e["kernels"]) == ("fused" in e["kernels"]) for e in rows), name
+        for wanted in product((16, 32), (True, False), (True, False)):
+            fits = [
+                e
+                for e in table["dot"]
+                if e["family"] == name
+                and e["vocab_at_most"] is e["hidden_width_at_most"] is None
+                and all(e[k] in (x, None) for k, x in zip(("operand_bits", "aligned", "softcap"), wanted, strict=True))
+            ]
+            assert fits, (name, wanted)
+
+
+def text_of(table: dict[str, list[Entry]]) -> str:
+    """JSON with an entry a line."""
+    kinds = (
+        f'  "{kind}": [\n' + ",\n".join(f"    {json.dumps(e)}" for e in found) + "\n  ]"
+        for kind, found in table.items()
+    )
+    return "{\n" + ",\n".join(kinds) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The table of tiles, how it is read, and how the tuner writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import tune
+from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, dot_config, family, row_config, splits_of
+
+ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx950", "cpu")
+HEADS = tuple(product((896, 1024, 2048, 4096, 5120), (32000, 128256, 151936, 201088, 256000)))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def test_families() -> None:
+    of = {"sm_80": "sm_80", "sm_89": "default", "sm_90": "sm_90", "sm_103": "sm_100", "sm_120": "default"}
+    of |= {"gfx942": "gfx942", "gfx950": "gfx942", "gfx90a": "default", "cpu": "interpreter"}
+    assert {arch: family(arch) for arch in of} == of
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_head_has_tiles(arch: str) -> None:
+    for (width, vocab), dtype, softcap, aligned in product(HEADS, DTYPES, (False, True), (False, True)):
+        config = dot_config(width, vocab, dtype, arch, softcap=softcap, aligned=aligned)
+        tiles = -(-vocab // config.block_v)
+        per_split = config.tiles_per_split(vocab)
+        assert (config.splits - 1) * per_split < tiles <= config.splits * per_split, "a part without a tile"
+        assert min(config.block_n, config.block_v, config.block_h) >= 16, "what tl.dot needs"
+        assert config.block_n * configs_most_stride() < 2**31
+        if config.use_tma:
+            assert family(arch) in ("sm_90", "sm_100")
+            assert aligned
+        assert row_config("stats", vocab, arch) == row_config("fused", vocab, arch)
+
+
+def configs_most_stride() -> int:
+    from grpo_kernels.backends.triton_rows.dot import MOST_STRIDE
+
+    return MOST_STRIDE
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 31, 33, 300, 5000])
+def test_a_small_vocabulary_has_a_small_tile(vocab: int) -> None:
+    for arch in ("sm_90", "cpu"):
+        config = row_config("stats", vocab, arch)
+        assert config.block_v & (config.block_v - 1) == 0
+        assert config.block_v < 2 * max(vocab, 32 * config.num_warps)
+
+
+def test_splits() -> None:
+    assert [splits_of(vocab, 16, 4) for vocab in (1, 16, 17, 64, 65, 80, 96, 129)] == [1, 1, 2, 4, 3, 3, 3, 3]
+
+
+def test_unknown() -> None:
+    with pytest.raises(LookupError, match="no tile of kernel 'nothing'"):
+        row_config("nothing", 100, "cpu")
+    with pytest.raises(LookupError, match=r"no tiles of the scoring kernel for torch\.float64"):
+        dot_config(64, 100, torch.float64, "cpu")
+
+
+def test_the_table_is_whole_and_says_what_was_measured() -> None:
+    text = tune.own_table().read_text()
+    table = json.loads(text)
+    tune.check_table(table)
+    assert text == tune.text_of(table), "as the tuner would write it"
+    for entry in table["rows"] + table["dot"]:
+        measured = entry["measured"]
+        assert measured is False or set(measured) == {"device", "torch", "triton"}
+
+
+def test_every_candidate_can_be_made() -> None:
+    assert all(isinstance(c, RowConfig) for c in tune.REAL.rows)
+    assert all(isinstance(c, DotConfig) for c in tune.REAL.dot)
+    assert len(set(tune.REAL.dot)) == len(tune.REAL.dot) > 50
+
+
+def test_neighbours_that_agree_are_one_entry() -> None:
+    assert tune.joined([(1, "a"), (2, "a"), (3, "b"), (4, "b")]) == [(2, "a"), (None, "b")]
+    assert tune.joined([(1, "a")]) == [(None, "a")]
+
+
+def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"slow": 3.0, "spills": 1.0, "fast": 2.0}
+    monkeypatch.setattr(tune, "seconds", lambda run: times[run])
+    monkeypatch.setattr(tune, "SHORTLIST", 1)
+    same = lambda config: config  # noqa: E731
+    assert tune.shortlist(times, same, lambda c: c == "spills") == ["fast"]
+    assert tune.fastest(times, [same, same]) == "spills"
+
+
+def test_new_entries_replace_those_of_their_family_only() -> None:
+    table = json.loads(tune.own_table().read_text())
+    entry = {**next(e for e in table["dot"] if e["family"] == "sm_90"), "num_warps": 4}
+    merged = tune.merged(table, [entry])
+    key = ("family", "operand_bits", "aligned")
+    assert merged["rows"] == table["rows"]
+    assert merged["dot"][0] == entry
+    assert merged["dot"][1:] == [e for e in table["dot"] if any(e[k] != entry[k] for k in key)]
+
+
+def test_dry_run() -> None:
+    before = tune.own_table().read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.tune", "--dry-run"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("candidate: ") == len(tune.REAL.rows) + len(tune.REAL.dot)
+    assert "entries of family interpreter written to" in done.stdout
+    assert tune.own_table().read_text() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_without_a_gpu() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.tune"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "error: no GPU to time on" in done.stderr
