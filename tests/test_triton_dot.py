@@ -113,6 +113,15 @@ def test_rounded_logits_and_bfloat16(kind: int, rounded_to: torch.dtype) -> None
     check(score(hidden, weight, ids, transform), want_of(hidden, weight, ids, transform))
 
 
+@pytest.mark.parametrize("rounded_to", [torch.bfloat16, torch.float16])
+def test_logits_are_rounded_once_with_the_bias_in(rounded_to: torch.dtype) -> None:
+    hidden, weight, ids = operands(5, 1, 40, torch.float32)
+    bias = torch.randn(40, device=DEVICE)
+    stats = score(torch.ones_like(hidden), weight, ids, LogitTransform(bias=bias, rounded_to=rounded_to))
+    rounded = (weight + bias[:, None]).to(rounded_to).float()
+    assert_same(stats, score(torch.ones_like(hidden), rounded, ids))
+
+
 @pytest.mark.parametrize("use_tma", [False, True])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_columns_past_the_vocabulary_do_not_count(softcap: float | None, use_tma: bool) -> None:

@@ -50,10 +50,12 @@ class Case:
         return next(x for x in launches if x.kernel.__name__ == f"{self.kernel}_kernel")
 
 
-def cases(targets: tuple[str, ...] = (*TARGETS, FALLBACK), *, quick: bool = False) -> list[Case]:
-    """All of them, in an order that does not change."""
-    made = [case for arch in targets for kind in (_rows, _dot, _combine) for case in kind(arch)]
-    return [case for case in made if case.is_quick or not (quick or case.arch == FALLBACK)]
+def cases(*, quick: bool = False) -> list[Case]:
+    """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
+    made = [case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _combine) for case in kind(arch)]
+    return [case for case in made if (case.is_quick or not quick) and case.arch in TARGETS] + [
+        case for case in made if case.is_quick and not quick and case.arch == FALLBACK
+    ]
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -192,7 +194,7 @@ def dot_cases(arch: str, config: DotConfig, dtype: torch.dtype, *, softcap: bool
         if is_wanted and softcap == (transforms(V)[name].softcap is not None):
             tile = f"{config.block_n}x{config.block_v}x{config.block_h}"
             loads = "descriptors" if config.use_tma and aligned else "pointers"
-            is_quick = name in ("bias", "all") and width != H and dtype != FP16
+            is_quick = width != H and (name, dtype) in (("bias", BF16), ("all", BF16), ("all", FP32))
             yield Case("dot", f"{tile} H {width} {name} {_short(dtype)} {loads}", arch, launch, is_quick)
 
 
