@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo lint aot faults gpu parity format clean
+.PHONY: help test demo lint aot faults gpu tune parity format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -23,6 +23,7 @@ PARITY_ARGS ?=
 AOT_ARGS    ?=
 FAULTS      ?=
 GPU_ARGS    ?=
+TUNE_ARGS   ?=
 # A GPU machine brings its own torch: the environment is used where it is there, and never made for this.
 GPU_PYTHON  ?= $(if $(wildcard $(PY)),$(PY),python3)
 # Past the limit pytest gets an interrupt, so that it still sums up what ran.
@@ -64,6 +65,9 @@ faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must
 
 gpu:  ## GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench --wheels DIR"; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null
+
+tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS=--dry-run needs none)
+	$(GPU_PYTHON) -m benchmarks.tune $(TUNE_ARGS) </dev/null
 
 parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimiser steps each
 	$(PY) benchmarks/parity.py $(PARITY_ARGS) </dev/null
