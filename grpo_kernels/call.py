@@ -17,9 +17,10 @@ from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, Request
 from grpo_kernels.engine.plan import Coupling
 from grpo_kernels.engine.sweep import Coefficients, HeadConfig, Wants
+from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head import head_config, pick_engine, read_rows, wanted
 from grpo_kernels.metrics import Metrics, loss_metrics
-from grpo_kernels.objective import Evaluation, PolicyObjective
+from grpo_kernels.objective import PolicyObjective
 
 Objective = PolicyObjective | CustomObjective
 
@@ -123,7 +124,7 @@ def plan_loss(
 
 
 def _engine(policy: Objective, wants: Wants, head: HeadConfig, weight: Tensor, engine: str) -> str:
-    coupling = Coupling.KNOWN if policy.is_known else Coupling.COUPLED if policy.couples_tokens else Coupling.TOKEN
+    coupling = Coupling.of(known=policy.is_known, coupled=policy.couples_tokens)
     only_hidden = wants.hidden and not wants.head  # where it matters; asking a custom objective evaluates it
     entropy_gradient = only_hidden and policy.has_entropy_gradient
     return pick_engine(coupling, wants, head, weight, entropy_gradient=entropy_gradient, engine=engine)

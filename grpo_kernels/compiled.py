@@ -118,11 +118,11 @@ def _plan_loss(
 ) -> tuple[str, bool, tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
     """The engine, whether the loss has a gradient in the entropies, the head's options, the names of the metrics."""
     config = config_of(key)
+    known = config.knows_gradient(on_policy=on_policy, sampled=sampled)
     coupled = config.couples_tokens(on_policy=on_policy, sampled=sampled)
-    known = on_policy and config.beta == 0.0 and not coupled
     has_b = config.entropy_coef != 0.0
     engine = choose_engine(
-        Coupling.KNOWN if known else Coupling.COUPLED if coupled else Coupling.TOKEN,
+        Coupling.of(known=known, coupled=coupled),
         hidden_trains=hidden_trains,
         head_trains=head_trains,
         entropy_gradient=has_b and not head_trains,

@@ -167,6 +167,10 @@ class LossConfig:
             return self.corrects_kl and self.importance_sampling_level == "sequence"
         return self.ratio_is_per_sequence
 
+    def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
+        """Whether all of the gradient is known before any log-probability is; arguments as in `couples_tokens`."""
+        return on_policy and self.beta == 0.0 and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
+
     @classmethod
     def from_trl(cls, args: Any, **overrides: Any) -> LossConfig:
         """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.

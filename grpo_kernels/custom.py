@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import Tokens
-from grpo_kernels.objective import Evaluation
+from grpo_kernels.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from grpo_kernels.checks import check_config
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
+from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.metrics import Metrics
-from grpo_kernels.objective import Evaluation
 
 _DEFAULT = LossConfig()
 

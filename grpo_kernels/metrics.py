@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
-from grpo_kernels.objective import Evaluation, Terms
+from grpo_kernels.evaluation import Evaluation, Terms
 
 
 class Metrics(Mapping[str, Tensor]):

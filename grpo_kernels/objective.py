@@ -18,7 +18,7 @@ The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -27,31 +27,10 @@ from torch import Tensor
 from grpo_kernels import surrogates
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
+from grpo_kernels.evaluation import Evaluation, Terms
 from grpo_kernels.token_loss import TokenLoss
 
 LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What the metrics need of an evaluation; (n,) unless said otherwise, None where the loss has no such term."""
-
-    log_ratio: Tensor | None = None  # R, as the surrogate sees it
-    token_log_ratio: Tensor | None = None
-    kl: Tensor | None = None
-    phi: Tensor | None = None
-    on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A loss and its gradient in the per-token numbers."""
-
-    loss: Tensor  # ()
-    a: Tensor  # (n,) d loss / d logp
-    b: Tensor | None  # (n,) d loss / d entropy; None if the loss does not depend on the entropies
-    policy_loss: Tensor  # () the loss without the entropy bonus
-    terms: Terms = field(default_factory=Terms)
 
 
 class PolicyObjective:
@@ -72,13 +51,16 @@ class PolicyObjective:
     @property
     def couples_tokens(self) -> bool:
         """Whether a token's gradient depends on other tokens' log-probabilities or entropies."""
-        sampled = self.tokens.sampling_per_token_logps is not None
-        return self.config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
+        return self.config.couples_tokens(on_policy=self.on_policy, sampled=self._sampled)
 
     @property
     def is_known(self) -> bool:
         """Whether all of the gradient is known before any log-probability is."""
-        return self.on_policy and self.config.beta == 0.0 and not self.couples_tokens
+        return self.config.knows_gradient(on_policy=self.on_policy, sampled=self._sampled)
+
+    @property
+    def _sampled(self) -> bool:
+        return self.tokens.sampling_per_token_logps is not None
 
     @cached_property
     def _at_ratio_one(self) -> Evaluation:

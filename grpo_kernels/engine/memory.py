@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.sweep import Wants
+from grpo_kernels.engine.sweep import Wants, accumulator_of
 
 WORKSPACE_BYTES = 512 * 2**20
 MOST_WORKSPACE_BYTES = 2 * 2**30
@@ -19,7 +19,7 @@ def default_workspace(weight: Tensor, wants: Wants) -> int:
     """
     if not (weight.is_cuda and wants.weight):
         return WORKSPACE_BYTES
-    return min(max(WORKSPACE_BYTES, 4 * weight.numel()), MOST_WORKSPACE_BYTES)
+    return min(max(WORKSPACE_BYTES, accumulator_of(weight.dtype).itemsize * weight.numel()), MOST_WORKSPACE_BYTES)
 
 
 def is_tight(weight: Tensor, wants: Wants, workspace_bytes: int) -> bool:
@@ -31,4 +31,7 @@ def is_tight(weight: Tensor, wants: Wants, workspace_bytes: int) -> bool:
         return False
     free, _ = torch.cuda.mem_get_info(weight.device)
     unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    return weight.numel() * (4 + weight.element_size()) + workspace_bytes > free + unused
+    return (
+        weight.numel() * (accumulator_of(weight.dtype).itemsize + weight.element_size()) + workspace_bytes
+        > free + unused
+    )

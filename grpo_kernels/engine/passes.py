@@ -1,6 +1,6 @@
 """What a call does, without autograd: a first pass over its rows, and a second one where the gradient needs it.
 
-The autograd Functions (`functions.py`) and the ops for torch.compile (`ops.py`) are both made of these.
+The autograd Functions (`functions.py`) and the ops for torch.compile (`grpo_kernels.ops`) are both made of these.
 """
 
 from __future__ import annotations

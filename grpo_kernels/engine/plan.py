@@ -27,7 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-# In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients.
+# In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are
+# for special ends: `lean` where memory is short, `score_dot` where it is asked for.
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean", "score_dot")
 FEW_ROWS, ROW_MULTIPLE = 12, 4  # on a CPU
 TILE_ROWS = 128  # on a GPU
@@ -40,6 +41,11 @@ class Coupling(Enum):
     KNOWN = "before the forward"
     TOKEN = "from the row's own log-probability and entropy"
     COUPLED = "only when other rows are done"
+
+    @staticmethod
+    def of(*, known: bool, coupled: bool) -> Coupling:
+        """That of a loss whose gradient is known before any log-probability is, or couples its tokens, or neither."""
+        return Coupling.KNOWN if known else Coupling.COUPLED if coupled else Coupling.TOKEN
 
 
 def choose_engine(

@@ -60,6 +60,11 @@ class Rows:
         )
 
 
+def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, statistics, and gradients before their one rounding, for operands of `compute_dtype`."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """How rows are projected: what stays the same through all sweeps of one call."""
@@ -73,8 +78,7 @@ class HeadConfig:
 
     @property
     def accumulator(self) -> torch.dtype:
-        """The dtype of logits, statistics, and gradients before their one rounding."""
-        return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        return accumulator_of(self.compute_dtype)
 
     def products(self, weight: Tensor) -> Products:
         """Those of `weight`, which may be a part of the head."""
@@ -154,7 +158,7 @@ def sweep(
             pick = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
             pick[len(group) :] = group.start  # padding repeats the first row
             hidden = products.operand(head.hidden[rows.positions[pick]])
-            scale = None
+            scale = None  # in fp16; a group is then one chunk
             for chunk in group.chunks:
                 index, logits = pick[chunk], buffer[: chunk.stop - chunk.start]
                 some = rows.at(index)

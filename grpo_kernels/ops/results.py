@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.engine.sweep import accumulator_of
+
 
 class Empty:
     """Makes uninitialised results, in the accumulator's dtype; without elements where they are not wanted."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         """`dtype` is that of the products' operands."""
-        self._like, self._dtype = like, torch.float64 if dtype == torch.float64 else torch.float32
+        self._like, self._dtype = like, accumulator_of(dtype)
 
     def __call__(self, shape: Any = (0,), *, wanted: bool = True) -> Tensor:
         return self._like.new_empty(shape if wanted else (0,), dtype=self._dtype)

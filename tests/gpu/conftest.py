@@ -1,6 +1,7 @@
-"""Every test here has two forms: on a GPU at sizes that matter, marked `gpu`; on a CPU, in Triton's interpreter, tiny.
+"""Tests with two forms: on a GPU at sizes that matter, marked `gpu`; on a CPU, in Triton's interpreter, tiny.
 
-The second tells whether the test itself is right before a GPU is at hand.
+The second tells whether the test itself is right before a GPU is at hand. What a CPU does not have takes `gpu` instead
+of `device`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ LOST = 70  # exit status
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 

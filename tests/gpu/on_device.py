@@ -20,6 +20,13 @@ from tests.case_builder import Case
 from tests.run_case import run
 
 BACKENDS = ("torch", "triton")
+
+
+def on_backends(*engines: str) -> list[tuple[str, str]]:
+    """Each engine with each backend that has it."""
+    return [(engine, x) for engine in engines for x in BACKENDS if (engine, x) != ("score_dot", "torch")]
+
+
 aten = torch.ops.aten
 WAITING = (aten.nonzero.default, aten._local_scalar_dense.default, aten.masked_select.default)  # for the device
 LIBRARY, ON_THE_CPU_ONLY = "grpo_kernels/", "checks.py"  # which looks at values where that costs no wait

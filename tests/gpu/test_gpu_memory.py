@@ -90,13 +90,10 @@ def test_nothing_of_the_size_of_the_logits_is_made(device: torch.device, backend
     assert 0 < watch.largest < n * v / 8
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scoring_without_logits_needs_no_workspace(device: torch.device, backend: str, as_in_use: None) -> None:
-    if backend == "torch":
-        pytest.skip("the torch backend does not have it")
+def test_scoring_without_logits_needs_no_workspace(device: torch.device, as_in_use: None) -> None:
     n, h, v = (8192, 512, 151_936) if device.type == "cuda" else (64, 16, 300)
     hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, torch.bfloat16))
-    run = lambda: linear_logprob(hidden, weight, ids, engine="score_dot", backend=backend)  # noqa: E731
+    run = lambda: linear_logprob(hidden, weight, ids, engine="score_dot", backend="triton")  # noqa: E731
     run()
     limit = 64 * MIB if device.type == "cuda" else 4 * n * v
     assert peak_of(run, device) <= limit + 2 * n * h
@@ -104,10 +101,8 @@ def test_scoring_without_logits_needs_no_workspace(device: torch.device, backend
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "lean"])
-def test_a_hundred_steps_leave_nothing_behind(device: torch.device, engine: str, backend: str, as_in_use: None) -> None:
-    if device.type == "cpu":
-        pytest.skip("a CPU does not count its memory")
-    hidden, weight, ids = leaves(device, 1024, 512, 32_003, torch.bfloat16)
+def test_a_hundred_steps_leave_nothing_behind(gpu: torch.device, engine: str, backend: str, as_in_use: None) -> None:
+    hidden, weight, ids = leaves(gpu, 1024, 512, 32_003, torch.bfloat16)
     levels = []
     for _ in range(100):
         step(hidden, weight, ids, engine=engine, backend=backend)
@@ -117,12 +112,10 @@ def test_a_hundred_steps_leave_nothing_behind(device: torch.device, engine: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lean_is_chosen_where_memory_is_short(device: torch.device, backend: str, as_in_use: None) -> None:
+def test_lean_is_chosen_where_memory_is_short(gpu: torch.device, backend: str, as_in_use: None) -> None:
     """Something else holds nearly all of the device: an accumulator for d weight would not fit, and is not needed."""
-    if device.type == "cpu":
-        pytest.skip("a CPU's memory is not looked at")
     n, h, v, workspace = 512, 1024, 151_936, 128 * MIB
-    hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
+    hidden, weight, ids = leaves(gpu, n, h, v, torch.bfloat16)
     options = {"backend": backend, "workspace_bytes": workspace}
     assert step(hidden, weight, ids, **options) == "one_pass"
     want = (hidden.grad, weight.grad)
@@ -132,7 +125,7 @@ def test_lean_is_chosen_where_memory_is_short(device: torch.device, backend: str
     try:
         keep = 2 * v * h + workspace + 256 * MIB  # the gradient and the workspace, but no accumulator of 4 V H
         free, _ = torch.cuda.mem_get_info()
-        ballast.append(torch.empty(max(0, free - keep) // MIB * MIB, dtype=torch.uint8, device=device))
+        ballast.append(torch.empty(max(0, free - keep) // MIB * MIB, dtype=torch.uint8, device=gpu))
         assert step(hidden, weight, ids, **options) == "lean"
         found = (hidden.grad, weight.grad)
     finally:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
-from tests.gpu.on_device import BACKENDS, leaves, relative, same_bits, truth
+from tests.gpu.on_device import BACKENDS, leaves, on_backends, relative, same_bits, truth
 
 GIB = 2**30
 BF16_GRADIENT = 6e-3  # of d logits rounded to bf16 once, and of the result
@@ -100,16 +100,13 @@ def test_more_than_2_to_the_31_logits(
     assert relative(d_weight, torch.stack([x[3].double() for x in parts]).sum(0)) < BF16_GRADIENT
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean", "score_dot"])
+@pytest.mark.parametrize(("engine", "backend"), on_backends("one_pass", "two_pass", "lean", "score_dot"))
 @pytest.mark.parametrize(
     ("n", "h", "v"), [(131_072, 32, 512), (200, 64, 300_001), (70_001, 16, 33)], ids=["rows", "columns", "odd"]
 )
 def test_many_rows_and_many_columns(
     device: torch.device, n: int, h: int, v: int, engine: str, backend: str, as_in_use: None
 ) -> None:
-    if engine == "score_dot" and backend == "torch":
-        pytest.skip("the torch backend does not have it")
     if device.type == "cpu":
         n, h, v = min(n, 24), 16, min(v, 101)
     for dtype in (torch.float32, torch.bfloat16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
-from tests.gpu.on_device import BACKENDS, Graphed, copy_of, gradients, leaves, same_bits, waits
+from tests.gpu.on_device import BACKENDS, Graphed, copy_of, gradients, leaves, on_backends, same_bits, waits
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
 SLEEP_CYCLES = 40_000_000  # some 20 ms: what is launched on the wrong stream runs long before its input is there
@@ -74,25 +75,24 @@ def test_two_streams_at_once(device: torch.device, backend: str) -> None:
     """Two batches whose calls alternate between two streams have the bits of one after the other."""
     steps = [loss_step(batch(device, seed=seed), backend=backend) for seed in (0, 1)]
     want = [copy_of(step()) for step in steps]
-    if device.type == "cpu":
-        return
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in steps]
+    on_gpu = device.type == "cuda"
+    streams = [torch.cuda.Stream() if on_gpu else None for _ in steps]
     found: list[Any] = [None, None]
-    for _ in range(5):
+    if on_gpu:
+        torch.cuda.synchronize()
+    for _ in range(5 if on_gpu else 2):
         for i, (step, stream) in enumerate(zip(steps, streams, strict=True)):
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 found[i] = step()
-    torch.cuda.synchronize()
+    if on_gpu:
+        torch.cuda.synchronize()
     assert same_bits(found, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_runs_on_the_tensors_device(device: torch.device, backend: str) -> None:
+def test_runs_on_the_tensors_device(gpu: torch.device, backend: str) -> None:
     """Another device than the tensors' is current, where there is another; else the same one, by its number."""
-    if device.type == "cpu":
-        pytest.skip("a CPU has no current device")
-    tensors_on = torch.device("cuda", torch.cuda.device_count() - 1)
+    tensors_on = torch.device(gpu.type, torch.cuda.device_count() - 1)
     given = batch(tensors_on)
     with torch.cuda.device(tensors_on):
         want = copy_of(loss_step(given, backend=backend)())
@@ -130,13 +130,10 @@ def test_a_graph_of_the_loss_replays(
             assert same_bits(found, copy_of(step())), f"replay {i}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("engine", ["score", "score_dot", "two_pass"])
+@pytest.mark.parametrize(("engine", "backend"), on_backends("score", "score_dot", "two_pass"))
 def test_a_graph_of_the_log_probabilities_replays(
     device: torch.device, engine: str, backend: str, as_in_use: None
 ) -> None:
-    if engine == "score_dot" and backend == "torch":
-        pytest.skip("the torch backend does not have it")
     given = batch(device)
     hidden, weight, ids = (given[name] for name in ("hidden", "weight", "completion_ids"))
 

@@ -1,0 +1,29 @@
+"""What an objective says of the tokens: a loss, its gradient in the per-token numbers, and what the metrics need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the metrics need of an evaluation; (n,) unless said otherwise, None where the loss has no such term."""
+
+    log_ratio: Tensor | None = None  # R, as the surrogate sees it
+    token_log_ratio: Tensor | None = None
+    kl: Tensor | None = None
+    phi: Tensor | None = None
+    on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss and its gradient in the per-token numbers."""
+
+    loss: Tensor  # ()
+    a: Tensor  # (n,) d loss / d logp
+    b: Tensor | None  # (n,) d loss / d entropy; None if the loss does not depend on the entropies
+    policy_loss: Tensor  # () the loss without the entropy bonus
+    terms: Terms = field(default_factory=Terms)
