@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo lint aot faults gpu tune parity format clean
+.PHONY: help test demo lint aot faults gpu tune parity wheel format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -71,6 +71,10 @@ tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS=
 
 parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimiser steps each
 	$(PY) benchmarks/parity.py $(PARITY_ARGS) </dev/null
+
+wheel: $(STAMP)  ## a wheel in dist/ with the C++ library inside, for this kind of machine and any torch >= 2.11
+	rm -rf build
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist --config-settings=--build-option=--native .
 
 format: $(STAMP)  ## rewrites the sources as `make lint` wants them
 	$(PY) -m ruff check --fix .

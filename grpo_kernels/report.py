@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from importlib import metadata
 
 import torch
 
 import grpo_kernels
 from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.engine.memory import MOST_WORKSPACE_BYTES, WORKSPACE_BYTES
 
 PACKAGES = (
@@ -31,7 +33,7 @@ def collect() -> Report:
             "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         },
         "devices": {str(device): _describe(device) for device in devices()},
-        "backend": {str(device): _backend(device) for device in devices()},
+        "backend": {**{str(device): _backend(device) for device in devices()}, "C++ library": _library()},
         "defaults": {"workspace": _default_workspace()},
     }
 
@@ -82,8 +84,18 @@ def _describe(device: torch.device) -> str:
 
 def _backend(device: torch.device) -> str:
     """What backend="auto" means for tensors on this device."""
-    backend, reason = choose_backend("auto", device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the report itself says
+        backend, reason = choose_backend("auto", device)
     return f"{backend.name} ({reason})"
+
+
+def _library() -> str:
+    """The instruction set that the CPU's kernels use, and where they were loaded from."""
+    library = build.load()
+    if library.refusal:
+        return "none"
+    return f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
 
 
 def _default_workspace() -> str:

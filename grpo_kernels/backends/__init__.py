@@ -7,24 +7,28 @@ A backend knows no matrix product, and of the loss only two numbers a row. It is
     grad(logits, ids, stats, a, b, transform, out)           out = d loss / d raw projection
 
 or, for a loss that can be described by a `TokenLoss` and a backend that fuses, ``fused`` in place of the last two.
-`torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.TritonRows` runs on a GPU.
+`torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.TritonRows` runs on a GPU,
+`cpp_rows.CppRows` on a CPU.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 
 import torch
 
 from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "cpp")
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[RowBackend, str]:
     """The row backend to use for logits of `dtype` on `device`, and why, in words.
+
+    The first time that the CPU's kernels are asked for in a process they may have to be compiled, once.
 
     Args:
         name: ``"auto"``, or the name of one of `BACKENDS`, which is then used or refused.
@@ -36,14 +40,46 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
         raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {name!r}")
     if name == "torch":
         return _backend("torch"), "asked for"
-    refusal = _triton_refusal(device, dtype, interpreted=name == "triton")
-    if name == "triton":
-        if refusal is not None:
-            raise ValueError(f"backend: expected one that can serve here, got 'triton': {refusal}")
-        return _backend("triton"), "asked for"
+    wanted = ("cpp" if device.type == "cpu" else "triton") if name == "auto" else name
+    if wanted == "cpp":
+        refusal = _cpp_refusal(device)
+    else:
+        refusal = _triton_refusal(device, dtype, interpreted=name == "triton")
     if refusal is None:
-        return _backend("triton"), f"{device.type} tensors and Triton is installed"
-    return _backend("torch"), f"not triton: {refusal}"
+        return _backend(wanted), "asked for" if name == wanted else _reason(wanted, device)
+    if name == wanted:
+        raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
+    if wanted == "cpp":
+        _warn_once(refusal)
+    return _backend("torch"), f"not {wanted}: {refusal}"
+
+
+def _reason(chosen: str, device: torch.device) -> str:
+    """Why "auto" came to `chosen`."""
+    if chosen == "triton":
+        return f"{device.type} tensors and Triton is installed"
+    from grpo_kernels.backends.cpp_rows.build import load
+
+    return f"CPU tensors; library {load().origin}"
+
+
+@functools.cache
+def _warn_once(refusal: str) -> None:
+    warnings.warn(
+        "grpo_kernels: on the CPU, losses and log-probabilities run in torch operations, slower than in C++ "
+        f'(backend="torch" asks for this without a warning): {refusal}',
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _cpp_refusal(device: torch.device) -> str | None:
+    """Why the C++ kernels cannot run, or None if they can; they are found, built and loaded here."""
+    if device.type != "cpu":
+        return f"it serves CPU tensors, and these are {device.type} tensors"
+    from grpo_kernels.backends.cpp_rows.build import load  # not at import, and not where it is not wanted
+
+    return load().refusal
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, *, interpreted: bool) -> str | None:
@@ -69,6 +105,10 @@ def _is_interpreted() -> bool:
 def _backend(name: str) -> RowBackend:
     if name == "torch":
         return TorchRows()
+    if name == "cpp":
+        from grpo_kernels.backends.cpp_rows import CppRows
+
+        return CppRows()
     from grpo_kernels.backends.triton_rows import TritonRows  # not at import: Triton is found when it is needed
 
     return TritonRows()

@@ -26,6 +26,17 @@ class LogitTransform:
     bias: Tensor | None = None  # (V,), contiguous, in the accumulator's dtype
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
+    def factors(self) -> tuple[float, float]:
+        """(inner, outer): all that a kernel has to multiply by, save the temperatures where each row has its own.
+
+        ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``, inner = scale / cap
+        and outer = cap / T. A temperature a row belongs to the last of the two. In double precision, as torch would.
+        """
+        shared = 1.0 if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
+        if self.softcap is None:
+            return float(self.scale * shared), 1.0
+        return float(self.scale / self.softcap), float(self.softcap * shared)
+
 
 @dataclass(frozen=True)
 class RowStats:

@@ -1,9 +1,7 @@
 """From the raw projection x to the scaled logits z = softcap(scale * round(x + bias)) / T, on the fly, and d z / d x.
 
-All that is constant in a row is folded into two factors (`factors`)::
-
-    z = x * inner,                 inner = scale / T
-    z = tanh(x * inner) * outer,   inner = scale / cap, outer = cap / T, with a soft-cap
+All that is constant in a row is folded into two factors (`LogitTransform.factors`): z = x * inner, or with a soft-cap
+z = tanh(x * inner) * outer.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 def arguments(transform: LogitTransform) -> dict[str, Any]:
     """What `transform` is to a kernel, by the names of the kernel's arguments."""
-    inv_t, cap, scale = transform.inv_temperature, transform.softcap, transform.scale
-    shared = 1.0 if isinstance(inv_t, Tensor) else inv_t  # in double precision, as torch would; rounded once
+    inv_t = transform.inv_temperature
+    inner, outer = transform.factors()
     return {
         "bias_ptr": transform.bias,
         "inv_t_ptr": inv_t.reshape(-1) if isinstance(inv_t, Tensor) else None,
-        "inner": float(scale * shared if cap is None else scale / cap),  # an int of 1 would make another kernel
-        "outer": float(1 if cap is None else cap * shared),
-        "HAS_SOFTCAP": cap is not None,
+        "inner": inner,
+        "outer": outer,
+        "HAS_SOFTCAP": transform.softcap is not None,
         "ROUNDED_TO": ROUNDINGS[transform.rounded_to],
     }
 

@@ -1,0 +1,26 @@
+// The row kernels compiled for one instruction set: a file for each (rows_*.cpp) names it, with VECTOR_BYTES and, where
+// it is not what the compiler assumes anyway, TARGET. What is included before may run on any processor.
+#include <cmath>
+#include <cstring>
+
+#include "row.h"
+
+#define PRAGMA(x) _Pragma(#x)
+#if defined(TARGET) && defined(__clang__)
+#define BEGIN_TARGET(names) PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#elif defined(TARGET)
+#define BEGIN_TARGET(names) PRAGMA(GCC target(names))  // up to the end of the file, where templates are instantiated
+#define END_TARGET
+#else
+#define BEGIN_TARGET(names)
+#define END_TARGET
+#endif
+
+BEGIN_TARGET(TARGET)
+namespace grpo_kernels::ISA {
+#include "vector.inl"
+#include "halves.inl"
+#include "rows.inl"
+}  // namespace grpo_kernels::ISA
+END_TARGET

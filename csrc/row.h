@@ -1,0 +1,64 @@
+// What the ops (ops.cpp) and the kernels of each instruction set (rows.inl) say to each other. T is float, or double for
+// double rows.
+#pragma once
+
+#include <cstdint>
+
+namespace grpo_kernels {
+
+enum class Dtype { f32, f64, bf16, f16 };
+
+// A row of the raw projection x, and how it becomes logits:
+//   z = x * inner, or tanh(x * inner) * outer with a soft-cap, of round(x + bias)
+template <class T>
+struct Row {
+  const void* x;  // (size,) of `dtype`
+  Dtype dtype;
+  int64_t size;
+  const T* bias;  // (size,), or null
+  bool rounds;
+  Dtype rounded_to;
+  bool has_softcap;
+  T inner, outer;
+};
+
+// Sums over a row. One instance of the largest logit m is left out of the first three, so that 1 + rest is the whole
+// sum, and log1p(rest) keeps its precision when one token is nearly certain. NaN logits are not seen by m, but they make
+// the sums NaN.
+struct Sums {
+  double max;          // m
+  double rest;         // sum of e^(z - m)
+  double t;            // sum of e^(z - m) (z - m)
+  double squares;      // sum of e^(2 (z - m)), where asked for
+  double total;        // sum of z, where asked for
+  int64_t argmax;      // the lowest place of m
+  double target;       // z of the target, where there is one
+  double target_term;  // e^(z - m) of it, with the bits that it has in the sum
+};
+
+// d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), with log p_j + entropy = (z_j - m) + offset
+template <class T>
+struct Gradient {
+  T max, inv_sum, offset;  // m, 1 / (1 + rest), entropy - log(1 + rest)
+  T a, b;                  // d loss / d logp, d loss / d entropy
+  bool has_b;
+  int64_t target;  // y, may lie outside of the row
+  T at_target;     // d z_y
+  void* out;       // (size,) of `dtype`: d z * dz/dx
+  Dtype dtype;
+};
+
+template <class T>
+struct Kernels {
+  void (*reduce)(const Row<T>&, int64_t target, bool extras, Sums&);
+  void (*gradient)(const Row<T>&, const Gradient<T>&);
+};
+
+// The kernels of the instruction set in use: the best one that this processor has, unless another was chosen.
+template <class T>
+const Kernels<T>& kernels();
+
+const char* isa_in_use();
+bool use_isa(const char* name);  // "auto", "avx512", "avx2" or "portable"; false if this processor lacks it
+
+}  // namespace grpo_kernels

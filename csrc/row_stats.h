@@ -1,0 +1,49 @@
+// From the sums over a row to its statistics, and from the statistics to what the gradient of the row needs; in double.
+#pragma once
+
+#include <cmath>
+
+#include "row.h"
+
+namespace grpo_kernels {
+
+// All NaN where the largest logit is NaN or -inf; where it is +inf only the entropy: the others' probability is 0.
+struct RowStats {
+  double max, log_sum, entropy;
+};
+
+inline RowStats row_stats(const Sums& sums) {
+  const double odd = sums.max - sums.max;  // 0, or NaN
+  const double rest = sums.max == INFINITY ? sums.rest : sums.rest + odd;
+  const double log_sum = std::log1p(rest);
+  return {std::isnan(rest) ? rest : sums.max, log_sum, log_sum - (sums.t + odd) / (1.0 + rest)};
+}
+
+// log p of the target, whose own term is left out of the sum: -log(1 + sum of the others / e^(z - m))
+inline double target_logp(const Sums& sums) {
+  const bool is_max = sums.target == sums.max;  // one that ties for it counts as the one that was left out
+  const double others = is_max ? sums.rest : 1.0 + (sums.rest - sums.target_term);
+  const double x = std::log(others) + (sums.max - sums.target);
+  return -((x > 0.0 ? x : 0.0) + std::log1p(std::exp(-std::fabs(x))));
+}
+
+// What `Kernels::gradient` needs besides the target's place and where to write.
+template <class T>
+Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T a, T b, bool has_b) {
+  const double p = std::exp(static_cast<double>(logp)), others = -std::expm1(static_cast<double>(logp));
+  double at_target = a * others, offset = 0.0;
+  if (has_b) {
+    const double finite = logp < -1e4 ? -1e4 : logp;
+    at_target -= b * p * (finite + entropy);
+    offset = static_cast<double>(entropy) - log_sum;
+  }
+  Gradient<T> at{};
+  at.max = max;
+  at.inv_sum = static_cast<T>(std::exp(-static_cast<double>(log_sum)));
+  at.offset = static_cast<T>(offset);
+  at.a = a, at.b = has_b ? b : T(0), at.has_b = has_b;
+  at.at_target = static_cast<T>(at_target);
+  return at;
+}
+
+}  // namespace grpo_kernels

@@ -1,0 +1,152 @@
+// The row kernels: sums over a row of logits, and the gradient in the raw projection. Included once for each instruction
+// set (kernels.inl). The numbers of a row belong to 32 lanes in turn, which are summed apart, a tile at a time, and then
+// in double, one after the other: the bits of a row depend on nothing but the row.
+
+constexpr int kLanes = 32;
+constexpr int64_t kTile = 128 * kLanes;  // sums in T have 128 terms
+constexpr float kLowest = -1e4f;         // e^ of it is 0, and 0 * it is 0, which 0 * -inf is not
+
+template <class T>
+constexpr Dtype kDtype = sizeof(T) == 4 ? Dtype::f32 : Dtype::f64;
+
+// How many numbers there are from `start` on, one vector's at most.
+template <class T>
+INLINE int count_at(int64_t start, int64_t size) {
+  return size - start < kWidth<T> ? static_cast<int>(size - start) : kWidth<T>;
+}
+
+// The lanes from `count` on become x.
+template <class T>
+INLINE Vector<T> filled(Vector<T> v, int count, float x) {
+  for (int i = count; i < kWidth<T>; ++i) v[i] = x;
+  return v;
+}
+
+// round(x + bias) of `count` numbers from `start` on. PLAIN: rows of T, without bias, rounding or soft-cap.
+template <class T, bool PLAIN>
+INLINE Vector<T> projection(const Row<T>& row, int64_t start, int count) {
+  if constexpr (PLAIN) return load_some<T>(static_cast<const T*>(row.x) + start, kDtype<T>, count);
+  Vector<T> x = load_some<T>(static_cast<const char*>(row.x) + start * size_of(row.dtype), row.dtype, count);
+  if (row.bias != nullptr) x += load_some<T>(row.bias + start, kDtype<T>, count);
+  if constexpr (sizeof(T) == 4) {
+    if (row.rounds) x = rounded_to(x, row.rounded_to);
+  }
+  return x;
+}
+
+template <class T, bool PLAIN>
+INLINE Vector<T> scaled(const Row<T>& row, Vector<T> x) {
+  const Vector<T> z = x * row.inner;
+  return !PLAIN && row.has_softcap ? tanh(z) * row.outer : z;
+}
+
+// d z / d x
+template <class T, bool PLAIN>
+INLINE Vector<T> slope(const Row<T>& row, Vector<T> x) {
+  if (PLAIN || !row.has_softcap) return splat<Vector<T>>(row.inner);
+  return tanh_slope(x * row.inner) * (row.inner * row.outer);
+}
+
+// The logits from `start` on; -inf beyond the row's end.
+template <class T, bool PLAIN>
+INLINE Vector<T> logits(const Row<T>& row, int64_t start) {
+  const int count = count_at<T>(start, row.size);
+  return filled<T>(scaled<T, PLAIN>(row, projection<T, PLAIN>(row, start, count)), count, -INFINITY);
+}
+
+// The largest logit that is not NaN, and its first place (0 if there is none).
+template <class T, bool PLAIN>
+void find_max(const Row<T>& row, T& max, int64_t& argmax) {
+  int64_t tile_of_max = 0;
+  max = -INFINITY;
+  for (int64_t tile = 0; tile < row.size; tile += kTile) {
+    const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
+    Vector<T> tops = splat<Vector<T>>(T(-INFINITY));
+    for (int64_t start = tile; start < stop; start += kWidth<T>) tops = larger(logits<T, PLAIN>(row, start), tops);
+    for (int i = 0; i < kWidth<T>; ++i) {
+      if (tops[i] > max) max = tops[i], tile_of_max = tile;
+    }
+  }
+  argmax = 0;
+  for (int64_t start = tile_of_max; start < row.size; start += kWidth<T>) {
+    const Vector<T> z = logits<T, PLAIN>(row, start);
+    for (int i = 0; i < count_at<T>(start, row.size); ++i) {
+      if (z[i] == max) {
+        argmax = start + i;
+        return;
+      }
+    }
+  }
+}
+
+// total += each of v, in the order of the lanes
+template <class T>
+INLINE void add_to(double& total, Vector<T> v) {
+  for (int i = 0; i < kWidth<T>; ++i) total += v[i];
+}
+
+template <class T, bool PLAIN>
+void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
+  T max;
+  find_max<T, PLAIN>(row, max, sums.argmax);
+  sums.max = max, sums.rest = sums.t = sums.squares = sums.total = 0.0;
+  for (int64_t tile = 0; tile < row.size; tile += kTile) {
+    const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
+    for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
+      Vector<T> rest{}, t{}, squares{}, total{};
+      for (int64_t start = tile + lane; start < stop; start += kLanes) {
+        Vector<T> z = logits<T, PLAIN>(row, start);
+        if (extras) total += filled<T>(z, count_at<T>(start, row.size), 0.0f);
+        const int64_t place = sums.argmax - start;
+        if (place >= 0 && place < kWidth<T>) z[place] = -INFINITY;
+        const Vector<T> shifted = z - max, e = exp(shifted);
+        rest += e;
+        t += e * at_least(shifted, splat<Vector<T>>(T(kLowest)));
+        if (extras) squares += e * e;
+      }
+      add_to<T>(sums.rest, rest), add_to<T>(sums.t, t);
+      if (extras) add_to<T>(sums.squares, squares), add_to<T>(sums.total, total);
+    }
+  }
+  if (target >= 0 && target < row.size) {
+    const Vector<T> z = scaled<T, PLAIN>(row, projection<T, PLAIN>(row, target, 1));
+    sums.target = z[0], sums.target_term = exp(z - max)[0];
+  }
+}
+
+template <class T, bool PLAIN>
+void gradient(const Row<T>& row, const Gradient<T>& at) {
+  const bool has_target = at.target >= 0 && at.target < row.size;
+  Vector<T> d_target{};  // before `out`, which may be the row itself, is written
+  if (has_target) d_target = slope<T, PLAIN>(row, projection<T, PLAIN>(row, at.target, 1)) * at.at_target;
+  char* const out = static_cast<char*>(at.out);
+  for (int64_t start = 0; start < row.size; start += kWidth<T>) {
+    const int count = count_at<T>(start, row.size);
+    const Vector<T> x = projection<T, PLAIN>(row, start, count), shifted = scaled<T, PLAIN>(row, x) - at.max;
+    Vector<T> d = splat<Vector<T>>(-at.a);
+    if (at.has_b) d -= (at_least(shifted, splat<Vector<T>>(T(kLowest))) + at.offset) * at.b;
+    d = (d * (exp(shifted) * at.inv_sum)) * slope<T, PLAIN>(row, x);
+    store_some<T>(out + start * size_of(at.dtype), at.dtype, d, count);
+  }
+  if (has_target) store_some<T>(out + at.target * size_of(at.dtype), at.dtype, d_target, 1);
+}
+
+template <class T>
+bool is_plain(const Row<T>& row) {
+  return row.dtype == kDtype<T> && row.bias == nullptr && !row.rounds && !row.has_softcap;
+}
+
+template <class T>
+void reduce_any(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
+  is_plain(row) ? reduce<T, true>(row, target, extras, sums) : reduce<T, false>(row, target, extras, sums);
+}
+
+template <class T>
+void gradient_any(const Row<T>& row, const Gradient<T>& at) {
+  is_plain(row) ? gradient<T, true>(row, at) : gradient<T, false>(row, at);
+}
+
+extern const Kernels<float> in_float;
+extern const Kernels<double> in_double;
+const Kernels<float> in_float = {reduce_any<float>, gradient_any<float>};
+const Kernels<double> in_double = {reduce_any<double>, gradient_any<double>};

@@ -1,0 +1,135 @@
+"""The row backend in C++, for CPUs: the kernels of csrc/, compiled on first use or in a wheel (`build`).
+
+The logits are read as the products left them, in any floating dtype: what is done to them first (`LogitTransform`)
+happens on the fly. Sums, logarithms and the loss of a token are taken in float64, whatever the logits' dtype. A row's
+bits depend on nothing but the row: not on threads, nor on the processor's instruction set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.token_loss import TokenLoss
+
+SURROGATES = ("clipped", "cispo", "sapo", "constant", "linear")  # the order of the enums in token_loss.h
+ESTIMATORS = (None, "k1", "k2", "k3")
+
+
+class CppRows:
+    """Row work in one op a chunk, its rows shared out among torch's threads. `build.load` comes first."""
+
+    name = "cpp"
+
+    def scratch_rows(self, n: int, vocab: int) -> int:
+        return 0
+
+    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
+        """Nothing: the kernels read the raw projection."""
+
+    def stats(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
+    ) -> RowStats:
+        new = _Results(logits)
+        logps, max_logit, log_sum = new(), new(), new()
+        entropies = new() if entropy else None
+        more = {name: new(torch.bool if name == "is_top1" else None) for name in extras}
+        torch.ops.grpo_kernels_cpp.stats(
+            logits,
+            ids,
+            *_arguments(transform),
+            logps=logps,
+            max_logit=max_logit,
+            log_sum=log_sum,
+            entropies=entropies,
+            log_sum_sq_probs=more.get("log_sum_sq_probs"),
+            mean_logits=more.get("mean_logits"),
+            is_top1=more.get("is_top1"),
+        )
+        return RowStats(logps, max_logit, log_sum, entropies, more)
+
+    def grad(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        first_id: int = 0,
+    ) -> None:
+        torch.ops.grpo_kernels_cpp.grad(
+            logits,
+            ids,
+            *_arguments(transform),
+            stats.logps,
+            stats.max_logit,
+            stats.log_sum,
+            None if b is None else stats.entropies,
+            a.contiguous(),  # the gradient of a sum may be one number, expanded
+            None if b is None else b.contiguous(),
+            first_id,
+            out=out,
+        )
+
+    def fused(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
+    ) -> RowStats:
+        new = _Results(logits)
+        logps, max_logit, log_sum, entropies = new(), new(), new(), new()
+        terms = {name: new() for name in token_loss.terms}
+        torch.ops.grpo_kernels_cpp.fused(
+            logits,
+            ids,
+            *_arguments(transform),
+            token_loss.advantages,
+            token_loss.weights,
+            token_loss.old,
+            token_loss.ref,
+            token_loss.gate,
+            SURROGATES.index(token_loss.surrogate),
+            ESTIMATORS.index(token_loss.kl),
+            token_loss.corrects_kl,
+            token_loss.clip_low,
+            token_loss.clip_high,
+            token_loss.delta,
+            token_loss.tau_pos,
+            token_loss.tau_neg,
+            token_loss.beta,
+            token_loss.b,
+            logps=logps,
+            max_logit=max_logit,
+            log_sum=log_sum,
+            entropies=entropies,
+            loss=terms["loss"],
+            a=terms["a"],
+            log_ratio=terms["log_ratio"],
+            kl=terms.get("kl"),
+            out=out,
+        )
+        return RowStats(logps, max_logit, log_sum, entropies, terms)
+
+
+class _Results:
+    """Makes uninitialised columns (n,) in the accumulator's dtype."""
+
+    def __init__(self, logits: Tensor) -> None:
+        if logits.device.type != "cpu":
+            raise ValueError(f"backend: expected CPU tensors for 'cpp', got {logits.device.type} tensors")
+        self._logits = logits
+        self._dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+    def __call__(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self._logits.new_empty(self._logits.shape[0], dtype=dtype or self._dtype)
+
+
+def _arguments(transform: LogitTransform) -> tuple[Any, ...]:
+    """What `transform` is to an op: bias, one inverse temperature a row, inner, outer, has_softcap, rounded_to."""
+    inv_t = transform.inv_temperature
+    per_row = inv_t.reshape(-1).contiguous() if isinstance(inv_t, Tensor) else None
+    return transform.bias, per_row, *transform.factors(), transform.softcap is not None, transform.rounded_to

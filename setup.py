@@ -1,0 +1,55 @@
+"""What pyproject.toml cannot say: csrc/ is shipped as data, and a wheel may hold the library compiled from it.
+
+A wheel is pure unless the option ``--native`` is given (`make wheel`); then torch has to be installed, and the wheel
+works with any torch and Python of its platform, since the library uses torch's stable ABI and nothing of Python.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "grpo_kernels.backends.cpp_rows.grpo_kernels_cpp"
+
+
+class NativeWheel(bdist_wheel):
+    """Takes the option, and tags the wheel with its platform alone."""
+
+    user_options: ClassVar = [*bdist_wheel.user_options, ("native", None, "with the C++ library inside")]
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.native = False
+
+    def finalize_options(self):
+        if self.native:
+            self.distribution.ext_modules = [Extension(LIBRARY, sources=[])]
+        super().finalize_options()
+
+    def get_tag(self):
+        tag = super().get_tag()
+        return ("py3", "none", tag[2]) if self.native else tag
+
+
+class BuildLibrary(build_ext):
+    """Has the package itself build its library, in a process of its own."""
+
+    def get_ext_filename(self, name):
+        return f"{name.replace('.', '/')}.so"
+
+    def build_extension(self, extension):
+        folder = Path(self.get_ext_fullpath(extension.name)).resolve().parent
+        command = [sys.executable, "-m", "grpo_kernels.backends.cpp_rows.build", "--into", str(folder)]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
+setup(
+    packages=[*find_packages(include=["grpo_kernels*"]), "grpo_kernels.csrc"],
+    package_dir={"grpo_kernels.csrc": "csrc"},
+    cmdclass={"bdist_wheel": NativeWheel, "build_ext": BuildLibrary},
+)

@@ -1,0 +1,110 @@
+"""What is packed: pure wheels, source archives, and a wheel with the C++ library inside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.tags import platform_tags
+
+import grpo_kernels
+from grpo_kernels.backends.cpp_rows import build
+from tests.test_cpp_build import script
+
+CHECKOUT = Path(grpo_kernels.__file__).parents[1]
+SOURCES = {path.name for path in (CHECKOUT / "csrc").iterdir()}
+LIBRARY = "grpo_kernels/backends/cpp_rows/grpo_kernels_cpp.so"
+NATIVE = "--config-settings=--build-option=--native"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout: packing leaves files behind."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("grpo_kernels", "csrc"):
+        shutil.copytree(CHECKOUT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(CHECKOUT / name, folder)
+    return folder
+
+
+def run(*command: str, cwd: Path, **environment: object) -> str:
+    env = os.environ | {name: str(value) for name, value in environment.items()}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def make_wheel(tree: Path, into: Path, *options: str, **environment: object) -> Path:
+    command = ["wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(into), *options, "."]
+    run(*PIP, *command, cwd=tree, **environment)
+    (wheel,) = into.iterdir()
+    return wheel
+
+
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def modules() -> set[str]:
+    return {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "grpo_kernels").rglob("*.py")}
+
+
+def in_installed(code: str, wheel: Path, folder: Path) -> list[str]:
+    """The words that `code` prints where `wheel` is installed, with neither a compiler nor a cache."""
+    run(*PIP, "install", "--no-deps", "--target", str(folder), str(wheel), cwd=folder.parent)
+    environment = {"PYTHONPATH": folder, "PATH": "", "CXX": "", "TORCH_EXTENSIONS_DIR": folder / "cache"}
+    words = run(sys.executable, "-c", code, cwd=folder.parent, **environment).split()
+    assert not (folder / "cache").exists()
+    return words
+
+
+def test_wheels_native_and_pure(tree, tmp_path):
+    """In one test, since what one leaves behind must not get into the other."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise ImportError('a plain build imports no torch')")
+    copier = script(tmp_path / "cxx", f'cp "{build.load().path}" "$out"')
+    native = make_wheel(tree, tmp_path / "native", NATIVE, CXX=copier)
+    pure = make_wheel(tree, tmp_path / "pure", PYTHONPATH=tmp_path / "broken")
+
+    assert pure.name.endswith("-py3-none-any.whl")
+    shipped = {name for name in names(pure) if ".dist-info/" not in name}
+    data = {"grpo_kernels/py.typed", "grpo_kernels/backends/triton_rows/tuned.json"}
+    assert shipped == modules() | data | {f"grpo_kernels/csrc/{name}" for name in SOURCES}
+    ask = "from grpo_kernels.backends.cpp_rows.build import *; print(source_folder(), cache_key(source_folder()))"
+    found, key = in_installed(ask, pure, tmp_path / "site1")
+    assert Path(found) == tmp_path / "site1" / "grpo_kernels" / "csrc"
+    assert key == build.cache_key(CHECKOUT / "csrc")
+
+    assert re.search(r"-py3-none-(\w+)\.whl$", native.name)[1] in platform_tags()
+    assert {name for name in names(native) if ".dist-info/" not in name} == shipped | {LIBRARY}
+    ask = "from grpo_kernels.backends.cpp_rows.build import *; print(load().origin, load().path)"
+    origin, path = in_installed(ask, native, tmp_path / "site2")
+    assert (origin, Path(path)) == ("prebuilt", tmp_path / "site2" / LIBRARY)
+
+
+def test_native_wheel_without_a_compiler_is_refused(tree, tmp_path):
+    command = [*PIP, "wheel", "--no-build-isolation", "--no-deps", NATIVE, "."]
+    env = os.environ | {"CXX": "no-such-compiler"}
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode != 0
+    assert "no-such-compiler, which CXX names, is not on PATH" in done.stdout + done.stderr
+    assert not list(tree.glob("*.whl"))
+
+
+def test_source_archive_has_all_that_a_wheel_is_made_of(tree, tmp_path):
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=tree)
+    (archive,) = tmp_path.iterdir()
+    with tarfile.open(archive) as file:
+        packed = {name.partition("/")[2] for name in file.getnames()}
+    wanted = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "grpo_kernels/py.typed"}
+    assert wanted | modules() | {f"csrc/{name}" for name in SOURCES} <= packed
