@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo lint aot faults gpu tune parity wheel format clean
+.PHONY: help test demo lint aot faults sanitize gpu tune parity wheel format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -22,6 +22,7 @@ DEMO_ARGS   ?=
 PARITY_ARGS ?=
 AOT_ARGS    ?=
 FAULTS      ?=
+SANITIZE_ARGS ?=
 GPU_ARGS    ?=
 TUNE_ARGS   ?=
 # A GPU machine brings its own torch: the environment is used where it is there, and never made for this.
@@ -62,6 +63,9 @@ aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, wit
 
 faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must notice each (FAULTS="name ...")
 	$(PY) -m tests.kernel_faults $(FAULTS) </dev/null
+
+sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
+	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null
 
 gpu:  ## GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench --wheels DIR"; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null

@@ -171,9 +171,9 @@ void grad_of(const Tensor& logits, const Tensor& ids, const Transform& transform
   const T *a_rows = column<T>(a, n, "a"), *b_rows = column<T>(b, n, "b");
   const Matrix to(out, n, logits.size(1), "out");
   check_out<T>(to);
-  STD_TORCH_CHECK(b_rows == nullptr || stats.entropies != nullptr, "entropies: expected with b");
+  const bool has_b = b.has_value();
+  STD_TORCH_CHECK(!has_b || entropies.has_value(), "entropies: expected with b");
   chunk.each_row(n, [&](int64_t i) {
-    const bool has_b = b_rows != nullptr;
     write_gradient(chunk, stats, i, a_rows[i], has_b ? b_rows[i] : T(0), has_b, first_id, to);
   });
 }
@@ -190,7 +190,7 @@ struct FusedResults {
 
 template <class T>
 void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transform, const TokenTensors& tokens,
-              const LossConstants& constants, const FusedResults& results) {
+              const LossConstants<double>& given, const FusedResults& results) {
   const Chunk<T> chunk(logits, ids, transform);
   const int64_t n = logits.size(0);
   const T *advantages = column<T>(tokens.advantages, n, "advantages"), *weights = column<T>(tokens.weights, n, "weights");
@@ -200,7 +200,9 @@ void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
                              column<T>(results.log_sum, n, "log_sum"), column<T>(results.entropies, n, "entropies")};
   T *loss = column<T>(results.loss, n, "loss"), *a = column<T>(results.a, n, "a");
   T *log_ratio = column<T>(results.log_ratio, n, "log_ratio"), *kl = column<T>(results.kl, n, "kl");
-  STD_TORCH_CHECK((constants.estimator != Estimator::none) == (ref != nullptr && kl != nullptr),
+  const LossConstants<T> constants = given.template to<T>();
+  const bool has_kl = constants.estimator != Estimator::none;
+  STD_TORCH_CHECK(tokens.ref.has_value() == has_kl && results.kl.has_value() == has_kl,
                   "ref, kl: expected with an estimator, and without one neither");
   std::optional<Matrix> to;
   if (results.out.has_value()) {
@@ -209,14 +211,12 @@ void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
   }
   chunk.each_row(n, [&](int64_t i) {
     write_stats(chunk, stats, i, false);
-    const Token token{advantages[i], weights[i], gate ? gate[i] : 1.0, old ? old[i] : 0.0, ref ? ref[i] : 0.0,
-                      old == nullptr, gate != nullptr};
-    const TokenTerms terms = token_terms(constants, token, stats.logps[i]);
-    loss[i] = static_cast<T>(terms.loss);
-    a[i] = static_cast<T>(terms.a);
-    log_ratio[i] = static_cast<T>(terms.log_ratio);
-    if (kl != nullptr) kl[i] = static_cast<T>(terms.kl);
-    if (to.has_value()) write_gradient(chunk, stats, i, a[i], static_cast<T>(constants.b), constants.b != 0.0, 0, *to);
+    const Token<T> token{advantages[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
+                         old == nullptr, gate != nullptr};
+    const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
+    loss[i] = terms.loss, a[i] = terms.a, log_ratio[i] = terms.log_ratio;
+    if (kl != nullptr) kl[i] = terms.kl;
+    if (to.has_value()) write_gradient(chunk, stats, i, terms.a, constants.b, constants.b != T(0), 0, *to);
   });
 }
 
@@ -247,8 +247,8 @@ void fused(const Tensor& logits, const Tensor& ids, const MaybeTensor& bias, con
            const Tensor& a, const Tensor& log_ratio, const MaybeTensor& kl, const MaybeTensor& out) {
   STD_TORCH_CHECK(surrogate >= 0 && surrogate <= 4 && estimator >= 0 && estimator <= 3, "surrogate, estimator: unknown");
   const Transform transform{bias, inv_temperatures, inner, outer, has_softcap, rounded_to};
-  const LossConstants constants{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator),
-                                corrects_kl, clip_low, clip_high, delta, tau_pos, tau_neg, beta, b};
+  const LossConstants<double> constants{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator),
+                                        corrects_kl, clip_low, clip_high, delta, tau_pos, tau_neg, beta, b};
   const auto run = logits.scalar_type() == ScalarType::Double ? fused_of<double> : fused_of<float>;
   run(logits, ids, transform, {advantages, weights, old, ref, gate}, constants,
       {logps, max_logit, log_sum, entropies, loss, a, log_ratio, kl, out});

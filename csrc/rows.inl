@@ -67,6 +67,7 @@ void find_max(const Row<T>& row, T& max, int64_t& argmax) {
       if (tops[i] > max) max = tops[i], tile_of_max = tile;
     }
   }
+  max += T(0);  // 0 and -0 tie: it is 0, whichever came first
   argmax = 0;
   for (int64_t start = tile_of_max; start < row.size; start += kWidth<T>) {
     const Vector<T> z = logits<T, PLAIN>(row, start);

@@ -1,5 +1,5 @@
-// A loss of one token from its log-probability: the mirror of grpo_kernels/token_loss.py and surrogates.py, in double.
-// Branches, ties, and what an overflow leaves behind are those of the torch modules.
+// A loss of one token from its log-probability: the mirror of grpo_kernels/token_loss.py and surrogates.py, operation by
+// operation in the same dtype, so that the ties, what an overflow leaves behind, and at a ratio of 1 the bits are theirs.
 #pragma once
 
 #include <cmath>
@@ -10,88 +10,110 @@ namespace grpo_kernels {
 enum class Surrogate : int64_t { clipped, cispo, sapo, constant, linear };
 enum class Estimator : int64_t { none, k1, k2, k3 };
 
+template <class T>
 struct LossConstants {
   Surrogate surrogate;
   Estimator estimator;
   bool corrects_kl;
-  double clip_low, clip_high, delta, tau_pos, tau_neg, beta, b;
+  T clip_low, clip_high, delta, tau_pos, tau_neg, beta, b;
+
+  template <class To>
+  LossConstants<To> to() const {
+    return {surrogate,   estimator,   corrects_kl, To(clip_low), To(clip_high),
+            To(delta),   To(tau_pos), To(tau_neg), To(beta),     To(b)};
+  }
 };
 
 // Of one token; on-policy `advantage` is a itself, weight and gate included.
+template <class T>
 struct Token {
-  double advantage, weight, gate, old, ref;
+  T advantage, weight, gate, old, ref;
   bool on_policy, has_gate;
 };
 
+template <class T>
 struct TokenTerms {
-  double loss, a, log_ratio, kl;
+  T loss, a, log_ratio, kl;
 };
 
 // loss, d loss / d R, d loss / d logp
+template <class T>
 struct Surrogated {
-  double loss, d_log_ratio, d_logp;
+  T loss, d_log_ratio, d_logp;
 };
 
 // x * factor, where a factor of exactly 0 gives 0 unless x is NaN: 0 * inf is not NaN here
-inline double times(double x, double factor) { return factor == 0.0 && !std::isnan(x) ? 0.0 : x * factor; }
+template <class T>
+T times(T x, T factor) {
+  return factor == T(0) && !std::isnan(x) ? T(0) : x * factor;
+}
 
 // -min(min(r, delta) A, clip(r, clip_low, clip_high) A); half of the gradient each at a tie, bounds pass it
-inline Surrogated clipped(const LossConstants& c, double log_ratio, double advantage) {
-  const double ratio = std::exp(log_ratio);
-  if (std::isnan(ratio)) return {ratio, ratio, 0.0};
-  const double free = times(ratio > c.delta ? c.delta : ratio, advantage);
-  double bounded = ratio < c.clip_low ? c.clip_low : ratio;
+template <class T>
+Surrogated<T> clipped(const LossConstants<T>& c, T log_ratio, T advantage) {
+  const T ratio = std::exp(log_ratio);
+  if (std::isnan(ratio)) return {ratio, ratio, T(0)};
+  const T free = times(ratio > c.delta ? c.delta : ratio, advantage);
+  T bounded = ratio < c.clip_low ? c.clip_low : ratio;
   bounded = (bounded > c.clip_high ? c.clip_high : bounded) * advantage;
-  const double share = free == bounded ? 0.5 : free < bounded ? 1.0 : 0.0;  // of the gradient, for `free`
+  const T share = free == bounded ? T(0.5) : free < bounded ? T(1) : T(0);  // of the gradient, for `free`
   const bool inside = ratio >= c.clip_low && ratio <= c.clip_high;
-  const double passes = share * (ratio <= c.delta ? 1.0 : 0.0) + (1.0 - share) * (inside ? 1.0 : 0.0);
-  return {-(free < bounded ? free : bounded), -times(ratio, passes * advantage), 0.0};
+  const T passes = share * (ratio <= c.delta ? T(1) : T(0)) + (T(1) - share) * (inside ? T(1) : T(0));
+  return {-(free < bounded ? free : bounded), -times(ratio, passes * advantage), T(0)};
 }
 
 // -min(r, clip_high) A logp, the ratio a constant
-inline Surrogated cispo(const LossConstants& c, double log_ratio, double advantage, double logp) {
-  const double ratio = std::exp(log_ratio);
-  const double weight = -(ratio > c.clip_high ? c.clip_high : ratio) * advantage;
-  return {times(logp, weight), 0.0, weight};
+template <class T>
+Surrogated<T> cispo(const LossConstants<T>& c, T log_ratio, T advantage, T logp) {
+  const T ratio = std::exp(log_ratio);
+  const T weight = -(ratio > c.clip_high ? c.clip_high : ratio) * advantage;
+  return {times(logp, weight), T(0), weight};
 }
 
-inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+template <class T>
+T sigmoid(T x) {
+  return T(1) / (T(1) + std::exp(-x));
+}
 
 // -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A
-inline Surrogated sapo(const LossConstants& c, double log_ratio, double advantage) {
-  const double ratio = std::exp(log_ratio), tau = advantage > 0.0 ? c.tau_pos : c.tau_neg;
-  const double gate = sigmoid(tau * (ratio - 1.0));
-  const double slope = 4.0 * gate * sigmoid(tau * (1.0 - ratio));  // d (4 / tau) gate / d r
-  return {-times(4.0 * gate / tau, advantage), -times(ratio, slope * advantage), 0.0};
+template <class T>
+Surrogated<T> sapo(const LossConstants<T>& c, T log_ratio, T advantage) {
+  const T ratio = std::exp(log_ratio), tau = advantage > T(0) ? c.tau_pos : c.tau_neg;
+  const T gate = sigmoid(tau * (ratio - T(1)));
+  const T slope = T(4) * gate * sigmoid(tau * (T(1) - ratio));  // d (4 / tau) gate / d r
+  return {-times(T(4) * gate / tau, advantage), -times(ratio, slope * advantage), T(0)};
 }
 
-inline Surrogated surrogate(const LossConstants& c, double log_ratio, double advantage, double logp) {
+template <class T>
+Surrogated<T> surrogate(const LossConstants<T>& c, T log_ratio, T advantage, T logp) {
   switch (c.surrogate) {
     case Surrogate::clipped: return clipped(c, log_ratio, advantage);
     case Surrogate::cispo: return cispo(c, log_ratio, advantage, logp);
     case Surrogate::sapo: return sapo(c, log_ratio, advantage);
-    case Surrogate::linear: return {times(logp, advantage), 0.0, advantage};
+    case Surrogate::linear: return {times(logp, advantage), T(0), advantage};
     case Surrogate::constant: break;  // the loss is known, and left out, unless it is NaN
   }
-  return {log_ratio, 0.0, advantage};
+  return {log_ratio, T(0), advantage};
 }
 
 // KL(policy || reference) and its derivative in logp
-inline void estimate_kl(Estimator estimator, double logp, double ref, double& kl, double& d_kl) {
-  const double d = ref - logp;
+template <class T>
+void estimate_kl(Estimator estimator, T logp, T ref, T& kl, T& d_kl) {
+  const T d = ref - logp;
   if (estimator == Estimator::k1) {
-    kl = -d, d_kl = 1.0;
+    kl = -d, d_kl = T(1);
   } else if (estimator == Estimator::k2) {
-    kl = d * d / 2.0, d_kl = -d;
+    kl = d * d / T(2), d_kl = -d;
   } else {
     kl = std::expm1(d) - d, d_kl = -std::expm1(d);
   }
 }
 
-inline TokenTerms token_terms(const LossConstants& c, const Token& token, double logp) {
-  const double log_ratio = logp - (token.on_policy ? logp : token.old);
-  Surrogated s = surrogate(c, log_ratio, token.advantage, logp);
-  TokenTerms terms{s.loss, s.d_logp, log_ratio, 0.0};
+template <class T>
+TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
+  const T log_ratio = logp - (token.on_policy ? logp : token.old);
+  Surrogated<T> s = surrogate(c, log_ratio, token.advantage, logp);
+  TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0)};
   if (!token.on_policy) {
     if (token.has_gate) {
       s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};
@@ -100,11 +122,11 @@ inline TokenTerms token_terms(const LossConstants& c, const Token& token, double
     terms.a = token.weight * s.d_log_ratio + token.weight * s.d_logp;
   }
   if (c.estimator != Estimator::none) {
-    double d_kl;
+    T d_kl;
     estimate_kl(c.estimator, logp, token.ref, terms.kl, d_kl);
-    const double factor = c.beta * token.weight;
+    const T factor = c.beta * token.weight;
     if (c.corrects_kl) {
-      const double ratio = std::exp(log_ratio);
+      const T ratio = std::exp(log_ratio);
       terms.kl = times(ratio, terms.kl), d_kl = times(ratio, d_kl);
       terms.a += factor * terms.kl;  // d ratio / d logp = ratio
     }

@@ -24,6 +24,7 @@ if not torch.cuda.is_available():  # before Triton is imported: its kernels then
 from torch.utils import deterministic
 
 from grpo_kernels import head
+from grpo_kernels.backends import choose_backend
 from tests import interpreter
 
 SEED = 20240203
@@ -78,15 +79,21 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "triton", "cpp"])
 def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test with each row backend in the place of "auto" (float64, which only torch has, with that both times)."""
+    """The test with each row backend in the place of "auto"; float64, which Triton's lacks, runs in torch instead."""
     choose = head.choose_backend
 
     def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):
-        if name == "auto" and (request.param == "torch" or dtype != torch.float64):
-            name = request.param
+        if name == "auto":
+            name = "torch" if request.param == "triton" and dtype == torch.float64 else request.param
         return choose(name, device, dtype)
 
     monkeypatch.setattr(head, "choose_backend", chosen)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def cpp_library() -> None:
+    """The C++ row kernels, loaded, or a failure that says why not."""
+    choose_backend("cpp", torch.device("cpu"))

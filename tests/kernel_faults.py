@@ -1,48 +1,28 @@
 """Faults planted in the kernels and in what surrounds them, one at a time; the suite must notice each.
 
-`python -m tests.kernel_faults [name ...]` copies the sources to a temporary folder, plants a fault there, and runs the
-tests that should fail until the first does. It prints a table and fails if a fault survives. (Faults in the arithmetic
-that every backend shares are in `faults.py`; they are planted in a candidate, not in the sources.)
+`python -m tests.kernel_faults [name ...]` plants each in a copy of the sources (`planted`) and prints a table. It fails
+if a fault survives. (Faults in the arithmetic that every backend shares are in `faults.py`; they are planted in a
+candidate, not in the sources.)
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-COPIED = ("grpo_kernels", "tests", "benchmarks", "pyproject.toml")
-SECONDS = 600  # for one fault; far more than the tests take
+from tests.cpp_faults import CPP_FAULTS
+from tests.planted import Fault, survives
+
 KERNELS = "grpo_kernels/backends/triton_rows/"
 ENGINE = "grpo_kernels/engine/"
 
-ROWS = ("tests/test_triton_rows.py", "tests/test_triton_special.py")
 SURROGATES = ("tests/test_triton_surrogates.py", "tests/test_triton_rows.py")
 DOT = ("tests/test_triton_dot.py",)
 AHEAD_OF_TIME = ("tests/test_aot.py",)
 MIXED = ("tests/test_mixed_products.py",)
 WHOLE = ("tests/test_differential.py", "-k", "fixed_case and torch and (A or B or C)")
 CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`old`, which stands once in `file`, becomes `new`; `tests` are pytest's arguments."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...] = ROWS
-
 
 STATS, GRAD, FUSED, REDUCE = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce"))
 MATH, TRANSFORM, MIRROR = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
@@ -194,39 +174,8 @@ FAULTS = [
         WHOLE,
     ),
     Fault("a slice adds to no slice before", ENGINE + "slices.py", "first=first_id == 0", "first=True", WHOLE),
+    *CPP_FAULTS,
 ]
-
-
-def plant(fault: Fault, folder: Path) -> None:
-    """Copy the sources to `folder`, with the fault in them."""
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-        else:
-            shutil.copy(source, folder / name)
-    file = folder / fault.file
-    text = file.read_text()
-    assert text.count(fault.old) == 1, f"{fault.name}: expected {fault.old!r} once in {fault.file}"
-    file.write_text(text.replace(fault.old, fault.new))
-
-
-def survives(fault: Fault) -> tuple[bool, str, float]:
-    """Whether no test fails; the line that says which did; seconds."""
-    begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as name:
-        plant(fault, Path(name))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": name, "TRITON_CACHE_DIR": f"{name}/cache"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
-        try:
-            done = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            return True, f"nothing failed within {SECONDS} s", time.perf_counter() - begun
-    said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    # 1: tests failed; below 0: killed by a signal, as by a read outside of a tensor. Anything else proves nothing.
-    caught = (done.returncode == 1 and bool(said)) or done.returncode < 0
-    last = said[0] if said else f"exit status {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
-    return not caught, last.split(" - ")[0], time.perf_counter() - begun
 
 
 def main() -> int:

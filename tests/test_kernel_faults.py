@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.kernel_faults import FAULTS, KERNELS, ROOT, survives
+from tests.kernel_faults import FAULTS, KERNELS
+from tests.planted import ROOT, survives
 
 QUICK = ("tests/test_triton_surrogates.py", "-k", "surrogates and sapo-usual")
 
 
 def test_there_are_many() -> None:
     assert sum(fault.file.startswith(KERNELS) for fault in FAULTS) >= 30
+    assert sum(fault.file.startswith("csrc/") for fault in FAULTS) >= 30
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 

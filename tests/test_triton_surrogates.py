@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, surrogates
-from grpo_kernels.aggregate import token_weights
-from grpo_kernels.backends.rows import LogitTransform
-from grpo_kernels.batch import read_tokens
-from grpo_kernels.objective import PolicyObjective
+from grpo_kernels import surrogates
 from tests.row_truth import U, check
 
 pytest.importorskip("triton")
@@ -27,10 +21,18 @@ import triton.language as tl
 from grpo_kernels.backends.triton_rows import TritonRows, mathfn
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES
 from tests.row_cases import DEVICE
-
-INF, NAN = math.inf, math.nan
-LOG_RATIOS = (-INF, -200, -80, -3, -0.5, -0.25, -0.1, -1e-4, 0.0, 1e-6, 0.1, 0.17, 0.25, 0.5, 3, 20, 87, 88.5)
-ADVANTAGES = (-2.5, -1.0, -1e-3, -0.0, 0.0, 1e-3, 0.7, 3.0)
+from tests.surrogate_suite import (
+    CONFIGS,
+    INF,
+    NAN,
+    PAIRS,
+    FusedSuite,
+    differentiated,
+    estimates,
+    estimates_differentiated,
+    grid,
+    mirrored,
+)
 
 
 @triton.jit
@@ -106,22 +108,6 @@ def test_elementary_functions_at_the_ends() -> None:
     check("tanh_slope", slope, want, (8 + 8 * x.abs()) * U * want)
 
 
-def grid(special: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-ratios, advantages and log-probabilities in all combinations."""
-    ratios = [*LOG_RATIOS, 200, INF, NAN] if special else list(LOG_RATIOS)
-    logps = (-3.0, 0.0, -INF) if special else (-3.0, -0.2)
-    found = torch.cartesian_prod(*(torch.tensor(x) for x in (ratios, ADVANTAGES, logps))).to(DEVICE)
-    return tuple(x.contiguous() for x in found.unbind(1))  # type: ignore[return-value]
-
-
-def config_of(clip_low: float = 0.8, clip_high: float = 1.28, delta: float | None = None, cispo: bool = False) -> Any:
-    """As `LossConfig`; the bounds are those of the ratio, which for cispo is how its `clip_high` is meant."""
-    high = clip_high if cispo else clip_high - 1
-    return SimpleNamespace(
-        epsilon=1 - clip_low, clip_high=high, delta=delta, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
-    )
-
-
 def run(name: str, log_ratio: Tensor, advantages: Tensor, logps: Tensor, config: Any) -> Tensor:
     """The jit surrogate: (3, n)."""
     n = log_ratio.numel()
@@ -132,28 +118,6 @@ def run(name: str, log_ratio: Tensor, advantages: Tensor, logps: Tensor, config:
         SURROGATE=SURROGATES[name], BLOCK=triton.next_power_of_2(n),
     )  # fmt: skip
     return out
-
-
-def mirrored(name: str, config: Any, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
-    """What `grpo_kernels.surrogates` gives: (3, n)."""
-    more = (logps,) if name == "cispo" else ()
-    return torch.stack(getattr(surrogates, name)(config, log_ratio, advantages, *more))
-
-
-# At R = 0 the ratio is exactly 1, so that it meets these bounds exactly, and both branches tie.
-CONFIGS = {
-    "usual": config_of(),
-    "delta": config_of(delta=1.5),
-    "meets low": config_of(clip_low=1.0),
-    "meets high": config_of(clip_high=1.0),
-    "meets delta": config_of(clip_low=0.5, delta=1.0),
-    "delta inside": config_of(delta=1.1),
-    "no range": config_of(1.0, 1.0),
-    "cispo": config_of(clip_high=5.0, cispo=True),
-    "cispo meets": config_of(clip_high=1.0, cispo=True),
-}
-PAIRS = [("clipped", key) for key in list(CONFIGS)[:7]] + [("cispo", key) for key in ("cispo", "cispo meets")]
-PAIRS.append(("sapo", "usual"))
 
 
 @pytest.mark.parametrize(("name", "key"), PAIRS)
@@ -176,27 +140,12 @@ def test_surrogates_are_those_of_the_torch_module(name: str, key: str) -> None:
 @pytest.mark.parametrize(("name", "key"), PAIRS)
 def test_surrogates_against_autograd(name: str, key: str) -> None:
     """The pair of a loss and its derivatives: the derivatives are those of the loss, written down anew in float64."""
-    config, inputs = CONFIGS[key], list(grid())
-    usual = inputs[0].abs() < 30
-    inputs = [x[usual] for x in inputs]
-    log_ratio, advantages, logps = (x.double() for x in inputs)
-    log_ratio.requires_grad_()
-    logps.requires_grad_()
-    ratio = log_ratio.exp()
-    low, high = 1 - config.epsilon, 1 + config.clip_high
-    if name == "clipped":
-        free = ratio if config.delta is None else ratio.clamp(max=config.delta)
-        loss = -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages)
-    elif name == "cispo":
-        loss = -ratio.clamp(max=config.clip_high).detach() * advantages * logps
-    else:
-        tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
-        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    grads = torch.autograd.grad(loss.sum(), [log_ratio, logps], allow_unused=True)
-    want = torch.stack([loss.detach(), *(torch.zeros_like(ratio) if g is None else g for g in grads)])
+    config, inputs = CONFIGS[key], grid()
+    inputs = [x[inputs[0].abs() < 30] for x in inputs]
+    want, advantages, ratio = differentiated(name, config, *inputs), inputs[1], inputs[0].double().exp()
     got = run(name, *inputs, config)
     nonzero = advantages != 0  # at 0 both branches tie, whatever the ratio: a share of nothing
-    steep = 1 + (0 if name != "sapo" else torch.where(ratio < 1e3, ratio, 0.0).detach())
+    steep = 1 + (0 if name != "sapo" else torch.where(ratio < 1e3, ratio, 0.0))
     check(f"{name} {key}", got[:, nonzero], want[:, nonzero], (16 * U * want.abs() * steep)[:, nonzero])
     assert (got[:, ~nonzero] == 0).all()
 
@@ -221,9 +170,7 @@ def test_kl_estimators(name: str) -> None:
     ref = ds.to(DEVICE) + logps
     out = torch.empty(2, ref.numel(), device=DEVICE)
     estimator_kernel[(1,)](logps, ref, out, ref.numel(), ESTIMATOR=ESTIMATORS[name], BLOCK=256)
-    config = SimpleNamespace(kl_estimator=name)
-    want = torch.stack(surrogates.kl_estimate(config, logps.double(), ref.double()))  # type: ignore[arg-type]
-    single = torch.stack(surrogates.kl_estimate(config, logps, ref))  # type: ignore[arg-type]
+    want, single = estimates(name, logps.double(), ref.double()), estimates(name, logps, ref)
     assert torch.equal(out.isnan(), single.isnan())
     assert torch.equal(out.isinf(), single.isinf())
     assert torch.equal(out.sign()[out.isinf()], single.sign()[out.isinf()])
@@ -232,49 +179,10 @@ def test_kl_estimators(name: str) -> None:
     size = 8 * U * (1 + d.abs()) * torch.stack(terms)
     finite = out.isfinite()
     check(name, out[finite], want[finite], 4 * U * want.abs()[finite] + size.abs()[finite])
-    leaf = logps.double().requires_grad_()
-    d = ref.double() - leaf
-    loss = {"k1": -d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[name]
-    (slope,) = torch.autograd.grad(loss[finite[0]].sum(), leaf)
-    check(f"{name} slope", out[1][finite[0]], slope[finite[0]], (4 * U * slope.abs() + size[1].abs())[finite[0]])
+    numbers = finite[0]
+    slope = estimates_differentiated(name, logps[numbers], ref[numbers])[1]
+    check(f"{name} slope", out[1][numbers], slope, 4 * U * slope.abs() + size[1].abs()[numbers])
 
 
-@pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
-@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "luspo", "cispo", "sapo"])
-def test_fused_kernel_is_the_objective(loss_type: str, off_policy: bool, estimator: str | None) -> None:
-    """The loss, its terms and its derivative, put together by `assemble`, are those of `evaluate`."""
-    draw = lambda: torch.randn(2, 5, device=DEVICE) * 0.3 - 2  # noqa: E731
-    config = LossConfig(
-        loss_type=loss_type,
-        beta=0.0 if estimator is None else 0.3,
-        kl_estimator=estimator or "k3",
-        use_bias_correction_kl=estimator != "k2",
-        epsilon_high=1.2 if loss_type == "cispo" else 0.28,
-        delta=1.4 if loss_type == "grpo" else None,
-        entropy_coef=0.05 if off_policy else 0.0,
-    )
-    tokens = read_tokens(
-        torch.zeros(2, 5, 1, device=DEVICE),
-        torch.randint(7, (2, 5), device=DEVICE),
-        None,
-        torch.tensor([1.5, -0.7], device=DEVICE),
-        old_per_token_logps=draw() if off_policy else None,
-        ref_per_token_logps=draw(),
-        importance_sampling_ratio=torch.rand(2, 5, device=DEVICE) + 0.5,
-        dtype=torch.float32,
-    )
-    made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
-    loss = made.token_loss()
-    assert loss is not None
-    raw = torch.randn(10, 7, device=DEVICE)
-    found = TritonRows().fused(raw, tokens.ids, LogitTransform(), loss, None)
-    assert found.entropies is not None
-    got, want = made.assemble(found.extras, found.entropies), made.evaluate(found.logps, found.entropies)
-    for name in ("loss", "a", "policy_loss"):
-        x = getattr(want, name)
-        check(name, getattr(got, name), x, 64 * U * (1 + x.abs()))
-    assert (got.b is None) == (want.b is None)
-    if estimator is not None:
-        assert got.terms.kl is not None
-        check("kl", got.terms.kl, want.terms.kl, 64 * U * (1 + want.terms.kl.abs()))
+class TestTriton(FusedSuite):
+    kernels = TritonRows()

@@ -156,6 +156,8 @@ class Like:
 
 def _scale(stored: Gradients, factor: Tensor, *, overwrite: bool) -> Gradients:
     """`stored` times `factor`, () or (n, 1); in place if nobody will need `stored` again."""
+    if overwrite and factor.dim() == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
+        return stored  # as for `loss.backward()`; on a GPU the question would wait for the device
 
     def times(x: Tensor | None) -> Tensor | None:
         if x is None:
