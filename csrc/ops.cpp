@@ -130,7 +130,7 @@ void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, int64_t 
                     int64_t first_id, const Matrix& out) {
   const T entropy = has_b ? stats.entropies[i] : T(0);
   Gradient<T> at = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, a, b, has_b);
-  at.target = chunk.ids[i] - first_id;
+  at.target = static_cast<int64_t>(static_cast<uint64_t>(chunk.ids[i]) - first_id);  // any id: no overflow
   at.out = out.row(i), at.dtype = out.dtype;
   kernels<T>().gradient(chunk.row(i), at);
 }

@@ -135,7 +135,7 @@ FAULTS = [
     ),
     # the loss of a token
     Fault("a bound does not pass", TOKEN, "ratio >= c.clip_low &&", "ratio > c.clip_low &&", SURROGATES),
-    Fault("a tie's gradient to one side", TOKEN, "free == bounded ? T(0.5)", "free == bounded ? T(1)", SURROGATES),
+    Fault("the clipped side's gradient", TOKEN, "free < bounded ? T(1)", "free > bounded ? T(1)", SURROGATES),
     Fault("delta ignored", TOKEN, "ratio > c.delta ? c.delta : ratio", "ratio", SURROGATES),
     Fault(
         "CISPO's ratio not capped",
@@ -153,6 +153,6 @@ FAULTS = [
     Fault("ratio's share of the KL gradient", TOKEN, "terms.a += factor * terms.kl;", "", SURROGATES),
     Fault("KL gradient not corrected", TOKEN, "d_kl = times(ratio, d_kl)", "d_kl = d_kl", SURROGATES),
     Fault("KL without its weight", TOKEN, "factor = c.beta * token.weight", "factor = c.beta", SURROGATES),
-    Fault("on-policy NaN lost", TOKEN, "if (std::isnan(logp)) terms.loss", "if (false) terms.loss", SURROGATES),
+    Fault("on-policy NaN lost", TOKEN, "if (std::isnan(logp)) terms.loss", "if (false) terms.loss", ROWS),
 ]
 CPP_FAULTS = [replace(fault, name=f"C++: {fault.name}") for fault in FAULTS]

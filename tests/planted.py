@@ -60,5 +60,5 @@ def survives(fault: Fault) -> tuple[bool, str, float]:
     caught = (done.returncode == 1 and bool(said)) or done.returncode < 0
     if "the compiler failed" in done.stdout:
         return True, "it does not compile", time.perf_counter() - begun
-    last = said[0] if said else f"exit status {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+    last = said[0] if said else f"exit status {done.returncode}: {(done.stdout + done.stderr)[-200:]!r}"
     return not caught, last.split(" - ")[0], time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""The C++ mirror of the surrogates and KL estimators, tried through the fused kernel on float64 rows of two logits."""
+"""The C++ mirror of the surrogates and KL estimators, tried through the fused kernel on rows of two logits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.surrogate_suite import (
 pytestmark = pytest.mark.usefixtures("cpp_library")
 
 CPP = CppRows()
-U = 2.0**-53
-FLOAT64 = torch.float64
+UNITS = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+each_dtype = pytest.mark.parametrize("dtype", UNITS, ids=str)
 
 
 class TestCpp(FusedSuite):
@@ -40,16 +40,14 @@ class TestCpp(FusedSuite):
 
 
 def fused(logps: Tensor, config: Any = CONFIGS["usual"], **changes: Any) -> RowStats:
-    """The terms of a loss, whose log-probabilities (n,) are, but for their rounding, `logps`."""
-    n = len(logps)
-    # p = 1 / (1 + e^z)
-    raw = torch.stack([torch.zeros(n, dtype=FLOAT64), logps.double().neg().expm1().log()], 1)
+    """The terms of a loss, whose log-probabilities (n,) are, but for their rounding, `logps`, in their dtype."""
+    raw = torch.stack([torch.zeros_like(logps), logps.neg().expm1().log()], 1)  # p = 1 / (1 + e^z)
     options = {
         "surrogate": "constant",
         "kl": None,
         "corrects_kl": False,
-        "advantages": torch.zeros(n, dtype=FLOAT64),
-        "weights": torch.ones(n, dtype=FLOAT64),
+        "advantages": torch.zeros_like(logps),
+        "weights": torch.ones_like(logps),
         "old": None,
         "ref": None,
         "gate": None,
@@ -61,17 +59,16 @@ def fused(logps: Tensor, config: Any = CONFIGS["usual"], **changes: Any) -> RowS
         "beta": 0.0 if changes.get("kl") is None else 1.0,
         "b": 0.0,
     }
-    return CPP.fused(raw, torch.zeros(n, dtype=torch.int64), PLAIN, TokenLoss(**options | changes), None)
+    return CPP.fused(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN, TokenLoss(**options | changes), None)
 
 
 def run(name: str, log_ratio: Tensor, advantages: Tensor, logps: Tensor, config: Any) -> tuple[Tensor, list[Tensor]]:
     """Loss and derivative (2, n) of a surrogate; and log-ratios, advantages, log-probabilities as they came out."""
     logps = fused(logps).logps
-    old = torch.where(logps.isinf(), 0.0, logps) - log_ratio.double()
-    found = fused(logps, config, surrogate=name, advantages=advantages.double(), old=old)
+    old = torch.where(logps.isinf(), 0.0, logps) - log_ratio
+    found = fused(logps, config, surrogate=name, advantages=advantages, old=old)
     assert same(found.extras["log_ratio"], found.logps - old)
-    got = torch.stack([found.extras["loss"], found.extras["a"]])
-    return got, [found.extras["log_ratio"], advantages.double(), found.logps]
+    return torch.stack([found.extras["loss"], found.extras["a"]]), [found.extras["log_ratio"], advantages, found.logps]
 
 
 def total(loss_and_slopes: Tensor) -> Tensor:
@@ -79,42 +76,51 @@ def total(loss_and_slopes: Tensor) -> Tensor:
     return torch.stack([loss_and_slopes[0], loss_and_slopes[1] + loss_and_slopes[2]])
 
 
-def steepness(name: str, log_ratio: Tensor) -> Tensor:
-    """How much more than themselves the ratio's error changes the numbers."""
-    ratio = log_ratio.exp()
-    return 1 + torch.where((ratio < 1e3) & (name == "sapo"), ratio, 0.0)
+def bound_of(name: str, want: Tensor, log_ratio: Tensor) -> Tensor:
+    """Of a few roundings; sapo's sigmoid makes more of the ratio's."""
+    ratio = log_ratio.double().exp()
+    return 8 * UNITS[log_ratio.dtype] * want.abs() * (1 + torch.where((ratio < 1e3) & (name == "sapo"), ratio, 0.0))
 
 
+def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor) -> None:
+    """Where `like`, from the same operations in the dtype of `got`, is no number, `got` is that; else near `want`."""
+    assert same(got.isnan(), like.isnan()), name
+    assert torch.equal(got[like.isinf()], like[like.isinf()]), name
+    number = like.isfinite() & want.isfinite()  # a ratio that is 0 in float32 may be more in float64, times -inf
+    check(name, got[number], want[number], bound[number])
+
+
+@each_dtype
 @pytest.mark.parametrize(("name", "key"), PAIRS)
-def test_surrogates_are_those_of_the_torch_module(name: str, key: str) -> None:
+def test_surrogates_are_those_of_the_torch_module(name: str, key: str, dtype: torch.dtype) -> None:
     """In every branch, at ties, at exact bounds, and where the ratio overflows, is 0 or NaN."""
-    got, inputs = run(name, *grid(special=True, device="cpu"), CONFIGS[key])
-    want = total(mirrored(name, CONFIGS[key], *inputs))
-    assert torch.equal(got.isnan(), want.isnan())
-    number = ~got.isnan()
-    bound = 8 * U * want.abs() * steepness(name, inputs[0])
-    check(f"{name} {key}", got[number], want[number], bound[number])
+    got, inputs = run(name, *(x.to(dtype) for x in grid(special=True, device="cpu")), CONFIGS[key])
+    want = total(mirrored(name, CONFIGS[key], *(x.double() for x in inputs)))
+    check_like(
+        f"{name} {key}", got, want, bound_of(name, want, inputs[0]), total(mirrored(name, CONFIGS[key], *inputs))
+    )
     assert (got[:, (inputs[1] == 0) & ~inputs[0].isnan()] == 0).all()
 
 
 @pytest.mark.parametrize(("name", "key"), PAIRS)
 def test_surrogates_against_autograd(name: str, key: str) -> None:
     """The derivatives are those of the loss, written down anew."""
-    usual = [x[grid(device="cpu")[0].abs() < 30] for x in grid(device="cpu")]
+    usual = [x[grid(device="cpu")[0].abs() < 30].double() for x in grid(device="cpu")]
     got, inputs = run(name, *usual, CONFIGS[key])
     want = total(differentiated(name, CONFIGS[key], *inputs))
     nonzero = inputs[1] != 0  # at 0 both branches tie, whatever the ratio: a share of nothing
-    bound = 8 * U * want.abs() * steepness(name, inputs[0])
+    bound = bound_of(name, want, inputs[0])
     if name == "sapo":
-        bound[1] += 8 * U * inputs[0].exp() * inputs[1].abs()  # autograd's 1 - sigmoid cancels
+        bound[1] += 2.0**-50 * inputs[0].exp() * inputs[1].abs()  # autograd's 1 - sigmoid cancels
     check(f"{name} {key}", got[:, nonzero], want[:, nonzero], bound[:, nonzero])
     assert (got[:, ~nonzero] == 0).all()
 
 
-def test_known_losses() -> None:
+@each_dtype
+def test_known_losses(dtype: torch.dtype) -> None:
     """On-policy: the derivative is what `advantages` holds, the loss that times logp, or R, which is 0 or NaN."""
     logps, a = torch.cartesian_prod(torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])).T
-    a = a.double().contiguous()
+    logps, a = logps.to(dtype), a.to(dtype).contiguous()
     for name in ("constant", "linear"):
         found = fused(logps, surrogate=name, advantages=a, weights=torch.full_like(a, 7.0))
         log_ratio = found.logps - found.logps
@@ -123,29 +129,48 @@ def test_known_losses() -> None:
         assert same(found.extras["a"], a)
 
 
+def test_no_log_probability() -> None:
+    """NaN in loss and derivative, also where neither would need it."""
+    for name in ("clipped", "cispo", "sapo", "constant", "linear"):
+        found = fused(torch.tensor([NAN, -1.0]), surrogate=name)
+        assert found.extras["loss"].isnan().tolist() == found.extras["a"].isnan().tolist() == [True, False]
+
+
+@each_dtype
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_kl_estimators(name: str, corrects: bool) -> None:
+def test_kl_estimators(name: str, corrects: bool, dtype: torch.dtype) -> None:
     """Against `grpo_kernels.surrogates`, and the derivative against autograd."""
     ds = torch.cat([torch.linspace(-20, 20, 161), torch.tensor([1e-6, -1e-6, 80, 200, 800, -1e4, -INF, INF, NAN])])
     ds, log_ratio = torch.cartesian_prod(ds, torch.tensor([-INF, -1.0, 0.0, 0.3, 800.0, NAN] if corrects else [0.0])).T
-    logps = fused(torch.where(ds.abs() < 1, -0.5, 0.0)).logps
-    ref, old = ds + logps, logps - log_ratio
+    logps = fused(torch.where(ds.abs() < 1, -0.5, 0.0).to(dtype)).logps
+    ref, old = ds.to(dtype) + logps, logps - log_ratio.to(dtype)
+    # on-policy the surrogate adds nothing; the ratio comes with one that an advantage of 0 silences
     found = fused(logps, surrogate="clipped", old=old, kl=name, ref=ref, corrects_kl=corrects)
-    logps, d, ratio = found.logps, ref - found.logps, found.extras["log_ratio"].exp()
-    want, slope = estimates(name, logps, ref), estimates_differentiated(name, logps, ref)[1]
-    size = torch.stack([d.expm1().abs() + d.abs(), d.expm1().abs()]) if name == "k3" else want.abs()
-    if corrects:  # d (ratio * kl) / d logp = ratio * (kl + d kl / d logp)
-        want, slope = surrogates.times(ratio, want), ratio * (slope + want[0])
-        want[1] += want[0]
-        size = ratio * torch.stack([size[0], size.sum(0)])
-    assert same(found.extras["kl"].isnan(), want[0].isnan())
-    lost = want.isnan() | ratio.isnan()  # the surrogate's own NaN
-    for got, is_lost, x, bound in zip((found.extras["loss"], found.extras["a"]), lost, want, 8 * U * size, strict=True):
-        assert torch.equal(got.isnan(), is_lost)
-        check(name, got[~is_lost], x[~is_lost], bound[~is_lost])
-    usual = (d.abs() < 30) & (ratio < INF)
-    check(f"{name} slope", found.extras["a"][usual], slope[usual], (16 * U * (size[1] + ratio))[usual])
+    logps, log_ratio = found.logps, found.extras["log_ratio"]
+
+    def wanted(logps: Tensor, ref: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """kl; loss and derivative (2, n): d (ratio * kl) / d logp = ratio * (kl + d kl / d logp)."""
+        kl, slope = estimates(name, logps, ref)
+        if corrects:
+            kl, slope = surrogates.times(ratio, kl), surrogates.times(ratio, slope)
+            slope = kl + slope
+        return kl, torch.where(ratio.isnan(), NAN, torch.stack([kl, slope]))  # the surrogate's own NaN
+
+    got = torch.stack([found.extras["loss"], found.extras["a"]])
+    d, ratio = ref.double() - logps.double(), log_ratio.double().exp()
+    kl, want = wanted(logps.double(), ref.double(), ratio)
+    like = wanted(logps, ref, log_ratio.exp())
+    slope_size = d.expm1().abs() if name == "k3" else d.abs() if name == "k2" else torch.ones_like(d)
+    size = torch.stack([d.expm1().abs() + d.abs() if name == "k3" else kl.abs(), slope_size])
+    size = (1 + d.abs()) * (torch.stack([size[0], size.sum(0)]) * ratio if corrects else size)
+    bound = 8 * UNITS[dtype] * size
+    check_like(name, got, want, bound, like[1])
+    check_like(f"{name} kl", found.extras["kl"], kl, bound[0], like[0])
+    usual = (d.abs() < 30) & (ratio < 1e30)
+    plain = estimates_differentiated(name, logps[usual], ref[usual])
+    slope = (plain[0] + plain[1]) * ratio[usual] if corrects else plain[1]
+    check(f"{name} slope", got[1][usual], slope, 2 * bound[1][usual] + 2.0**-50 * ratio[usual])
 
 
 def test_whole_losses() -> None:
@@ -156,4 +181,4 @@ def test_whole_losses() -> None:
         loss = make_loss(logps, kind)
         found = CPP.fused(raw.double(), ids, PLAIN, loss, None)
         for term, (want, size) in loss_terms(loss, found.logps, found.extras["log_ratio"]).items():
-            check(f"{kind} {term}", found.extras[term], want, 8 * U * size)
+            check(f"{kind} {term}", found.extras[term], want, 8 * UNITS[torch.float64] * size)
