@@ -81,7 +81,7 @@ FAULTS = [
         ROWS,
     ),
     Fault("rows taken to be V apart", OPS, "row_bytes = x.stride(0) *", "row_bytes = vocab *", ROWS),
-    Fault("ids not shifted to the part", OPS, "chunk.ids[i] - first_id", "chunk.ids[i] - 0 * first_id", ROWS),
+    Fault("ids not shifted to the part", OPS, "(chunk.ids[i]) - first_id", "(chunk.ids[i])", ROWS),
     Fault("no entropy coefficient in the fused loss", OPS, "constants.b != T(0), 0, *to", "false, 0, *to", ROWS),
     # statistics
     Fault("the target counted twice", STATS, "sums.rest - sums.target_term", "sums.rest", ROWS),
@@ -133,6 +133,7 @@ FAULTS = [
         "memcpy(to, buffer, kWidth<T> * size_of(dtype))",
         ROWS,
     ),
+    Fault("an id that overflows", OPS, "static_cast<uint64_t>(chunk.ids[i]) - f", "chunk.ids[i] - f", SANITIZED),
     # the loss of a token
     Fault("a bound does not pass", TOKEN, "ratio >= c.clip_low &&", "ratio > c.clip_low &&", SURROGATES),
     Fault("the clipped side's gradient", TOKEN, "free < bounded ? T(1)", "free > bounded ? T(1)", SURROGATES),

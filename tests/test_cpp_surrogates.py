@@ -145,7 +145,7 @@ def test_kl_estimators(name: str, corrects: bool, dtype: torch.dtype) -> None:
     ds, log_ratio = torch.cartesian_prod(ds, torch.tensor([-INF, -1.0, 0.0, 0.3, 800.0, NAN] if corrects else [0.0])).T
     logps = fused(torch.where(ds.abs() < 1, -0.5, 0.0).to(dtype)).logps
     ref, old = ds.to(dtype) + logps, logps - log_ratio.to(dtype)
-    # on-policy the surrogate adds nothing; the ratio comes with one that an advantage of 0 silences
+    # an advantage of 0: the surrogate adds nothing, unless the ratio is NaN
     found = fused(logps, surrogate="clipped", old=old, kl=name, ref=ref, corrects_kl=corrects)
     logps, log_ratio = found.logps, found.extras["log_ratio"]
 
