@@ -52,7 +52,6 @@ T times(T x, T factor) {
 template <class T>
 Surrogated<T> clipped(const LossConstants<T>& c, T log_ratio, T advantage) {
   const T ratio = std::exp(log_ratio);
-  if (std::isnan(ratio)) return {ratio, ratio, T(0)};
   const T free = times(ratio > c.delta ? c.delta : ratio, advantage);
   T bounded = ratio < c.clip_low ? c.clip_low : ratio;
   bounded = (bounded > c.clip_high ? c.clip_high : bounded) * advantage;

@@ -129,3 +129,8 @@ def check_budget(workspace_bytes: Any) -> None:
         raise TypeError(f"workspace_bytes: expected an int, got {workspace_bytes!r}")
     if workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")
+
+
+def is_one(x: Tensor) -> bool:
+    """Whether x () is known to be 1: on a CPU. On a GPU the question would wait for the device; the answer is no."""
+    return x.device.type == "cpu" and x.item() == 1.0

@@ -37,7 +37,9 @@ CASES = [
     parity.Case("top-entropy mask", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}),
     parity.Case("off-policy mask", {"off_policy_mask_threshold": 0.5}, mixin="sampling"),
     parity.Case("LoRA", {"learning_rate": 1e-2, **TWICE}, lora=True),
-    parity.Case("soft-capping", TWICE, kind="softcap"),
+    # Adam's first steps make directions of a gradient's last bits, and a saturated cap many small gradients: another
+    # order of roundings shows (4.1e-5 with the C++ kernels, 1.9e-6 with torch), though both are as near to float64
+    parity.Case("soft-capping", TWICE, kind="softcap", tolerance=1e-4),
     parity.Case("logit scale", TWICE, kind="logit_scale"),
     parity.Case("bias", TWICE, kind="bias"),
     parity.Case("fp32 head in bf16", {"cast_lm_head_to_fp32": True}, dtype="bfloat16", tolerance=2e-2),

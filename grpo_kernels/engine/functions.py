@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.checks import is_one
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.passes import (
     RECOMPUTING,
@@ -156,8 +157,8 @@ class Like:
 
 def _scale(stored: Gradients, factor: Tensor, *, overwrite: bool) -> Gradients:
     """`stored` times `factor`, () or (n, 1); in place if nobody will need `stored` again."""
-    if overwrite and factor.dim() == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
-        return stored  # as for `loss.backward()`; on a GPU the question would wait for the device
+    if overwrite and factor.dim() == 0 and is_one(factor):  # as for `loss.backward()`
+        return stored
 
     def times(x: Tensor | None) -> Tensor | None:
         if x is None:
