@@ -6,11 +6,9 @@
 
 namespace grpo_kernels {
 
-// clang-format off
 namespace portable { extern const Kernels<float> in_float; extern const Kernels<double> in_double; }
 namespace avx2 { extern const Kernels<float> in_float; extern const Kernels<double> in_double; }
 namespace avx512 { extern const Kernels<float> in_float; extern const Kernels<double> in_double; }
-// clang-format on
 
 namespace {
 

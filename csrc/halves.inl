@@ -36,8 +36,6 @@ INLINE Float rounded_to(Float x, Dtype dtype) {
   return dtype == Dtype::bf16 ? from_bf16(to_bf16(x)) : from_f16(to_f16(x));
 }
 
-INLINE int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
-
 // kWidth<T> numbers of `dtype`: that of T or, where that is float, a 16-bit one.
 template <class T>
 INLINE Vector<T> load(const void* from, Dtype dtype) {

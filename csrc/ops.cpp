@@ -31,8 +31,6 @@ Dtype dtype_of(ScalarType type) {
   }
 }
 
-int64_t bytes_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
-
 // (n,), contiguous, of T
 template <class T>
 T* column(const Tensor& x, int64_t n, const char* name) {
@@ -55,7 +53,7 @@ struct Matrix {
     STD_TORCH_CHECK(x.dim() == 2 && x.size(0) == n && x.size(1) == vocab, name, ": expected (", n, ", ", vocab, ")");
     STD_TORCH_CHECK(vocab < 2 || x.stride(1) == 1, name, ": expected contiguous rows");
     data = static_cast<char*>(x.mutable_data_ptr());
-    row_bytes = x.stride(0) * bytes_of(dtype);
+    row_bytes = x.stride(0) * size_of(dtype);
   }
   char* row(int64_t i) const { return data + i * row_bytes; }
 };
@@ -84,7 +82,7 @@ struct Chunk {
     const bool rounds = transform.rounded_to.has_value();
     const Dtype rounded_to = rounds ? dtype_of(*transform.rounded_to) : x.dtype;
     STD_TORCH_CHECK((x.dtype == Dtype::f64) == (sizeof(T) == 8), "logits: float64 goes with float64 alone");
-    STD_TORCH_CHECK(!rounds || bytes_of(rounded_to) == 2, "rounded_to: expected a dtype of 16 bits");
+    STD_TORCH_CHECK(!rounds || size_of(rounded_to) == 2, "rounded_to: expected a dtype of 16 bits");
     first = {x.data, x.dtype, logits.size(1), bias, rounds, rounded_to, transform.has_softcap,
              static_cast<T>(transform.inner), static_cast<T>(transform.outer)};
   }
@@ -107,9 +105,16 @@ struct Chunk {
   }
 };
 
+// Statistics (n,); entropies where they are wanted.
 template <class T>
 struct StatColumns {
   T *logps, *max_logit, *log_sum, *entropies;
+
+  StatColumns(int64_t n, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const MaybeTensor& entropies)
+      : logps(column<T>(logps, n, "logps")),
+        max_logit(column<T>(max_logit, n, "max_logit")),
+        log_sum(column<T>(log_sum, n, "log_sum")),
+        entropies(column<T>(entropies, n, "entropies")) {}
 };
 
 // The statistics of row i, written. An id that does not exist has a log-probability of NaN.
@@ -146,8 +151,7 @@ void stats_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
               const MaybeTensor& log_sum_sq_probs, const MaybeTensor& mean_logits, const MaybeTensor& is_top1) {
   const Chunk<T> chunk(logits, ids, transform);
   const int64_t n = logits.size(0), vocab = logits.size(1);
-  const StatColumns<T> out{column<T>(logps, n, "logps"), column<T>(max_logit, n, "max_logit"),
-                           column<T>(log_sum, n, "log_sum"), column<T>(entropies, n, "entropies")};
+  const StatColumns<T> out(n, logps, max_logit, log_sum, entropies);
   T* const squares = column<T>(log_sum_sq_probs, n, "log_sum_sq_probs");
   T* const means = column<T>(mean_logits, n, "mean_logits");
   bool* const top1 = column<bool>(is_top1, n, "is_top1");
@@ -166,8 +170,7 @@ void grad_of(const Tensor& logits, const Tensor& ids, const Transform& transform
              const MaybeTensor& b, int64_t first_id, const Tensor& out) {
   const Chunk<T> chunk(logits, ids, transform);
   const int64_t n = logits.size(0);
-  const StatColumns<T> stats{column<T>(logps, n, "logps"), column<T>(max_logit, n, "max_logit"),
-                             column<T>(log_sum, n, "log_sum"), column<T>(entropies, n, "entropies")};
+  const StatColumns<T> stats(n, logps, max_logit, log_sum, entropies);
   const T *a_rows = column<T>(a, n, "a"), *b_rows = column<T>(b, n, "b");
   const Matrix to(out, n, logits.size(1), "out");
   check_out<T>(to);
@@ -196,8 +199,7 @@ void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
   const T *advantages = column<T>(tokens.advantages, n, "advantages"), *weights = column<T>(tokens.weights, n, "weights");
   const T *old = column<T>(tokens.old, n, "old"), *ref = column<T>(tokens.ref, n, "ref");
   const T* gate = column<T>(tokens.gate, n, "gate");
-  const StatColumns<T> stats{column<T>(results.logps, n, "logps"), column<T>(results.max_logit, n, "max_logit"),
-                             column<T>(results.log_sum, n, "log_sum"), column<T>(results.entropies, n, "entropies")};
+  const StatColumns<T> stats(n, results.logps, results.max_logit, results.log_sum, results.entropies);
   T *loss = column<T>(results.loss, n, "loss"), *a = column<T>(results.a, n, "a");
   T *log_ratio = column<T>(results.log_ratio, n, "log_ratio"), *kl = column<T>(results.kl, n, "kl");
   const LossConstants<T> constants = given.template to<T>();
@@ -263,7 +265,7 @@ std::string isa(std::string name) {
 }  // namespace
 }  // namespace grpo_kernels
 
-#define ROWS                                                                                                  \
+#define ROWS                                                                                                        \
   "Tensor logits, Tensor ids, Tensor? bias, Tensor? inv_temperatures, float inner, float outer, bool has_softcap, " \
   "ScalarType? rounded_to, "
 
@@ -288,4 +290,6 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_kernels_cpp, CPU, m) {
   m.impl("fused", TORCH_BOX(&grpo_kernels::fused));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels_cpp, CompositeExplicitAutograd, m) { m.impl("isa", TORCH_BOX(&grpo_kernels::isa)); }
+STABLE_TORCH_LIBRARY_IMPL(grpo_kernels_cpp, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&grpo_kernels::isa));
+}

@@ -8,6 +8,10 @@ namespace grpo_kernels {
 
 enum class Dtype { f32, f64, bf16, f16 };
 
+constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+
+constexpr float kLowest = -1e4f;  // e^ of it is 0, and 0 * it is 0, which 0 * -inf is not
+
 // A row of the raw projection x, and how it becomes logits:
 //   z = x * inner, or tanh(x * inner) * outer with a soft-cap, of round(x + bias)
 template <class T>

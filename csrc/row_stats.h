@@ -33,7 +33,7 @@ Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T a, T b, bool has
   const double p = std::exp(static_cast<double>(logp)), others = -std::expm1(static_cast<double>(logp));
   double at_target = a * others, offset = 0.0;
   if (has_b) {
-    const double finite = logp < -1e4 ? -1e4 : logp;
+    const double finite = logp < kLowest ? kLowest : logp;
     at_target -= b * p * (finite + entropy);
     offset = static_cast<double>(entropy) - log_sum;
   }
@@ -41,7 +41,7 @@ Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T a, T b, bool has
   at.max = max;
   at.inv_sum = static_cast<T>(std::exp(-static_cast<double>(log_sum)));
   at.offset = static_cast<T>(offset);
-  at.a = a, at.b = has_b ? b : T(0), at.has_b = has_b;
+  at.a = a, at.b = b, at.has_b = has_b;
   at.at_target = static_cast<T>(at_target);
   return at;
 }

@@ -4,7 +4,6 @@
 
 constexpr int kLanes = 32;
 constexpr int64_t kTile = 128 * kLanes;  // sums in T have 128 terms
-constexpr float kLowest = -1e4f;         // e^ of it is 0, and 0 * it is 0, which 0 * -inf is not
 
 template <class T>
 constexpr Dtype kDtype = sizeof(T) == 4 ? Dtype::f32 : Dtype::f64;

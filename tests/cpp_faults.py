@@ -98,7 +98,7 @@ FAULTS = [
         ROWS,
     ),
     Fault("entropy gradient's sign at the target", STATS, "at_target -= b", "at_target += b", ROWS),
-    Fault("0 * -inf at the target", STATS, "logp < -1e4 ? -1e4 : logp", "logp", ROWS),
+    Fault("0 * -inf at the target", STATS, "logp < kLowest ? kLowest : logp", "logp", ROWS),
     Fault("all of the equal largest are top-1", OPS, "sums.argmax == chunk.ids[i]", "sums.target == sums.max", ROWS),
     Fault("an id that does not exist", OPS, "chunk.has_target(i) ? target_logp(sums) : NAN", "target_logp(sums)", ROWS),
     # 16-bit numbers and elementary functions
