@@ -1,14 +1,15 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo lint aot faults sanitize gpu tune parity wheel format clean
+.PHONY: help test demo bench lint aot faults sanitize gpu tune parity wheel format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
 # The path is part of the stamp's name: a checkout that was moved installs itself again.
 STAMP       := $(VENV)/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 CONSTRAINTS := requirements/constraints.txt
-EXTRAS      := trl,demo,test,dev
+PEERS       := requirements/peers.txt
+EXTRAS      := trl,demo,bench,test,dev
 
 # The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
 NEW_ENOUGH  := import sys; sys.exit(sys.version_info < (3, 11))
@@ -19,6 +20,7 @@ TEST_WORKERS ?= 2
 TEST_SECONDS ?= 1800
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
+BENCH_ARGS  ?=
 PARITY_ARGS ?=
 AOT_ARGS    ?=
 FAULTS      ?=
@@ -39,12 +41,13 @@ export PYTHONUNBUFFERED := 1
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
 	@echo "installing the pinned environment into $(VENV)"
 	@$(PIP) install --quiet -c $(CONSTRAINTS) torch
 	@$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@$(PIP) install --quiet --no-deps -r $(PEERS)
 	@touch $@
 
 test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
@@ -52,6 +55,9 @@ test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/test_x.py -k name" for some of 
 
 demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
 	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
+
+bench: $(STAMP)  ## the head on a CPU, ours and every peer, in one run: JSON, docs/benchmarks.md, plots (BENCH_ARGS=--help)
+	$(PY) -m benchmarks --plot $(BENCH_ARGS) </dev/null
 
 lint: $(STAMP)  ## style, format and types
 	$(PY) -m ruff check .

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.flops import counter as operations  # noqa: E402
 
 
 @dataclass
@@ -49,15 +51,6 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.note()
         return (None, *grads)
-
-
-def _addmm_flops(_self: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return int(2 * a[0] * a[1] * b[1])
-
-
-def _counter() -> FlopCounterMode:
-    # `addmm_` is the in-place product TRL's backward uses on a CPU; torch's own table lacks it.
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
 
 
 def counted(apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts) -> Callable[..., Any]:
@@ -102,7 +95,7 @@ def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
 
         trainer._compute_loss = compute_loss
 
-    theirs, counter = trl_utils._ChunkedLogProbFunction, _counter()
+    theirs, counter = trl_utils._ChunkedLogProbFunction, operations()
     apply = staticmethod(counted(theirs.apply, counter, counts))
     stock = type("Counted", (), {"apply": apply, "forward": theirs.forward})
     ours = staticmethod(counted(trl_hook.FusedHead.apply, counter, counts))
@@ -118,7 +111,7 @@ def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
 
 def count(trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3", **options: Any) -> Counts:
     """Head operations of `steps` optimiser steps of the tiny run of `tests/tiny_models.py`."""
-    import tiny_models
+    from tests import tiny_models
 
     counts = Counts(steps=steps)
     with tempfile.TemporaryDirectory() as folder, _watched(counts, compact) as prepare:

@@ -22,7 +22,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
@@ -155,10 +155,10 @@ def extras() -> Iterator[Case]:
 
 def run(case: Case, steps: int) -> Result:
     """Trains with both trainers and compares."""
-    import tiny_models
     from trl import GRPOTrainer
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from tests import tiny_models
 
     began = time.perf_counter()
     histories = []
@@ -233,9 +233,10 @@ def table(results: list[Result]) -> list[str]:
 
 def page(results: list[Result], flops: list[str], steps: int) -> str:
     """docs/parity.md."""
-    import tiny_models
     import transformers
     import trl
+
+    from tests import tiny_models
 
     exact = [r for r in results if r.case.tolerance == TOLERANCE]
     lines = [

@@ -1,4 +1,4 @@
-"""Triton's interpreter made fit for exact tests: bfloat16 is rounded as on a GPU, where it would drop the low bits."""
+"""Triton's interpreter made fit for exact tests: bfloat16 is rounded as on a GPU, and a row of a product is its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 
 
 def prepare() -> None:
-    """Convert between float32 and bfloat16 exactly; be quiet about NaN; patch `tl` less often.
+    """Convert between float32 and bfloat16 exactly; multiply row by row; be quiet about NaN; patch `tl` less often.
+
+    The interpreter drops bfloat16's low bits. Its `tl.dot` is a BLAS's, which on some processors gives the same row
+    other bits at another place of the tile; on a GPU a row's bits do not depend on that.
 
     A launch patches the kernel's `tl` and takes that back, and every call of a device function does it again, which
     takes as long as running it. The patches of device functions stay, so once for each module will do.
@@ -30,6 +33,15 @@ def prepare() -> None:
             return (np.ascontiguousarray(x).astype(np.uint32) << 16).view(np.float32)
         return convert(x, source, target, mode)
 
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def row_by_row(self: Any, a: Any, b: Any, d: Any, *others: Any) -> Any:
+        if a.data.dtype not in (np.float32, np.float16):
+            return dot(self, a, b, d, *others)
+        left, right = (np.ascontiguousarray(x.data, dtype=d.data.dtype) for x in (a, b))
+        product = np.einsum("...ik,...kj->...ij", left, right)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
     def quiet_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         with np.errstate(all="ignore"):  # -inf - -inf and the like, of which the kernels keep nothing
             return launch(self, *args, **kwargs)
@@ -43,5 +55,6 @@ def prepare() -> None:
 
     exact.is_exact = True  # type: ignore[attr-defined]
     interpreter._convert_float = exact
+    interpreter.InterpreterBuilder.create_dot = row_by_row
     interpreter.GridExecutor.__call__ = quiet_launch
     interpreter.InterpretedFunction.__call__ = call_patched_once

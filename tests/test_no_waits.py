@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_gpu import OnGPU, Waits, here, pretended
 from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob
+from tests.pretend_gpu import OnGPU, Waits, here, pretended
 
 B, T, H, V = 2, 5, 8, 19
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-import tiny_models
 import trl
 import trl.trainer.utils as trl_utils
 
@@ -17,6 +16,7 @@ from grpo_kernels import Expectation
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations import trl_hook
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from tests import tiny_models
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 TWICE = {"num_iterations": 2, "beta": 0.04}

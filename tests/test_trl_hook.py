@@ -12,7 +12,6 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-import tiny_models
 import trl
 import trl.trainer.utils as trl_utils
 from datasets import Dataset
@@ -20,6 +19,7 @@ from datasets import Dataset
 from benchmarks import parity
 from grpo_kernels.integrations import trl_hook
 from grpo_kernels.integrations.trl import patch_trl, unpatch_trl
+from tests import tiny_models
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 

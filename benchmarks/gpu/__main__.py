@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import machine, peers
-from benchmarks.gpu.cases import CASES
-from benchmarks.gpu.child import ROOT
-from benchmarks.gpu.events import describe
-from benchmarks.gpu.results import Results
+from benchmarks import machine
+from benchmarks.child import ROOT
+from benchmarks.events import describe
+from benchmarks.gpu import peers
 from benchmarks.gpu.run_sanitizer import run_sanitizer
 from benchmarks.gpu.run_tests import run_tests
 from benchmarks.gpu.summary import conclude
 from benchmarks.gpu.supervise import supervise
+from benchmarks.plan import gpu_cases
+from benchmarks.results import Results
 
 STEPS = ("tests", "sanitizer", "bench")
 SHARES = {"tests": 0.40, "sanitizer": 0.30, "bench": 1.0}  # of the time left when the step begins
@@ -41,7 +42,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=560.0, help="for everything (default 560)")
     parser.add_argument("--out", type=Path, help="result file (default benchmarks/results/<device>-<date>.json)")
     parser.add_argument("--wheels", type=Path, nargs="+", default=[], help="folders with wheels of the peers")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="only these cases")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in gpu_cases()], help="only these cases")
     parser.add_argument("--providers", nargs="+", help="only these providers")
     parser.add_argument("--profile", action="store_true", help="also profile a step of ours by kernel")
     parser.add_argument("--no-micro", action="store_true", help="leave out the row kernels and the device's ceilings")
@@ -53,10 +54,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def plan_items(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What the worker is to do, the most important first."""
-    chosen = [case.name for case in CASES if not options.cases or case.name in options.cases]
-    items: list[dict[str, Any]] = [{"kind": "case", "case": name, "seconds": CASE_SECONDS} for name in chosen]
+    chosen = [case.name for case in gpu_cases() if not options.cases or case.name in options.cases]
+    providers = {case.name: list(case.providers) for case in gpu_cases()}
+    items: list[dict[str, Any]] = [
+        {"kind": "case", "case": name, "seconds": CASE_SECONDS, "providers": providers[name]} for name in chosen
+    ]
     if options.profile:
-        profiled = [{"kind": "profile", "case": name} for name in chosen if name in ("trainable", "frozen")]
+        profiled = [{"kind": "profile", "case": name} for name in chosen if name in ("main", "frozen")]
         items[2:2] = profiled  # a missed goal has to be explained, whatever else there is no time for
     if not options.no_micro:
         items.insert(0, {"kind": "ceilings"})
@@ -112,8 +116,9 @@ def main(given: Sequence[str] | None = None) -> int:
     about = machine.describe(ROOT, options.commit)
     device = "cpu" if options.dry_run else re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower()).strip("-")
     out = options.out or ROOT / "benchmarks" / "results" / f"{device}-{about['date'][:10]}.json"
-    results = Results(out, format=1, status="running", dry_run=options.dry_run, machine=about)
-    results.merge("command", arguments=list(sys.argv[1:] if given is None else given))
+    results = Results(out, format=2, status="running", dry_run=options.dry_run, machine=about, device=about["device"])
+    results.merge(commit=about["commit"], date=about["date"])
+    results.merge(command=list(sys.argv[1:] if given is None else given))
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     started = time.time()
     status = "interrupted"

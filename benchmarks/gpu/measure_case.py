@@ -7,16 +7,16 @@ from collections.abc import Callable, Container
 
 import torch
 
-from benchmarks.gpu.cases import BenchCase, Inputs, make_inputs
-from benchmarks.gpu.events import Events
-from benchmarks.gpu.providers import Step, build
-from benchmarks.gpu.reference import Reference, errors, is_right, reference
-from benchmarks.gpu.timing import ROUNDS, Clock, interleaved, peak_extra_bytes, quantiles
+from benchmarks.cases import BenchCase, Inputs, make_inputs
+from benchmarks.events import Events
+from benchmarks.measure import Step, check, times
+from benchmarks.memory import Peak
+from benchmarks.providers import MIB, Forward, build
+from benchmarks.reference import reference
+from benchmarks.timing import Clock, interleaved
 
 FIRST_CALL_LIMIT = 100.0  # seconds: some compile for a minute
 WARM_UP = 2
-NOT_COMPARED = ("products",)
-MIB = 2**20
 
 
 def measure_case(
@@ -41,49 +41,44 @@ def measure_case(
         toy: one round, and Triton's interpreter for ours.
     """
     top = ("cases", case.name)
-    shape = {"n": case.n, "h": case.h, "v": case.v, "products_nvh": case.products_nvh, "flops": case.flops}
-    traits = {"frozen": case.frozen, "zero_share": case.zero_share, "score": case.score, "off_policy": case.off_policy}
-    events.result(*top, status="running", dtype="bfloat16", **shape, **traits)
+    events.result(*top, status="running", **case.about())
     events.begin(*top, "reference", limit=FIRST_CALL_LIMIT)
     inputs = make_inputs(case, device)
     want = reference(inputs)
     clock = Clock(device, flush=flush)
 
-    steps: dict[str, Step] = {}
+    forwards: dict[str, Forward] = {}
     for name in case.providers:
         if name in excluded or (only is not None and name not in only):
             continue
         path = (*top, "providers", name)
         with events.noting(*path, limit=FIRST_CALL_LIMIT):
-            step = build(name, inputs, "triton" if toy else "auto")
-            if _check(step, name, inputs, want, clock, lambda path=path, **x: events.result(*path, **x)):
-                steps[name] = step
+            forward = build(name, inputs, "triton" if toy else "auto")
+            found = check(name, forward, inputs, want)
+            events.result(*path, **found)
+            if found["status"] == "checked":
+                events.result(*path, extra_mib=_extra_mib(forward, inputs))
+                forwards[name] = forward
+                if case.rounds == 0:
+                    events.result(*path, status="ok")
     del want
     until = min(until, time.time() + seconds)
-    _time(steps, inputs, clock, events, top, until=until, rounds=1 if toy else ROUNDS)
+    if case.rounds:
+        _time(forwards, inputs, clock, events, top, until=until, rounds=1 if toy else case.rounds)
     events.result(*top, status="complete")
 
 
-def _check(step: Step, name: str, inputs: Inputs, want: Reference, clock: Clock, tell: Callable[..., None]) -> bool:
-    """Whether the step gives the right result; tells that, how long the first call took, and what memory it needs."""
+def _extra_mib(forward: Forward, inputs: Inputs) -> float | None:
     inputs.clear_gradients()
-    started = time.perf_counter()
-    outcome = step()
-    found = {} if name in NOT_COMPARED else errors(outcome, inputs, want)
-    right = name in NOT_COMPARED or is_right(found, inputs.case)
-    tell(status="checked" if right else "wrong", errors=found, note=outcome.note)
-    tell(first_call_s=round(time.perf_counter() - started, 3))
-    del outcome
+    peak = Peak(inputs.hidden.device)
+    Step(forward)()
+    extra = peak.extra_bytes(sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None))
     inputs.clear_gradients()
-    if right:
-        peak = peak_extra_bytes(step, inputs.hidden.device)
-        tell(peak_extra_mib=None if peak is None else round(peak / MIB, 1))
-    inputs.clear_gradients()
-    return right
+    return None if extra is None else round(extra / MIB, 1)
 
 
 def _time(
-    steps: dict[str, Step],
+    forwards: dict[str, Forward],
     inputs: Inputs,
     clock: Clock,
     events: Events,
@@ -92,9 +87,10 @@ def _time(
     until: float,
     rounds: int,
 ) -> None:
-    expected = dict.fromkeys(steps, 0.0)
-    ready: dict[str, Step] = {}
-    for name, step in steps.items():
+    expected = dict.fromkeys(forwards, 0.0)
+    ready: dict[str, Callable[[], object]] = {}
+    for name, forward in forwards.items():
+        step = Step(forward, lap=clock.lap)
         with events.noting(*top, "providers", name):
             for _ in range(WARM_UP if rounds > 1 else 0):
                 inputs.clear_gradients()
@@ -105,21 +101,29 @@ def _time(
         events.begin(*top, "providers", name)
         inputs.clear_gradients()
 
+    laps: dict[str, list[float]] = {name: [] for name in ready}
+
+    def after(name: str) -> None:
+        if clock.forward_ms is not None:
+            laps[name].append(clock.forward_ms)
+
     broken: set[str] = set()
 
     def failed(name: str, error: Exception) -> None:
         broken.add(name)
         events.failed(error, *top, "providers", name)
 
+    mode = "score" if inputs.case.score else "full"
+
     def tell(status: str) -> None:
         for name, values in samples.items():
             if values and name not in broken:
-                events.result(*top, "providers", name, status=status, ms=quantiles(values))
+                events.result(*top, "providers", name, status=status, **times(values, laps[name], mode=mode))
 
     told = time.time()
     samples: dict[str, list[float]] = {}
     for so_far in interleaved(
-        ready, clock, expected_ms=expected, before=before, failed=failed, until=until, rounds=rounds
+        ready, clock, expected_ms=expected, before=before, failed=failed, until=until, rounds=rounds, after=after
     ):
         samples.update(so_far)
         if time.time() - told > 5.0:

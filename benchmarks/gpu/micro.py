@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cases import SEED, SPREAD
-from benchmarks.gpu.events import Absence, Events
-from benchmarks.gpu.timing import Clock, interleaved, quantiles
+from benchmarks.cases import SEED
+from benchmarks.events import Absence, Events
+from benchmarks.timing import Clock, interleaved, quantiles
 
+SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30
 SQUARE = 8192
 ROWS, VOCAB = 1024, 151936

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.child import environment, run
+from benchmarks.child import environment, run
 
 SECONDS = 120.0
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.cases import BenchCase, make_inputs
-from benchmarks.gpu.events import Events
-from benchmarks.gpu.providers import build
-from benchmarks.gpu.timing import Clock
+from benchmarks.cases import BenchCase, make_inputs
+from benchmarks.events import Events
+from benchmarks.measure import Step
+from benchmarks.providers import build
+from benchmarks.timing import Clock
 
 TOP = 25
 
@@ -20,7 +21,7 @@ def profile_step(case: BenchCase, device: torch.device, events: Events, *, toy: 
     path = ("profile", case.name)
     with events.noting(*path, limit=150.0):
         inputs = make_inputs(case, device)
-        step = build("ours", inputs, "triton" if toy else "auto")
+        step = Step(build("ours", inputs, "triton" if toy else "auto"))
         clock = Clock(device)
         for _ in range(3):
             inputs.clear_gradients()

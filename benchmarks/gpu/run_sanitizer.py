@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.child import ROOT, Ran, environment, run
-from benchmarks.gpu.results import Results
+from benchmarks.child import ROOT, Ran, environment, run
+from benchmarks.results import Results
 
 TOOLS = ("memcheck", "racecheck")
 SCRIPT = [sys.executable, "-m", "benchmarks.gpu.sanitized"]

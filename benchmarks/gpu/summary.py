@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu.results import Results
 from benchmarks.gpu.verdict import derive, judge
+from benchmarks.results import Results
 
 
 def conclude(results: Results) -> bool:
@@ -27,11 +27,12 @@ def is_well(data: dict[str, Any]) -> bool:
     bad_tests = any(tests.get("counts", {}).get(name, 0) for name in ("failed", "error"))
     bad_tests |= any(tests.get(name, {}).get("status") in ("error", "out of time") for name in ("together", "alone"))
     bad_tests |= bool(tests) and not data.get("dry_run") and not tests.get("counts", {}).get("passed")
-    ours = [x.get("providers", {}).get("ours", {}).get("status") for _, x in _tables(data.get("cases"))]
+    providers = [x.get("providers", {}) for _, x in _tables(data.get("cases"))]
+    ours = {x["ours"].get("status") for x in providers if "ours" in x}
     found = any(isinstance(x, dict) and x.get("in_our_kernels") for x in sanitizer.values())
     found |= sanitizer.get("script_exit", 0) != 0
     missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
-    return not (bad_tests or found or missed or "failed_steps" in data) and set(ours) <= {"ok"}
+    return not (bad_tests or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}
 
 
 def lines(data: dict[str, Any]) -> list[str]:
@@ -83,14 +84,14 @@ def _case_lines(name: str, case: dict[str, Any]) -> list[str]:
     shape = f"N {case.get('n')}, H {case.get('h')}, V {case.get('v')}"
     text = [f"{name} ({shape}): {case.get('status')} {case.get('reason', '')[:200]}"]
     for provider, x in case.get("providers", {}).items():
-        ms = x.get("ms", {})
+        ms = x.get("ms", {}).get("full") or x.get("ms", {}).get("score") or {}
         if "median" not in ms:
             text.append(f"  {provider:13s} {x.get('status')}: {x.get('reason', '')[:140]} {_errors(x)}")
             continue
         rate = case.get("derived", {}).get("tflops", {}).get(provider, "")
         text.append(
             f"  {provider:13s} {ms['median']:9.3f} ms [{ms['p20']:.2f}, {ms['p80']:.2f}] {rate} TFLOP/s "
-            f"{x.get('peak_extra_mib')} MiB {x.get('note', '')[:24]} {_errors(x)}"
+            f"{x.get('extra_mib')} MiB {x.get('note', '')[:24]} {_errors(x)}"
         )
     ratios = {k: x for k, x in case.get("derived", {}).items() if k != "tflops"}
     return [*text, f"  {ratios}"]

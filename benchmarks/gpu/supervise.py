@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.child import environment, start, stop
-from benchmarks.gpu.results import Results
+from benchmarks.child import environment, start, stop
+from benchmarks.results import Results
 
 START_SECONDS = 90.0  # from the start of a process to its first event
 GRACE_SECONDS = 20.0  # past the end of the budget
@@ -97,7 +97,7 @@ def _leave_out(items: list[dict[str, Any]], watch: Watch, results: Results) -> N
         return
     _, case, _, provider = watch.path
     for item in items[watch.item :]:
-        if item["kind"] == "case":
+        if item["kind"] == "case" and provider in item["providers"]:
             item.setdefault("excluded", []).append(provider)
             if item["case"] != case:
                 reason = f"brought the process down in {case}"

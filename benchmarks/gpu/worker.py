@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import site
@@ -10,8 +9,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-PEERS = ("trl", "liger-kernel", "verl", "nvidia-cutlass-dsl", "transformers")
 
 
 def main(plan_file: str, events_file: str) -> None:
@@ -23,15 +20,18 @@ def main(plan_file: str, events_file: str) -> None:
 
     import torch
 
-    from benchmarks.gpu.events import Events
+    from benchmarks.events import Events
 
     toy = plan["toy"]
     device = torch.device("cpu" if toy else "cuda")
-    torch.set_num_threads(1 if toy else max(1, torch.get_num_threads()))
+    if toy:
+        torch.set_num_threads(1)
     events = Events(Path(events_file))
     if plan["first"] == 0:
-        events.begin("peers")
-        events.result("peers", **{name: _version(name) for name in PEERS})
+        from benchmarks.machine import peer_versions
+
+        events.begin("worker")
+        events.result("versions", **peer_versions())
     for i in range(plan["first"], len(plan["items"])):
         item = plan["items"][i]
         events.item = i
@@ -46,7 +46,8 @@ def main(plan_file: str, events_file: str) -> None:
 
 
 def _do(item: dict[str, Any], plan: dict[str, Any], device: Any, events: Any, toy: bool) -> None:
-    from benchmarks.gpu import cases, measure_case, micro, profiling
+    from benchmarks.gpu import measure_case, micro, profiling
+    from benchmarks.plan import gpu_cases
 
     kind = item["kind"]
     if kind == "ceilings":
@@ -56,7 +57,7 @@ def _do(item: dict[str, Any], plan: dict[str, Any], device: Any, events: Any, to
     elif kind == "scoring":
         micro.measure_scoring(device, events, toy=toy)
     else:
-        case = next(case for case in cases.CASES if case.name == item["case"])
+        case = next(case for case in gpu_cases() if case.name == item["case"])
         case = case.toy() if toy else case
         if kind == "profile":
             profiling.profile_step(case, device, events, toy=toy)
@@ -90,13 +91,6 @@ def _release(device: Any) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 if __name__ == "__main__":

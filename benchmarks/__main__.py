@@ -1,0 +1,196 @@
+"""``python -m benchmarks``: the head of a policy loss on a CPU, ours and every peer in one run.
+
+Writes a JSON file, complete after every single result, tables in markdown beside it, and with --plot the plots.
+Exit status: 1 if ours was wrong or slower than in the results compared with, 2 if it could not start. Let nothing else
+run meanwhile: the tables say how much of the machine other processes used. On a GPU: ``python -m benchmarks.gpu``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import compare, figures, labels, plots, tables
+from benchmarks.cases import HEADS, WORKLOADS, BenchCase
+from benchmarks.child import ROOT
+from benchmarks.machine import describe_cpu, git_commit, peer_versions
+from benchmarks.plan import PARTS, cpu_cases
+from benchmarks.providers import PROVIDERS, named
+from benchmarks.results import Results
+
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+MODES = ("forward", "backward", "full", "score")
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--providers", nargs="+", help=f"only these: {' '.join(PROVIDERS)}; ours@MIB: that workspace")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "training"), help="only these parts")
+    parser.add_argument("--cases", nargs="+", help="only the cases of these names")
+    parser.add_argument("--shapes", nargs="+", choices=HEADS, help="only the heads of these models")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="only these workloads")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="forward alone, backward and full, or scoring")
+    parser.add_argument("--head", choices=("trainable", "frozen"), help="only cases with such a head")
+    parser.add_argument("--rounds", type=int, help="how often each provider is timed")
+    parser.add_argument("--rows", type=int, help="tokens, N")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--backend", default="auto", help='of "ours"')
+    parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)")
+    parser.add_argument("--compare", type=Path, metavar="OLD", help="results to compare with")
+    parser.add_argument("--plot", action="store_true", help="tables and plots into docs/benchmarks.md, docs/plots/")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: show these results")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where --plot writes")
+    parser.add_argument("--smoke", action="store_true", help="everything at toy size, once")
+    options = parser.parse_args(given)
+    try:
+        for name in options.providers or ():
+            named(name)
+        for file in (options.compare, options.report):
+            if file is not None:
+                json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if options.smoke and options.plot and options.docs == DOCS:
+        parser.error("--plot: expected --docs too with --smoke, whose figures are no measurement")
+    for case in chosen(options):
+        if case.n % case.t:
+            parser.error(f"--rows: expected a multiple of T, {case.t} in the case {case.name}, got {case.n}")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[BenchCase]:
+    """The cases that were asked for."""
+    found = []
+    for case in cpu_cases():
+        modes = ("score",) if case.score else ("full", "forward", "backward")
+        if options.parts and case.part not in options.parts:
+            continue
+        if options.cases and case.name not in options.cases:
+            continue
+        if options.shapes and case.model not in options.shapes:
+            continue
+        if options.workloads and not any(_is_workload(case, name) for name in options.workloads):
+            continue
+        if options.modes and not set(options.modes) & set(modes):
+            continue
+        if options.head and (options.head == "frozen") != case.frozen:
+            continue
+        found.append(_changed(case, options))
+    return found
+
+
+def _is_workload(case: BenchCase, name: str) -> bool:
+    plain = BenchCase("")
+    traits = ("padding", "zero_share", "drift", "top_entropy", "sequence", "beta")
+    return all(getattr(case, x) == WORKLOADS[name].get(x, getattr(plain, x)) for x in traits)
+
+
+def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
+    if options.providers:
+        case = replace(case, providers=tuple(options.providers))
+    if options.smoke:
+        case = replace(case.toy(), rounds=min(case.rounds, 1))
+    if options.rows:
+        case = replace(case, n=options.rows)
+    return case if options.rounds is None else replace(case, rounds=options.rounds if case.rounds else 0)
+
+
+def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
+    """Run what was asked for."""
+    from benchmarks import suite  # pytest is not needed to draw plots
+
+    torch.set_num_threads(options.threads)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    results = Results(
+        options.save or RESULTS / f"cpu{_kind(options)}-{date[:10]}.json",
+        format=2,
+        status="running",
+        smoke=options.smoke,
+        command=list(command),
+        device="cpu",
+        date=date,
+        commit=git_commit(ROOT),
+        threads=options.threads,
+        machine=describe_cpu(),
+        versions=peer_versions(),
+        cases={},
+    )
+    cases = chosen(options)
+    status = 0
+    if cases:
+        forward_only = options.modes is not None and set(options.modes) <= {"forward", "score"}
+        status = suite.run(suite.Suite(cases, results, backend=options.backend, forward_only=forward_only))
+    if "training" in (options.parts or ()):
+        from benchmarks import training  # needs transformers and TRL
+
+        results.merge("training", **training.measure_all(device="cpu", toy=options.smoke, threads=options.threads))
+    results.merge(status="complete" if status in (0, 5) else f"pytest ended with {status}")
+    return results
+
+
+def with_training(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`data`, and where it has none the newest results of `folder` on whole training steps, which take too long to be
+    measured every time.
+    """
+    if "training" in data or data.get("smoke") or data.get("dry_run"):
+        return data
+    for file in sorted(folder.glob("*training*.json"), reverse=True):
+        found = json.loads(file.read_text())
+        if (found["device"], labels.cpu(found)) == (data["device"], labels.cpu(data)):
+            run = {name: found.get(name) for name in ("date", "commit", "threads", "versions", "machine")}
+            return {**data, "training": {**found["training"], "run": run}}
+    return data
+
+
+def _kind(options: argparse.Namespace) -> str:
+    """What a file of results is called that does not hold all of them."""
+    if options.smoke:
+        return "-smoke"
+    if options.parts == ["training"]:
+        return "-training"
+    chosen = (options.providers, options.parts, options.cases, options.shapes, options.workloads, options.modes)
+    return "-part" if any((*chosen, options.head, options.rounds, options.rows)) else ""
+
+
+def is_wrong(data: dict[str, Any]) -> bool:
+    """Whether the run was not complete, or ours was not right somewhere."""
+    cases = (data.get("cases") or {}).values()
+    ours = [x for case in cases for name, x in figures.providers(case).items() if name.startswith("ours")]
+    return data["status"] != "complete" or any(x["status"] not in ("ok", "partial", "absent") for x in ours)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    options = arguments(given)
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    if options.report:
+        data = json.loads(options.report.read_text())
+    else:
+        results = measure(options, sys.argv[1:] if given is None else given)
+        data = results.data
+        print(f"results: {results.path}")
+    data = with_training(data, RESULTS)
+    print("\n".join(tables.lines(data)))
+    if options.plot:
+        drawn = plots.render(data, options.docs / "plots")
+        tables.write(data, options.docs / "benchmarks.md", drawn)
+    regressed = False
+    if options.compare:
+        findings = compare.compare(json.loads(options.compare.read_text()), data)
+        print("\n".join(compare.lines(findings)))
+        regressed = compare.has_regressed(findings)
+    return int(regressed or is_wrong(data))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

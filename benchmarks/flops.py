@@ -1,0 +1,38 @@
+"""torch's counter of floating-point operations, with the products that its own table lacks or gets wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+
+def counter() -> FlopCounterMode:
+    """A counter of products: in place, with the result in another dtype, of grouped experts, of attention on a CPU."""
+    aten = torch.ops.aten
+    formulas = {
+        aten.addmm: addmm,  # torch's own does not take ``out_dtype``
+        aten.addmm_: addmm,
+        aten._grouped_mm: _grouped_mm,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def addmm(_self: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of shapes (n, k) and (k, m); whatever else is given."""
+    return int(2 * a[0] * a[1] * b[1])
+
+
+def _grouped_mm(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return int(2 * a[0] * a[1] * b[-1])  # the groups cut the first dimension of `a`, or the inner one
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))

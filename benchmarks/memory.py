@@ -1,0 +1,54 @@
+"""The most memory a step needs beyond what is there before it and the gradients it returns.
+
+On a GPU torch's allocator tells. On a CPU under Linux it is resident memory: the kernel's high-water mark is set back
+(5 to ``/proc/self/clear_refs``) after what is free was given back. Scratch space of libraries that they keep from an
+earlier step is there before, so it does not count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class Peak:
+    """Begins where it is made; `extra_bytes` ends it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        elif is_measured(device):
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+            if trim is not None:
+                trim(0)
+            CLEAR_REFS.write_text("5")
+            self._before = _status_bytes("VmRSS")
+
+    def extra_bytes(self, returned: int) -> int | None:
+        """The peak since the start, less `returned` bytes; None where nothing measures it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            return int(torch.cuda.max_memory_allocated()) - self._before - returned
+        return _status_bytes("VmHWM") - self._before - returned if is_measured(self._device) else None
+
+
+def is_measured(device: torch.device) -> bool:
+    """Whether `Peak` can tell."""
+    return device.type == "cuda" or (sys.platform == "linux" and os.access(CLEAR_REFS, os.W_OK))
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

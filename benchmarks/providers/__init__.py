@@ -1,0 +1,147 @@
+"""One adapter for each way to compute the case, each used as its users would, each loaded only when it is asked for.
+
+An adapter takes the inputs and returns the forward: a call that gives an `Outcome`, whose loss the harness
+differentiates. One that cannot do a case raises `Absence` with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Inputs, policy_loss
+from benchmarks.events import Absence
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a forward computed. Gradients come into the leaves when `loss` is differentiated."""
+
+    loss: Tensor | None = None  # ()
+    logps: Tensor | None = None  # (B, T)
+    entropies: Tensor | None = None  # (B, T)
+    note: str = ""  # which of its paths ran
+
+
+Forward = Callable[[], Outcome]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Where an adapter is, and what can be said of it.
+
+    Attributes:
+        module: of this package.
+        function: in it, ``function(inputs)``, or with `arguments` too.
+        counted: its matrix products are torch's, so that torch can count their operations.
+        compared: it has results to compare.
+    """
+
+    module: str
+    function: str
+    arguments: tuple[str, ...] = ()
+    counted: bool = True
+    compared: bool = True
+
+
+PROVIDERS = {
+    "ours": Provider("ours", "ours"),
+    "ours/torch": Provider("ours", "ours", ("backend=torch",)),
+    "ours/one_pass": Provider("ours", "ours", ("engine=one_pass",)),
+    "ours/two_pass": Provider("ours", "ours", ("engine=two_pass",)),
+    "ours/lean": Provider("ours", "ours", ("engine=lean",)),
+    "ours/score_dot": Provider("ours", "ours", ("engine=score_dot",), counted=False),
+    "ours/no_mask": Provider("ours", "ours", ("mask=none",)),
+    "ours/expected": Provider("ours", "expected"),
+    "products": Provider("products", "products", compared=False),
+    "eager": Provider("eager", "eager"),
+    "eager/selective": Provider("eager", "selective"),
+    "compiled": Provider("compiled", "compiled", counted=False),
+    "linear_ce": Provider("linear_ce", "linear_ce", counted=False),
+    "linear_ce/chunked": Provider("linear_ce", "chunked", counted=False),
+    "trl": Provider("trl", "trl"),
+    "liger_grpo": Provider("liger_grpo", "liger_grpo"),
+    "liger_ce": Provider("liger_ce", "liger_ce", counted=False),
+    "liger_torch": Provider("liger_ce", "liger_torch"),
+    "verl_torch": Provider("verl", "verl_torch"),
+    "verl_triton": Provider("verl", "verl_triton", counted=False),
+    "unsloth": Provider("unsloth", "unsloth", counted=False),
+    "cce": Provider("cce", "cce", counted=False),
+    "quack": Provider("quack", "quack", counted=False),
+}
+
+
+def named(name: str) -> Provider:
+    """The provider `name`; ``ours@128`` is ours with a workspace of 128 MiB.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    kind, _, mib = name.partition("@")
+    if kind in PROVIDERS and (not mib or (PROVIDERS[kind].function == "ours" and mib.isdigit())):
+        found = PROVIDERS[kind]
+        extra = (f"workspace={mib}",) if mib else ()
+        return Provider(found.module, found.function, found.arguments + extra, found.counted, found.compared)
+    raise ValueError(f"providers: expected some of {', '.join(PROVIDERS)}, or ours@MIB, got {name!r}")
+
+
+def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
+    """The forward of the provider `name`, with `backend` for ours.
+
+    Raises:
+        Absence: it is not installed, or does not do this case.
+        ValueError: there is no provider of that name.
+    """
+    provider = named(name)
+    arguments: dict[str, str] = {"backend": backend} if provider.module == "ours" else {}
+    arguments |= dict(x.split("=") for x in provider.arguments)  # type: ignore[misc]
+    try:
+        function = getattr(importlib.import_module(f"benchmarks.providers.{provider.module}"), provider.function)
+        return function(inputs, **arguments)
+    except ImportError as error:
+        raise Absence(f"{type(error).__name__}: {error}") from error
+
+
+def from_logps(inputs: Inputs, logps: Callable[[], tuple[Tensor, Tensor | None]], note: str = "") -> Forward:
+    """A forward around differentiable log-probabilities (B, T), and entropies (B, T) or None."""
+
+    def score() -> Outcome:
+        with torch.no_grad():
+            return Outcome(None, *logps(), note)
+
+    def forward() -> Outcome:
+        found, entropies = logps()
+        return Outcome(policy_loss(inputs, found, entropies), found, entropies, note)
+
+    return score if inputs.case.score else forward
+
+
+def without_init(*names: str) -> None:
+    """Make packages importable without running their ``__init__``, which wants what a kernel does not (Ray, ...).
+
+    Raises:
+        ImportError: the first of them is not installed.
+    """
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        if name in sys.modules:
+            continue
+        if parent:
+            paths = [f"{path}/{last}" for path in sys.modules[parent].__path__]
+        else:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.submodule_search_locations is None:
+                raise ImportError(f"{name} is not installed")
+            paths = list(spec.submodule_search_locations)
+        module = types.ModuleType(name)
+        module.__path__ = paths
+        sys.modules[name] = module

@@ -1,0 +1,57 @@
+"""Only the matrix products that the case needs, whole, by the vendor's library: the limit that we compare with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Inputs
+from benchmarks.events import Absence
+from benchmarks.providers import Forward, Outcome
+
+SLICE = 1024
+
+
+def products(inputs: Inputs) -> Forward:
+    """Logits of the counted rows in fp32; d hidden and d weight of the rows that may carry gradient.
+
+    Rows that clipping stops are among those: which they are is known from the logits alone.
+    """
+    case = inputs.case
+    counted = inputs.mask.reshape(-1).bool()
+    hidden = inputs.hidden.detach().reshape(-1, case.h)[counted]
+    weight = inputs.weight.detach()
+    graded = round(len(hidden) * case.top_entropy) if case.top_entropy < 1 else case.graded
+    if not hidden.is_cuda and hidden.dtype != torch.float32:
+        raise Absence("no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's")
+    logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
+    _mm(hidden, weight.t(), logits)
+    if case.score:
+
+        def score() -> Outcome:
+            _mm(hidden, weight.t(), logits)
+            return Outcome()
+
+        return score
+    d_logits = hidden.new_empty(graded, case.v)  # of realistic values: an easy operand would run at higher clocks
+    for rows in range(0, graded, SLICE):
+        part = slice(rows, min(rows + SLICE, graded))
+        d_logits[part] = torch.softmax(logits[part], dim=1) / case.n
+    d_hidden = hidden.new_empty(graded, case.h)
+    d_weight = None if case.frozen else weight.new_empty(case.v, case.h, dtype=torch.float32)
+
+    def forward() -> Outcome:
+        _mm(hidden, weight.t(), logits)
+        _mm(d_logits, weight, d_hidden)
+        if d_weight is not None:
+            _mm(d_logits.t(), hidden[len(hidden) - graded :], d_weight)
+        return Outcome()
+
+    return forward
+
+
+def _mm(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if out.dtype != left.dtype:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left, right, out=out)

@@ -1,0 +1,49 @@
+"""verl's two fused heads, each of which always gives log-probabilities and entropies. For 0.9.1; Triton not yet run.
+
+Used packed, as its trainers do by default (``use_remove_padding``). Both compute the gradient of a frozen weight and
+drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the heads do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import Tensor
+
+from benchmarks.cases import Inputs
+from benchmarks.events import Absence
+from benchmarks.providers import Forward, from_logps, without_init
+from benchmarks.providers.packing import packed
+
+TEMPERATURE = 1.0
+
+
+def verl_torch(inputs: Inputs) -> Forward:
+    """`FusedLinearForPPO`: torch, 512 tokens at a time; logits and entropies rounded to the dtype of the operands."""
+    without_init("verl", "verl.utils", "verl.utils.experimental")
+    function = importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO()
+    _check(inputs)
+
+    def rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return function(hidden, inputs.weight, ids, temperature=TEMPERATURE)
+
+    return from_logps(inputs, lambda: packed(inputs, rows), f"chunk_size={function.chunk_size}")
+
+
+def verl_triton(inputs: Inputs) -> Forward:
+    """`linear_cross_entropy`: Triton for the logits, torch's library for the gradients' products."""
+    without_init("verl", "verl.utils", "verl.utils.kernel")
+    function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    if not inputs.hidden.is_cuda:
+        raise Absence("its Triton kernel serves GPUs only")
+    _check(inputs)
+
+    def rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return function(hidden, inputs.weight, ids, TEMPERATURE, "none")
+
+    return from_logps(inputs, lambda: packed(inputs, rows), "linear_cross_entropy")
+
+
+def _check(inputs: Inputs) -> None:
+    if inputs.case.softcap is not None:
+        raise Absence("no soft-cap")

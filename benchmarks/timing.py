@@ -1,0 +1,118 @@
+"""Time and memory of steps that are interleaved: clocks and temperature drift, and must drift for all alike."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+ROUNDS = 25
+LEAST_ROUNDS = 5
+SLOW_SECONDS = 3.0  # of one provider in one case: slower ones are timed less often, but `LEAST_ROUNDS` times at least
+FLUSH_BYTES = 256 * 2**20  # a few times the L2 of any GPU there is
+
+
+class Clock:
+    """Milliseconds of a step: CUDA events on a GPU, the wall clock on a CPU.
+
+    Attributes:
+        forward_ms: of the last step, up to where it called `lap`; None if it did not.
+    """
+
+    def __init__(self, device: torch.device, *, flush: bool = False) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.forward_ms: float | None = None
+        self._lap: Any = None
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flush and self.on_gpu else None
+
+    def lap(self) -> None:
+        """The forward is done."""
+        if self.on_gpu:
+            self._lap = torch.cuda.Event(enable_timing=True)
+            self._lap.record()
+        else:
+            self._lap = time.perf_counter()
+
+    def time(self, step: Callable[[], Any]) -> float:
+        """Run `step` once, by itself on the device."""
+        self._lap = self.forward_ms = None
+        if not self.on_gpu:
+            started = time.perf_counter()
+            step()
+            ended = time.perf_counter()
+            self.forward_ms = None if self._lap is None else 1e3 * (self._lap - started)
+            return 1e3 * (ended - started)
+        if self._flush is not None:
+            self._flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        step()
+        stop.record()
+        stop.synchronize()
+        self.forward_ms = None if self._lap is None else float(start.elapsed_time(self._lap))
+        return float(start.elapsed_time(stop))
+
+
+def order(names: Sequence[str], i: int) -> list[str]:
+    """`names` for round `i`: shuffled, the same in every run."""
+    return random.Random(i).sample(list(names), len(names))
+
+
+def quantiles(samples: list[float]) -> dict[str, Any]:
+    """Median and 20 and 80 % quantiles of milliseconds."""
+    if not samples:
+        return {"samples": 0}
+    at = sorted(samples)
+    pick = lambda q: at[min(len(at) - 1, round(q * (len(at) - 1)))]  # noqa: E731
+    return {
+        "samples": len(at),
+        "median": round(statistics.median(at), 4),
+        "p20": round(pick(0.2), 4),
+        "p80": round(pick(0.8), 4),
+        "min": round(at[0], 4),
+    }
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], Any]],
+    clock: Clock,
+    *,
+    expected_ms: Mapping[str, float],
+    before: Callable[[str], None],
+    failed: Callable[[str, Exception], None],
+    until: float,
+    rounds: int = ROUNDS,
+    after: Callable[[str], None] = lambda name: None,
+) -> Iterator[dict[str, list[float]]]:
+    """Run the steps in turn, in another order each round, and yield all samples so far after each round.
+
+    Args:
+        steps: by name.
+        expected_ms: of each step: one that would take more than `SLOW_SECONDS` in all is left out of some rounds.
+        before, after: called with the name before and after each step, outside the measured time.
+        failed: called with the name and the error of a step that raised; it is left out from then on.
+        until: ``time.time()`` after which no round is begun, once there have been `LEAST_ROUNDS`.
+        rounds: the most rounds.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    wanted = {x: max(LEAST_ROUNDS, min(rounds, int(1e3 * SLOW_SECONDS / max(expected_ms[x], 1e-3)))) for x in names}
+    for i in range(rounds):
+        if i >= min(LEAST_ROUNDS, rounds) and time.time() > until:
+            return
+        for name in order(names, i):
+            if len(samples[name]) * rounds > i * wanted[name]:  # ahead of its share of the rounds
+                continue
+            before(name)
+            try:
+                samples[name].append(clock.time(steps[name]))
+                after(name)
+            except Exception as error:
+                names.remove(name)
+                failed(name, error)
+        yield samples

@@ -1,0 +1,148 @@
+"""Every peer of the benchmarks on small cases: its result is right, or it says why there is none."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib import metadata
+
+import pytest
+import torch
+
+from benchmarks.cases import BenchCase, Inputs, make_inputs
+from benchmarks.events import Absence
+from benchmarks.providers import Forward, Outcome, build, linear_ce
+from benchmarks.reference import errors, is_right, reference
+
+CPU = torch.device("cpu")
+TOY = BenchCase("toy").toy()
+CASES = {
+    "fp32": TOY,
+    "bf16": replace(TOY, dtype="bfloat16"),
+    "soft-cap": replace(TOY, softcap=5.0),
+    "padding": replace(TOY, padding=0.5),
+    "frozen": replace(TOY, frozen=True),
+    "frozen, padding": replace(TOY, frozen=True, padding=0.5),
+    "score": replace(TOY, score=True),
+    "score, padding": replace(TOY, score=True, padding=0.5, part="accuracy"),
+    "top entropy": replace(TOY, top_entropy=0.5),
+    "top entropy, padding": replace(TOY, top_entropy=0.5, padding=0.5, frozen=True),
+    "off-policy sequences": replace(TOY, drift=0.25, sequence=True, beta=0.04),
+}
+PACKAGES = {  # import name, distribution
+    "liger_ce": ("liger_kernel", "liger_kernel"),
+    "liger_torch": ("liger_kernel", "liger_kernel"),
+    "verl_torch": ("verl", "verl"),
+    "verl_triton": ("verl", "verl"),
+    "unsloth": ("unsloth_zoo", "unsloth_zoo"),
+    "cce": ("cut_cross_entropy", "cut-cross-entropy"),
+}
+ON_A_CPU = ("linear_ce", "liger_ce", "liger_torch", "verl_torch", "unsloth")
+NO_SOFTCAP = ("linear_ce", "liger_ce", "liger_torch", "verl_torch")
+GIVES_ENTROPY = ("liger_ce", "liger_torch", "verl_torch", "unsloth")
+NEEDS_A_GPU = {"verl_triton": "Triton", "cce": "Triton", "quack": "H100"}
+HAS_LINEAR_CE = hasattr(torch.nn.functional, "linear_cross_entropy")
+
+
+def run(forward: Forward) -> Outcome:
+    outcome = forward()
+    if outcome.loss is not None:
+        outcome.loss.backward()
+    return outcome
+
+
+def assert_right(outcome: Outcome, inputs: Inputs) -> None:
+    found = errors(outcome, inputs, reference(inputs))
+    assert is_right(found, inputs.case), found
+
+
+def is_installed(name: str) -> bool:
+    if name not in PACKAGES:
+        return True
+    try:
+        metadata.version(PACKAGES[name][1])
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def expected_absence(name: str, case: BenchCase) -> str | None:
+    """What the reason for `name` not to do `case` has to contain; None if it has to do it."""
+    if not is_installed(name):
+        return PACKAGES[name][0]
+    if name == "linear_ce" and not HAS_LINEAR_CE:
+        return "linear_cross_entropy"
+    if case.softcap is not None and name in NO_SOFTCAP:
+        return "no soft-cap"
+    if case.top_entropy < 1 and name not in GIVES_ENTROPY:
+        return "gives no entropy"
+    return None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase):
+    inputs = make_inputs(case, CPU)
+    reason = expected_absence(name, case)
+    if reason is not None:
+        with pytest.raises(Absence, match=reason):
+            run(build(name, inputs))
+        return
+    outcome = run(build(name, inputs))
+    assert_right(outcome, inputs)
+    assert outcome.note
+    assert (outcome.entropies is not None) or not case.wants_entropy or name not in GIVES_ENTROPY
+
+
+@pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
+@pytest.mark.parametrize("case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1])
+def test_linear_ce_in_chunks(case: BenchCase):
+    inputs = make_inputs(case, CPU)
+    assert_right(run(linear_ce.chunked(inputs)), inputs)
+
+
+@pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
+def test_linear_ce_takes_chunks_where_its_documentation_does():
+    few, many = (run(build("linear_ce", make_inputs(replace(TOY, n=n), CPU))) for n in (TOY.h - TOY.t, TOY.h))
+    assert "options=None" in few.note
+    assert "chunks" in many.note
+
+
+def test_linear_ce_is_absent_from_an_older_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
+    with pytest.raises(Absence, match=r"^torch .* has no F\.linear_cross_entropy$"):
+        build("linear_ce", make_inputs(TOY, CPU))
+
+
+@pytest.mark.slow  # compiles
+def test_compiled():
+    inputs = make_inputs(replace(TOY, softcap=5.0, padding=0.5, top_entropy=0.5), CPU)
+    with torch._dynamo.config.patch(recompile_limit=8):  # which the adapter raises
+        forward = build("compiled", inputs)
+        for _ in range(2):  # compiles, and takes what it compiled
+            inputs.clear_gradients()
+            assert_right(run(forward), inputs)
+
+
+@pytest.mark.parametrize("name", NEEDS_A_GPU)
+def test_needs_a_gpu_and_says_so(name: str):
+    if not is_installed(name):
+        pytest.skip(f"{name} is not installed")
+    with pytest.raises(Absence, match=f"{NEEDS_A_GPU[name]}.*GPU|GPU.*{NEEDS_A_GPU[name]}"):
+        build(name, make_inputs(TOY, CPU))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+    package = PACKAGES[name][0]
+
+    class Hidden:
+        def find_spec(self, module: str, *_: object) -> None:
+            if module.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {package!r}")
+
+    for module in [x for x in sys.modules if x.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
+    with pytest.raises(Absence, match=package):
+        build(name, make_inputs(TOY, CPU))
