@@ -180,7 +180,7 @@ def test_choices() -> None:
 
     assert names("--modes", "score") == {"score"}
     assert "score" not in names("--modes", "full")
-    assert names("--head", "frozen") == {"frozen"}
+    assert names("--head", "frozen") == {"frozen", *HEADS} - {"Qwen3-0.6B"}
     assert "Gemma-2-2B" in names("--shapes", "Gemma-2-2B") and "main" not in names("--shapes", "Gemma-2-2B")
     assert names("--workloads", "gspo") == {"gspo"}
     assert names("--parts", "accuracy") == {"logits 10", "logits 20", "logits 40", "peaked"}
