@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         format=2,
         status="running",
         smoke=options.smoke,
-        command=list(command),
+        command=[labels.tidy(x) for x in command],  # without places on this machine
         device="cpu",
         date=date,
         commit=git_commit(ROOT),

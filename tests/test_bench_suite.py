@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 pytest.importorskip("pytest_benchmark")
 
 from benchmarks import suite
-from benchmarks.__main__ import arguments, chosen, is_wrong, main
+from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_training
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case, make_inputs, policy_loss
 from benchmarks.child import ROOT, environment
 from benchmarks.flops import counter
@@ -188,6 +188,30 @@ def test_choices() -> None:
     assert only == ("ours@64", "trl")
     with pytest.raises(SystemExit):
         arguments(["--providers", "theirs"])
+
+
+def test_training_comes_from_the_newest_run_of_the_same_processor(tmp_path: Path) -> None:
+    def results(day: int, cpu: str) -> dict[str, Any]:
+        training = {"models": [], "conditions": {}, "day": day}
+        return {"device": "cpu", "date": f"day {day}", "machine": {"system": {"cpu": cpu}}, "training": training}
+
+    for day, cpu in ((1, "a"), (2, "a"), (3, "b")):
+        (tmp_path / f"cpu-training-{day}.json").write_text(json.dumps(results(day, cpu)))
+    data = {name: x for name, x in results(4, "a").items() if name != "training"}
+    found = with_training(data, tmp_path)["training"]
+    assert (found["day"], found["run"]["date"]) == (2, "day 2")
+    assert "training" not in with_training({**data, "smoke": True}, tmp_path)
+    assert with_training(results(4, "a"), tmp_path)["training"]["day"] == 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--smoke", "--plot"], ["--rows", "100"], ["--compare", "nowhere.json"], ["--providers", "ours/expected@64"]],
+)
+def test_wrong_options_are_refused_before_anything_runs(given: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments(given)
+    assert ended.value.code == 2
 
 
 def test_exit_status() -> None:

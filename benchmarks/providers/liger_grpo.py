@@ -1,4 +1,8 @@
-"""Liger's own GRPO loss in chunks of a sequence; its loss mathematics not compiled, which would take minutes."""
+"""Liger's own GRPO loss in chunks of a sequence, its default; tested with 0.8.5. 8 NVH, 6 with a frozen head.
+
+Its loss mathematics is not compiled, which is not its default: on a CPU compiling took the first call 8 s longer, and
+no later call was faster.
+"""
 
 from __future__ import annotations
 
