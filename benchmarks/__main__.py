@@ -1,8 +1,9 @@
 """``python -m benchmarks``: the head of a policy loss on a CPU, ours and every peer in one run.
 
-Writes a JSON file, complete after every single result, tables in markdown beside it, and with --plot the plots.
-Exit status: 1 if ours was wrong or slower than in the results compared with, 2 if it could not start. Let nothing else
-run meanwhile: the tables say how much of the machine other processes used. On a GPU: ``python -m benchmarks.gpu``.
+Writes a JSON file, complete after every single result, and prints tables in markdown; with --plot they go into
+docs/benchmarks.md, with plots. Exit status: 1 if ours was wrong, or slower than in the results compared with; 2 if it
+could not start, or not compare. Let nothing else run meanwhile: the tables say how much of the machine other processes
+used. On a GPU: ``python -m benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -186,7 +187,11 @@ def main(given: Sequence[str] | None = None) -> int:
         tables.write(data, options.docs / "benchmarks.md", drawn)
     regressed = False
     if options.compare:
-        findings = compare.compare(json.loads(options.compare.read_text()), data)
+        try:
+            findings = compare.compare(json.loads(options.compare.read_text()), data)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         print("\n".join(compare.lines(findings)))
         regressed = compare.has_regressed(findings)
     return int(regressed or is_wrong(data))

@@ -259,3 +259,16 @@ def test_smoke(tmp_path: Path) -> None:
     assert len(list((docs / "plots").iterdir())) >= 5
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
     assert main(["--report", str(out), "--compare", str(out)]) == 0
+
+
+def test_results_of_other_work_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def saved(name: str, n: int) -> str:
+        case = {"part": "main", "n": n, "h": 32, "v": 70, "t": 4, "dtype": "float32", "providers": {}}
+        (tmp_path / name).write_text(
+            json.dumps({"format": 2, "device": "cpu", "status": "complete", "smoke": True, "cases": {"main": case}})
+        )
+        return str(tmp_path / name)
+
+    assert main(["--report", saved("new", 8), "--compare", saved("old", 4)]) == 2
+    assert "main, n: 4 and 8" in capsys.readouterr().err
+    assert main(["--report", saved("new", 8), "--compare", saved("old", 8)]) == 0

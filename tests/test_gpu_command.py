@@ -45,13 +45,15 @@ def test_dry_run(tmp_path: Path) -> None:
         providers = found["cases"][case.name]["providers"]
         assert set(providers) == set(case.providers)
         for name, x in providers.items():
-            if name == "products" or name.startswith("ours"):
+            if name == "products":  # in bf16 the limit is a GPU's
+                assert x["status"] == "absent", x
+            if name.startswith("ours"):
                 assert x["status"] == "ok", (case.name, name, x)
                 assert case.rounds == 0 or x["ms"]["score" if case.score else "full"]["samples"] >= 1
         ours = providers["ours"]["errors"]
         assert ours.get("logp_mean", 0.0) < 1e-5
         assert max(ours.get("d_hidden", 0.0), ours.get("d_weight", 0.0)) < 5e-3
-        assert "products" not in providers or found["cases"][case.name]["derived"]["ours_over_products"] > 0
+        assert case.rounds == 0 or found["cases"][case.name]["derived"]["eager_over_ours"] > 0
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
     assert set(found["micro"]["scoring"]["16x32x70"]) == {"score", "score_dot", "difference"}
     assert found["profile"]["main"]["kernels"]
