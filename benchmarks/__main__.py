@@ -166,7 +166,7 @@ def _kind(options: argparse.Namespace) -> str:
 def is_wrong(data: dict[str, Any]) -> bool:
     """Whether the run was not complete, or ours was not right somewhere."""
     cases = (data.get("cases") or {}).values()
-    ours = [x for case in cases for name, x in figures.providers(case).items() if name.startswith("ours")]
+    ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
     return data["status"] != "complete" or any(x["status"] not in ("ok", "partial", "absent") for x in ours)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.cases import Inputs
 from benchmarks.flops import counter
 from benchmarks.providers import Forward, Outcome, named
@@ -42,7 +43,7 @@ def check(name: str, forward: Forward, inputs: Inputs, want: Reference) -> dict[
         outcome = Step(forward)()
     seconds = time.perf_counter() - started
     found = errors(outcome, inputs, want) if provider.compared else {}
-    shown_as_it_is = inputs.case.part == "accuracy" and not name.startswith("ours")
+    shown_as_it_is = inputs.case.part == "accuracy" and not figures.is_ours(name)
     right = not provider.compared or shown_as_it_is or is_right(found, inputs.case)
     inputs.clear_gradients()
     return {

@@ -34,14 +34,14 @@ class Peak:
             if trim is not None:
                 trim(0)
             CLEAR_REFS.write_text("5")
-            self._before = _status_bytes("VmRSS")
+            self._before = status_bytes("VmRSS")
 
     def extra_bytes(self, returned: int) -> int | None:
         """The peak since the start, less `returned` bytes; None where nothing measures it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
             return int(torch.cuda.max_memory_allocated()) - self._before - returned
-        return _status_bytes("VmHWM") - self._before - returned if is_measured(self._device) else None
+        return status_bytes("VmHWM") - self._before - returned if is_measured(self._device) else None
 
 
 def is_measured(device: torch.device) -> bool:
@@ -49,6 +49,7 @@ def is_measured(device: torch.device) -> bool:
     return device.type == "cuda" or (sys.platform == "linux" and os.access(CLEAR_REFS, os.W_OK))
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A field of this process's status, such as VmHWM, the most resident memory so far; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

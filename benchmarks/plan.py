@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case
+from benchmarks.timing import ROUNDS
 
 PEERS = (
     "trl", "liger_grpo", "liger_ce", "liger_torch", "verl_triton", "verl_torch", "unsloth", "cce", "quack", "linear_ce",
     "compiled", "eager", "eager/selective",
 )  # fmt: skip
+# There liger_torch is what liger_ce chooses, and eager/selective another form of eager.
 ON_CPU = tuple(name for name in PEERS if name not in ("liger_torch", "eager/selective"))
 SHORT = ("ours", "products", "eager", "trl")
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
@@ -52,7 +54,7 @@ def gpu_cases() -> list[BenchCase]:
     """In bf16, the most important first: how many there is time for is not known beforehand."""
     variants = ("ours/two_pass", "ours/lean", "ours/expected", "ours/torch", "ours/no_mask")
     providers = ("ours", "products", *PEERS, *variants)
-    main = case("main", "Qwen3-8B", n=8192, t=512, dtype="bfloat16", rounds=25, providers=providers)
+    main = case("main", "Qwen3-8B", n=8192, t=512, dtype="bfloat16", rounds=ROUNDS, providers=providers)
     trainable = ("ours", "products", "trl", "liger_ce", "unsloth", "ours/two_pass", "ours/lean", "eager", "verl_triton")
     frozen = ("ours", "products", "trl", "liger_ce", "unsloth", "ours/one_pass", "eager", "verl_triton", "liger_grpo")
     found = [
@@ -68,7 +70,7 @@ def gpu_cases() -> list[BenchCase]:
     for name, fields in WORKLOADS.items():
         if name not in ("all tokens", "half zero"):
             found.append(replace(main, name=name, part="workloads", providers=trainable, **fields))
-    large: dict[str, Any] = {"n": 4096, "t": 512, "dtype": "bfloat16", "rounds": 25}
+    large: dict[str, Any] = {"n": 4096, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS}
     for model in HEADS:
         if model != main.model:
             found.append(case(model, model, part="shapes", providers=trainable, **{**large, "n": 8192}))

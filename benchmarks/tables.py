@@ -17,7 +17,7 @@ NOTES = (
     "least and the most). / ours, / products: over the time of `ours`, and of `products`, the case's own matrix "
     "products alone: the limit of whoever skips none of them.",
     "FLOPs: counted by `torch.utils.flop_counter`, in NVH (one product of the N tokens that count with a head of V x H "
-    "is 2); blank where they are inside a kernel. Extra memory: the peak beyond the inputs and the returned gradients.",
+    "is 2); blank where it does not see them all. Extra memory: the peak beyond the inputs and the returned gradients.",
     "Errors: against float64 on the same inputs; absolute for loss, log-probabilities and entropies, relative in norm "
     "for gradients; logp: the mean.",
 )

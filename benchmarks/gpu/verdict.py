@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import figures
+
 FAMILIES = {  # the fastest of those that ran stands for all of a peer's
     "liger": ("liger_grpo", "liger_ce", "liger_torch"),
     "verl": ("verl_triton", "verl_torch"),
@@ -36,10 +38,7 @@ GOALS = (
 
 def median(case: dict[str, Any], provider: str) -> float | None:
     """Milliseconds of a whole step of a provider that ran and was right, or of its scoring."""
-    found = case.get("providers", {}).get(provider, {})
-    ms = found.get("ms", {}) if found.get("status") in ("ok", "partial") else {}
-    value = (ms.get("full") or ms.get("score") or {}).get("median")
-    return None if value is None else float(value)
+    return figures.median(case, provider, "score" if case.get("score") else "full")
 
 
 def fastest(case: dict[str, Any], *providers: str) -> tuple[str, float] | None:
@@ -74,7 +73,7 @@ def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for goal in GOALS:
         case = cases.get(goal.case, {})
-        value = _ratio(*(_time(case, name) for name in (goal.over, goal.under)))
+        value = figures.ratio(*(_time(case, name) for name in (goal.over, goal.under)))
         met = None if value is None else value >= goal.limit if goal.at_least else value <= goal.limit
         found.append(
             {
@@ -91,7 +90,3 @@ def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
 def _time(case: dict[str, Any], name: str) -> float | None:
     best = fastest(case, *FAMILIES.get(name, (name,)))
     return None if best is None else best[1]
-
-
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return None if over is None or not under else over / under

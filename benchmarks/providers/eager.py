@@ -27,9 +27,9 @@ def selective(inputs: Inputs) -> Forward:
     def found() -> tuple[Tensor, Tensor | None]:
         logits = _logits(inputs)
         logps = selective_log_softmax(logits, inputs.ids)
-        return logps, entropies(
-            torch.log_softmax(logits.detach().float(), dim=-1)
-        ) if inputs.case.wants_entropy else None
+        if not inputs.case.wants_entropy:
+            return logps, None
+        return logps, entropies(torch.log_softmax(logits.detach().float(), dim=-1))
 
     return from_logps(inputs, found)
 

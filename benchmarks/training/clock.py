@@ -6,11 +6,9 @@ gradient of its results is there and where the gradient of its hidden states is.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,16 +17,17 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.flops import counter
+from benchmarks.memory import CLEAR_REFS, is_measured, status_bytes
+from benchmarks.providers import MIB
 
 PARTS = ("generation", "head", "body", "optimizer", "other")
-MIB = 2**20
 
 
 class Clock:
     """Seconds, operations and peak memory of one step; the parts add up to the step."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self._device = device
         self.part = ""  # the one that runs; empty between steps
         self.seconds: dict[str, float] = {}
         self.flops: dict[str, int] = {}
@@ -38,7 +37,7 @@ class Clock:
     def start(self, *, count: bool) -> None:
         """A step begins. Counting operations slows it down, so `count` in steps whose seconds are of no interest."""
         self.seconds, self.flops = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0)
-        reset_peak(self.cuda)
+        reset_peak(self._device)
         self._counter = counter() if count else None
         if self._counter is not None:
             self._counter.__enter__()
@@ -59,10 +58,10 @@ class Clock:
         self.enter("")
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
-        return {"seconds": self.seconds, "flops": self.flops, "peak_mib": peak_mib(self.cuda)}
+        return {"seconds": self.seconds, "flops": self.flops, "peak_mib": peak_mib(self._device)}
 
     def _now(self) -> float:
-        if self.cuda:
+        if self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -101,19 +100,16 @@ def heads_marked(clock: Clock) -> Iterator[None]:
         yield
 
 
-def reset_peak(cuda: bool) -> None:
-    """Forget the largest memory so far: of the GPU's allocator, or (Linux) resident memory of this process."""
-    if cuda:
+def reset_peak(device: torch.device) -> None:
+    """Forget the largest memory so far: of the GPU's allocator, or resident memory of this process."""
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
+    elif is_measured(device):
+        CLEAR_REFS.write_text("5")
 
 
-def peak_mib(cuda: bool) -> float | None:
+def peak_mib(device: torch.device) -> float | None:
     """The largest memory since, None where the system does not tell."""
-    if cuda:
+    if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated() / MIB, 1)
-    if sys.platform != "linux":
-        return None
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024, 1)
+    return round(status_bytes("VmHWM") / MIB, 1) if is_measured(device) else None
