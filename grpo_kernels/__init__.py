@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from grpo_kernels import advantages, presets, rewards
+from grpo_kernels import advantages, objectives, presets, rewards
 from grpo_kernels import ops as ops  # which registers them, for graphs that were saved
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs, token_level
@@ -26,6 +26,7 @@ __all__ = [
     "grpo_loss",
     "linear_logprob",
     "linear_logprob_with",
+    "objectives",
     "policy_expectation",
     "presets",
     "rewards",

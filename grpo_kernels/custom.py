@@ -77,7 +77,9 @@ class CustomObjective:
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
-        """Whether the function uses the entropies differentiably; found by evaluating it once at zeros."""
+        """Whether the function uses the entropies differentiably; found by evaluating it at zeros, unless it says."""
+        if getattr(self.function, "uses_entropies", True) is False:
+            return False
         nothing = torch.zeros_like(self.tokens.advantages)
         return self.evaluate(nothing, nothing).b is not None
 

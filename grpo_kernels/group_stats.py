@@ -37,28 +37,45 @@ class Moments(NamedTuple):
     scored: Tensor  # (N, F), the number of scored entries
 
 
+def group_sums(x: Tensor, groups: Groups) -> Tensor:
+    """(N, F) -> (groups, F): each group's sum, over all ranks."""
+    sums = x.new_zeros(groups.number, x.shape[1]).index_add(0, groups.of_row, x)
+    return all_reduce(sums, "sum", groups.process_group)
+
+
+def group_extremes(x: Tensor, groups: Groups, op: str) -> Tensor:
+    """(N, F) -> (groups, F): each group's "min" or "max" over the non-NaN entries of all ranks; inf or -inf if none."""
+    nothing = math.inf if op == "min" else -math.inf
+    rows = groups.of_row[:, None].expand_as(x)
+    found = x.new_full((groups.number, x.shape[1]), nothing)
+    found = found.scatter_reduce(0, rows, torch.where(x.isnan(), nothing, x), f"a{op}")
+    return all_reduce(found, op, groups.process_group)
+
+
+def deviations(x: Tensor, groups: Groups, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x - its group's mean over the non-NaN entries, (N, F), NaN where unscored; and the weights' sums, (groups, F).
+
+    The mean is weighted by `weights` (N, F), at least 0; None: all weigh 1. Entries are shifted by their group's
+    smallest first: equal ones become exact zeros and stay so, whatever their size, where x - mean(x) would leave the
+    mean's rounding error.
+    """
+    scored = ~x.isnan()
+    weights = scored.to(x.dtype) if weights is None else torch.where(scored, weights, 0.0)
+    shifted = torch.where(scored, x - group_extremes(x, groups, "min")[groups.of_row], 0.0)
+    total = group_sums(weights, groups)
+    mean = group_sums(weights * shifted, groups) / torch.where(total > 0, total, 1.0)
+    return torch.where(scored, shifted - mean[groups.of_row], NAN), total
+
+
 def moments(x: Tensor, groups: Groups, correction: int) -> Moments:
     """Deviations from the group's mean and sqrt(sum of their squares / (n - correction)), over the non-NaN entries.
 
-    Entries are shifted by their group's smallest first: equal ones become exact zeros and stay so, whatever their size,
-    where x - mean(x) would leave the mean's rounding error. The std of fewer than correction + 1 entries is 0.
+    The std of fewer than correction + 1 entries is 0.
     """
-
-    def summed(rows: Tensor) -> Tensor:  # (N, F) -> (groups, F), over all ranks
-        return all_reduce(x.new_zeros(shape).index_add(0, groups.of_row, rows), "sum", groups.process_group)
-
-    shape = (groups.number, x.shape[1])
-    scored = ~x.isnan()
-    lowest = x.new_full(shape, math.inf).scatter_reduce(
-        0, groups.of_row[:, None].expand_as(x), torch.where(scored, x, math.inf), "amin"
-    )
-    lowest = all_reduce(lowest, "min", groups.process_group)
-    shifted = torch.where(scored, x - lowest[groups.of_row], 0.0)
-    count = summed(scored.to(x.dtype))
-    mean = summed(shifted) / count.clamp(min=1)
-    centred = torch.where(scored, shifted - mean[groups.of_row], 0.0)
-    std = (summed(centred.square()) / (count - correction).clamp(min=1)).sqrt()
-    return Moments(torch.where(scored, centred, NAN), std[groups.of_row], count[groups.of_row])
+    centred, count = deviations(x, groups)
+    squares = group_sums(centred.nan_to_num(nan=0.0).square(), groups)
+    std = (squares / (count - correction).clamp(min=1)).sqrt()
+    return Moments(centred, std[groups.of_row], count[groups.of_row])
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -70,6 +87,12 @@ def weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
     """(N, F) -> (N, 1): sum_f w_f r_f over the scored entries, NaN for a row without any."""
     unscored = table.isnan().all(dim=1, keepdim=True)
     return torch.where(unscored, NAN, (table * weights).nansum(dim=1, keepdim=True))
+
+
+def summed_z_scores(table: Tensor, weights: Tensor, groups: Groups, correction: int, epsilon: float) -> Tensor:
+    """(N, F) -> (N, 1): the weighted sum of each column's (x - mean) / (std + epsilon), NaN where all is unscored."""
+    own = moments(table, groups, correction)
+    return weighted_sum(divide(own.centred, own.std + epsilon), weights)
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:

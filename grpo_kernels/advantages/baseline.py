@@ -1,0 +1,108 @@
+"""Rewards from each token on, less a baseline of its own: ReMax and the optimal token baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import group_stats as stats
+from grpo_kernels.distributed import all_reduce
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def remax_advantages(
+    rewards: Tensor,  # (B,): one a completion, or (B, T)
+    baselines: Tensor,  # (B,)
+    completion_mask: Tensor,  # (B, T)
+) -> Tensor:
+    """ReMax (B, T): A_t = sum of the rewards from token t on - the reward of the prompt's greedy completion.
+
+    0 where masked, where rewards are not read either. A row whose baseline or any reward is NaN is unscored and gets 0.
+    Rows stand alone, so that there is nothing to exchange between ranks. Source: https://arxiv.org/abs/2310.10505
+    Raises ValueError for infinite numbers and shapes that disagree.
+    """
+    mask = stats.bool_mask(completion_mask)
+    stats.expect_shape("baselines", baselines, mask.shape[:1], "(B,)")
+    stats.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row", None)
+    result = _rewards_to_go(rewards, mask, None) - stats.wide(baselines)[:, None]
+    dtype = torch.promote_types(stats.float_dtype(rewards), stats.float_dtype(baselines))
+    return torch.where(mask, result.nan_to_num(nan=0.0), 0.0).to(dtype)
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    rewards: Tensor,  # (B,): one a completion, or (B, T)
+    completion_mask: Tensor,  # (B, T)
+    old_per_token_logps: Tensor,  # (B, T)
+    sum_pi_squared: Tensor,  # (B, T)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    importance_sampling_ratio: Tensor | None = None,  # (B, T)
+    handle_zero_tail: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Advantages (B, T): A_t = G_t - sum_j W_t,j G_t,j / sum_j W_t,j over the completions j of the group that reach t.
+
+    G_t is the sum of the rewards from token t on; W_t = sum_(k <= t) w_k stands for the squared gradient up to t, with
+    w_k = rho_k^2 (1 - 2 pi_k + sum_v pi_v^2), pi_k = exp(``old_per_token_logps``), ``sum_pi_squared`` over the
+    vocabulary (the exp of `linear_logprob_with`'s ``"log_sum_sq_probs"``) and rho ``importance_sampling_ratio`` if
+    given. t counts a row's counted tokens: masked ones (padding, tool output) are jumped over, and 0 in the result.
+    Where one completion alone is left in its group, its baseline is 0 (``handle_zero_tail``) or what it gets, and A 0.
+    A row with a NaN reward is unscored: it gets 0 and enters no baseline. Groups and ranks as in ``group_advantages``.
+
+    Source: https://arxiv.org/abs/2602.07078. It is verl's ``tir_optimal_token_baseline`` and, where the masks have no
+    holes, its ``optimal_token_baseline``; but w_k >= 0 here whatever the rounding of pi near 1, nothing is added to the
+    denominator (a sum of 0 means a baseline of 0), and no special rule holds for a group of one.
+    Raises ValueError for infinite rewards, and numbers that count and are not finite.
+    """
+    if not isinstance(handle_zero_tail, bool):
+        raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
+    mask = stats.bool_mask(completion_mask)
+    to_go = _rewards_to_go(rewards, mask, process_group)
+    logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask, process_group).clamp(max=0.0)
+    squares = stats.counted_values("sum_pi_squared", sum_pi_squared, mask, process_group)
+    groups = stats.sample_groups(len(mask), num_generations, group_ids, mask.device, process_group)
+    others = (squares - torch.exp(2 * logps)).clamp(min=0.0)  # squared probabilities of the tokens not chosen
+    energy = torch.where(mask, torch.expm1(logps).square() + others, 0.0)
+    if importance_sampling_ratio is not None:
+        name = "importance_sampling_ratio"
+        energy = energy * stats.counted_values(name, importance_sampling_ratio, mask, process_group).square()
+
+    order, inside = stats.counted_first(mask)
+    width = int(all_reduce(torch.tensor(mask.shape[1], device=mask.device), "max", process_group))
+    returns = _widened(torch.where(inside, to_go.gather(1, order), stats.NAN), width, stats.NAN)
+    weights = _widened(energy.cumsum(dim=1).gather(1, order), width, 0.0)
+    centred, total = stats.deviations(returns, groups, weights)
+    no_baseline = total == 0
+    if handle_zero_tail:
+        no_baseline |= stats.group_sums((~returns.isnan()).to(weights.dtype), groups) == 1
+    result = torch.where(no_baseline[groups.of_row], returns, centred).nan_to_num(nan=0.0)
+    result = torch.zeros_like(to_go).scatter(1, order, result[:, : mask.shape[1]])
+    return result.to(stats.float_dtype(rewards))
+
+
+def _rewards_to_go(rewards: Tensor, mask: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """(B, T), wide: the sum of a row's counted rewards from each position on; NaN all along an unscored row."""
+    stats.real_tensor("rewards", rewards)
+    if rewards.dim() == 2:
+        stats.expect_shape("rewards", rewards, mask.shape, "(B, T)")
+        per_token = torch.where(mask, stats.wide(rewards), 0.0)
+    else:
+        stats.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
+        per_token = torch.where(stats.last_counted(mask), stats.wide(rewards)[:, None], 0.0)
+    finite = "finite values, or NaN for an unscored row"
+    stats.require_all(~per_token.isinf(), per_token, "rewards", finite, process_group)
+    unscored = per_token.isnan().any(dim=1, keepdim=True)
+    return torch.where(unscored, stats.NAN, stats.discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
+
+
+def _widened(x: Tensor, width: int, fill: float) -> Tensor:
+    """(B, T) -> (B, width), for ranks that padded to different lengths."""
+    return torch.cat([x, x.new_full((len(x), width - x.shape[1]), fill)], dim=1)

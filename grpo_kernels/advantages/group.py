@@ -1,0 +1,176 @@
+"""One advantage a completion, from how its reward compares with those of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import group_stats as stats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def group_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    scale: str = "group",
+    std: str = "sample",
+    aggregation: str = "sum_then_normalize",
+    epsilon: float = 1e-4,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Group-relative advantages (B,): A_i = (r_i - mean of its group) / (std + epsilon).
+
+    The defaults are TRL's. Groups are ``num_generations`` consecutive rows (counted over all ranks) or the rows of
+    equal integer id in ``group_ids``, in any order and of any sizes; exactly one of the two is given.
+    A NaN reward is unscored: it enters no sum, no mean and no std, and a row without any score has advantage 0. A group
+    of equal rewards, or with one scored row, has advantages of exactly 0.
+
+    ``aggregation`` of F rewards: "sum_then_normalize" takes r = sum_f w_f r_f; "normalize_then_sum" takes the weighted
+    sum of each reward's own z-score in its group and divides by its std over the batch (``scale`` has no say then).
+    ``scale``: what std is taken over, "group" or "batch", or "none" for the bare difference from the mean.
+    ``std``: "sample" divides by n - 1, "population" by n.
+
+    Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783 (scale "none"),
+    https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
+    Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
+    """
+    stats.one_of("scale", scale, ("group", "batch", "none"))
+    stats.one_of("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
+    correction = stats.std_correction(std)
+    stats.in_interval("epsilon", epsilon)
+    table, weights = stats.reward_table(rewards, reward_weights, process_group)
+    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    batch = stats.one_group(len(table), table.device, process_group)
+
+    if aggregation == "sum_then_normalize":
+        total = stats.weighted_sum(table, weights)
+        moments = stats.moments(total, groups, correction)
+        result = moments.centred
+        if scale != "none":
+            spread = moments.std if scale == "group" else stats.moments(total, batch, correction).std
+            result = stats.divide(result, spread + epsilon)
+    else:
+        total = stats.summed_z_scores(table, weights, groups, correction, epsilon)
+        # z-scores sum to 0 in every group, hence in the batch: subtracting their mean would add rounding noise only.
+        result = stats.divide(total, stats.moments(total, batch, correction).std + epsilon)
+    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
+
+
+@torch.no_grad()
+def rloo_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    normalize: bool = False,
+    epsilon: float = 1e-4,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Leave-one-out advantages (B,): A_i = r_i - mean of the other scored rewards of its group = n/(n-1) (r_i - mean).
+
+    Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0. ``normalize``
+    divides by (sample std over the batch + ``epsilon``). Source: https://arxiv.org/abs/2402.14740
+    """
+    stats.in_interval("epsilon", epsilon)
+    table, weights = stats.reward_table(rewards, reward_weights, process_group)
+    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
+    result = moments.centred * moments.scored / (moments.scored - 1)  # 0 / 0 = NaN, unscored, where n = 1
+    if normalize:
+        batch = stats.one_group(len(table), table.device, process_group)
+        result = stats.divide(result, stats.moments(result, batch, 1).std + epsilon)
+    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
+
+
+@torch.no_grad()
+def passk_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    scale: str = "group",
+    std: str = "sample",
+    epsilon: float = 1e-6,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Pass@k advantages (B,), k being the group's size: A_i = max_j r_j - max_(j != i) r_j, over (std + epsilon).
+
+    What row i adds to the best of its group: r_max - r_second for the single best row, 0 for all others, and for all
+    where several are best or a row is alone. ``scale`` "none" leaves out the division. Groups, weights, NaN and errors
+    as in ``group_advantages``. Source: https://arxiv.org/abs/2503.19595; verl's ``grpo_passk``, which refuses groups of
+    one.
+    """
+    stats.one_of("scale", scale, ("group", "none"))
+    correction = stats.std_correction(std)
+    stats.in_interval("epsilon", epsilon)
+    table, weights = stats.reward_table(rewards, reward_weights, process_group)
+    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    total = stats.weighted_sum(table, weights)
+    is_best = total == stats.group_extremes(total, groups, "max")[groups.of_row]
+    best = stats.group_sums(is_best.to(total.dtype), groups)[groups.of_row]
+    second = stats.group_extremes(torch.where(is_best, stats.NAN, total), groups, "max")[groups.of_row]
+    result = torch.where(is_best & (best == 1) & second.isfinite(), total - second, 0.0)
+    if scale == "group":
+        result = stats.divide(result, stats.moments(total, groups, correction).std + epsilon)
+    return result[:, 0].to(stats.float_dtype(rewards))
+
+
+@torch.no_grad()
+def opo_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    completion_mask: Tensor,  # (B, T)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """OPO's advantages (B,): A_i = r_i - sum_j l_j r_j / sum_j l_j over its group, l being the counted tokens.
+
+    The baseline that minimises the variance of the gradient if a completion's squared gradient grows with its length.
+    Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0 (verl's: its
+    reward). Source: https://arxiv.org/abs/2505.23585
+    """
+    mask = stats.bool_mask(completion_mask)
+    table, weights = stats.reward_table(rewards, reward_weights, process_group)
+    stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
+    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    lengths = mask.sum(dim=1, keepdim=True).to(table.dtype)
+    result, _ = stats.deviations(stats.weighted_sum(table, weights), groups, lengths)
+    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
+
+
+@torch.no_grad()
+def gpg_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """GPG's advantages (B,): A_i = alpha (r_i - mean of its group), alpha = B / (B - M).
+
+    M of the B scored rows (of all ranks) are in groups of equal rewards, which give no gradient; alpha makes up for
+    them. (verl counts the rewards that are 0 instead, so that there the scale depends on what reward stands for wrong.)
+    Groups, weights, NaN and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2504.02546
+    """
+    table, weights = stats.reward_table(rewards, reward_weights, process_group)
+    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
+    scored = ~moments.centred.isnan()
+    counts = torch.cat([scored, scored & (moments.std > 0)], dim=1).to(table.dtype)
+    counts = stats.group_sums(counts, stats.one_group(len(table), table.device, process_group))
+    result = moments.centred * (counts[:, :1] / counts[:, 1:].clamp(min=1))
+    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))

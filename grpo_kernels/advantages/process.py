@@ -1,0 +1,72 @@
+"""Process supervision: rewards of steps, spread over the tokens before their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import group_stats as stats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def process_advantages(
+    step_rewards: Tensor | Sequence[Sequence[float | None]],  # (B, S)
+    step_ends: Tensor | Sequence[Sequence[int]],  # (B, S)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    completion_mask: Tensor | None = None,  # (B, T)
+    length: int | None = None,  # T
+    std: str = "population",
+    epsilon: float = 1e-4,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Process supervision (B, T): A_t = sum of the normalised rewards of the steps that end at or after token t.
+
+    Rewards are normalised over all steps of all outputs of a group: (r - mean) / (std + ``epsilon``). ``step_rewards``
+    is padded with NaN (an unscored step, which counts for nothing), ``step_ends`` holds the index in [0, T) of each
+    step's last token and is not read where the reward is NaN; both may be ragged lists. T comes from ``length`` or from
+    ``completion_mask``, exactly one of which is given; masked positions get 0, as do tokens after the last step.
+    Groups as in ``group_advantages``. Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
+    Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
+    """
+    correction = stats.std_correction(std)
+    stats.in_interval("epsilon", epsilon)
+    given, ends = stats.step_table(step_rewards, step_ends)
+    batch_size, steps = given.shape
+    mask = _process_mask(completion_mask, length, batch_size, given.device)
+    x = stats.wide(given)
+    stats.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step", process_group)
+    in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
+    stats.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})", process_group)
+
+    groups = stats.sample_groups(batch_size, num_generations, group_ids, x.device, process_group)
+    by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
+    moments = stats.moments(x.reshape(-1, 1), by_step, correction)
+    normalised = stats.divide(moments.centred, moments.std + epsilon).nan_to_num(nan=0.0).view(batch_size, steps)
+    at_ends = x.new_zeros(mask.shape)
+    if mask.shape[1]:
+        at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalised)
+    return torch.where(mask, stats.discounted_sums(at_ends, 1.0), 0.0).to(stats.float_dtype(given))
+
+
+def _process_mask(completion_mask: Tensor | None, length: int | None, rows: int, device: torch.device) -> Tensor:
+    """(B, T) bool from whichever of the two is given."""
+    if (completion_mask is None) == (length is None):
+        given = "neither" if length is None else "both"
+        raise ValueError(f"completion_mask, length: expected exactly one of the two, got {given}")
+    if completion_mask is not None:
+        mask = stats.bool_mask(completion_mask)
+        stats.expect_shape("completion_mask", mask, (rows, mask.shape[1]), "(B, T)")
+        return mask
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"length: expected an int, got {type(length).__name__}")
+    if length < 0:
+        raise ValueError(f"length: expected at least 0, got {length}")
+    return torch.ones(rows, length, dtype=torch.bool, device=device)

@@ -1,0 +1,157 @@
+"""One advantage a token, whitened over the tokens of the batch: GAE, REINFORCE++ and GDPO as verl has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import group_stats as stats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,  # (B, T), or (B,): a reward at each row's last counted token
+    values: Tensor,  # (B, T)
+    completion_mask: Tensor,  # (B, T)
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    last_value: Tensor | None = None,  # (B,)
+    *,
+    whiten_advantages: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: (advantages, returns), both (B, T) and 0 where masked.
+
+    delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  return_t = A_t + V_t, where t + 1 is the
+    next counted position: the recursion jumps over masked ones (padding, tool output), whose contents are never used.
+    After a row's last counted token V is ``last_value`` (0 by default: the episode has ended). ``whiten_advantages``
+    applies ``whiten``, over all ranks of ``process_group``; the returns keep their scale.
+    Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted positions.
+    """
+    stats.in_interval("gamma", gamma, 1)
+    stats.in_interval("lam", lam, 1)
+    mask = stats.bool_mask(completion_mask)
+    stats.expect_shape("values", values, mask.shape, "(B, T)")
+    r = stats.token_rewards(rewards, mask, process_group)
+    v = stats.counted_values("values", values, mask, process_group)
+    order, inside = stats.counted_first(mask)
+    v_packed = v.gather(1, order)
+    next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
+    if last_value is not None:
+        stats.expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
+        is_last = stats.last_counted(mask).gather(1, order)
+        finite = last_value.isfinite() | ~mask.any(dim=1)
+        stats.require_all(finite, last_value, "last_value", "finite values", process_group)
+        next_v = torch.where(is_last, stats.wide(last_value)[:, None], next_v)
+    delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
+    advantages = torch.zeros_like(v).scatter(1, order, stats.discounted_sums(delta, gamma * lam))
+    returns = advantages + v  # both are 0 where masked
+    if whiten_advantages:
+        advantages = whiten(advantages, mask, process_group=process_group)
+    dtype = torch.promote_types(stats.float_dtype(rewards), stats.float_dtype(values))
+    return advantages.to(dtype), returns.to(dtype)
+
+
+@torch.no_grad()
+def reinforce_plus_plus(
+    rewards: Tensor,  # (B,) or (B, F)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    per_token_kl: Tensor | None = None,  # (B, T)
+    beta: float = 0.01,
+    gamma: float = 1.0,
+    num_generations: int | None = None,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    epsilon: float = 1e-8,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """REINFORCE++ (B, T): discounted returns of a terminal reward and a KL penalty per token, whitened over the batch.
+
+    A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean) / (std + epsilon)
+    over all counted tokens of the batch (of all ranks). Without ``per_token_kl`` there is no penalty. With
+    ``num_generations`` or ``group_ids`` it is the baseline variant: the group's mean reward is subtracted first. Rows
+    without a score get 0 and are left out of mean and std. Masked positions are jumped over.
+    Source: https://arxiv.org/abs/2501.03262
+    """
+    stats.in_interval("gamma", gamma, 1)
+    stats.in_interval("epsilon", epsilon)
+    if not math.isfinite(beta):
+        raise ValueError(f"beta: expected a finite number, got {beta}")
+    mask = stats.bool_mask(completion_mask)
+    table, weights = stats.reward_table(rewards, reward_weights, process_group)
+    stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
+    total = stats.weighted_sum(table, weights)
+    if num_generations is not None or group_ids is not None:
+        groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+        total = stats.moments(total, groups, 0).centred
+    mask = mask & ~total.isnan()
+    x = torch.where(stats.last_counted(mask), total, 0.0)
+    if per_token_kl is not None:
+        stats.expect_shape("per_token_kl", per_token_kl, mask.shape, "(B, T)")
+        x = x - beta * stats.counted_values("per_token_kl", per_token_kl, mask, process_group)
+    order, _ = stats.counted_first(mask)
+    returns = torch.zeros_like(x).scatter(1, order, stats.discounted_sums(x.gather(1, order), gamma))
+    return whiten(returns, mask, epsilon=epsilon, process_group=process_group).to(stats.float_dtype(rewards))
+
+
+@torch.no_grad()
+def gdpo_advantages(
+    rewards: Tensor,  # (B, F) or (B,)
+    completion_mask: Tensor,  # (B, T)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    epsilon: float = 1e-6,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """verl's GDPO (B, T): sum_f w_f (r_f - mean) / (std + ``epsilon``) in each group, whitened over the counted tokens.
+
+    A completion thus weighs as much as it is long in mean and std of the batch. The paper's own takes each completion
+    once: ``group_advantages(aggregation="normalize_then_sum")``. Rows without a score get 0 and are left out of both.
+    Groups, weights, NaN and errors as there; both std are of samples (n - 1).
+    Source: https://arxiv.org/abs/2601.05242
+    """
+    stats.in_interval("epsilon", epsilon)
+    mask = stats.bool_mask(completion_mask)
+    table, weights = stats.reward_table(rewards, reward_weights, process_group)
+    stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B, F) or (B,)")
+    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    total = stats.summed_z_scores(table, weights, groups, 1, epsilon)
+    mask = mask & ~total.isnan()
+    result = whiten(total.expand(mask.shape), mask, std="sample", process_group=process_group)
+    return result.to(stats.float_dtype(rewards))
+
+
+@torch.no_grad()
+def whiten(
+    x: Tensor,  # (B, T)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    shift_mean: bool = True,
+    std: str = "population",
+    epsilon: float = 1e-8,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """(x - mean) / (std + ``epsilon``) over all counted positions (of all ranks), (B, T) in x's dtype, 0 where masked.
+
+    ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
+    """
+    correction = stats.std_correction(std)
+    stats.in_interval("epsilon", epsilon)
+    mask = stats.bool_mask(completion_mask)
+    stats.expect_shape("x", x, mask.shape, "(B, T)")
+    counted = stats.counted_values("x", x, mask, process_group)
+    flat = torch.where(mask, counted, stats.NAN).reshape(-1, 1)
+    moments = stats.moments(flat, stats.one_group(len(flat), x.device, process_group), correction)
+    numerator = moments.centred if shift_mean else flat
+    result = stats.divide(numerator, moments.std + epsilon).view(mask.shape)
+    return torch.where(mask, result, 0.0).to(stats.float_dtype(x))

@@ -1,0 +1,121 @@
+"""verl itself, to test against: its real package, with what its import needs, all from requirements/peers.txt.
+
+verl asks for other releases of transformers, TRL and tensordict than ours, so it is installed without its dependencies.
+The modules named here import and run all the same; its trainers (Ray clusters, vLLM) are not touched. ``import verl``
+also loads every installed plug-in of verl, ours among them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+
+TEMPERATURE = 0.7
+VISION = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "glm4v": "Glm4v"}
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_EYES: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2}
+_MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# kind -> (its class without the ending, fields of the text model, fields of the vision model)
+_VISION_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VL", _MROPE, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}),
+    "qwen2_5_vl": ("Qwen2_5_VL", _MROPE, {**_EYES, "intermediate_size": 16, "fullatt_block_indexes": [0]}),
+    "qwen3_vl": ("Qwen3VL", _MROPE, {**_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "qwen3_5": ("Qwen3_5", _LINEAR, {**_EYES, "num_position_embeddings": 16}),
+    "glm4v": ("Glm4v", {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}, _EYES),
+}
+
+
+def verl_module(name: str) -> ModuleType:
+    """The module `name` of verl, as ``"trainer.ppo.core_algos"``; the test is skipped where verl is not installed."""
+    pytest.importorskip("verl")
+    return importlib.import_module(f"verl.{name}")
+
+
+def core_algos() -> ModuleType:
+    """verl's losses and advantage estimators, with the registries they are looked up in."""
+    return verl_module("trainer.ppo.core_algos")
+
+
+def monkey_patch() -> ModuleType:
+    """verl's module that gives models their forward, made to work with the TRL and transformers we have.
+
+    verl looks for a class that TRL 1.16 has no more, and for output classes that transformers has replaced by one.
+    """
+    module = verl_module("models.transformers.monkey_patch")
+    module.is_trl_available = lambda: False
+    for folder, prefix in VISION.items():
+        modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        name = f"{prefix}CausalLMOutputWithPast"
+        if not hasattr(modeling, name):
+            setattr(modeling, name, CausalLMOutputWithPast)
+    return module
+
+
+def with_own_class(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, of a subclass of its own: verl replaces the forward of a class, for every model there is of it."""
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__})
+    return model
+
+
+def text_model(kind: str = "Qwen3", **fields: Any) -> PreTrainedModel:
+    """A tiny text model with random weights and a class of its own; `fields` are those of its configuration."""
+    config = getattr(transformers, f"{kind}Config")(**{**_TEXT, **fields})
+    return with_own_class(getattr(transformers, f"{kind}ForCausalLM")(config))
+
+
+def vision_model(kind: str) -> PreTrainedModel:
+    """A tiny vision-language model with random weights and a class of its own."""
+    prefix, text, eyes = _VISION_KINDS[kind]
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config={**_TEXT, **text},
+        vision_config=eyes,
+        tie_word_embeddings=False,
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    return with_own_class(getattr(transformers, f"{prefix}ForConditionalGeneration")(config))
+
+
+def draw(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids below 30, and weights of the log-probabilities and of the entropies in a loss."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 30, shape, generator=generator)
+    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return ids, a, b
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Relative error of the whole tensor."""
+    return float((got - want).norm() / want.norm())
