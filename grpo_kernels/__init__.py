@@ -12,6 +12,7 @@ from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs, token_level
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
+from grpo_kernels.lora import LoRA
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Expectation",
     "GRPOLoss",
+    "LoRA",
     "LossConfig",
     "LossOutput",
     "TokenInputs",

@@ -27,19 +27,19 @@ def token_weights(
     config: LossConfig, layout: Layout, num_items_in_batch: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The weight of each counted token, (n,). `num_items_in_batch` is a number or a 0-d tensor; at least 1 is used."""
-    n, batch = layout.positions.shape[0], max(layout.batch, 1)
-    ones = torch.ones(n, dtype=dtype, device=layout.positions.device)
+    batch = max(layout.batch, 1)
+    ones = torch.ones(layout.positions.shape[0], dtype=dtype, device=layout.positions.device)
     if config.loss_type in ("grpo", "sapo", "gmpo"):
         return ones / (layout.lengths.to(dtype)[layout.sequence] * batch)
     if config.loss_type == "bnpo":
-        return ones / max(n, 1)
+        return ones / max(layout.total, 1)
     if config.loss_type == "dr_grpo":
         return ones / (batch * config.max_completion_length)
     if config.loss_type == "luspo":
         return ones / batch
     assert config.loss_type in NUM_ITEMS_LOSS_TYPES
     if num_items_in_batch is None:
-        return ones / max(n, 1)
+        return ones / max(layout.total, 1)
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.device.type == "cpu":  # copying it to the device would wait for that
             return ones / max(float(num_items_in_batch.item()), 1.0)

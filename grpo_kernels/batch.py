@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.checks import check_ids, check_mask, check_shape, check_tensor
+
+if TYPE_CHECKING:
+    from grpo_kernels.span import Span
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,20 @@ class Layout:
     batch: int  # B
     columns: int  # T, or the longest packed sequence
     shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
+    span: Span | None = None  # the ranks that have the other tokens of these sequences; None: all are here
 
     @cached_property
     def lengths(self) -> Tensor:
         """Counted tokens of each sequence, (B,) int64."""
+        if self.span is not None:
+            return self.span.counts.sum(dim=0)
         counts = torch.zeros(self.batch, dtype=torch.long, device=self.sequence.device)
         return counts.index_add_(0, self.sequence, torch.ones_like(self.sequence))
+
+    @property
+    def total(self) -> int:
+        """Counted tokens of all sequences."""
+        return self.positions.shape[0] if self.span is None else sum(self.span.sizes)
 
     def dense(self, x: Tensor) -> Tensor:
         """(n,) -> (B, T), 0 where nothing counts."""
@@ -41,10 +52,22 @@ class Layout:
         return full
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """(n,) -> (B,): the sum over each sequence's counted tokens; packed ones need no (B, longest) tensor."""
+        """(n,) -> (B,): the sum over each sequence's counted tokens. A collective, if there is a span."""
+        return self.over_ranks(self.local_sum(x))
+
+    def local_sum(self, x: Tensor) -> Tensor:
+        """(n,) -> (B,): the sum over the tokens that are here; packed ones need no (B, longest) tensor."""
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(x.dtype)
+
+    def over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' `x`, of one shape on all. A collective, if there is a span."""
+        return x if self.span is None else self.span.sum(x)
+
+    def of_all_ranks(self, x: Tensor) -> Tensor:
+        """(n,) -> the values of all ranks' tokens. A collective, if there is a span."""
+        return x if self.span is None else self.span.rows(x)
 
     def spread(self, x: Tensor) -> Tensor:
         """(n,) -> the caller's shape, 0 where nothing counts."""
@@ -72,6 +95,11 @@ class Tokens:
         whole = ("layout", "sequence_ratio", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(**{name: x if x is None or name in whole else x[index] for name, x in values.items()})
+
+    @property
+    def given_ratio(self) -> Tensor | None:
+        """The importance sampling ratio, (n,), or (B,) where it is one a sequence."""
+        return self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
 
     def __len__(self) -> int:
         return self.ids.shape[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,13 +16,20 @@ from grpo_kernels.batch import Tokens, read_tokens
 from grpo_kernels.checks import check_config, check_head, check_terms
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
-from grpo_kernels.engine.passes import RECOMPUTING, STORING, Request
+from grpo_kernels.engine.operands import Coefficients, HeadConfig, Wants
+from grpo_kernels.engine.passes import RECOMPUTING, STORING, Gather, Request
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.engine.sweep import Coefficients, HeadConfig, Wants
+from grpo_kernels.engine.shard import Shard
 from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head import head_config, pick_engine, read_rows, wanted
+from grpo_kernels.lora import LoRA, check_lora
 from grpo_kernels.metrics import Metrics, loss_metrics
 from grpo_kernels.objective import PolicyObjective
+from grpo_kernels.sampling import check_sampling
+from grpo_kernels.span import check_sequence_group, common_engine, spanned
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Objective = PolicyObjective | CustomObjective
 
@@ -78,6 +87,10 @@ def plan_loss(
     workspace_bytes: int | None,
     wants: Wants | None = None,
     dtype: torch.dtype | None = None,
+    lora: LoRA | None = None,
+    shard: Shard | None = None,
+    gather: Gather = nullcontext,
+    sequence_group: ProcessGroup | None = None,
 ) -> LossCall:
     """Check the arguments of `grpo_loss` and plan its call; `wants` and `dtype` are read off the tensors if not given.
 
@@ -86,10 +99,13 @@ def plan_loss(
     """
     check_config(config)
     check_terms(config, ref_per_token_logps, objective)
+    check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
+    check_sequence_group(sequence_group, cu_seqlens, objective)
     check_head(hidden, weight, bias, ranks=(3,) if cu_seqlens is None else (2,))
+    check_lora(lora, hidden, weight)
     check_num_items(num_items_in_batch)
-    wants = wanted(hidden, weight, bias) if wants is None else wants
-    head = head_config(hidden, weight, wants, config, backend, workspace_bytes, dtype)
+    wants = wanted(hidden, weight, bias, lora) if wants is None else wants
+    head = head_config(hidden, weight, wants, config, backend, workspace_bytes, dtype, shard)
     tokens = read_tokens(
         hidden,
         completion_ids,
@@ -102,29 +118,43 @@ def plan_loss(
         importance_sampling_ratio=importance_sampling_ratio,
         dtype=head.accumulator,
     )
-    rows = read_rows("completion_ids", tokens.ids, tokens.layout.positions, weight.shape[0], 1.0 / config.temperature)
+    inv_t = 1.0 / config.temperature
+    rows = read_rows("completion_ids", tokens.ids, tokens.layout.positions, weight.shape[0], inv_t, shard)
+    if sequence_group is not None:
+        others = (num_items_in_batch is not None, objective is not None, *astuple(wants))
+        tokens = spanned(tokens, sequence_group, config, engine, others)
     weights = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
-    policy: Objective
-    if objective is None:
-        policy = PolicyObjective(config, tokens, weights)
-    else:
-        policy = CustomObjective(objective, tokens, weights)
-    engine = _engine(policy, wants, head, weight, engine)
+    policy = _objective(config, objective, tokens, weights)
+    engine = common_engine(_engine(policy, wants, head, weight, engine, only_logps=lora is None), tokens.layout.span)
     graded = policy.may_have_gradient() if engine in STORING else None
-    request = Request(rows=rows, config=head, wants=wants, engine=engine, graded=graded)
+    request = Request(rows=rows, config=head, wants=wants, engine=engine, graded=graded, gather=gather)
     if engine == "one_pass":
 
         def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
             assert stats.entropies is not None
             return policy.coefficients(index, stats.logps, stats.entropies)
 
-        token_loss = policy.token_loss() if isinstance(head.backend, FusedRowBackend) else None
+        fuses = isinstance(head.backend, FusedRowBackend) and shard is None  # which joins the ranks in between
+        token_loss = policy.token_loss() if fuses else None
         request = replace(request, coefficients=coefficients, token_loss=token_loss)
     return LossCall(config, tokens, request, policy)
 
 
-def _engine(policy: Objective, wants: Wants, head: HeadConfig, weight: Tensor, engine: str) -> str:
+def _objective(
+    config: LossConfig, objective: Callable[[TokenInputs], Tensor] | None, tokens: Tokens, weights: Tensor
+) -> Objective:
+    if objective is not None:
+        return CustomObjective(objective, tokens, weights)
+    policy = PolicyObjective(config, tokens, weights)
+    if tokens.layout.span is not None:
+        policy.settle()
+    return policy
+
+
+def _engine(policy: Objective, wants: Wants, head: HeadConfig, weight: Tensor, engine: str, *, only_logps: bool) -> str:
     coupling = Coupling.of(known=policy.is_known, coupled=policy.couples_tokens)
     only_hidden = wants.hidden and not wants.head  # where it matters; asking a custom objective evaluates it
     entropy_gradient = only_hidden and policy.has_entropy_gradient
-    return pick_engine(coupling, wants, head, weight, entropy_gradient=entropy_gradient, engine=engine)
+    return pick_engine(
+        coupling, wants, head, weight, entropy_gradient=entropy_gradient, engine=engine, only_logps=only_logps
+    )

@@ -23,8 +23,9 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if type(x).__name__ == "DTensor":
         raise ValueError(
-            f"{name}: expected a plain tensor, got a DTensor; call the loss where the module that owns it has gathered "
-            "it (inside that module's forward), or pass x.full_tensor(grad_placements=[Partial('avg')])"
+            f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: use grpo_kernels.attach(lm_head) and its "
+            "methods, or call inside the forward of the module that owns it. Sharded by rows of the vocabulary (tensor "
+            "parallel): pass process_group=, the group over which it is"
         )
     if floating and x.dtype not in FLOATING:
         raise TypeError(f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}")
@@ -54,7 +55,8 @@ def check_terms(config: LossConfig, ref_per_token_logps: Any, objective: Any = N
     if objective is not None:
         if not callable(objective):
             raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
-        for name in ("beta", "entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold", "delta"):
+        terms = ("beta", "entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold", "delta")
+        for name in (*terms, "vllm_importance_sampling_correction"):
             value, default = getattr(config, name), getattr(LossConfig, name)
             if value != default:
                 raise ValueError(
@@ -78,8 +80,9 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
     check_tensor("weight", weight, like=hidden, floating=True)
     if weight.numel() == 0:
         raise ValueError(
-            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under DeepSpeed ZeRO-3 gather "
-            "it first: with deepspeed.zero.GatheredParameters([weight]) around forward and backward"
+            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under DeepSpeed ZeRO-3 use "
+            "grpo_kernels.attach(lm_head) and its methods, or call inside the model's forward, or gather it: with "
+            "deepspeed.zero.GatheredParameters([weight]) around forward and backward"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(

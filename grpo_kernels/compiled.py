@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.config import LossConfig, config_of
+from grpo_kernels.engine.operands import Wants
 from grpo_kernels.engine.passes import STORING
 from grpo_kernels.engine.plan import Coupling, choose_engine
-from grpo_kernels.engine.sweep import Wants
 from grpo_kernels.head import compute_dtype, wanted
 from grpo_kernels.metrics import Metrics, metric_names
 from grpo_kernels.ops import linear_logprob as logprob_op
@@ -28,7 +28,10 @@ _LINEAR_LOGPROB_BACKWARD = torch.ops.grpo_kernels.linear_logprob_backward.defaul
 T = TypeVar("T")
 
 
-@torch.compiler.disable(reason="grpo_kernels: a function of yours (objective, gather) runs eagerly, outside any graph")
+@torch.compiler.disable(
+    reason="grpo_kernels: a function of yours (objective, gather), a group of ranks, or what depends on data (kept "
+    "sets, a loss from given log-probabilities) runs eagerly, outside any graph"
+)
 def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """`function`, eagerly: a graph break, which ``fullgraph=True`` refuses with that reason."""
     return function(*arguments, **options)

@@ -20,9 +20,12 @@ _CHOICES = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "logits_dtype": ("float32", "input"),
 }
-_OPTIONAL = ("epsilon_high", "delta", "off_policy_mask_threshold", "final_logit_softcapping")
+_BOUNDS = ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
+_OPTIONAL = ("epsilon_high", "delta", "off_policy_mask_threshold", "final_logit_softcapping", *_BOUNDS)
+_SWITCHES = ("use_bias_correction_kl", "vllm_importance_sampling_correction")
 # name -> (lowest value, may be equal to it); the fields that are numbers and are not listed may be any finite number
 _LOWEST = {
     "epsilon": (0.0, True),
@@ -38,6 +41,8 @@ _LOWEST = {
     "vespo_k_neg": (0.0, True),
     "vespo_lambda_pos": (0.0, True),
     "vespo_lambda_neg": (0.0, True),
+    "vllm_importance_sampling_clip_max": (0.0, False),
+    "vllm_importance_sampling_clip_min": (0.0, True),
     "final_logit_softcapping": (0.0, False),
 }
 
@@ -67,6 +72,12 @@ class LossConfig:
         entropy_coef: weight of the entropy bonus, a mean over its tokens that is subtracted from the loss.
         off_policy_mask_threshold: a sequence with a negative advantage whose mean of (sampling logp - logp) is above
             it is dropped from the policy loss.
+        vllm_importance_sampling_correction: make the importance sampling ratio here, of the old log-probabilities
+            (absent: the current ones, held constant) to `sampling_per_token_logps`, which must then be given. Off by
+            default; in TRL, where it is on, the trainer makes the ratio. Not for ``"gmpo"``.
+        vllm_importance_sampling_mode: ``"token_*"``: one ratio a token; ``"sequence_*"``: one a sequence, of its summed
+            differences; ``"*_truncate"``: clamped to the bounds; ``"*_mask"``: 0 where it is outside of them.
+        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: those bounds; None: none.
         max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
         sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape
             of those two surrogates for positive and negative advantages.
@@ -91,6 +102,10 @@ class LossConfig:
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
     off_policy_mask_threshold: float | None = None
+    vllm_importance_sampling_correction: bool = False
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
     max_completion_length: int = 512
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
@@ -110,7 +125,7 @@ class LossConfig:
                 if value not in _CHOICES[name]:
                     raise ValueError(f"{name}: expected one of {', '.join(_CHOICES[name])}, got {value!r}")
                 plain = _CHOICES[name][_CHOICES[name].index(value)]
-            elif name == "use_bias_correction_kl":
+            elif name in _SWITCHES:
                 if not isinstance(value, bool):
                     raise TypeError(f"{name}: expected a bool, got {value!r}")
             elif not (value is None and name in _OPTIONAL):
@@ -121,8 +136,22 @@ class LossConfig:
             raise TypeError(f"max_completion_length: expected an int, got {self.max_completion_length!r}")
         if self.top_entropy_quantile > 1.0:
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
+        self._check_sampling_bounds()
         values = ", ".join([f"{field.name!r}: {getattr(self, field.name)!r}" for field in fields(self)])
         object.__setattr__(self, "_key", "{" + values + "}")
+
+    def _check_sampling_bounds(self) -> None:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                "vllm_importance_sampling_clip_min: expected a number below vllm_importance_sampling_clip_max = "
+                f"{high}, got {low}"
+            )
+        if self.vllm_importance_sampling_correction and self.truncates_sampling_ratio and low is high is None:
+            raise ValueError(
+                "vllm_importance_sampling_clip_max: expected a number, or one for vllm_importance_sampling_clip_min, "
+                f"since vllm_importance_sampling_mode = {self.vllm_importance_sampling_mode!r}, got None for both"
+            )
 
     @property
     def key(self) -> str:
@@ -154,6 +183,21 @@ class LossConfig:
         """Whether an importance sampling ratio is a factor on the policy term."""
         return self.loss_type not in ("vespo", "gmpo")
 
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether the importance sampling ratio is made here."""
+        return self.vllm_importance_sampling_correction and self.loss_type != "gmpo"
+
+    @property
+    def sampling_ratio_is_per_sequence(self) -> bool:
+        """Whether a ratio that is made here is one a sequence."""
+        return self.vllm_importance_sampling_mode.startswith("sequence_")
+
+    @property
+    def truncates_sampling_ratio(self) -> bool:
+        """Whether a ratio that is made here is clamped to its bounds, rather than 0 outside of them."""
+        return self.vllm_importance_sampling_mode.endswith("_truncate")
+
     def couples_tokens(self, *, on_policy: bool, sampled: bool) -> bool:
         """Whether a token's gradient depends on other tokens' log-probabilities or entropies.
 
@@ -163,25 +207,35 @@ class LossConfig:
         """
         if self.top_entropy_quantile < 1.0 or (self.masks_off_policy and (sampled or not on_policy)):
             return True
+        if on_policy and self.corrects_sampling and (self.sampling_ratio_is_per_sequence or self.ratio_is_per_sequence):
+            return True
         if on_policy:
             return self.corrects_kl and self.importance_sampling_level == "sequence"
         return self.ratio_is_per_sequence
 
     def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
         """Whether all of the gradient is known before any log-probability is; arguments as in `couples_tokens`."""
-        return on_policy and self.beta == 0.0 and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
+        unknown = not on_policy or self.beta != 0.0 or self.corrects_sampling
+        return not unknown and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Any) -> LossConfig:
         """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.
 
         Fields that `args` does not have keep their default; `overrides` win, such as the head's
-        ``final_logit_softcapping``, which TRL reads from the model.
+        ``final_logit_softcapping``, which TRL reads from the model. ``vllm_importance_sampling_correction`` is not
+        taken over: TRL's trainer makes the ratio beforehand, and a second one would be wrong. Who hands in
+        `sampling_per_token_logps` alone says so: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
+        deprecated ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in TRL.
 
         Raises:
             ValueError: `args` asks for a loss type this library does not know.
         """
-        found = {f.name: getattr(args, f.name) for f in fields(cls) if getattr(args, f.name, None) is not None}
+        names = {f.name for f in fields(cls) if hasattr(args, f.name)} - {"vllm_importance_sampling_correction"}
+        found = {name: getattr(args, name) for name in names}
+        found = {name: value for name, value in found.items() if value is not None or name in _OPTIONAL}
+        if getattr(args, "vllm_importance_sampling_cap", None) is not None:
+            found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
         return cls(**{**found, **overrides})
 
 

@@ -21,6 +21,21 @@ def all_reduce(x: Tensor, op: str, process_group: ProcessGroup | None) -> Tensor
     return x
 
 
+def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
+    """(R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
+    import torch.distributed as dist
+
+    parts = x.new_empty(dist.get_world_size(process_group), *x.shape)
+    dist.all_gather([*parts.unbind(0)], x.contiguous(), group=process_group)
+    return parts
+
+
+def agree(own: dict[str, int], process_group: ProcessGroup, device: torch.device) -> dict[str, list[int]]:
+    """Each name with the numbers of all ranks. On a GPU this waits for the device."""
+    table = gather_stacked(torch.tensor([*own.values()], device=device), process_group).T.tolist()
+    return dict(zip(own, table, strict=True))
+
+
 def gather_rows(x: Tensor, process_group: ProcessGroup | None) -> tuple[Tensor, int]:
     """The rows of every rank in rank order, and the index of this rank's first row. Ranks may hold unequal numbers."""
     if process_group is None:

@@ -15,6 +15,7 @@ from grpo_kernels.checks import check_config, check_tensor, check_terms
 from grpo_kernels.config import LossConfig
 from grpo_kernels.logprob import Expectation
 from grpo_kernels.objective import PolicyObjective
+from grpo_kernels.sampling import check_sampling
 
 
 def policy_expectation(
@@ -30,6 +31,9 @@ def policy_expectation(
 ) -> Expectation:
     """What to expect for ids of shape (B, T); arguments as in `grpo_loss`.
 
+    Where the trainer makes the importance sampling ratio of the log-probabilities to come, say so in the config
+    (``vllm_importance_sampling_correction``) and pass `sampling_per_token_logps`.
+
     Returns:
         an `Expectation` whose `graded` is (B, T). Where a token's gradient depends on other tokens its `coefficients`
         are None: they are not known row by row, but which rows cannot have any gradient is.
@@ -39,6 +43,7 @@ def policy_expectation(
     """
     check_config(config)
     check_terms(config, ref_per_token_logps)
+    check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
     check_num_items(num_items_in_batch)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from grpo_kernels.checks import (
 )
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.memory import default_workspace, is_tight
+from grpo_kernels.engine.operands import Head, HeadConfig, Rows, Wants
 from grpo_kernels.engine.plan import Coupling, choose_engine
-from grpo_kernels.engine.sweep import HeadConfig, Rows, Wants
+from grpo_kernels.engine.shard import Shard, widest_part
+from grpo_kernels.lora import LoRA, check_lora
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -49,6 +52,8 @@ def plan_rows(
     workspace_bytes: int | None,
     wants: Wants | None = None,
     dtype: torch.dtype | None = None,
+    lora: LoRA | None = None,
+    shard: Shard | None = None,
 ) -> tuple[HeadConfig, Rows, Wants]:
     """Check the arguments of `linear_logprob_with`: how to project, which rows, and the gradients wanted.
 
@@ -58,6 +63,7 @@ def plan_rows(
         TypeError, ValueError: a wrong argument; the message names it.
     """
     check_head(hidden, weight, bias)
+    check_lora(lora, hidden, weight)
     check_ids("ids", ids, hidden)
     if mask is not None:
         check_mask("mask", mask, ids)
@@ -71,13 +77,13 @@ def plan_rows(
         logit_scale=logit_scale,
         logits_dtype=logits_dtype,
     )
-    wants = wanted(hidden, weight, bias) if wants is None else wants
-    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype)
+    wants = wanted(hidden, weight, bias, lora) if wants is None else wants
+    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype, shard)
     positions = counted_positions(mask, ids)
     inv_t: float | Tensor = 1.0 / spec.temperature
     if per_row:
         inv_t = row_temperatures(temperature, ids, positions, config.accumulator)
-    rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t)
+    rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t, shard)
     return config, rows, wants
 
 
@@ -89,10 +95,11 @@ def head_config(
     backend: str,
     workspace_bytes: int | None,
     dtype: torch.dtype | None = None,
+    shard: Shard | None = None,
 ) -> HeadConfig:
     """How rows are projected: the head's options of `spec`, and `dtype`, by default `compute_dtype`."""
     if workspace_bytes is None:
-        workspace_bytes = default_workspace(weight, wants)
+        workspace_bytes = default_workspace(widest_part(weight, shard), wants)
     check_budget(workspace_bytes)
     if dtype is None:
         dtype = compute_dtype(hidden, weight)
@@ -104,6 +111,7 @@ def head_config(
         scale=float(spec.logit_scale),
         softcap=spec.final_logit_softcapping,
         round_logits=spec.logits_dtype == "input" and dtype.itemsize < 4,
+        shard=shard,
     )
 
 
@@ -123,26 +131,43 @@ def pick_engine(
         hidden_trains=wants.hidden,
         head_trains=wants.head,
         entropy_gradient=entropy_gradient,
-        tight_memory=is_tight(weight, wants, config.workspace_bytes),
+        tight_memory=is_tight(weight, wants, config.workspace_bytes) if config.shard is None else config.shard.tight,
         scores_without_logits=only_logps and isinstance(config.backend, DotRowBackend),
         engine=engine,
     )
 
 
-def read_rows(name: str, ids: Tensor, positions: Tensor, vocab: int, inv_temperature: float | Tensor) -> Rows:
-    """The rows to project, given the ids (n,) at `positions` (n,)."""
+def read_rows(
+    name: str,
+    ids: Tensor,
+    positions: Tensor,
+    vocab: int,
+    inv_temperature: float | Tensor,
+    shard: Shard | None = None,
+) -> Rows:
+    """The rows to project, given the ids (n,) at `positions` (n,); `vocab` is this rank's, if there is a shard."""
     ids = ids.long()
-    invalid = check_counted_ids(name, ids, vocab)
+    invalid = check_counted_ids(name, ids, vocab if shard is None else shard.vocab)
     if invalid is not None:
         ids = torch.where(invalid, 0, ids)
-    return Rows(positions, ids, inv_temperature, invalid)
+    return Rows(positions, ids if shard is None else ids - shard.start, inv_temperature, invalid)
 
 
-def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
+def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None = None) -> Wants:
     """Which gradients autograd will ask for; none where it is off."""
     if not torch.is_grad_enabled():
         return Wants()
-    return Wants(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    found = Wants(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    if lora is None:
+        return found
+    x = hidden if lora.input is None else lora.input
+    return replace(found, u=x.requires_grad or lora.a.requires_grad, b=lora.b.requires_grad)
+
+
+def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> Head:
+    """The head's tensors as the engines take them."""
+    u = None if lora is None else lora.project(hidden).flatten(0, -2)
+    return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, u, None if lora is None else lora.b)
 
 
 def row_temperatures(temperature: Any, ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:

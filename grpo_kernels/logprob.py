@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,15 @@ from torch import Tensor
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.checks import check_shape, check_tensor
 from grpo_kernels.engine.functions import LinearLogprob
+from grpo_kernels.engine.operands import Coefficients
 from grpo_kernels.engine.passes import Gather, Request
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.engine.sweep import Coefficients
-from grpo_kernels.head import pick_engine, plan_rows
+from grpo_kernels.head import head_of, pick_engine, plan_rows
+from grpo_kernels.lora import LoRA
+from grpo_kernels.sharding import localise
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ def linear_logprob(
     engine: str = "auto",
     backend: str = "auto",
     workspace_bytes: int | None = None,
+    lora: LoRA | None = None,
+    process_group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``log softmax(z)[id]`` and the entropy of ``softmax(z)``, without the (tokens, vocabulary) logits in memory.
 
@@ -81,6 +89,13 @@ def linear_logprob(
         backend: ``"auto"`` or the name of a row backend.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU, where the
             weight trains, 4 V H bytes, but at least that and at most 2 GiB.
+        lora: a low-rank adapter on the head, `LoRA`.
+        process_group: the group over which the head is sharded by rows of the vocabulary, in rank order; the shards may
+            be uneven. `hidden`, `ids` and all else are the same on every rank, and so are the results; each rank gets
+            the gradient of its own rows of the head and the whole one of `hidden`. Not needed where `weight` and
+            `hidden` are DTensors, `Shard(0)` and replicated. The ranks send each other three numbers a row,
+            four with the entropy, and sum d hidden; nothing has the size of the vocabulary.
+        vocab_size: ids of the head, at most V (of all shards together): rows from there on are padding, and no token.
 
     Returns:
         logps (...) and entropies (...), fp32 (fp64 for fp64 inputs), 0 where masked; the second None if not asked for.
@@ -103,6 +118,9 @@ def linear_logprob(
         engine=engine,
         backend=backend,
         workspace_bytes=workspace_bytes,
+        lora=lora,
+        process_group=process_group,
+        vocab_size=vocab_size,
     )
     return results["logps"], results.get("entropy")
 
@@ -124,6 +142,9 @@ def linear_logprob_with(
     backend: str = "auto",
     workspace_bytes: int | None = None,
     gather: Gather = nullcontext,
+    lora: LoRA | None = None,
+    process_group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> dict[str, Tensor]:
     """`linear_logprob` with a choice of `outputs`, in the same pass: a dict with ``"logps"`` and those asked for.
 
@@ -150,17 +171,21 @@ def linear_logprob_with(
 
         if expected is not None and engine == "one_pass":  # an expectation only buys speed
             engine = "auto"
-        if gather is nullcontext:
+        apart = {"lora": lora, "process_group": process_group, "vocab_size": vocab_size}
+        if gather is nullcontext and all(x is None for x in apart.values()):
             return compiled.linear_logprob(hidden, weight, ids, **options, engine=engine)
-        options |= {"expected": expected, "engine": engine, "gather": gather}
+        options |= {"expected": expected, "engine": engine, "gather": gather, **apart}
         return compiled.eagerly(linear_logprob_with, hidden, weight, ids, **options)
-    config, rows, wants = plan_rows(hidden, weight, ids, **options)
+    head = (hidden, weight, bias, lora)
+    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, workspace_bytes)
+    options["bias"] = bias
+    config, rows, wants = plan_rows(hidden, weight, ids, **options, lora=lora, shard=shard)
     if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and "entropy" not in outputs)):
         pair = "(a, b)" if "entropy" in outputs else "(a, None) since there is no entropy"
         raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
     coefficients, graded, expects_entropy = _read_expected(expected, ids, rows.positions, config.accumulator)
     coupling = Coupling.COUPLED if coefficients is None else Coupling.TOKEN
-    only_logps = set(outputs) <= {"entropy"}
+    only_logps = set(outputs) <= {"entropy"} and lora is None
     engine = pick_engine(
         coupling, wants, config, weight, entropy_gradient=expects_entropy, engine=engine, only_logps=only_logps
     )
@@ -175,7 +200,7 @@ def linear_logprob_with(
         graded=graded,
         gather=gather,
     )
-    logps, entropies, *extras = LinearLogprob.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, request)
+    logps, entropies, *extras = LinearLogprob.apply(*head_of(hidden, weight, bias, lora), request)
     results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
     if entropies is not None:
         results["entropy"] = entropies

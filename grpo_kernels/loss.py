@@ -17,8 +17,9 @@ numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,15 @@ from grpo_kernels.checks import check_config
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
+from grpo_kernels.engine.passes import Gather
 from grpo_kernels.evaluation import Evaluation
+from grpo_kernels.head import head_of
+from grpo_kernels.lora import LoRA
 from grpo_kernels.metrics import Metrics
+from grpo_kernels.sharding import localise
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _DEFAULT = LossConfig()
 
@@ -73,6 +81,11 @@ def grpo_loss(
     engine: str = "auto",
     backend: str = "auto",
     workspace_bytes: int | None = None,
+    lora: LoRA | None = None,
+    process_group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    sequence_group: ProcessGroup | None = None,
+    gather: Gather | None = None,
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -88,7 +101,9 @@ def grpo_loss(
         advantages: one a sequence or one a token; packed with N = B, one a sequence.
         old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
         ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0.
-        sampling_per_token_logps: the sampler's own, for the off-policy mask; NaN: it could not score the token.
+        sampling_per_token_logps: the sampler's own, for the off-policy mask and, if the config asks for it
+            (``vllm_importance_sampling_correction``), for the importance sampling ratio, which then needs no forward
+            beforehand; NaN: it could not score the token (no evidence; ratio 1).
         importance_sampling_ratio: weight of the policy term to correct for the sampler; ``"vespo"`` takes it into w.
         num_items_in_batch: normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: a number, accumulation and world size
             included, clamped at 1; absent: the counted tokens of this call. The other loss types, and the entropy
@@ -100,6 +115,15 @@ def grpo_loss(
         cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). Read on
             the host.
         engine, backend, workspace_bytes: as in `linear_logprob`. (Under torch.compile ``"auto"`` is never ``"lean"``.)
+        lora, process_group, vocab_size: as in `linear_logprob`. They break the graph of torch.compile.
+        sequence_group: process group over whose ranks the tokens of each sequence are split (context parallel,
+            Ulysses). Each rank passes its (B, T_local) part of every sequence, parts in the order of the ranks and of
+            any length, ids shifted before the split, and what is one a sequence, as (B,), whole. The ranks' losses add
+            up to the loss of the whole sequences, of which each rank's gradients are; metrics are those of the whole.
+            Where gradients are averaged over the ranks (DDP, FSDP), multiply the loss by their number. Breaks the graph
+            of torch.compile.
+        gather: makes the context in which a backward that needs the weight again runs, as in `linear_logprob_with`.
+            Breaks the graph of torch.compile.
 
     Returns:
         `LossOutput`.
@@ -124,27 +148,31 @@ def grpo_loss(
         "workspace_bytes": workspace_bytes,
     }
     if torch.compiler.is_compiling():
-        return _compiled_loss(tensors, options, objective)
-    call = plan_loss(*tensors, **options, objective=objective)
+        apart: dict[str, Any] = {"lora": lora, "process_group": process_group, "vocab_size": vocab_size}
+        apart |= {"sequence_group": sequence_group, "objective": objective, "gather": gather}
+        return _compiled_loss(tensors, options, apart)
+    head = (hidden, weight, bias, lora)
+    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, workspace_bytes)
+    options |= {"bias": bias, "objective": objective, "lora": lora, "shard": shard, "gather": gather or nullcontext}
+    call = plan_loss(hidden, weight, *tensors[2:], **options, sequence_group=sequence_group)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 
     def finish(stats: RowStats) -> Evaluation:
         done.append((stats, call.evaluate(stats)))
         return done[0][1]
 
-    loss, logps, entropies = PolicyLoss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call.request, finish)
+    loss, logps, entropies = PolicyLoss.apply(*head_of(hidden, weight, bias, lora), call.request, finish)
     shape = completion_ids.shape
     return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
 
 
-def _compiled_loss(
-    tensors: tuple[Any, ...], options: dict[str, Any], objective: Callable[[TokenInputs], Tensor] | None
-) -> LossOutput:
+def _compiled_loss(tensors: tuple[Any, ...], options: dict[str, Any], apart: dict[str, Any]) -> LossOutput:
+    """`apart`: what a graph does not hold."""
     from grpo_kernels import compiled  # not at import: it loads the compiler
 
     check_config(options["config"])
-    if objective is not None:
-        return compiled.eagerly(grpo_loss, *tensors, **options, objective=objective)
+    if any(x is not None for x in apart.values()):
+        return compiled.eagerly(grpo_loss, *tensors, **options, **apart)
     return LossOutput(*compiled.policy_loss(*tensors, **options))
 
 

@@ -11,17 +11,24 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import Tokens
+from grpo_kernels.batch import Layout, Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
+from grpo_kernels.distributed import gather_stacked
 from grpo_kernels.evaluation import Evaluation, Terms
+
+_SAMPLING_EXTREMES = (
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/max",
+)
 
 
 class Metrics(Mapping[str, Tensor]):
     """Name -> mean (a 0-d tensor); 0 where nothing was counted.
 
     Attributes:
-        pairs: name -> (sum, count), 0-d tensors each. ``clip_ratio/low_min`` and ``clip_ratio/high_max`` are the
-            smallest and largest sequence and have no pair.
+        pairs: name -> (sum, count), 0-d tensors each. What is a smallest or a largest value has no pair:
+            ``clip_ratio/low_min`` and ``clip_ratio/high_max``, of the sequences, and ``sampling/.../min`` and ``max``.
     """
 
     def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], extremes: dict[str, Tensor]) -> None:
@@ -58,22 +65,25 @@ def metric_names(
         importance_ratio, sampled: whether the tokens have importance sampling ratios, and sampling log-probabilities.
     """
     clips = config.loss_type in CLIPPED_LOSS_TYPES or config.loss_type == "gmpo"
+    corrects = config.corrects_sampling
     pairs = {
         "policy_loss": True,
         "entropy": True,
         "rows/projected": True,
         "rows/gradient": True,
         "kl": config.beta != 0.0,
-        "importance_sampling_ratio": importance_ratio,
+        "importance_sampling_ratio": importance_ratio or corrects,
         "off_policy_masked": config.masks_off_policy,
         "sampling_unscored": sampled,
+        "sampling/sampling_logp_difference/mean": corrects,
         "ratio": True,
         "vespo/phi_seq_mean": config.loss_type == "vespo",
         "cispo_clip_ratio": config.loss_type == "cispo",
         **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), clips),
     }
-    extremes = ("clip_ratio/low_min", "clip_ratio/high_max") if clips else ()
-    return tuple(name for name, is_there in pairs.items() if is_there), extremes
+    extremes = dict.fromkeys(_SAMPLING_EXTREMES, corrects)
+    extremes |= dict.fromkeys(("clip_ratio/low_min", "clip_ratio/high_max"), clips)
+    return tuple(name for name, x in pairs.items() if x), tuple(name for name, x in extremes.items() if x)
 
 
 def loss_metrics(
@@ -83,47 +93,112 @@ def loss_metrics(
 
     As in TRL: ``entropy`` and ``kl``, means over the counted tokens; ``policy_loss``, the loss without the entropy
     bonus; ``clip_ratio/*``, ``cispo_clip_ratio`` and ``vespo/phi_seq_mean``, over the counted tokens, or over the
-    sequences where there is one value a sequence. Ours: ``ratio``; ``importance_sampling_ratio``;
+    sequences where there is one value a sequence; where the importance sampling ratio is made here,
+    ``sampling/sampling_logp_difference/*``, of the tokens that the sampler could score, and
+    ``sampling/importance_sampling_ratio/*``. Ours: ``ratio``; ``importance_sampling_ratio``, its mean;
     ``sampling_unscored``, the share of the counted tokens whose sampling log-probability is NaN;
     ``off_policy_masked``, the share of the counted tokens that were dropped; ``rows/projected``, the share of the
     positions that were projected; ``rows/gradient``, the share of those that a backward product was done for, `graded`
     of them.
+
+    Where the tokens of the sequences are split over ranks, all of it is that of the whole sequences, the same on every
+    rank; they are joined in one collective.
     """
     layout, terms = tokens.layout, evaluation.terms
-    n, one = len(tokens), entropies.new_ones(())
-
-    def over_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.to(entropies.dtype).sum(), one * n
-
-    pairs = {
-        "policy_loss": (evaluation.policy_loss, one),
-        "entropy": over_tokens(entropies),
-        "rows/projected": (one * n, one * math.prod(layout.shape)),
-        "rows/gradient": (one * graded, one * n),
-    }
+    part = _Part(layout, entropies.new_ones(()))
+    one, n = part.one, len(tokens)
+    speaks = layout.span is None or layout.span.rank == 0
+    part.pairs["policy_loss"] = (evaluation.policy_loss, one * int(speaks))
+    part.over_tokens("entropy", entropies)
+    part.pairs["rows/projected"] = (one * n, one * math.prod(layout.shape))
+    part.pairs["rows/gradient"] = (one * graded, one * n)
     if terms.kl is not None:
-        pairs["kl"] = over_tokens(terms.kl)
-    if tokens.sequence_ratio is not None:
-        pairs["importance_sampling_ratio"] = (tokens.sequence_ratio.sum(), one * layout.batch)
-    elif tokens.importance_sampling_ratio is not None:
-        pairs["importance_sampling_ratio"] = over_tokens(tokens.importance_sampling_ratio)
+        part.over_tokens("kl", terms.kl)
+    ratio = tokens.given_ratio if terms.importance_sampling_ratio is None else terms.importance_sampling_ratio
+    if ratio is not None:
+        per_sequence = tokens.sequence_ratio is not None
+        if terms.sampling_difference is not None:
+            per_sequence = config.sampling_ratio_is_per_sequence
+        (part.over_sequences if per_sequence else part.over_tokens)("importance_sampling_ratio", ratio)
     if terms.on_policy_keep is not None:
-        pairs["off_policy_masked"] = over_tokens(~terms.on_policy_keep)
+        part.over_tokens("off_policy_masked", ~terms.on_policy_keep)
     if tokens.sampling_per_token_logps is not None:
-        pairs["sampling_unscored"] = over_tokens(torch.isnan(tokens.sampling_per_token_logps))
-    extremes: dict[str, Tensor] = {}
+        part.over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
+    if terms.sampling_difference is not None and ratio is not None:
+        gap, missing = terms.sampling_difference.abs(), torch.isnan(terms.sampling_difference)
+        scored = (~missing).to(gap.dtype).sum()
+        part.pairs["sampling/sampling_logp_difference/mean"] = (torch.where(missing, 0.0, gap).sum(), scored)
+        for name, x, largest in zip(_SAMPLING_EXTREMES, (gap, ratio, ratio), (True, False, True), strict=True):
+            part.extremes[name] = (_extreme(x, largest=largest), largest)
     if terms.log_ratio is not None:
-        _add_ratio_metrics(config, tokens, terms, pairs, extremes)
-    return Metrics(pairs, extremes)
+        _add_ratio_metrics(config, tokens, terms, part)
+    return part.joined()
 
 
-def _add_ratio_metrics(
-    config: LossConfig,
-    tokens: Tokens,
-    terms: Terms,
-    pairs: dict[str, tuple[Tensor, Tensor]],
-    extremes: dict[str, Tensor],
-) -> None:
+class _Part:
+    """What the tokens of this rank add to the metrics."""
+
+    def __init__(self, layout: Layout, one: Tensor) -> None:
+        self.layout, self.one = layout, one
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.clipped: dict[str, Tensor] = {}  # (B,) clipped tokens of each sequence
+        self.clipped_once = False  # whether that counts a sequence, as a whole
+        self.extremes: dict[str, tuple[Tensor, bool]] = {}  # and whether it is the largest value
+
+    def over_tokens(self, name: str, x: Tensor) -> None:
+        """The mean of `x` (n,)."""
+        self.pairs[name] = (x.to(self.one.dtype).sum(), self.one * x.shape[0])
+
+    def over_sequences(self, name: str, x: Tensor) -> None:
+        """The mean of `x` (B,), right in the sequences that this rank speaks for."""
+        span, x = self.layout.span, x.to(self.one.dtype)
+        if span is None:
+            self.pairs[name] = (x.sum(), self.one * self.layout.batch)
+        else:
+            self.pairs[name] = (torch.where(span.speaks_for, x, 0.0).sum(), span.speaks_for.to(x.dtype).sum())
+
+    def over_shared(self, name: str, x: Tensor, *, empty: float = 0.0) -> None:
+        """The mean over the sequences of `x` (n,), which the tokens of a sequence share; `empty` where it has none."""
+        self.over_sequences(name, self.shared(x, empty))
+
+    def shared(self, x: Tensor, empty: float = 0.0) -> Tensor:
+        """(n,) -> (B,): a value that all counted tokens of a sequence share; `empty` for a sequence without any."""
+        shared = self.one.new_full((self.layout.batch,), empty)
+        shared[self.layout.sequence] = x.to(shared.dtype)
+        return shared
+
+    def count_clipped(self, name: str, x: Tensor, *, once: bool) -> None:
+        """How much of each sequence `x` (n,) bool clips: all or nothing, or some of its tokens."""
+        self.clipped_once = once
+        if not once:
+            self.clipped[name] = self.layout.local_sum(x.to(self.one.dtype))
+            return
+        span, shared = self.layout.span, self.shared(x)
+        self.clipped[name] = shared if span is None else torch.where(span.speaks_for, shared, 0.0)
+
+    def joined(self) -> Metrics:
+        """The metrics of all ranks' parts."""
+        span, pairs, clipped = self.layout.span, self.pairs, self.clipped
+        extremes = {name: x for name, (x, _) in self.extremes.items()}
+        if span is not None:
+            own = [*(x for pair in pairs.values() for x in pair), *clipped.values(), *extremes.values()]
+            of_ranks = gather_stacked(torch.cat([x.reshape(-1) for x in own]), span.group)  # (R, ...)
+            per_sequence, last = len(clipped) * self.layout.batch, of_ranks.shape[1] - len(extremes)
+            sums = of_ranks[:, :last].sum(dim=0)
+            both = sums[: last - per_sequence].view(-1, 2)
+            pairs = {name: (x[0], x[1]) for name, x in zip(pairs, both, strict=True)}
+            counts = sums[last - per_sequence :].view(len(clipped), self.layout.batch)
+            clipped = dict(zip(clipped, counts, strict=True))
+            largest = [x for _, x in self.extremes.values()]
+            found = zip(extremes, of_ranks[:, last:].unbind(1), largest, strict=True)
+            extremes = {name: _extreme(x, largest=is_largest) for name, x, is_largest in found}
+        for name, x in clipped.items():
+            share = x if self.clipped_once else x / self.layout.lengths  # NaN for one without tokens
+            extremes[name] = _extreme(share, largest=name.endswith("max"))
+        return Metrics(pairs, extremes)
+
+
+def _add_ratio_metrics(config: LossConfig, tokens: Tokens, terms: Terms, part: _Part) -> None:
     assert terms.log_ratio is not None
     ratio = torch.exp(terms.log_ratio)
     # VESPO's ratio, as logged, is that of the token or sequence: its sequence weight is phi's affair
@@ -132,24 +207,24 @@ def _add_ratio_metrics(
     once = config.importance_sampling_level == "sequence" and config.loss_type != "gmpo"
     once = once and tokens.advantages_per_sequence
 
-    def mean_of(x: Tensor, per_sequence: bool, empty: float = 0.0) -> tuple[Tensor, Tensor]:
-        x, one = x.to(ratio.dtype), ratio.new_ones(())
-        if not per_sequence:
-            return x.sum(), one * len(tokens)
-        return _shared(x, tokens, empty).sum(), one * tokens.layout.batch
+    def mean_of(name: str, x: Tensor, per_sequence: bool, empty: float = 0.0) -> None:
+        if per_sequence:
+            part.over_shared(name, x, empty=empty)
+        else:
+            part.over_tokens(name, x)
 
-    pairs["ratio"] = mean_of(ratio, per_sequence, empty=1.0)
+    mean_of("ratio", ratio, per_sequence, empty=1.0)
     if terms.phi is not None:
-        pairs["vespo/phi_seq_mean"] = mean_of(terms.phi, tokens.advantages_per_sequence, empty=1.0)
+        mean_of("vespo/phi_seq_mean", terms.phi, tokens.advantages_per_sequence, empty=1.0)
     if config.loss_type == "cispo":
-        pairs["cispo_clip_ratio"] = mean_of((ratio > config.clip_high) & (tokens.advantages > 0), once)
+        mean_of("cispo_clip_ratio", (ratio > config.clip_high) & (tokens.advantages > 0), once)
     elif config.loss_type in CLIPPED_LOSS_TYPES or config.loss_type == "gmpo":
         low, high = _clipped(config, terms, tokens.advantages)
-        pairs["clip_ratio/low_mean"] = mean_of(low, once)
-        pairs["clip_ratio/high_mean"] = mean_of(high, once)
-        pairs["clip_ratio/region_mean"] = mean_of(low | high, once)
-        extremes["clip_ratio/low_min"] = _extreme(_sequence_means(low, tokens, once), largest=False)
-        extremes["clip_ratio/high_max"] = _extreme(_sequence_means(high, tokens, once), largest=True)
+        mean_of("clip_ratio/low_mean", low, once)
+        mean_of("clip_ratio/high_mean", high, once)
+        mean_of("clip_ratio/region_mean", low | high, once)
+        part.count_clipped("clip_ratio/low_min", low, once=once)
+        part.count_clipped("clip_ratio/high_max", high, once=once)
 
 
 def _clipped(config: LossConfig, terms: Terms, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,22 +241,9 @@ def _clipped(config: LossConfig, terms: Terms, advantages: Tensor) -> tuple[Tens
     return below & (advantages < 0), above & (advantages > 0)
 
 
-def _shared(x: Tensor, tokens: Tokens, empty: float = 0.0) -> Tensor:
-    """(n,) -> (B,): a value that all counted tokens of a sequence share; `empty` for a sequence without any."""
-    shared = x.new_full((tokens.layout.batch,), empty)
-    shared[tokens.layout.sequence] = x
-    return shared
-
-
-def _sequence_means(x: Tensor, tokens: Tokens, once: bool) -> Tensor:
-    """(n,) -> (B,): the mean over each sequence, NaN for one without tokens unless it is counted `once`."""
-    x = x.to(tokens.advantages.dtype)
-    return _shared(x, tokens) if once else tokens.layout.sequence_sum(x) / tokens.layout.lengths
-
-
 def _extreme(x: Tensor, *, largest: bool) -> Tensor:
     """The largest or smallest value that is not NaN; NaN if there is none."""
-    fill = -torch.inf if largest else torch.inf
-    filled = torch.cat([torch.where(torch.isnan(x), fill, x), x.new_full((1,), fill)])
+    fill, missing = -torch.inf if largest else torch.inf, torch.isnan(x)
+    filled = torch.cat([torch.where(missing, fill, x), x.new_full((1,), fill)])
     extreme = filled.amax() if largest else filled.amin()
-    return torch.where(torch.isinf(extreme), torch.nan, extreme)
+    return torch.where((~missing).any(), extreme, torch.nan)

@@ -7,7 +7,8 @@ With A the advantage, m the mask (only counted tokens get here), w the weight of
     l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
     loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
 
-keep_t is the off-policy and the top-entropy mask, is_t the importance sampling ratio; neither touches the KL term.
+keep_t is the off-policy and the top-entropy mask (masks.py), is_t the importance sampling ratio, given or made here
+(sampling.py); neither touches the KL term.
 The gradient is two numbers a token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t, and is written out here:
 ``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Where old logps are absent they are
 the current ones, held constant, and R is 0.
@@ -28,6 +29,9 @@ from grpo_kernels import surrogates
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
 from grpo_kernels.evaluation import Evaluation, Terms
+from grpo_kernels.log_ratio import LogRatio
+from grpo_kernels.masks import keep_high_entropy, keep_on_policy
+from grpo_kernels.sampling import with_sampling_ratio
 from grpo_kernels.token_loss import TokenLoss
 
 LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
@@ -38,6 +42,8 @@ class PolicyObjective:
 
     def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
         self.config, self.tokens, self.weights = config, tokens, weights
+        if self._lacks_ratio and tokens.old_per_token_logps is not None:  # then it is known from the start
+            self.tokens = with_sampling_ratio(config, tokens, tokens.old_per_token_logps)
 
     @property
     def on_policy(self) -> bool:
@@ -61,6 +67,18 @@ class PolicyObjective:
     @property
     def _sampled(self) -> bool:
         return self.tokens.sampling_per_token_logps is not None
+
+    @property
+    def _lacks_ratio(self) -> bool:
+        """Whether the importance sampling ratio has to be made, of log-probabilities that are yet to come."""
+        return self.config.corrects_sampling and self.tokens.importance_sampling_ratio is None
+
+    def settle(self) -> None:
+        """Do now, once, what would be done at the first chunk of rows: it may need all ranks, and a rank without rows
+        has no chunk.
+        """
+        if self.on_policy and not self.couples_tokens and not self._lacks_ratio:
+            _ = self._at_ratio_one
 
     @cached_property
     def _at_ratio_one(self) -> Evaluation:
@@ -88,17 +106,17 @@ class PolicyObjective:
         assert not self.couples_tokens
         b = torch.full_like(logps, self._b) if self.has_entropy_gradient else None
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
-        if not self.on_policy:
-            return part.evaluate(logps, entropies).a, b
+        if not self.on_policy or self._lacks_ratio:
+            return part._per_token(logps, None)[1], b
         a = self._at_ratio_one.a[index]
         if self.config.beta != 0.0:
-            a = a + part._kl(_LogRatio(None, torch.zeros_like(logps)), logps)[1]
+            a = a + part._kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
         return a, b
 
     @property
     def _b(self) -> float:
         """d loss / d entropy of every token, where no mask chooses among them."""
-        return -self.config.entropy_coef / max(1, len(self.tokens))
+        return -self.config.entropy_coef / max(1, self.tokens.layout.total)
 
     @property
     def _is_linear(self) -> bool:
@@ -106,8 +124,8 @@ class PolicyObjective:
         return self.config.loss_type in ("cispo", "vespo")
 
     def token_loss(self) -> TokenLoss | None:
-        """What a row kernel needs to compute this loss by itself; None if tokens are coupled."""
-        if self.couples_tokens:
+        """What a row kernel needs to compute this loss by itself; None if tokens are coupled or lack their ratio."""
+        if self.couples_tokens or self._lacks_ratio:
             return None
         config, tokens = self.config, self.tokens
         if self.on_policy:
@@ -141,18 +159,29 @@ class PolicyObjective:
                 policy_loss = policy_loss + self._at_ratio_one.policy_loss
         bonus, b = self._entropy_bonus(entropies, None)
         log_ratio = terms["log_ratio"]
-        found = Terms(log_ratio, log_ratio, terms.get("kl"), known.phi, known.on_policy_keep)
+        sampling = self._sampling_terms(None)
+        found = Terms(log_ratio, log_ratio, terms.get("kl"), known.phi, known.on_policy_keep, *sampling)
         return Evaluation(policy_loss if bonus is None else policy_loss - bonus, terms["a"], b, policy_loss, found)
 
     def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies`, (n,) each."""
+        keep_entropy = keep_high_entropy(self.config, self.tokens, entropies)
+        loss, a, terms = self._per_token(logps, keep_entropy)
+        policy_loss = (self.weights * loss).sum()
+        bonus, b = self._entropy_bonus(entropies, keep_entropy)
+        return Evaluation(policy_loss if bonus is None else policy_loss - bonus, a, b, policy_loss, terms)
+
+    def _per_token(self, logps: Tensor, keep_entropy: Tensor | None) -> tuple[Tensor, Tensor, Terms]:
+        """(l_t, a_t) of each token, neither with the entropy bonus, and what the metrics need."""
         config, tokens, weights = self.config, self.tokens, self.weights
+        if self._lacks_ratio:
+            complete = PolicyObjective(config, with_sampling_ratio(config, tokens, logps), weights)
+            return complete._per_token(logps, keep_entropy)
         token_log_ratio = logps - (logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps)
-        keep_entropy = self._keep_high_entropy(entropies)
         log_ratio = self._log_ratio(token_log_ratio, keep_entropy)
         (loss, d_log_ratio, d_logps), phi = self._surrogate(log_ratio.value, token_log_ratio, logps)
 
-        on_policy_keep = self._keep_on_policy(logps)
+        on_policy_keep = keep_on_policy(config, tokens, logps)
         if config.loss_type != "gmpo":  # which takes the entropy mask into its mean, and nothing else
             gate = self._gate(on_policy_keep, keep_entropy)
             loss, d_log_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_log_ratio, d_logps))
@@ -162,34 +191,17 @@ class PolicyObjective:
         if config.beta != 0.0:
             kl, kl_a = self._kl(log_ratio, logps)
             loss, a = loss + config.beta * kl, a + kl_a
-        policy_loss = (weights * loss).sum()
-        bonus, b = self._entropy_bonus(entropies, keep_entropy)
-        terms = Terms(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep)
-        return Evaluation(policy_loss if bonus is None else policy_loss - bonus, a, b, policy_loss, terms)
+        sampling = self._sampling_terms(logps)
+        return loss, a, Terms(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep, *sampling)
 
-    def _keep_high_entropy(self, entropies: Tensor) -> Tensor | None:
-        """(n,) bool: the `top_entropy_quantile` of highest entropy (https://arxiv.org/abs/2506.01939)."""
-        quantile = self.config.top_entropy_quantile
-        if quantile == 1.0:
-            return None
-        if entropies.numel() == 0:
-            return torch.zeros_like(entropies, dtype=torch.bool)
-        return entropies >= torch.quantile(entropies, 1 - quantile)
-
-    def _keep_on_policy(self, logps: Tensor) -> Tensor | None:
-        """(n,) bool: False in the sequences that the off-policy mask drops (https://arxiv.org/abs/2512.02556)."""
-        config, tokens = self.config, self.tokens
-        if not config.masks_off_policy:
-            return None
-        assert config.off_policy_mask_threshold is not None
-        sampled = tokens.sampling_per_token_logps
-        sampled = tokens.old_per_token_logps if sampled is None else sampled
-        if sampled is None:  # the current policy's own tokens
-            return (tokens.advantages >= 0) | (config.off_policy_mask_threshold >= 0)
-        difference = sampled - logps
-        evidence = torch.where(torch.isnan(difference), 0.0, difference)  # a token the sampler could not score has none
-        mean = tokens.layout.sequence_sum(evidence) / tokens.layout.lengths.clamp(min=1)
-        return (tokens.advantages >= 0) | (mean <= config.off_policy_mask_threshold)[tokens.layout.sequence]
+    def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The importance sampling ratio; where it is made here, the differences that it is made of, NaN included."""
+        tokens = self.tokens
+        if not self.config.corrects_sampling:
+            return tokens.given_ratio, None
+        old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
+        assert old is not None and tokens.sampling_per_token_logps is not None
+        return tokens.given_ratio, old - tokens.sampling_per_token_logps
 
     def _gate(self, on_policy_keep: Tensor | None, keep_entropy: Tensor | None) -> Tensor:
         """(n,) the factor on the policy term: 0 where a mask drops the token, else the importance sampling ratio."""
@@ -202,7 +214,7 @@ class PolicyObjective:
                 gate = torch.where(keep, gate, 0.0)
         return gate
 
-    def _log_ratio(self, token_log_ratio: Tensor, keep_entropy: Tensor | None) -> _LogRatio:
+    def _log_ratio(self, token_log_ratio: Tensor, keep_entropy: Tensor | None) -> LogRatio:
         """R of each token; GMPO clips the log-ratios, one-sidedly, before it averages them."""
         config, tokens = self.config, self.tokens
         if config.loss_type == "gmpo":
@@ -211,10 +223,10 @@ class PolicyObjective:
             passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
             if keep_entropy is not None:
                 passes, bounded = passes & keep_entropy, torch.where(keep_entropy, bounded, 0.0)
-            return _LogRatio(tokens, bounded, passes, kept=keep_entropy)
+            return LogRatio(tokens, bounded, passes, kept=keep_entropy)
         if config.importance_sampling_level == "sequence":
-            return _LogRatio(tokens, token_log_ratio)
-        return _LogRatio(None, token_log_ratio)
+            return LogRatio(tokens, token_log_ratio)
+        return LogRatio(None, token_log_ratio)
 
     def _surrogate(
         self, log_ratio: Tensor, token_log_ratio: Tensor, logps: Tensor
@@ -242,7 +254,7 @@ class PolicyObjective:
             log_weight = log_weight + tokens.layout.sequence_sum(log_is)
         return log_weight.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[tokens.layout.sequence]
 
-    def _kl(self, log_ratio: _LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
+    def _kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate a token, and its part of a = d loss / d logp, beta included."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
@@ -258,30 +270,5 @@ class PolicyObjective:
         if not self.has_entropy_gradient:
             return None, None
         kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
-        weight = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
+        weight = self.config.entropy_coef * kept / self.tokens.layout.over_ranks(kept.sum()).clamp(min=1.0)
         return surrogates.times(entropies, weight).sum(), -weight
-
-
-class _LogRatio:
-    """R of each token, and the way back from d loss / d R to d loss / d logp."""
-
-    def __init__(
-        self, tokens: Tokens | None, log_ratio: Tensor, passes: Tensor | None = None, kept: Tensor | None = None
-    ) -> None:
-        """`tokens` None: R is the token's own `log_ratio`; else the mean over its sequence's `kept` tokens."""
-        self._tokens, self._passes = tokens, passes
-        if tokens is None:
-            self.value = log_ratio
-            return
-        layout = tokens.layout
-        counts = layout.lengths if kept is None else layout.sequence_sum(kept.to(log_ratio.dtype))
-        self._counts = counts.clamp(min=1).to(log_ratio.dtype)
-        self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
-
-    def to_logps(self, d_log_ratio: Tensor) -> Tensor:
-        """d loss / d logp through R, given d loss / d R, (n,) each."""
-        if self._tokens is None:
-            return d_log_ratio
-        layout = self._tokens.layout
-        passed = (layout.sequence_sum(d_log_ratio) / self._counts)[layout.sequence]
-        return passed if self._passes is None else torch.where(self._passes, passed, 0.0)

@@ -13,6 +13,7 @@ from grpo_kernels import GRPOLoss, LossConfig, presets
 from grpo_kernels.config import LOSS_TYPES
 
 OURS = {"kl_estimator", "final_logit_softcapping", "logit_scale", "logits_dtype"}
+SWITCH = "vllm_importance_sampling_correction"
 
 
 def trl_config(**options: object) -> GRPOConfig:
@@ -22,8 +23,9 @@ def trl_config(**options: object) -> GRPOConfig:
 def test_every_default_is_trls() -> None:
     theirs = trl_config()
     for field in fields(LossConfig):
-        if field.name not in OURS:
+        if field.name not in OURS | {SWITCH}:
             assert getattr(theirs, field.name) == field.default, field.name
+    assert theirs.vllm_importance_sampling_correction  # made by the trainer, who hands the ratio in
     assert LossConfig.from_trl(theirs) == LossConfig()
 
 
@@ -47,8 +49,11 @@ def test_from_trl_takes_every_field_over() -> None:
         "vespo_lambda_pos": 1.4,
         "vespo_k_neg": 1.5,
         "vespo_lambda_neg": 1.6,
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_clip_max": None,
+        "vllm_importance_sampling_clip_min": 0.5,
     }
-    assert set(options) == {f.name for f in fields(LossConfig)} - OURS
+    assert set(options) == {f.name for f in fields(LossConfig)} - OURS - {SWITCH}
     config = LossConfig.from_trl(trl_config(**options), final_logit_softcapping=30.0)
     assert {name: getattr(config, name) for name in options} == options
     assert config.final_logit_softcapping == 30.0

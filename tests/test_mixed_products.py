@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.engine import plan, products, slices, sweep
+from tests.adapter_case import check_adapter
 from tests.case_builder import make_case
 from tests.cases import fixed_cases
 from tests.reference import reference_loss
@@ -74,6 +75,23 @@ def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
         _, grads = run(case.but(workspace_bytes=8 * KILOBYTE), engine)
     got, want = grads["weight"].double(), reference.d_weight
     assert float((got - want).norm() / want.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_an_adapter_of_its_own_precision(
+    like_cuda: list[plan.Group], base: torch.dtype, dtype: torch.dtype, engine: str
+) -> None:
+    """Operands of a product have one dtype, which `like_cuda` asserts; only d logits and what meets them is rounded."""
+    check_adapter(base, dtype, engine=engine, gradient=2.0**-6)
 
 
 def test_groups_cover_the_rows_once_and_start_at_tiles() -> None:

@@ -15,25 +15,26 @@ from torch import Tensor
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.checks import is_one
 from grpo_kernels.engine.first_order import first_order
+from grpo_kernels.engine.operands import Gradients, Head
 from grpo_kernels.engine.passes import (
     RECOMPUTING,
     Differentiated,
     Request,
+    all_rows,
     first_pass,
     loss_pass,
     second_pass,
     spread,
 )
 from grpo_kernels.engine.remainder import Remainder, split_off
-from grpo_kernels.engine.sweep import Gradients, Head
 
 
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, hidden, weight, bias, request, finish)`` -> loss, logps (N,), entropies (N,); the last two carry no
-    gradient. `finish` maps the statistics of all rows to the loss and its coefficients. ``one_pass`` and ``frozen``
-    store the gradient of the loss, ``two_pass`` and ``lean`` its coefficients.
+    ``forward(ctx, hidden, weight, bias, u, b, request, finish)`` -> loss, logps (N,), entropies (N,); the last two
+    carry no gradient. `finish` maps the statistics of all rows to the loss and its coefficients. ``one_pass`` and
+    ``frozen`` store the gradient of the loss, ``two_pass`` and ``lean`` its coefficients.
     """
 
     @staticmethod
@@ -42,19 +43,21 @@ class PolicyLoss(torch.autograd.Function):
         hidden: Tensor,  # (N, H)
         weight: Tensor,  # (V, H)
         bias: Tensor | None,  # (V,)
+        u: Tensor | None,  # (N, r)
+        b: Tensor | None,  # (V, r)
         request: Request,
         finish: Callable[[RowStats], Differentiated],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = Head(hidden, weight, bias)
+        head = Head(hidden, weight, bias, u, b)
         first, done = loss_pass(head, request, finish)
         stats, grads = first.stats, first.grads
         assert stats.entropies is not None
         ctx.request, ctx.like = request, Like.of(head)
         if grads is not None:
-            ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, first.graded)
+            ctx.save_for_backward(*grads, first.graded)
         elif request.engine in RECOMPUTING:
             known = (stats.logps, stats.max_logit, stats.log_sum, stats.entropies)
-            ctx.save_for_backward(hidden, weight, bias, *known, done.a, done.b)
+            ctx.save_for_backward(*head, *known, done.a, done.b)
         logps, entropies = (spread(x, request.rows, hidden.shape[0]) for x in (stats.logps, stats.entropies))
         ctx.mark_non_differentiable(logps, entropies)
         return done.loss.clone(), logps, entropies  # what is returned gets attached to the graph, `done` must not
@@ -62,24 +65,25 @@ class PolicyLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        request, positions, saved = ctx.request, ctx.request.rows.positions, ctx.saved_tensors
+        request, saved = ctx.request, ctx.saved_tensors
         if request.engine in RECOMPUTING:
-            a, b = saved[7:]
+            a, b = saved[9:]
             a, b = d_loss * a, None if b is None else d_loss * b
-            grads, places = second_pass(Head(*saved[:3]), request, RowStats(*saved[3:7]), a, b)
-            return *returned(grads, ctx.like, positions[places]), None, None
+            with request.gather():
+                grads, places = second_pass(Head(*saved[:5]), request, RowStats(*saved[5:9]), a, b)
+            return *returned(grads, ctx.like, request, places), None, None
         *stored, graded = saved
         scaled = _scale(Gradients(*stored), d_loss, overwrite=not _graph_is_kept())
-        return *returned(scaled, ctx.like, positions[graded]), None, None
+        return *returned(scaled, ctx.like, request, graded), None, None
 
 
 class LinearLogprob(torch.autograd.Function):
     """Log-probabilities and entropies, both differentiable.
 
-    ``forward(ctx, hidden, weight, bias, request)`` -> logps (N,), entropies (N,) or None, and the extras. With stored
-    gradients for coefficients (a, b) and upstream gradients (g, h), the backward returns c times what is stored plus,
-    by a second sweep, the gradient of what is left: g - c a and h - c b, in the rows where that is more than rounding
-    (`remainder.py`).
+    ``forward(ctx, hidden, weight, bias, u, b, request)`` -> logps (N,), entropies (N,) or None, and the extras. With
+    stored gradients for coefficients (a, b) and upstream gradients (g, h), the backward returns c times what is stored
+    plus, by a second sweep, the gradient of what is left: g - c a and h - c b, in the rows where that is more than
+    rounding (`remainder.py`).
     """
 
     @staticmethod
@@ -88,17 +92,19 @@ class LinearLogprob(torch.autograd.Function):
         hidden: Tensor,  # (N, H)
         weight: Tensor,  # (V, H)
         bias: Tensor | None,  # (V,)
+        u: Tensor | None,  # (N, r)
+        b: Tensor | None,  # (V, r)
         request: Request,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        head = Head(hidden, weight, bias)
+        head = Head(hidden, weight, bias, u, b)
         first = first_pass(head, request)
         stats, grads = first.stats, first.grads
         ctx.request, ctx.like = request, Like.of(head)
         if request.engine not in ("score", "score_dot"):
-            stored = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
+            stored = Gradients() if grads is None else grads
             known = (stats.logps, stats.max_logit, stats.log_sum, stats.entropies)
-            ctx.save_for_backward(hidden, weight, bias, *stored, first.graded, *known, *(first.used or (None, None)))
+            ctx.save_for_backward(*head, *stored, first.graded, *known, *(first.used or (None, None)))
         n = hidden.shape[0]
         extras = [spread(stats.extras[name], request.rows, n) for name in request.extras]
         entropies = None if stats.entropies is None else spread(stats.entropies, request.rows, n)
@@ -110,49 +116,53 @@ class LinearLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None, *d_extras: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        request: Request = ctx.request
-        rows = request.rows
-        saved = ctx.saved_tensors
-        head, stored, graded = Head(*saved[:3]), Gradients(*saved[3:6]), saved[6]
-        known, expected = RowStats(*saved[7:11]), saved[11:]
-        dtype = request.config.accumulator
-        g = known.logps.new_zeros(len(rows)) if d_logps is None else d_logps[rows.positions].to(dtype)
-        h = None if d_entropies is None else d_entropies[rows.positions].to(dtype)
-        if request.engine in RECOMPUTING:
+        with ctx.request.gather():  # on every rank of those that share the weight, whatever its own rows will need
+            return *_gradient(ctx, d_logps, d_entropies), None
+
+
+def _gradient(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward of `LinearLogprob`, but for the gradient of its request."""
+    request: Request = ctx.request
+    rows = request.rows
+    saved = ctx.saved_tensors
+    head, stored, graded = Head(*saved[:5]), Gradients(*saved[5:10]), saved[10]
+    known, expected = RowStats(*saved[11:15]), saved[15:]
+    dtype = request.config.accumulator
+    g = known.logps.new_zeros(len(rows)) if d_logps is None else d_logps[rows.positions].to(dtype)
+    h = None if d_entropies is None else d_entropies[rows.positions].to(dtype)
+    if request.engine in RECOMPUTING:
+        total, places = second_pass(head, request, known, g, h)
+        return returned(total, ctx.like, request, places)
+    if request.engine == "frozen":  # what is stored is d logp / d hidden, row by row
+        scaled = _scale(stored, g[graded, None], overwrite=not _graph_is_kept())
+        rest = Remainder(g.index_fill(0, graded, 0.0), h)
+        complete = h is None and graded.shape[0] == len(rows)  # then there is nothing to ask the device for
+        left = not complete and rest.size(g, h)[0]
+    else:
+        c, rest = split_off(g, h, (expected[0], expected[1]))
+        left, far = rest.size(g, h)
+        if far:  # what is stored is far larger than what is wanted: nothing of it would survive
             total, places = second_pass(head, request, known, g, h)
-            return *returned(total, ctx.like, rows.positions[places]), None
-        if request.engine == "frozen":  # what is stored is d logp / d hidden, row by row
-            scaled = _scale(stored, g[graded, None], overwrite=not _graph_is_kept())
-            rest = Remainder(g.index_fill(0, graded, 0.0), h)
-            complete = h is None and graded.shape[0] == len(rows)  # then there is nothing to ask the device for
-            left = not complete and rest.size(g, h)[0]
-        else:
-            c, rest = split_off(g, h, (expected[0], expected[1]))
-            left, far = rest.size(g, h)
-            if far:  # what is stored is far larger than what is wanted: nothing of it would survive
-                total, places = second_pass(head, request, known, g, h)
-                return *returned(total, ctx.like, rows.positions[places]), None
-            scaled = _scale(stored, c, overwrite=not _graph_is_kept())
-        if not left:
-            return *returned(scaled, ctx.like, rows.positions[graded]), None
-        more, places = second_pass(head, request, known, rest.a, rest.b)
-        total = _merge(scaled, graded, more, places, len(rows), None if rest.b is not None else (g / rest.a)[places])
-        return *returned(total, ctx.like, rows.positions), None
+            return returned(total, ctx.like, request, places)
+        scaled = _scale(stored, c, overwrite=not _graph_is_kept())
+    if not left:
+        return returned(scaled, ctx.like, request, graded)
+    more, places = second_pass(head, request, known, rest.a, rest.b)
+    total = _merge(scaled, graded, more, places, len(rows), None if rest.b is not None else (g / rest.a)[places])
+    every = torch.arange(len(rows), device=rows.positions.device)
+    return returned(total, ctx.like, request, every)
 
 
 @dataclass(frozen=True)
 class Like:
-    """Shape and dtypes of the gradients to return."""
+    """How many positions there are, and the dtypes of the gradients to return."""
 
-    hidden_shape: torch.Size
-    hidden_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
+    positions: int
+    dtypes: tuple[torch.dtype | None, ...]  # hidden, weight, bias, u, b
 
     @staticmethod
     def of(head: Head) -> Like:
-        bias_dtype = None if head.bias is None else head.bias.dtype
-        return Like(head.hidden.shape, head.hidden.dtype, head.weight.dtype, bias_dtype)
+        return Like(head.hidden.shape[0], tuple(None if x is None else x.dtype for x in head))
 
 
 def _scale(stored: Gradients, factor: Tensor, *, overwrite: bool) -> Gradients:
@@ -160,18 +170,13 @@ def _scale(stored: Gradients, factor: Tensor, *, overwrite: bool) -> Gradients:
     if overwrite and factor.dim() == 0 and is_one(factor):  # as for `loss.backward()`
         return stored
 
-    def times(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return x.mul_(factor) if overwrite else x * factor
-
-    return Gradients(times(stored.hidden), times(stored.weight), times(stored.bias))
+    return stored.apply(lambda x: x.mul_(factor) if overwrite else x * factor)
 
 
 def _merge(
     scaled: Gradients, graded: Tensor, more: Gradients, places: Tensor, n: int, ratio: Tensor | None
 ) -> Gradients:
-    """What is stored, at the places `graded`, and a second sweep at `places` together; the hidden part for all n rows.
+    """What is stored, at the places `graded`, and a second sweep at `places` together; row by row for all n rows.
 
     Without entropies a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the row is
     then taken from there alone, so that the difference of two numbers does not stand in for a small one.
@@ -180,23 +185,42 @@ def _merge(
     def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
         return y if x is None else x if y is None else x.add_(y)
 
-    hidden = None
-    if scaled.hidden is not None and more.hidden is not None:
-        hidden = scaled.hidden.new_zeros(n, scaled.hidden.shape[1])
-        hidden[graded] = scaled.hidden
-        hidden[places] = more.hidden * ratio[:, None] if ratio is not None else hidden[places] + more.hidden
-    return Gradients(hidden, add(scaled.weight, more.weight), add(scaled.bias, more.bias))
+    def row_by_row(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        if x is None or y is None:
+            return None
+        total = x.new_zeros(n, x.shape[1])
+        total[graded] = x
+        total[places] = y * ratio[:, None] if ratio is not None else total[places] + y
+        return total
+
+    return Gradients(
+        hidden=row_by_row(scaled.hidden, more.hidden),
+        weight=add(scaled.weight, more.weight),
+        bias=add(scaled.bias, more.bias),
+        u=row_by_row(scaled.u, more.u),
+        b=add(scaled.b, more.b),
+    )
 
 
-def returned(grads: Gradients, like: Like, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients in the shapes and dtypes of the head's tensors."""
-    d_hidden = None
-    if grads.hidden is not None:
-        d_hidden = grads.hidden.new_zeros(like.hidden_shape, dtype=like.hidden_dtype)
-        d_hidden[positions] = grads.hidden.to(like.hidden_dtype)
-    d_weight = None if grads.weight is None else grads.weight.to(like.weight_dtype)
-    d_bias = None if grads.bias is None else grads.bias.to(like.bias_dtype)
-    return d_hidden, d_weight, d_bias
+def returned(grads: Gradients, like: Like, request: Request, places: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients in the shapes and dtypes of the head's tensors; their rows stand at `places` among those of the call.
+
+    Of a sharded head each rank has what its own columns give to a row: the ranks' parts are added up.
+    """
+    rows, shard = request.rows, request.config.shard
+
+    def whole(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if name not in ("hidden", "u"):
+            return x.to(dtype)
+        positions = rows.positions[places]
+        if shard is not None:  # of all rows of the call: their number is the same on every rank
+            x, positions = shard.sum_(all_rows(x, places, len(rows))), rows.positions
+        full = x.new_zeros(like.positions, x.shape[1], dtype=dtype)
+        full[positions] = x.to(dtype)
+        return full
+
+    pairs = zip(("hidden", "weight", "bias", "u", "b"), grads, like.dtypes, strict=True)
+    return tuple(None if x is None or dtype is None else whole(name, x, dtype) for name, x, dtype in pairs)
 
 
 def _graph_is_kept() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.sweep import Wants, accumulator_of
+from grpo_kernels.engine.operands import Wants, accumulator_of
 
 WORKSPACE_BYTES = 512 * 2**20
 MOST_WORKSPACE_BYTES = 2 * 2**30

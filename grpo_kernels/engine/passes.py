@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import DotRowBackend, RowStats
+from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Gradients, Head, HeadConfig, Rows, Wants
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import Coefficients, CoefficientsOf, Gradients, Head, HeadConfig, Rows, Wants, sweep
+from grpo_kernels.engine.sweep import sweep
 from grpo_kernels.token_loss import TokenLoss
 
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -124,7 +125,7 @@ def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) 
     done = finish(first.stats)
     if request.engine == "frozen" and first.grads is not None:  # what came is d logp / d hidden, row by row
         assert done.b is None and first.grads.hidden is not None
-        first = replace(first, grads=Gradients(first.grads.hidden.mul_(done.a[first.graded, None]), None, None))
+        first = replace(first, grads=Gradients(first.grads.hidden.mul_(done.a[first.graded, None])))
     return first, done
 
 
@@ -138,17 +139,16 @@ def second_pass(head: Head, request: Request, stats: RowStats, a: Tensor, b: Ten
     places, b = _moved(a, b)
     rows, some = request.rows.at(places), stats.rows(places)
     picked = a[places], None if b is None else b[places]
-    with request.gather():
-        if request.engine == "lean":
-            return sweep_slices(head, rows, request.config, some, *picked, request.wants), places
-        _, grads = sweep(
-            head,
-            rows,
-            request.config,
-            stats=some,
-            coefficients=lambda index, _: (picked[0][index], None if picked[1] is None else picked[1][index]),
-            wants=request.wants,
-        )
+    if request.engine == "lean":
+        return sweep_slices(head, rows, request.config, some, *picked, request.wants), places
+    _, grads = sweep(
+        head,
+        rows,
+        request.config,
+        stats=some,
+        coefficients=lambda index, _: (picked[0][index], None if picked[1] is None else picked[1][index]),
+        wants=request.wants,
+    )
     assert grads is not None
     return grads, places
 
@@ -157,6 +157,15 @@ def spread(x: Tensor, rows: Rows, n: int) -> Tensor:
     """(rows,) -> (n,), 0 at the positions that are not among the rows."""
     full = x.new_zeros(n)
     full[rows.positions] = x
+    return full
+
+
+def all_rows(x: Tensor, places: Tensor, n: int) -> Tensor:
+    """(m, H), the rows at `places`, which rise -> (n, H), 0 elsewhere."""
+    if x.shape[0] == n:
+        return x
+    full = x.new_zeros(n, x.shape[1])
+    full[places] = x
     return full
 
 
@@ -185,7 +194,10 @@ def _score_without_logits(head: Head, rows: Rows, request: Request) -> RowStats:
     assert isinstance(config.backend, DotRowBackend)
     hidden, weight = head.hidden[rows.positions].to(config.compute_dtype), head.weight.to(config.compute_dtype)
     transform = config.transform(head.row_bias(config.accumulator), rows.inv_temperature)
-    stats = config.backend.score_dot(hidden, weight.contiguous(), rows.ids, transform, entropy=request.entropy)
+    ids = rows.ids if config.shard is None else config.shard.own(rows.ids)
+    stats = config.backend.score_dot(hidden, weight.contiguous(), ids, transform, entropy=request.entropy)
+    if config.shard is not None:
+        stats = config.shard.joined(stats, rows.ids, transform)
     if rows.invalid is not None:
         stats.logps.masked_fill_(rows.invalid, torch.nan)
     return stats

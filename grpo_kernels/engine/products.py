@@ -76,21 +76,22 @@ class Products:
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)
         return a * scale, None if b is None else b * scale, scale
 
-    def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """``out = hidden @ weight.T``: (n, H) operand -> (n, V)."""
+    def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
+        """``out = hidden @ weight.T``: (n, H) operand -> (n, V); all but the `first` add to it."""
         for columns, weight in self._weights():
-            _product(hidden, weight.t(), out[:, columns])
+            _product(hidden, weight.t(), out[:, columns], add=not first)
             del weight  # before the next slice is made
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); all but the `first` add to it."""
         for columns, weight in self._weights():
+            weight = weight.to(d_logits.dtype)  # of an adapter, which may be more precise
             _product(d_logits[:, columns], weight, out, add=columns.start > 0 or not first)
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
         """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H); the `first` writes."""
-        _product(d_logits.t(), hidden, out, add=not first)
+        _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=not first)
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:
         """(columns of the vocabulary, the head's rows for them as an operand)."""

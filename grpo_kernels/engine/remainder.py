@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.sweep import Coefficients
+from grpo_kernels.engine.operands import Coefficients
 
 FAR_TOO_LARGE = 64.0  # times what came: more than six bits of what is stored would cancel
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.engine.operands import Gradients, Head, HeadConfig, Rows, Wants
 from grpo_kernels.engine.plan import padded_rows
-from grpo_kernels.engine.sweep import Gradients, Head, HeadConfig, Rows, Wants
 
 MOST_ROWS = 8192  # at a time: with more, slices would get narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
@@ -25,15 +25,15 @@ def sweep_slices(
     Returns:
         As `sweep` does, but d weight and d bias in their own dtype, rounded once.
     """
-    n, (vocab, width) = len(rows), head.weight.shape
+    n, vocab = len(rows), head.weight.shape[0]
     on_gpu, bias = rows.positions.is_cuda, head.row_bias(config.accumulator)
     m = padded_rows(n, on_gpu=on_gpu)
-    new = head.hidden.new_zeros
-    grads = Gradients(
-        hidden=new(m, width, dtype=config.accumulator) if wants.hidden else None,
-        weight=new(vocab, width, dtype=head.weight.dtype) if wants.weight else None,
-        bias=new(vocab, dtype=config.accumulator) if wants.bias else None,
-    )
+    new, dtype, wanted = head.hidden.new_zeros, config.accumulator, wants.factors()
+    d_rows, d_matrices = [], []  # of each factor
+    for (x, matrix), (wants_rows, wants_matrix) in zip(head.factors(), wanted, strict=False):
+        d_rows.append(new(m, x.shape[1], dtype=dtype) if wants_rows else None)
+        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if wants_matrix else None)
+    d_bias = new(vocab, dtype=dtype) if wants.bias else None
     # one factor for all: what is summed over rows and over slices must carry the same
     a, b, scale = config.products(head.weight).scaled(a, b, config.transform(bias, rows.inv_temperature))
     unscale = 1.0 if scale is None else 1.0 / scale
@@ -42,38 +42,40 @@ def sweep_slices(
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         for first_id in range(0, vocab if n > 0 else 0, columns_at_once):
             columns = slice(first_id, min(first_id + columns_at_once, vocab))
-            products = config.products(head.weight[columns])
-            d_weight = None
+            factors = config.all_products(head, columns)
+            parts = [None if x is None else torch.empty_like(x[columns], dtype=dtype) for x in d_matrices]
             for start in range(0, m, block_rows):
                 block = torch.arange(start, min(start + block_rows, m), device=rows.positions.device)
                 index = torch.where(block < n, block, 0)  # padding repeats the first row
                 some = rows.at(index)
-                hidden = products.operand(head.hidden[some.positions])
-                logits = hidden.new_empty(block.shape[0], columns.stop - columns.start, dtype=config.accumulator)
+                features = [p.operand(x[some.positions]) for p, (x, _) in zip(factors, head.factors(), strict=True)]
+                logits = features[0].new_empty(block.shape[0], columns.stop - columns.start, dtype=dtype)
                 transform = config.transform(None if bias is None else bias[columns], some.inv_temperature)
-                products.logits(hidden, logits)
+                for i, (factor, x) in enumerate(zip(factors, features, strict=True)):
+                    factor.logits(x, logits, first=i == 0)
                 config.backend.prepare_(logits, transform)
-                in_place = products.gradient_dtype == config.accumulator
-                d_logits = logits if in_place else torch.empty_like(logits, dtype=products.gradient_dtype)
+                in_place = factors[0].gradient_dtype == dtype
+                d_logits = logits if in_place else torch.empty_like(logits, dtype=factors[0].gradient_dtype)
                 b_rows = None if b is None else b[index]
                 config.backend.grad(
                     logits, some.ids, stats.rows(index), a[index], b_rows, transform, d_logits, first_id=first_id
                 )
                 del logits
                 d_logits[max(0, n - start) :] = 0.0
-                if grads.hidden is not None:
-                    place = slice(start, start + block.shape[0])
-                    products.d_hidden(d_logits, grads.hidden[place], first=first_id == 0)
-                if grads.weight is not None:
-                    if d_weight is None:
-                        d_weight = hidden.new_empty(columns.stop - columns.start, width, dtype=config.accumulator)
-                    products.d_weight(d_logits, hidden, d_weight, first=start == 0)
-                if grads.bias is not None:
-                    grads.bias[columns] += d_logits.sum(dim=0, dtype=config.accumulator)
-            if grads.weight is not None and d_weight is not None:
-                grads.weight[columns] = (d_weight * unscale).to(head.weight.dtype)
-    d_hidden = None if grads.hidden is None else grads.hidden[:n].mul_(unscale)
-    return Gradients(d_hidden, grads.weight, None if grads.bias is None else grads.bias.mul_(unscale))
+                for factor, x, of_rows, part in zip(factors, features, d_rows, parts, strict=True):
+                    if of_rows is not None:
+                        factor.d_hidden(d_logits, of_rows[start : start + block.shape[0]], first=first_id == 0)
+                    if part is not None:
+                        factor.d_weight(d_logits, x, part, first=start == 0)
+                if d_bias is not None:
+                    d_bias[columns] += d_logits.sum(dim=0, dtype=dtype)
+            for whole, part in zip(d_matrices, parts, strict=True):
+                if whole is not None and part is not None:
+                    whole[columns] = (part * unscale).to(whole.dtype)
+    (hidden, *u), (weight, *adapter_b) = d_rows, d_matrices
+    scaled = Gradients(hidden, None, d_bias, *u).apply(lambda x: x.mul_(unscale))
+    d_hidden, d_u = (None if x is None else x[:n] for x in (scaled.hidden, scaled.u))
+    return Gradients(d_hidden, weight, scaled.bias, d_u, *adapter_b)
 
 
 def _slice_columns(head: Head, config: HeadConfig, m: int) -> int:

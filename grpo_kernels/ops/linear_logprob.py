@@ -14,11 +14,11 @@ from torch import Tensor
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.functions import Like, returned
-from grpo_kernels.engine.passes import RECOMPUTING, Request, first_pass, second_pass, spread
+from grpo_kernels.engine.operands import Head, Rows, Wants
+from grpo_kernels.engine.passes import RECOMPUTING, Request, all_rows, first_pass, second_pass, spread
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.engine.sweep import Head, Rows, Wants
 from grpo_kernels.head import head_config, pick_engine, plan_rows
-from grpo_kernels.ops.results import Empty, all_rows
+from grpo_kernels.ops.results import Empty
 
 
 class Settings(NamedTuple):
@@ -173,7 +173,7 @@ def run_backward(
     request = Request(rows=rows, config=config, wants=wants, engine=settings.engine)
     a, b = upstream(d_logps), None if d_entropies is None else upstream(d_entropies)
     grads, places = second_pass(head, request, known, a, b)
-    d_hidden, d_weight, d_bias = returned(grads, Like.of(head), places)
+    d_hidden, d_weight, d_bias, *_ = returned(grads, Like.of(head), request, places)
     return (
         hidden.new_empty(0) if d_hidden is None else d_hidden.view(hidden.shape),
         hidden.new_empty(0) if d_weight is None else d_weight,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.sweep import accumulator_of
+from grpo_kernels.engine.operands import accumulator_of
 
 
 class Empty:
@@ -19,12 +19,3 @@ class Empty:
 
     def __call__(self, shape: Any = (0,), *, wanted: bool = True) -> Tensor:
         return self._like.new_empty(shape if wanted else (0,), dtype=self._dtype)
-
-
-def all_rows(x: Tensor, positions: Tensor, n: int) -> Tensor:
-    """(m, H), the rows at `positions`, which rise -> (n, H), 0 elsewhere."""
-    if x.shape[0] == n:
-        return x
-    full = x.new_zeros(n, x.shape[1])
-    full[positions] = x
-    return full

@@ -1,0 +1,158 @@
+"""What a call of an engine works on: the head's tensors, the rows to project, how, and the gradients wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
+from grpo_kernels.engine.products import Products
+from grpo_kernels.engine.shard import Shard
+
+SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
+
+Coefficients = tuple[Tensor, Tensor | None]  # a = d loss / d logp and b = d loss / d entropy, (m,) each
+CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), given their statistics
+
+
+@dataclass(frozen=True)
+class Head:
+    """The tensors that may want a gradient; the raw projection is ``hidden @ weight.T + u @ b.T + bias``."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    u: Tensor | None = None  # (N, r), of a low-rank adapter
+    b: Tensor | None = None  # (V, r)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.hidden, self.weight, self.bias, self.u, self.b))
+
+    def factors(self) -> list[tuple[Tensor, Tensor]]:
+        """What the projection is a sum of products of: (N, K) and (V, K)."""
+        adapter = [] if self.u is None or self.b is None else [(self.u, self.b)]
+        return [(self.hidden, self.weight), *adapter]
+
+    def row_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias as row backends read it."""
+        return None if self.bias is None else self.bias.detach().to(dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The positions to be projected: copies, so that nothing the caller does to its tensors later matters."""
+
+    positions: Tensor  # (n,) int64, places in `hidden`
+    ids: Tensor  # (n,) int64, in [0, V); of a sharded head counted from its first row, and outside where another has it
+    inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
+    invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+    def at(self, index: Tensor) -> Rows:
+        """The rows at `index` (m,)."""
+        inv_t = self.inv_temperature
+        return Rows(
+            self.positions[index],
+            self.ids[index],
+            inv_t[index] if isinstance(inv_t, Tensor) else inv_t,
+            None if self.invalid is None else self.invalid[index],
+        )
+
+
+def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, statistics, and gradients before their one rounding, for operands of `compute_dtype`."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """How rows are projected: what stays the same through all sweeps of one call."""
+
+    backend: RowBackend
+    compute_dtype: torch.dtype  # of the products' operands
+    workspace_bytes: int
+    scale: float = 1.0
+    softcap: float | None = None
+    round_logits: bool = False  # to the compute dtype
+    shard: Shard | None = None  # where the head's rows are divided among ranks
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulator_of(self.compute_dtype)
+
+    def products(self, weight: Tensor) -> Products:
+        """Those of `weight`, which may be a part of the head."""
+        return Products(weight, self.compute_dtype, self.accumulator, self._slice_bytes)
+
+    def all_products(self, head: Head, columns: slice = slice(None)) -> list[Products]:
+        """Those of `Head.factors`, in their order; an adapter is multiplied in its own precision."""
+        first, *adapter = head.factors()
+        products = [self.products(first[1][columns])]
+        for u, b in adapter:
+            dtype = torch.promote_types(u.dtype, b.dtype)
+            products.append(Products(b[columns], dtype, self.accumulator, self._slice_bytes))
+        return products
+
+    @property
+    def _slice_bytes(self) -> int:
+        return min(SLICE_BYTES, self.workspace_bytes // 8)
+
+    def stats(
+        self, logits: Tensor, rows: Rows, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...]
+    ) -> RowStats:
+        """The backend's statistics of `rows`, whose prepared logits these are."""
+        if self.shard is None:
+            found = self.backend.stats(logits, rows.ids, transform, entropy=entropy, extras=extras)
+        else:
+            found = self.shard.stats(self.backend, logits, rows.ids, transform, entropy=entropy, extras=extras)
+        if rows.invalid is not None:
+            found.logps.masked_fill_(rows.invalid, torch.nan)
+        return found
+
+    def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
+        """How the raw projection of rows becomes their logits; `bias` as `Head.row_bias` gives it."""
+        rounded_to = self.compute_dtype if self.round_logits else None
+        return LogitTransform(self.scale, self.softcap, inv_temperature, bias, rounded_to)
+
+
+@dataclass(frozen=True)
+class Wants:
+    """Which gradients to compute."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    u: bool = False
+    b: bool = False
+
+    @property
+    def head(self) -> bool:
+        """Whether anything does that no row has by itself (or that only comes with such a thing: an adapter's u)."""
+        return self.weight or self.bias or self.u or self.b
+
+    def factors(self) -> list[tuple[bool, bool]]:
+        """For each of `Head.factors`."""
+        return [(self.hidden, self.weight), (self.u, self.b)]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one sweep in the accumulator's dtype, neither scaled nor rounded yet; None where not wanted."""
+
+    hidden: Tensor | None = None  # (n, H), a row for each row of the sweep
+    weight: Tensor | None = None  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    u: Tensor | None = None  # (n, r), a row for each row of the sweep
+    b: Tensor | None = None  # (V, r)
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Gradients:
+        """`change` of each gradient that is there."""
+        return Gradients(*(None if x is None else change(x) for x in self))
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.hidden, self.weight, self.bias, self.u, self.b))

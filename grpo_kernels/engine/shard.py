@@ -1,0 +1,138 @@
+"""A head whose vocabulary is divided among ranks: what each finds in its own columns, joined to what all of it says.
+
+Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns), and gathers those of all ranks:
+O(rows) numbers, whatever the vocabulary. With m_r, s_r, E_r a rank's largest logit, log sum and entropy, M = max m_r::
+
+    t_r      = m_r - M + s_r                              the rank's share of the sum, as a logarithm
+    log_sum  = log sum_r exp(t_r)
+    entropy  = sum_r w_r (E_r - log w_r),                 w_r = exp(t_r - log_sum), by the chain rule
+    logp     = -log(1 + sum_r exp(x_r)),                  x_r = m_r + s_r - z_y; where y stands, without y itself
+
+The largest rank is left out of the logarithms as its largest term is in `torch_rows`, so that nothing cancels when a
+token is nearly certain. All ranks join the same numbers in the same order, and get the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.rows import RowBackend, RowStats
+from grpo_kernels.distributed import all_reduce, gather_stacked
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from grpo_kernels.backends.rows import LogitTransform
+
+
+def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
+    """Something of the shape of the largest part of the head, without data where that is not this rank's `weight`.
+
+    What is planned by its size is planned alike on all ranks.
+    """
+    if shard is None or shard.widest == weight.shape[0]:
+        return weight
+    return weight.new_empty(()).expand(shard.widest, weight.shape[1])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of the head that this rank has: [start, start + sizes[rank]) of `vocab`."""
+
+    process_group: ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]  # of the ranks, in order
+    tight: bool = False  # whether any rank lacks the memory for an accumulator of its d weight
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def vocab(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def widest(self) -> int:
+        """What chunks are planned for: ranks gather chunk by chunk, and so must have the same ones."""
+        return max(self.sizes)
+
+    def stats(
+        self,
+        backend: RowBackend,
+        logits: Tensor,  # (n, V_r)
+        ids: Tensor,  # (n,) counted from `start`; not in [0, V_r) where another rank has the id
+        transform: LogitTransform,
+        *,
+        entropy: bool,
+        extras: tuple[str, ...],
+    ) -> RowStats:
+        """`RowBackend.stats` of the whole vocabulary. Every rank of the group has to call it for the same rows."""
+        found = backend.stats(logits, self.own(ids), transform, entropy=entropy, extras=extras)
+        return self.joined(found, ids, transform)
+
+    def own(self, ids: Tensor) -> Tensor:
+        """The ids of this rank, 0 in the place of those of the others."""
+        return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
+
+    def joined(self, found: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
+        """The statistics of the whole vocabulary from those of this rank's columns for the ids that `own` gives."""
+        extras, max_logit = tuple(found.extras), found.max_logit
+        if transform.bias is not None:  # a row without a finite logit is NaN to a backend; here other ranks have more
+            max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
+        columns = [max_logit, found.log_sum, found.logps, *found.extras.values()]
+        columns += [] if found.entropies is None else [found.entropies]
+        parts = gather_stacked(torch.stack([x.to(found.logps.dtype) for x in columns]), self.process_group)
+        first = [sum(self.sizes[:rank]) - self.start for rank in range(len(self.sizes))]
+        here = torch.stack([(ids >= x) & (ids < x + size) for x, size in zip(first, self.sizes, strict=True)])
+        return self._join(parts.unbind(1), here, extras, entropy=found.entropies is not None)
+
+    def _join(self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool) -> RowStats:
+        """Numbers of all ranks, (R, n) each, to the statistics of the rows; `here` (R, n): which rank has the id."""
+        most, log_sum, logps = parts[:3]
+        nothing = most == -torch.inf  # a rank all of whose tokens are banned: its sum is 0
+        log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))
+        max_logit, top = most.max(dim=0, keepdim=True)  # of equal ones the first
+        top = torch.zeros_like(most, dtype=torch.bool).scatter_(0, top, True)
+        share = most - max_logit + log_sum
+        rest = torch.exp(share).masked_fill(top, 0.0).sum(dim=0)
+        top_sum = log_sum.masked_fill(~top, 0.0).sum(dim=0)
+        joined = torch.log1p(torch.expm1(top_sum) + rest)
+        log_weights = share - joined
+        weights = torch.exp(log_weights)
+
+        def weighted(x: Tensor) -> Tensor:  # where the weight is 0, x may be infinite
+            return torch.where(weights == 0, 0.0, weights * x).sum(dim=0)
+
+        def at_target(x: Tensor) -> Tensor:
+            return x.masked_fill(~here, 0.0).sum(dim=0)
+
+        # at the target's rank, the others over the target: exp(-logp) - 1
+        excess = torch.where(here, torch.log(-torch.expm1(logps)), (most - at_target(most)) + log_sum)
+        excess = excess - torch.where(here, 0.0, at_target(log_sum)) - at_target(logps)
+        # adding 0, or NaN where no logit is finite or one is infinite
+        margin = torch.logsumexp(excess.masked_fill(nothing, -torch.inf), dim=0) + (max_logit - max_logit)[0]
+        more = dict(zip(extras, parts[3:], strict=False))
+        found: dict[str, Tensor] = {}
+        if "log_sum_sq_probs" in more:
+            found["log_sum_sq_probs"] = torch.logsumexp(2 * log_weights + more["log_sum_sq_probs"], dim=0)
+        if "mean_logits" in more:
+            totals = [mean * size for mean, size in zip(more["mean_logits"], self.sizes, strict=True)]
+            found["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
+        if "is_top1" in more:
+            found["is_top1"] = at_target(more["is_top1"] * top) != 0
+        return RowStats(
+            logps=-torch.logaddexp(torch.zeros_like(margin), margin),
+            max_logit=max_logit[0],
+            log_sum=joined,
+            entropies=weighted(parts[-1].masked_fill(nothing, 0.0) - log_weights) if entropy else None,
+            extras=found,
+        )
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """`x` of all ranks, added in place: the gradient of what every rank has a copy of."""
+        return all_reduce(x, "sum", self.process_group)

@@ -1,0 +1,59 @@
+"""A low-rank adapter on the head itself (LoRA, https://arxiv.org/abs/2106.09685), kept in its low-rank form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_kernels.checks import check_shape, check_tensor
+from grpo_kernels.config import check_number
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Adds ``scaling * x @ a.T @ b.T`` to the head's raw projection, x being `input` or the hidden states.
+
+    No V x H product of the two is ever made: r (H + V) more multiplications a token. Both factors, `input` and the
+    hidden states get exact gradients. Several adapters are one: concatenate their factors along r.
+
+    Args:
+        a: (r, H), PEFT's ``lora_A.weight``.
+        b: (V, r), PEFT's ``lora_B.weight``; of a sharded head the same rows as the weight.
+        scaling: a finite number, PEFT's ``scaling``.
+        input: (..., H), what `a` sees in the place of the hidden states, such as those after dropout.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+    input: Tensor | None = None
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """u = scaling * x @ a.T, (..., r), in the more precise dtype of the two."""
+        x = hidden if self.input is None else self.input
+        dtype = x.dtype if x.dtype.itemsize > self.a.dtype.itemsize else self.a.dtype
+        return self.scaling * (x.to(dtype) @ self.a.to(dtype).t())
+
+
+def check_lora(lora: LoRA | None, hidden: Tensor, weight: Tensor) -> None:
+    """Raise unless the adapter's tensors fit hidden states (..., H) and weight (V, H).
+
+    Raises:
+        TypeError, ValueError: the message names the argument.
+    """
+    if lora is None:
+        return
+    if not isinstance(lora, LoRA):
+        raise TypeError(f"lora: expected a LoRA, got {type(lora).__name__}")
+    check_tensor("lora.a", lora.a, like=hidden, floating=True)
+    check_tensor("lora.b", lora.b, like=hidden, floating=True)
+    check_number("lora.scaling", lora.scaling)
+    rank = lora.a.shape[0] if lora.a.dim() else 0
+    check_shape("lora.a", lora.a, ("(r, H)", (rank, hidden.shape[-1])))
+    check_shape("lora.b", lora.b, ("(V, r)", (weight.shape[0], rank)))
+    if rank == 0:
+        raise ValueError(f"lora.a: expected shape (r, H) with r > 0, got {tuple(lora.a.shape)}")
+    if lora.input is not None:
+        check_tensor("lora.input", lora.input, like=hidden, floating=True)
+        check_shape("lora.input", lora.input, ("that of hidden", tuple(hidden.shape)))

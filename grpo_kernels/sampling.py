@@ -1,0 +1,66 @@
+"""The importance sampling ratio of the policy to the sampler, made of log-probabilities that the loss has anyway.
+
+A sampler such as vLLM does not have the trainer's arithmetic, so that what it sampled from is not the policy. With d a
+counted token's old log-probability (where absent: the current one, held constant) less the sampler's, and 0 where the
+sampler could not score it (NaN)::
+
+    token_*      ratio_t = exp(d_t)
+    sequence_*   ratio_b = exp(sum of d over the sequence)
+    *_truncate   clamped to [clip_min, clip_max]
+    *_mask       0 outside of [clip_min, clip_max]
+
+as in TRL 1.16 (``GRPOTrainer._generate_and_score_completions``), which needs a forward of the model for it beforehand.
+Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import Tokens
+from grpo_kernels.config import LossConfig
+
+
+def check_sampling(config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any) -> None:
+    """Raise ValueError if the ratio is to be made here and cannot be, or is there already."""
+    if not config.vllm_importance_sampling_correction:
+        return
+    if importance_sampling_ratio is not None:
+        raise ValueError(
+            "importance_sampling_ratio: expected None since vllm_importance_sampling_correction = True makes it, "
+            f"got {type(importance_sampling_ratio).__name__}"
+        )
+    if sampling_per_token_logps is None and config.corrects_sampling:
+        raise ValueError(
+            "sampling_per_token_logps: expected a tensor since vllm_importance_sampling_correction = True, got None"
+        )
+
+
+def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
+    """d of each token, of either's shape."""
+    return torch.nan_to_num(logps.detach() - sampling_logps, nan=0.0)
+
+
+def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
+    """The ratio of any shape whose logarithm is `log_ratio`, clamped to the config's bounds or 0 outside of them."""
+    ratio = torch.exp(log_ratio)
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if config.truncates_sampling_ratio:
+        return ratio.clamp(low, high)
+    return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+
+
+def with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tokens:
+    """`tokens` with the importance sampling ratio of `logps` (n,) to their sampling log-probabilities."""
+    assert tokens.sampling_per_token_logps is not None
+    difference = scored_difference(logps, tokens.sampling_per_token_logps)
+    if not config.sampling_ratio_is_per_sequence:
+        return replace(tokens, importance_sampling_ratio=bounded_ratio(config, difference))
+    ratio = bounded_ratio(config, tokens.layout.sequence_sum(difference))
+    return replace(tokens, importance_sampling_ratio=ratio[tokens.layout.sequence], sequence_ratio=ratio)
