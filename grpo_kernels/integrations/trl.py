@@ -20,38 +20,78 @@ from trl import GRPOTrainer
 
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
-from grpo_kernels.integrations import trl_hook
+from grpo_kernels.integrations import trl_hook, trl_sampling
 from grpo_kernels.integrations.trl_hook import patch_trl, unpatch_trl
 
 __all__ = ["FusedGRPOTrainer", "FusedLossMixin", "patch_trl", "unpatch_trl"]
 
 
 class FusedLossMixin:
-    """What `FusedGRPOTrainer` adds, for subclasses of ``GRPOTrainer``: ``class Mine(FusedLossMixin, GMPOTrainer)``."""
+    """What `FusedGRPOTrainer` adds, for subclasses of ``GRPOTrainer``: ``class Mine(FusedLossMixin, GMPOTrainer)``.
+
+    Args:
+        fused_sampling_correction: where TRL would score the completions beforehand only to correct for the sampler
+            (``use_vllm`` with ``vllm_importance_sampling_correction``, and every completion trained on before the
+            policy changes), make the ratio of the log-probabilities that the loss computes, which saves that forward of
+            the model. Losses and metrics are TRL's, to rounding.
+        args, kwargs: the trainer's own.
+    """
 
     args: Any
     accelerator: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, fused_sampling_correction: bool = False, **kwargs: Any) -> None:
         if not trl_hook.compatible():
             trl_hook.warn_incompatible()
+        self.fused_sampling_correction = fused_sampling_correction
         self._loss_rows: trl_hook.Rows | None = None
+        self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
+        self._sampling_figures = trl_sampling.SamplingFigures(0)
         super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
+        prepare = super()._generate_and_score_completions  # type: ignore[misc]
+        if not (self.fused_sampling_correction and trl_sampling.is_corrected(self) and trl_sampling.is_aligned(self)):
+            return prepare(inputs)
+        with trl_sampling.uncorrected(self):
+            batch = prepare(inputs)
+        if "sampling_per_token_logps" not in batch:
+            raise ValueError("sampling_per_token_logps: expected them of the sampler for its correction, got None")
+        self._sampling_figures = trl_sampling.SamplingFigures(self.args.steps_per_generation if self._trains else 1)
+        return batch
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self.model.training)  # type: ignore[attr-defined]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, told what gradient to expect."""
+        if self._must_make_ratio(inputs):
+            inputs = self._lacks_ratio = {**inputs}
         self._loss_rows = self._rows_of_loss(inputs)
         try:
             return super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
-            self._loss_rows = None
+            self._loss_rows = self._lacks_ratio = None
+
+    def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
+        """Whether the batch came from TRL without the ratio that its loss is going to read."""
+        fused = self.fused_sampling_correction and trl_sampling.is_corrected(self)
+        return fused and "importance_sampling_ratio" not in inputs and "old_per_token_logps" not in inputs
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         given = inspect.signature(score).bind(*args, **kwargs).arguments
         with trl_hook.hooked(), trl_hook.rows(self._rows_of_call(given)):
-            return score(*args, **kwargs)
+            results = score(*args, **kwargs)
+        if self._lacks_ratio is not None:
+            inputs, self._lacks_ratio = self._lacks_ratio, None
+            if self._sampling_figures.add(*trl_sampling.fill_ratio(self, inputs, results[0])):
+                metrics = self._metrics["train" if self._trains else "eval"]  # type: ignore[attr-defined]
+                self._sampling_figures.log(metrics, self.accelerator)
+        return results
 
     def _rows_of_call(self, given: dict[str, Any]) -> trl_hook.Rows | None:
         """The rows of the head calls of one scoring call, whose arguments are `given`."""
@@ -92,6 +132,8 @@ class FusedLossMixin:
             overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None, "off_policy_mask_threshold": None}
         elif owner is not GRPOTrainer:
             return None
+        if self._lacks_ratio is not None and overrides.get("loss_type") != "gmpo":
+            overrides |= trl_sampling.options(self)
         try:
             return dataclasses.replace(LossConfig.from_trl(self.args), **overrides)
         except (TypeError, ValueError) as error:
@@ -113,10 +155,9 @@ class FusedLossMixin:
         that G taken out of both.
         """
         found = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
-        if config.masks_off_policy:
+        if config.masks_off_policy or config.corrects_sampling:
             found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
-        corrected = getattr(self, "use_vllm", False) and getattr(self, "vllm_importance_sampling_correction", False)
-        if config.loss_type == "vespo" or (corrected and config.loss_type != "gmpo"):
+        if config.loss_type == "vespo" or (trl_sampling.is_corrected(self) and config.loss_type != "gmpo"):
             found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
         items = inputs.get("num_items_in_batch")
         if items is not None:
@@ -131,7 +172,8 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     With N completion tokens, a share s of which carries gradient, its head costs (2 + 4s)NVH floating-point
     operations a step where TRL's costs 8NVH, and prompt, padding and tool tokens are not projected at all. Where the
     loss couples tokens (a sequence-level ratio with old log-probabilities, vespo, an entropy quantile, an off-policy
-    mask) it costs (2 + 6s)NVH. Gradients are exact either way.
+    mask) it costs (2 + 6s)NVH. Gradients are exact either way. With vLLM, ``fused_sampling_correction=True`` saves a
+    forward of the whole model a batch, see `FusedLossMixin`.
 
     Other trainers of the process are not touched; `patch_trl` is for those.
     """

@@ -1,0 +1,95 @@
+"""TRL's correction for the sampler (``vllm_importance_sampling_correction``) without a forward of its own.
+
+Where the samples are the current policy's, TRL scores them before the loss for the ratio to the sampler alone; the loss
+computes the same log-probabilities again. Here TRL prepares the batch as if there were no correction, and the ratio is
+made in the middle of TRL's loss: when its log-probabilities are there, before it reads the ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.config import LossConfig
+from grpo_kernels.sampling import bounded_ratio, scored_difference
+
+
+def is_corrected(trainer: Any) -> bool:
+    """Whether `trainer` corrects for its sampler."""
+    return bool(getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False))
+
+
+def is_aligned(trainer: Any) -> bool:
+    """Whether every completion is trained on before the policy changes, so that it is the current policy's own."""
+    generate_every = trainer.args.steps_per_generation * trainer.num_iterations
+    return bool(trainer.args.gradient_accumulation_steps % generate_every == 0)
+
+
+def options(trainer: Any) -> dict[str, Any]:
+    """The `LossConfig` fields of the trainer's correction."""
+    names = ("mode", "clip_max", "clip_min")
+    found = {f"vllm_importance_sampling_{name}": getattr(trainer, f"vllm_importance_sampling_{name}") for name in names}
+    return {"vllm_importance_sampling_correction": True, **found}
+
+
+@contextmanager
+def uncorrected(trainer: Any) -> Iterator[None]:
+    """Inside, TRL prepares a batch without ratio, without its metrics, and without what only they need."""
+    trainer.vllm_importance_sampling_correction = False
+    try:
+        yield
+    finally:
+        trainer.vllm_importance_sampling_correction = True
+
+
+class SamplingFigures:
+    """TRL's ``sampling/*`` metrics of one generated batch, whose micro-batches come one by one."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self._due = micro_batches
+        self._gaps: list[Tensor] = []
+        self._ratios: list[Tensor] = []
+
+    def add(self, gaps: Tensor, ratios: Tensor) -> bool:
+        """Takes the figures of a micro-batch; True if it was the last one, and so `log` is due."""
+        if self._due == 0:  # the batch is gone through again
+            return False
+        self._gaps.append(gaps)
+        self._ratios.append(ratios)
+        self._due -= 1
+        return self._due == 0
+
+    def log(self, metrics: dict[str, list[float]], accelerator: Any) -> None:
+        """Appends the metrics, as TRL does: means of the ranks' means, 0 for a rank that has nothing."""
+        gaps, ratios = torch.cat(self._gaps), torch.cat(self._ratios)
+        for name, x, own, all_ranks in (
+            ("sampling_logp_difference/mean", gaps, torch.mean, torch.mean),
+            ("sampling_logp_difference/max", gaps, torch.max, torch.max),
+            ("importance_sampling_ratio/min", ratios, torch.min, torch.min),
+            ("importance_sampling_ratio/mean", ratios, torch.mean, torch.mean),
+            ("importance_sampling_ratio/max", ratios, torch.max, torch.max),
+        ):
+            here = own(x) if x.numel() > 0 else x.new_zeros(())
+            metrics[f"sampling/{name}"].append(all_ranks(accelerator.gather(here)).item())
+
+
+def fill_ratio(trainer: Any, inputs: dict[str, Any], logps: Tensor) -> tuple[Tensor, Tensor]:
+    """Puts the ratio of `logps` (B, T) into `inputs`, (B, T) or (B, 1) as TRL has it.
+
+    Returns:
+        for the metrics: |logp - sampling logp| of the counted tokens that the sampler could score, and the ratios.
+    """
+    sampling, config = inputs["sampling_per_token_logps"], LossConfig(**options(trainer))
+    mask = inputs["completion_mask"].bool()
+    if "tool_mask" in inputs:
+        mask = mask & inputs["tool_mask"].bool()
+    log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
+    per_sequence = config.sampling_ratio_is_per_sequence
+    ratio = bounded_ratio(config, log_ratio.sum(dim=-1, keepdim=True) if per_sequence else log_ratio)
+    inputs["importance_sampling_ratio"] = ratio
+    gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
+    return gaps, ratio.flatten() if per_sequence else ratio[mask]
