@@ -11,6 +11,8 @@ from grpo_kernels import ops as ops  # which registers them, for graphs that wer
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs, token_level
 from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.from_logps import policy_loss_from_logps
+from grpo_kernels.kept_set import kept_set_logprob
 from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
 from grpo_kernels.lora import LoRA
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
@@ -26,10 +28,12 @@ __all__ = [
     "TokenInputs",
     "advantages",
     "grpo_loss",
+    "kept_set_logprob",
     "linear_logprob",
     "linear_logprob_with",
     "objectives",
     "policy_expectation",
+    "policy_loss_from_logps",
     "presets",
     "rewards",
     "token_level",

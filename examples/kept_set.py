@@ -1,0 +1,92 @@
+"""GRPO where the sampler truncates: log-probabilities over the ids that top-k and top-p kept, at the cost of those.
+
+A sampler with top-k or top-p draws from a renormalised part of the distribution. Scored over the whole vocabulary, its
+own tokens look off-policy before a single step was taken; scored over the kept sets, they are exactly on-policy. The
+sampler says which ids it kept; `kept_set_logprob` scores over those, and `policy_loss_from_logps` is the loss on that.
+The claims at the end: the ratio to the sampler is 1, the share of right answers rises.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from arithmetic import Problem, Rollout, accuracy, encode, evaluate, hidden_states, take_step, warm_model
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from grpo_kernels import LossConfig, kept_set_logprob, linear_logprob, policy_loss_from_logps
+from grpo_kernels.advantages import group_advantages
+
+
+@torch.no_grad()
+def sample_truncated(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], num_generations: int
+) -> tuple[Rollout, Tensor, Tensor]:
+    """A rollout at top-k 12 and top-p 0.95; the kept ids (B, T, K), padded with -1; the sampler's own logps (B, T)."""
+    repeated = [problem for problem in problems for _ in range(num_generations)]
+    prompt_ids = encode(tokenizer, [problem.prompt for problem in repeated])
+    found = model.generate(
+        input_ids=prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
+        do_sample=True,
+        top_k=12,
+        top_p=0.95,
+        max_new_tokens=8,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    completion_ids = found.sequences[:, prompt_ids.shape[1] :]
+    is_eos = completion_ids == tokenizer.eos_token_id
+    mask = (is_eos.cumsum(1) - is_eos.long() == 0).long()
+    texts = tokenizer.batch_decode(completion_ids.where(mask.bool(), tokenizer.pad_token_id), skip_special_tokens=True)
+    scores = torch.stack(found.scores, dim=1)  # (B, T, V), -inf where cut
+    largest = int(scores.isfinite().sum(-1).max())
+    kept = scores.topk(largest, dim=-1)
+    kept_ids = kept.indices.masked_fill(kept.values.isinf(), -1)
+    logps = scores.log_softmax(-1).gather(-1, completion_ids[..., None]).squeeze(-1)
+    return Rollout(prompt_ids, completion_ids, mask, repeated, texts), kept_ids, logps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40, help="optimiser steps, two a batch")
+    steps = parser.parse_args().steps
+
+    model, tokenizer, problems = warm_model()
+    head = model.lm_head.weight
+    before = evaluate(model, tokenizer, problems * 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    config = LossConfig(loss_type="dapo", epsilon_high=0.28)
+    off_kept = off_full = 0.0
+    for step in range(0, steps, 2):
+        first = step * 8 % len(problems)
+        rollout, kept_ids, sampler = sample_truncated(model, tokenizer, problems[first : first + 16], 8)
+        ids, mask = rollout.completion_ids, rollout.completion_mask
+        advantages = group_advantages(accuracy(rollout), num_generations=8)
+        for update in range(2):
+            states = hidden_states(model, rollout)
+            logps, entropies = kept_set_logprob(states, head, ids, kept_ids, mask=mask)
+            out = policy_loss_from_logps(logps, entropies, mask, advantages, old_per_token_logps=sampler, config=config)
+            if update == 0:  # nothing has moved since the sampler
+                full, _ = linear_logprob(states.detach(), head.detach(), ids, mask=mask, entropy=False)
+                counted = mask.bool()
+                off_kept = max(off_kept, ((logps.detach() - sampler).exp() - 1)[counted].abs().max().item())
+                off_full = max(off_full, ((full - sampler).exp() - 1)[counted].abs().mean().item())
+            take_step(optimizer, out.loss)
+        if step % 8 == 0 or step >= steps - 2:
+            size = (kept_ids >= 0).sum(-1)[counted].double().mean().item()
+            print(
+                f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  loss {out.loss.item():+.4f}  "
+                f"ids kept {size:.1f} of {head.shape[0]}  clipped {out.metrics['clip_ratio/region_mean'].item():.3f}"
+            )
+    after = evaluate(model, tokenizer, problems * 4)
+    print(f"right answers: {before:.3f} before, {after:.3f} after")
+    print(f"ratio to the sampler: off by {off_kept:.1e} at most; {off_full:.3f} on average over the whole vocabulary")
+    assert off_kept < 1e-3, "the ratio over the kept set is not 1"
+    assert off_full > 0.005, "the ratio over the whole vocabulary shows no truncation"
+    assert after > before + 0.1, "the share of right answers did not rise"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The loss of a config, or a custom objective, on log-probabilities that come from elsewhere.
+
+`grpo_loss` scores and differentiates in one go, which is what saves a product. Where log-probabilities are made by
+something else (over kept sets, `kept_set_logprob`; by a model's own head), this is the same loss on top of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.aggregate import check_num_items, token_weights
+from grpo_kernels.batch import Layout, read_tokens
+from grpo_kernels.checks import check_config, check_shape, check_tensor, check_terms
+from grpo_kernels.config import LossConfig
+from grpo_kernels.custom import CustomObjective, TokenInputs
+from grpo_kernels.engine.first_order import first_order
+from grpo_kernels.engine.operands import accumulator_of
+from grpo_kernels.evaluation import Evaluation
+from grpo_kernels.loss import LossOutput
+from grpo_kernels.metrics import loss_metrics
+from grpo_kernels.objective import PolicyObjective
+from grpo_kernels.sampling import check_sampling
+
+
+def policy_loss_from_logps(
+    logps: Tensor,  # (B, T), or packed (N,)
+    entropies: Tensor,  # (B, T) or (N,)
+    completion_mask: Tensor | None,  # (B, T) or (N,)
+    advantages: Tensor,  # (B,) or (B, T) or (N,)
+    *,
+    old_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    ref_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    sampling_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
+    num_items_in_batch: float | Tensor | None = None,
+    config: LossConfig | None = None,
+    objective: Callable[[TokenInputs], Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+) -> LossOutput:
+    """`grpo_loss` without its projection: the loss that `config` describes, differentiable in `logps` and `entropies`.
+
+    Args:
+        logps, entropies: of the policy, floating, with their graph; what stands at a masked position is never read.
+            Computed in fp32 (fp64 if `logps` is).
+        the others: as in `grpo_loss`. The config's `temperature` and its head's fields have no effect: whatever they do
+            has been done to `logps`. So must old, reference and sampling log-probabilities be made: over the same sets.
+
+    Returns:
+        `LossOutput`, its `engine` ``"given"``; ``rows/gradient`` is the share of the tokens that get a gradient.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated twice.
+    """
+    options: dict[str, Any] = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "cu_seqlens": cu_seqlens,
+    }
+    if torch.compiler.is_compiling():
+        from grpo_kernels import compiled  # not at import: it loads the compiler
+
+        options |= {"num_items_in_batch": num_items_in_batch, "config": config, "objective": objective}
+        return compiled.eagerly(policy_loss_from_logps, logps, entropies, completion_mask, advantages, **options)
+    config = LossConfig() if config is None else config
+    check_config(config)
+    check_terms(config, ref_per_token_logps, objective)
+    check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
+    check_num_items(num_items_in_batch)
+    check_tensor("logps", logps, floating=True)
+    if logps.dim() != (2 if cu_seqlens is None else 1):
+        written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
+        raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
+    check_tensor("entropies", entropies, like=logps, floating=True)
+    check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
+    dtype = accumulator_of(logps.dtype)
+    no_ids = torch.zeros_like(logps, dtype=torch.long)  # which no loss reads
+    tokens = read_tokens(logps[..., None], no_ids, completion_mask, advantages, **options, dtype=dtype)
+    weights = token_weights(config, tokens.layout, num_items_in_batch, dtype)
+    policy: PolicyObjective | CustomObjective
+    if objective is None:
+        policy = PolicyObjective(config, tokens, weights)
+    else:
+        policy = CustomObjective(objective, tokens, weights)
+    rows = [x.detach().reshape(-1)[tokens.layout.positions].to(dtype) for x in (logps, entropies)]
+    done = policy.evaluate(*rows)
+    graded = done.a != 0 if done.b is None else (done.a != 0) | (done.b != 0)
+    loss = _GivenLoss.apply(logps, entropies, done, tokens.layout)
+    scores = [tokens.layout.spread(x) for x in rows]
+    metrics = loss_metrics(config, tokens, rows[1], done, graded.sum())
+    return LossOutput(loss, scores[0], scores[1], metrics, "given")
+
+
+class _GivenLoss(torch.autograd.Function):
+    """``forward(ctx, logps, entropies, done, layout)`` -> the loss () of an evaluation that carries its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: Tensor, entropies: Tensor, done: Evaluation, layout: Layout) -> Tensor:
+        ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
+        ctx.save_for_backward(done.a, done.b)
+        return done.loss.clone()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        found = [None if x is None else ctx.layout.spread(d_loss * x) for x in ctx.saved_tensors]
+        return *(None if x is None else x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), None, None

@@ -1,0 +1,190 @@
+"""Log-probabilities renormalised over the ids that a truncating sampler kept (top-k, top-p, min-p), at the set's cost.
+
+A sampler that cuts the distribution draws y from softmax over its kept set S. The policy that it trains has the same
+support only if its own log-probabilities are taken over S too (https://arxiv.org/abs/2512.02556, keep sampling mask)::
+
+    logp = z_y - log sum_{j in S} exp z_j        d logp / d z_j = 1[j = y] - p_j        j in S
+
+Only the head's rows of S are read: they are gathered for some positions at a time and multiplied with those positions'
+hidden states. With N positions of K ids, a product is 2NKH floating point operations: one forward, one for d hidden,
+one for d weight. Positions go by falling size of their sets, so that short sets pay little for long ones. An id that is
+alone in its set has log-probability 0 whatever its logit is, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.batch import counted_positions
+from grpo_kernels.checks import check_budget, check_head, check_ids, check_mask, check_shape, check_tensor
+from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, stages_of
+from grpo_kernels.engine.operands import Wants, accumulator_of
+from grpo_kernels.head import compute_dtype, row_temperatures, wanted
+
+WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
+ENTRY_BYTES = 64  # besides the head's row: an entry's, while sets are put in order and reduced
+
+
+def kept_set_logprob(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    ids: Tensor,  # (...)
+    kept_ids: Tensor,  # (..., K)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    mask: Tensor | None = None,  # (...)
+    temperature: float | Tensor = 1.0,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = True,
+    workspace_bytes: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``log softmax(z[S])[id]`` and the entropy of ``softmax(z[S])``, S the kept set of each position.
+
+    ``z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`` as in `linear_logprob`. Both results are
+    differentiable, once, in hidden, weight and bias. Nothing of the vocabulary's size is made but, where the weight
+    trains, the accumulator of its gradient: V x H in fp32 (fp64), once a backward (and V for the bias).
+
+    Args:
+        hidden, weight, ids, bias, mask, temperature, final_logit_softcapping, logit_scale, entropy: as in
+            `linear_logprob`. Operands are used as stored (under autocast rounded to its dtype), products are fp32.
+        kept_ids: (..., K) signed integers, the ids that the sampler kept, padded with -1; read only where the mask
+            counts. Their order does not matter, and an id that is there twice counts once. Each holds the sampled id.
+        workspace_bytes: bound on temporary memory, if that allows one position's set to be put in order (64 K bytes).
+            None: 64 MiB. Besides it, 12 bytes for each (position, kept id) stay from forward to backward (16 in fp64 or
+            with a soft-cap, 24 with both).
+
+    Returns:
+        logps (...) and entropies (...), fp32 (fp64 for fp64 inputs), 0 where masked; the second None if not asked for.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done. On a CPU that
+            includes a kept id that is neither -1 nor in [0, V), and a sampled id outside its set; on other devices that
+            position's results are NaN.
+
+    The sizes of the sets are read on the host. Under torch.compile the graph breaks here.
+    """
+    options: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "temperature": temperature,
+        "final_logit_softcapping": final_logit_softcapping,
+        "logit_scale": logit_scale,
+        "entropy": entropy,
+        "workspace_bytes": workspace_bytes,
+    }
+    if torch.compiler.is_compiling():
+        from grpo_kernels import compiled  # not at import: it loads the compiler
+
+        return compiled.eagerly(kept_set_logprob, hidden, weight, ids, kept_ids, **options)
+    check_head(hidden, weight, bias)
+    check_ids("ids", ids, hidden)
+    if mask is not None:
+        check_mask("mask", mask, ids)
+    check_tensor("kept_ids", kept_ids, like=hidden)
+    if kept_ids.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise TypeError(f"kept_ids: expected signed integer ids of 16, 32 or 64 bits, got {kept_ids.dtype}")
+    width = kept_ids.shape[-1] if kept_ids.dim() else 0
+    check_shape("kept_ids", kept_ids, ("(*ids.shape, K)", (*ids.shape, width)))
+    budget = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    check_budget(budget)
+    spec = LossConfig(
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        final_logit_softcapping=final_logit_softcapping,
+        logit_scale=logit_scale,
+    )
+    kept = kept_ids.detach().reshape(ids.numel(), width)
+    wants = wanted(hidden, weight, bias)
+    sets = _read_sets(hidden, weight, ids, kept, mask, temperature, spec, wants, entropy, budget)
+    logps, entropies = KeptSetLogprob.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, kept, sets)
+    return logps.view(ids.shape), None if entropies is None else entropies.view(ids.shape)
+
+
+def _read_sets(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    kept: Tensor,  # (N, K)
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    spec: LossConfig,
+    wants: Wants,
+    entropy: bool,
+    budget: int,
+) -> KeptSets:
+    """Look at the sets and plan the work."""
+    dtype = compute_dtype(hidden, weight)
+    positions = counted_positions(mask, ids)
+    inv_t: float | Tensor = 1.0 / spec.temperature
+    if isinstance(temperature, Tensor):
+        inv_t = row_temperatures(temperature, ids, positions, accumulator_of(dtype))
+    sizes, invalid = _survey(ids.detach(), kept, positions, weight.shape[0], budget)
+    sizes, order = sizes.sort(descending=True, stable=True)
+    on_host = sizes.tolist()  # waits for the device: how much there is to do depends on it
+    projected = bisect.bisect_right(on_host, -2, key=operator.neg)
+    order = order[:projected]
+    entry_bytes = weight.shape[1] * sum(x.itemsize for x in stages_of(weight, dtype))
+    row_bytes = kept.shape[1] * ENTRY_BYTES + 2 * weight.shape[1] * accumulator_of(dtype).itemsize
+    rows = positions[order]
+    return KeptSets(
+        rows=rows,
+        ids=ids.detach().reshape(-1)[rows].long().clamp(0, weight.shape[0] - 1),
+        blocks=_plan_blocks(on_host[:projected], budget, entry_bytes, row_bytes),
+        entries=max(1, budget // entry_bytes),
+        invalid=invalid,
+        wants=wants,
+        entropy=entropy,
+        compute_dtype=dtype,
+        scale=float(spec.logit_scale),
+        softcap=spec.final_logit_softcapping,
+        inv_temperature=inv_t[order] if isinstance(inv_t, Tensor) else inv_t,
+    )
+
+
+def _survey(ids: Tensor, kept: Tensor, positions: Tensor, vocab: int, budget: int) -> tuple[Tensor, Tensor | None]:
+    """The size of each counted position's set (n,), duplicates included, and which positions (N,) cannot be scored.
+
+    Raises:
+        ValueError: on a CPU, a kept id that does not exist, or a sampled id that is not in its set.
+    """
+    sizes, flags = positions.new_zeros(positions.shape), torch.zeros_like(positions, dtype=torch.bool)
+    step = max(1, budget // max(1, kept.shape[1] * ENTRY_BYTES))
+    for start in range(0, positions.shape[0], step):
+        part = slice(start, start + step)
+        some, sampled = kept[positions[part]], ids.reshape(-1)[positions[part]]
+        outside = ((some < -1) | (some >= vocab)).any(dim=1)
+        missing = (some != sampled[:, None]).all(dim=1) | (sampled < 0)
+        sizes[part], flags[part] = (some >= 0).sum(dim=1), outside | missing
+        if ids.device.type == "cpu" and bool(flags[part].any()):
+            i = int(flags[part].nonzero()[0])
+            at = tuple(int(x) for x in torch.unravel_index(positions[part][i], ids.shape))
+            if bool(outside[i]):
+                bad = some[i][(some[i] < -1) | (some[i] >= vocab)][0].item()
+                raise ValueError(f"kept_ids: expected ids in [0, V) = [0, {vocab}) or -1, got {bad} at position {at}")
+            raise ValueError(
+                f"ids: expected an id of the position's kept set, got {sampled[i].item()} at position {at}"
+            )
+    if ids.device.type == "cpu":
+        return sizes, None
+    return sizes, torch.zeros(ids.numel(), dtype=torch.bool, device=ids.device).index_put_((positions,), flags)
+
+
+def _plan_blocks(sizes: list[int], budget: int, entry_bytes: int, row_bytes: int) -> list[tuple[slice, int]]:
+    """Rows of falling `sizes`, as many at a time as the budget allows, none with less than half of the block's largest.
+
+    Padding then costs at most as much as what it pads.
+    """
+    blocks, start = [], 0
+    while start < len(sizes):
+        width = sizes[start]
+        most = max(1, budget // (width * entry_bytes + row_bytes))
+        stop = bisect.bisect_right(sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg)
+        blocks.append((slice(start, stop), width))
+        start = stop
+    return blocks
