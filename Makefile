@@ -9,6 +9,7 @@ PY          := $(VENV)/bin/python
 STAMP       := $(VENV)/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 CONSTRAINTS := requirements/constraints.txt
 PEERS       := requirements/peers.txt
+ZERO3       := requirements/zero3.txt
 EXTRAS      := trl,demo,bench,test,dev
 
 # The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
@@ -41,13 +42,14 @@ export PYTHONUNBUFFERED := 1
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-$(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS)
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS) $(ZERO3)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
 	@echo "installing the pinned environment into $(VENV)"
 	@$(PIP) install --quiet -c $(CONSTRAINTS) torch
 	@$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@$(PIP) install --quiet --no-deps -r $(PEERS)
+	@DS_BUILD_OPS=0 $(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target $(VENV)/zero3 -r $(ZERO3)
 	@touch $@
 
 test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)

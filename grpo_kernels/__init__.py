@@ -16,17 +16,20 @@ from grpo_kernels.kept_set import kept_set_logprob
 from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
 from grpo_kernels.lora import LoRA
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
+from grpo_kernels.modules import LMHeadLogProb, attach
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Expectation",
     "GRPOLoss",
+    "LMHeadLogProb",
     "LoRA",
     "LossConfig",
     "LossOutput",
     "TokenInputs",
     "advantages",
+    "attach",
     "grpo_loss",
     "kept_set_logprob",
     "linear_logprob",

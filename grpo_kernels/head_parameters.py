@@ -1,0 +1,99 @@
+"""What the module of a head holds: weight, bias and PEFT's adapters; and how ZeRO-3 makes them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.engine.passes import Gather
+from grpo_kernels.lora import LoRA
+
+_PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def linear_of(lm_head: nn.Module) -> nn.Linear:
+    """The linear layer that `lm_head` is, or that PEFT's LoRA layer is around.
+
+    Raises:
+        TypeError: another kind of module, or a linear layer with a forward of its own.
+    """
+    base: Any = lm_head.base_layer if _is_peft_lora(lm_head) else lm_head
+    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+        within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
+        raise TypeError(
+            "lm_head: expected an nn.Linear with its own forward, or PEFT's LoRA layer around one, "
+            f"got {type(lm_head).__module__}.{type(lm_head).__name__}{within}"
+        )
+    return base
+
+
+def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | None, LoRA | None]:
+    """Weight, bias and adapter that the forward of `lm_head` would multiply `hidden` with; several adapters as one.
+
+    Raises:
+        TypeError: as `linear_of`.
+        ValueError: an active adapter that is not plain LoRA, or several with dropout.
+    """
+    base = linear_of(lm_head)
+    weight, bias = base.weight, base.bias
+    layers: list[Any] = [] if base is lm_head else _active_adapters(lm_head)
+    if not layers:
+        return weight, bias, None
+    for _, b, scaling, _ in layers:
+        if b.bias is not None:
+            bias = scaling * b.bias if bias is None else bias + scaling * b.bias
+    drops = [isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0.0 for *_, dropout in layers]
+    if len(layers) == 1:
+        a, b, scaling, dropout = layers[0]
+        dtype = torch.promote_types(hidden.dtype, a.weight.dtype)  # PEFT drops from what it has cast for `a`
+        return weight, bias, LoRA(a.weight, b.weight, scaling, dropout(hidden.to(dtype)) if drops[0] else None)
+    if any(drops):
+        raise ValueError(f"lm_head: expected one active adapter if there is dropout, got {len(layers)}: lora_dropout=0")
+    low = torch.cat([scaling * a.weight for a, _, scaling, _ in layers])
+    return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
+
+
+def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
+    """What makes these parameters whole where DeepSpeed ZeRO-3 has divided them; None where none is.
+
+    ZeRO-3 wants them whole a second time, when their gradient is accumulated: see `within_forwards`.
+    """
+    divided: list[Any] = [x for x in parameters if hasattr(x, "ds_status")]
+
+    def gather() -> AbstractContextManager[Any]:
+        missing = [x for x in divided if x.ds_status.name != "AVAILABLE"]
+        if not missing:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(missing)
+
+    return gather if divided else None
+
+
+def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
+    """The head and the modules in it that have parameters which ZeRO-3 has divided."""
+    return [x for x in lm_head.modules() if any(hasattr(p, "ds_status") for p in x.parameters(recurse=False))]
+
+
+def _is_peft_lora(lm_head: nn.Module) -> bool:
+    """Whether it is PEFT's layer, which is not imported for the answer; FSDP2 derives classes of its own."""
+    return any((x.__module__, x.__name__) == _PEFT_LORA for x in type(lm_head).__mro__)
+
+
+def _active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
+    """(A, B, scaling, dropout) of the adapters that the forward of PEFT's `layer` would add to its base layer's."""
+    if layer.disable_adapters:
+        if layer.merged:  # as its forward does
+            layer.unmerge()
+        return []
+    names = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
+    for name in names:
+        if name in getattr(layer, "lora_variant", {}):
+            kind = type(layer.lora_variant[name]).__name__
+            raise ValueError(f"lm_head: expected adapters that are plain LoRA, got {kind} as {name!r}")
+    return [(layer.lora_A[x], layer.lora_B[x], layer.scaling[x], layer.lora_dropout[x]) for x in names]
