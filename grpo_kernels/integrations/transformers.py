@@ -1,0 +1,170 @@
+"""Causal language models of transformers, text and vision-language: log-probabilities and the loss from their inputs.
+
+The model's own forward runs, with its head replaced for the length of the call: the head is handed the hidden states
+and, instead of projecting them, scores the completion tokens. That is exact for more architectures than running the
+body and reading the head afterwards. Whatever the model does before its head (a multiplier, a dense layer and a norm, a
+cast) has been done, and no inner module needs to be known by name. Hooks on the model, its head and its parts run as
+ever: FSDP2 (the head in the root's unit or in its own) and DeepSpeed ZeRO-3 have made the weight whole there, so that
+nothing has to be gathered, and do so again for the backward; DDP, PEFT and accelerate see one call of the model. The
+results leave through the outputs of head and model, which is where those engines hook the backward.
+
+What remains to be known is what the model does to logits after the head. The config says it, under many names, and is
+not trusted: the first call of a model gives its forward a few known numbers in place of logits, beside one row of real
+ones, and compares (`grpo_kernels.integrations.transformers_head`). That costs one row of the head, once, and no forward
+of its own: nothing random is drawn, no collective is added. If the config was wrong, the constants that were measured
+serve, and the model runs a second time; if no constants do, it raises.
+
+Not for: encoder-decoder models, several heads (codebooks), quantised heads, ``nn.DataParallel``, a model that two
+threads use at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from grpo_kernels.integrations.transformers_call import Batch, run_scored
+from grpo_kernels.integrations.transformers_head import HeadSpec, causal_lm, describe_head
+from grpo_kernels.logprob import linear_logprob_with
+from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
+
+__all__ = ["HeadSpec", "causal_lm_loss", "completion_logprobs", "describe_head"]
+
+
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,  # (B, L)
+    attention_mask: Tensor | None,  # (B, L)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    temperature: float = 1.0,
+    entropy: bool = True,
+    **model_inputs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each completion token under the model, and the entropy it was drawn with; differentiable.
+
+    Only what counts is projected, and the logits are never all there.
+
+    Args:
+        model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around it.
+        input_ids: (B, L) prompt and completion.
+        attention_mask: (B, L), or None.
+        completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts: with T the
+            longest completion as TRL has it, or T = L and completions wherever they are. What stands in column t is
+            predicted from column t - 1; the first column of all has nothing before it and never counts.
+        temperature: the logits are divided by it.
+        entropy: whether to compute entropies.
+        model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
+            ``use_cache`` is False unless given.
+
+    Returns:
+        logps (B, T) and entropies (B, T), fp32 (fp64 for an fp64 model), 0 where the mask is; the second None if not
+        asked for.
+
+    Raises:
+        TypeError: the model's head is not one linear layer, or an argument is of the wrong type.
+        ValueError: a wrong argument; or the model makes something else of its logits than a scale, a soft-cap, a cut.
+        RuntimeError: its forward does not call its head once.
+    """
+    batch = Batch.of(input_ids, completion_mask)
+
+    def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
+        states, ids, mask = batch.aligned(hidden)
+        found = linear_logprob_with(
+            states,
+            ids=ids,
+            mask=mask,
+            temperature=temperature,
+            outputs=("entropy",) if entropy else (),
+            **head.constant_options,
+            **head.tensors(states),
+        )
+        return tuple(found.values())
+
+    results, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs})
+    return results[0], results[1] if entropy else None
+
+
+def causal_lm_loss(
+    model: nn.Module,
+    loss_fn: GRPOLoss,
+    input_ids: Tensor,  # (B, L)
+    attention_mask: Tensor | None,  # (B, L)
+    completion_mask: Tensor,  # (B, T)
+    advantages: Tensor,  # (B,) or (B, T)
+    *,
+    router_aux_loss_coef: float | None = None,
+    **inputs: Any,
+) -> LossOutput:
+    """`loss_fn` of a model on a batch: one forward of the model, whose head computes the loss.
+
+    Args:
+        model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
+        loss_fn: the loss. Its soft-cap and logit scale are those of the model, and need not be given.
+        advantages: one a sequence or one a token.
+        router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added where the model
+            computes one (``output_router_logits=True`` in its config or here); None: that of the config.
+        inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...) and of the
+            model's forward (pixel_values, position_ids, ...); told apart by name.
+
+    Returns:
+        `LossOutput`; its `loss` has gradients for all parameters of the model that train.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
+    """
+    batch = Batch.of(input_ids, completion_mask)
+    if not isinstance(loss_fn, GRPOLoss):
+        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
+    loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
+    for name in loss_inputs.keys() - _LOSS_INPUTS:
+        raise ValueError(f"{name}: expected none here, where the model and loss_fn decide it, got one")
+    done: list[LossOutput] = []
+
+    def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
+        states, ids, mask = batch.aligned(hidden)
+        moved = {name: _to(x, states) for name, x in loss_inputs.items()}
+        done[:] = [
+            _with_head(loss_fn, head)(
+                states,
+                completion_ids=ids,
+                completion_mask=mask,
+                advantages=_to(advantages, states),
+                vocab_size=head.vocab_size,
+                **head.tensors(states),
+                **moved,
+            )
+        ]
+        return (done[0].loss,)
+
+    (loss,), aux_loss = run_scored(model, batch, score, {"attention_mask": attention_mask, **inputs})
+    if aux_loss is not None:
+        if router_aux_loss_coef is None:
+            router_aux_loss_coef = causal_lm(model).config.get_text_config(decoder=True).router_aux_loss_coef
+        loss = loss + router_aux_loss_coef * aux_loss.to(loss.device)
+    return replace(done[0], loss=loss)
+
+
+_OF_LOSS = inspect.signature(grpo_loss).parameters.keys()
+_LOSS_INPUTS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
+_LOSS_INPUTS |= {"importance_sampling_ratio", "num_items_in_batch"}
+
+
+def _with_head(loss_fn: GRPOLoss, head: HeadSpec) -> GRPOLoss:
+    """The same loss, with the soft-cap and the logit scale of `head`."""
+    config = loss_fn.config
+    for name in ("final_logit_softcapping", "logit_scale"):
+        given, found = getattr(config, name), getattr(head, name)
+        if given != getattr(type(config), name) and given != found:
+            raise ValueError(f"loss_fn: expected {name} = {found} as in the model, or the default, got {given}")
+    same = copy.copy(loss_fn)
+    same.config = replace(config, final_logit_softcapping=head.final_logit_softcapping, logit_scale=head.logit_scale)
+    return same
+
+
+def _to(x: Any, like: Tensor) -> Any:
+    return x.to(like.device) if isinstance(x, Tensor) else x

@@ -1,0 +1,195 @@
+"""The head of a transformers model: the module, and what the model's forward makes of that module's output.
+
+transformers' models differ in what they do to logits after the projection: a factor (Cohere, Falcon-H1, Granite), a
+soft-cap (the Gemma family), padding rows cut off (Inkling). Their configs name these numbers in a dozen ways, and one
+name means a factor in one model, a divisor in a second, and in a third a divisor of the hidden states. So the config
+is only a first guess, and the model's own code decides: its forward is given `ladder` in place of logits, and
+`agrees` and `measure` read off what came of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_kernels.head_parameters import gather_of, linear_of, parameters_of
+
+FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+DIVISORS = ("logits_scaling",)
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+_WRAPPED = ("_orig_mod", "module", "base_model", "model", "pretrained_model")  # a wrapper's child: compile, DDP, PEFT
+
+Constants = tuple[float, float | None, int | None]
+# head -> (what the config said at the time, what its model does, whether a row of logits has been compared too)
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[Constants, Constants, bool]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """How a model's logits come from the hidden states that its head is given.
+
+    ``softcap(logit_scale * (hidden @ weight.T + bias + lora))[:vocab_size]``, ``softcap(x) = cap * tanh(x / cap)``.
+    What is done to the hidden states before is the model's own affair: the head is given the result.
+
+    Attributes:
+        module: the head. Its parameters are read at each use; sharded ones are whole only within its forward.
+        logit_scale: factor on the logits.
+        final_logit_softcapping: the cap, or None.
+        vocab_size: how many of the head's rows are tokens, or None for all.
+    """
+
+    module: nn.Module
+    logit_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+    vocab_size: int | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, H)."""
+        return linear_of(self.module).weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(V,), or None."""
+        return linear_of(self.module).bias
+
+    @property
+    def constants(self) -> Constants:
+        """What turns the projection into logits."""
+        return self.logit_scale, self.final_logit_softcapping, self.vocab_size
+
+    @property
+    def constant_options(self) -> dict[str, Any]:
+        """The arguments of `linear_logprob` that are this head's numbers."""
+        scale, cap, vocab_size = self.constants
+        return {"logit_scale": scale, "final_logit_softcapping": cap, "vocab_size": vocab_size}
+
+    def logits(self, projected: Tensor) -> Tensor:
+        """The logits (..., vocab_size) of a projection (..., V)."""
+        scaled, cap = self.logit_scale * projected[..., : self.vocab_size], self.final_logit_softcapping
+        return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+    def tensors(self, hidden: Tensor) -> dict[str, Any]:
+        """The arguments of `linear_logprob_with` and `grpo_loss` that are this head's; to be read in its forward."""
+        weight, bias, lora = parameters_of(self.module, hidden)
+        gather = gather_of(self.module.parameters())  # for the backward
+        return {"weight": weight, "bias": bias, "lora": lora, **({} if gather is None else {"gather": gather})}
+
+
+def describe_head(model: nn.Module) -> HeadSpec:
+    """The head of a causal language model of transformers: text or vision-language, wrapped (PEFT, DDP, FSDP2) or not.
+
+    Before the model has been run by this library it is what the config says; afterwards what the model really does.
+
+    Raises:
+        TypeError: no transformers model, or a head that is not one linear layer; the message says what was found.
+    """
+    base = causal_lm(model)
+    head = base.get_output_embeddings()
+    if head is None:
+        raise TypeError(f"model: expected a causal language model, got {type(base).__name__}, which names no head")
+    head = inner_head(head)
+    linear_of(head)
+    guess = _from_config(base, head)
+    known = _known.get(head)
+    if known is None or known[0] != guess.constants:
+        return guess
+    scale, cap, vocab_size = known[1]
+    return HeadSpec(head, scale, cap, vocab_size)
+
+
+def is_checked(model: nn.Module) -> bool:
+    """Whether the head has been held against the model's own logits, with the config it has now."""
+    base = causal_lm(model)
+    head = inner_head(base.get_output_embeddings())
+    guess, _, compared = _known.get(head, (None, None, False))
+    return compared and guess == _from_config(base, head).constants
+
+
+def remember(model: nn.Module, head: HeadSpec, compared: bool) -> None:
+    """From now on, `head` is what `describe_head` finds."""
+    _known[head.module] = _from_config(causal_lm(model), head.module).constants, head.constants, compared
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The transformers model within PEFT, DDP, DeepSpeed or torch.compile.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        children = inner._modules if isinstance(inner, nn.Module) else {}
+        found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
+        if found is None:
+            raise TypeError(f"model: expected a transformers model, wrapped or not, got {type(model).__name__}")
+        inner = found
+    return inner
+
+
+def inner_head(head: nn.Module) -> nn.Module:
+    """The module that projects, where PEFT keeps a trained copy of the whole head (`modules_to_save`)."""
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return head
+    wrapper: Any = head
+    active = [] if wrapper.disable_adapters else wrapper.active_adapters
+    return copies[active[0]] if active else wrapper.original_module
+
+
+def _from_config(base: PreTrainedModel, head: nn.Module) -> HeadSpec:
+    config = base.config.get_text_config(decoder=True)
+
+    def first(names: tuple[str, ...]) -> float | None:
+        numbers = (getattr(config, name, None) for name in names)
+        return next((float(x) for x in numbers if isinstance(x, int | float) and x > 0), None)
+
+    scale, divisor = first(FACTORS), first(DIVISORS)
+    if scale is None:
+        scale = 1.0 if divisor is None else 1.0 / divisor
+    return HeadSpec(head, scale, first(CAPS))
+
+
+def ladder(vocab: int, like: Tensor) -> Tensor:
+    """(V,) numbers of both signs from 0.01 to 1e8, which show any factor and any cap, all over the vocabulary."""
+    steps = 10.0 ** torch.arange(-2, 9, dtype=like.dtype, device=like.device)
+    return torch.stack([steps, -steps], dim=1).reshape(-1).repeat(vocab // 22 + 1)[:vocab]
+
+
+def agrees(head: HeadSpec, rungs: Tensor, logits: Tensor) -> bool:
+    """Whether `head` makes of `rungs` (V,) what the model made of them, up to rounding."""
+    expected = head.logits(rungs.double())
+    if expected.shape != logits.shape:
+        return False
+    tolerance = 16 * torch.finfo(logits.dtype).eps
+    return bool(((logits.double() - expected).abs() <= tolerance * expected.abs()).all())
+
+
+def measure(head: HeadSpec, rungs: Tensor, logits: Tensor) -> HeadSpec | None:
+    """The constants that make `logits` (v,) of `rungs` (V,), or None if there are none or they cannot be read exactly.
+
+    ``logits = cap tanh(scale x / cap)``: far out it is the cap, near 0 it is ``scale x``.
+    """
+    count = logits.shape[-1]
+    if count > rungs.shape[0] or count < 22 or logits.dtype.itemsize < 4:
+        return None
+    x, y = rungs[:22:2].double(), logits[:22:2].double()
+    small, cap = y[0], y[-1]
+    linear = bool(cap > 9.0 * y[-2])
+    scale = (small / x[0] if linear else torch.atanh(small / cap) * cap / x[0]).item()
+    for known in (1.0, head.logit_scale):
+        if abs(scale / known - 1.0) < 1e-6:  # no more than rounding
+            scale = known
+    found = replace(
+        head,
+        logit_scale=scale,
+        final_logit_softcapping=None if linear else cap.item(),
+        vocab_size=None if count == rungs.shape[0] else count,
+    )
+    return found if agrees(found, rungs, logits) else None
