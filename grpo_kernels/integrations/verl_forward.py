@@ -1,0 +1,208 @@
+"""verl's FSDP engines: the forward that a model gets for `impl_backend=grpo_kernels`.
+
+verl puts a forward of its own on the model's class, which returns log-probabilities and entropies instead of logits.
+Ours runs the same body and takes the same labels, in the order `shift_labels`, rolled `labels`, rolled `input_ids`.
+The head is another: verl reads ``lm_head.weight``, which under FSDP2 is a shard where the head is a unit of its own (as
+verl wraps it), or its ``full_tensor()``, whose gradient is never summed over the ranks. We call a method of the head
+(`grpo_kernels.modules.attach`), which FSDP2 runs with the weight whole and whose gradient it reduces. It also has what
+verl's fused heads leave out of the logits: a bias, a soft-cap, a scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.integrations.transformers_head import describe_head
+from grpo_kernels.modules import attach
+
+BACKEND = "grpo_kernels"
+PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")  # of verl's patch_forward_with_backends
+NOT_THE_BODYS = ("self", "labels", "temperature", "shift_labels", "logits_to_keep")
+KEPT = ("past_key_values", "hidden_states", "attentions")  # of the body's outputs
+
+
+@dataclass(frozen=True)
+class Family:
+    """How verl runs one family of models.
+
+    Attributes:
+        module: its module below verl.models.transformers.
+        output: the class of what a forward returns.
+        forward: the parameters of verl's ``forward_with_torch_backend``, whose place ours takes.
+        body: the function that runs all but the head, and its parameters; "" where that is ``model.model`` itself.
+    """
+
+    module: str
+    output: str
+    forward: str
+    body: tuple[str, str] = ("", "")
+
+
+_FORWARD = "self input_ids labels temperature shift_labels kwargs"
+_BODY = (
+    "self input_ids attention_mask position_ids pixel_values pixel_values_videos image_grid_thw video_grid_thw kwargs"
+)
+DENSE = Family(
+    "dense_common",
+    "CausalLMOutputForPPO",
+    "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache output_attentions "
+    "output_hidden_states return_dict cache_position logits_to_keep temperature shift_labels loss_kwargs",
+    (
+        "forward_base_model",
+        "self input_ids attention_mask position_ids past_key_values inputs_embeds use_cache output_attentions "
+        "output_hidden_states return_dict cache_position",
+    ),
+)
+QWEN2_VL = Family("qwen2_vl", "Qwen2VLCausalLMOutputForPPO", _FORWARD, ("qwen2_vl_forward", _BODY))
+GLM4V = Family("glm4v", "Glm4vCausalLMOutputForPPO", _FORWARD, ("glm4v_forward", _BODY))
+QWEN3_VL = Family("qwen3_vl", "Qwen3VLCausalLMOutputForPPO", _FORWARD)
+QWEN3_5 = Family(
+    "qwen3_5",
+    "Qwen3_5CausalLMOutputForPPO",
+    "self input_ids labels temperature shift_labels cu_seqlens cu_seqlens_cpu kwargs",
+)
+# model type -> family, as in verl's patch_forward_with_backends; every other one is dense
+FAMILIES = {
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+    "glm4v": GLM4V,
+}
+
+_forwards: dict[Any, tuple[Any, Any]] = {}  # class -> (its forward before, ours)
+
+
+def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """What to replace in verl.models.transformers.monkey_patch.
+
+    Raises:
+        LookupError: its ``patch_forward_with_backends`` is not the one we know.
+    """
+    theirs = function_of(module, "patch_forward_with_backends", PARAMETERS)
+
+    @functools.wraps(theirs)
+    def patch_forward_with_backends(
+        model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
+    ) -> None:
+        if use_fused_kernels and fused_kernels_backend == BACKEND:
+            use(model)
+        else:
+            theirs(model, use_fused_kernels, fused_kernels_backend)
+
+    yield module, "patch_forward_with_backends", patch_forward_with_backends
+
+
+def use(model: Any) -> None:
+    """Give the class of `model` the forward with our head, as verl does with its own: one forward a class.
+
+    Raises:
+        LookupError: verl's forward for this family is not the one we know.
+    """
+    family = FAMILIES.get(model.config.model_type, DENSE)
+    forward = _forward(family)
+    attach(describe_head(model).module)  # an unknown kind of head is refused here, not within the first step
+    model._verl_fused_kernels_backend = BACKEND  # verl's own mark
+    _forwards.setdefault(type(model), (type(model).forward, forward))
+    type(model).forward = forward
+    print(f"Using {BACKEND} backend for fused kernels in {type(model).__name__}")  # where verl says the same
+
+
+def restore() -> None:
+    """Take our forwards out of the classes that still have them."""
+    for cls, (theirs, ours) in _forwards.items():
+        if cls.forward is ours:
+            cls.forward = theirs
+    _forwards.clear()
+
+
+@functools.cache
+def _forward(family: Family) -> Callable[..., Any]:
+    module = importlib.import_module(f"verl.models.transformers.{family.module}")
+    theirs = function_of(module, "forward_with_torch_backend", family.forward.split())
+    signature = inspect.signature(theirs)
+    open_ended = family.forward.split()[-1]  # the name of its **kwargs
+    name, parameters = family.body
+    body = function_of(module, name, parameters.split()) if name else None
+    output = getattr(module, family.output, None)
+    if output is None or not {"log_probs", "entropy", *KEPT} <= {field.name for field in fields(output)}:
+        raise LookupError(f"{family.output} has no log_probs and entropy")
+
+    @functools.wraps(theirs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        others = given.pop(open_ended, {})
+        of_body = {key: x for key, x in given.items() if key not in NOT_THE_BODYS}
+        if body is None:
+            outputs = self.model(**of_body, **others)
+        elif open_ended in parameters:
+            outputs = body(self, **of_body, **others)
+        else:  # what the dense body has no name for is dropped, as verl does
+            outputs = body(self, **of_body)
+        hidden = outputs[0]
+        ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
+        log_probs, entropy = _head(self, hidden, ids, given.get("temperature", 1.0))
+        return output(log_probs=log_probs, entropy=entropy, **{key: getattr(outputs, key, None) for key in KEPT})
+
+    return forward
+
+
+def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
+    """The id that each position predicts: `shift_labels` as they are, or the others one place to the left."""
+    if shift_labels is not None:
+        return shift_labels
+    ids = input_ids if labels is None else labels
+    if ids is None:
+        raise ValueError("shift_labels: expected them, or labels, or input_ids, got none of them")
+    ulysses = importlib.import_module("verl.utils.ulysses")
+    ranks = ulysses.get_ulysses_sequence_parallel_world_size()
+    if ranks > 1:  # the last label of a shard is the first id of the next one
+        raise ValueError(f"shift_labels: expected them, since a sequence is divided over {ranks} ranks, got None")
+    return torch.roll(ids, -1, -1)
+
+
+def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, each shaped like the ids, in fp32 (fp64 for fp64 models).
+
+    Raises:
+        ValueError: the ids are not aligned with the hidden states.
+    """
+    if ids.shape != hidden.shape[:-1]:
+        raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")
+    head = describe_head(model)
+    log_probs, entropy = attach(head.module).logprobs(
+        hidden,
+        ids,
+        temperature=temperature,
+        logit_scale=head.logit_scale,
+        final_logit_softcapping=head.final_logit_softcapping,
+        vocab_size=head.vocab_size,
+    )
+    assert entropy is not None
+    return log_probs, entropy
+
+
+def function_of(module: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """The function `name` of a module or class of verl.
+
+    Raises:
+        LookupError: there is none, or it has other parameters.
+    """
+    found = getattr(module, name, None)
+    if found is None:
+        raise LookupError(f"{module.__name__} has no {name}")
+    names = tuple(inspect.signature(found).parameters)
+    if names != tuple(parameters):
+        raise LookupError(f"{module.__name__}.{name}: expected the parameters {tuple(parameters)}, got {names}")
+    return found

@@ -1,0 +1,155 @@
+"""verl's Megatron engine: our function in place of its fused ``linear_cross_entropy``.
+
+verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look the function up in
+their module, and call it with what the tensor parallel ranks have: hidden states that are the same on each, and each
+rank's rows of the head. None of them says which `impl_backend` was asked for; the engine knows. So the engine marks the
+head's weight, and the function is ours for weights with the mark.
+
+What comes back to the hidden states: verl's kernel leaves d hidden a partial sum, of each rank's own rows. Where the
+sequence is divided as well, as it is by default, that is what Megatron wants: the gather in front of the head adds up
+over the ranks on its way back. Where it is not, nobody adds up, and verl's gradient of all that is below the head is
+wrong. Ours is the whole sum; for the gather that will add up, each rank gives an equal part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels.integrations.verl_forward import BACKEND, function_of
+from grpo_kernels.logprob import linear_logprob
+
+PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
+MARK = "_grpo_kernels_head"
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a marked weight's model is.
+
+    Attributes:
+        sequence_parallel: whether a gather over the tensor parallel ranks stands before the head.
+        vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
+    """
+
+    sequence_parallel: bool
+    vocab_size: int | None
+
+
+def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """What to replace in the modules of verl.models.mcore that have a fused forward.
+
+    Raises:
+        LookupError: their function is not the one we know.
+    """
+    theirs = getattr(module, "linear_cross_entropy", None)
+    # The `apply` of an autograd function, whose parameters are those of its forward
+    forward = getattr(getattr(theirs, "__self__", None), "forward", None)
+    names = None if forward is None else tuple(inspect.signature(forward).parameters)
+    if names != PARAMETERS:
+        raise LookupError(f"linear_cross_entropy: expected the parameters {PARAMETERS}, got {names}")
+    assert theirs is not None
+    yield module, "linear_cross_entropy", _dispatching(theirs)
+
+
+def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """What to replace in verl.workers.engine.megatron.transformer_impl.
+
+    Raises:
+        LookupError: the engine has no ``_maybe_enable_fused_kernels`` as we know it.
+    """
+    engine = getattr(module, "MegatronEngine", None)
+    if engine is None:
+        raise LookupError(f"{module.__name__} has no MegatronEngine")
+    theirs = function_of(engine, "_maybe_enable_fused_kernels", ("self",))
+
+    @functools.wraps(theirs)
+    def _maybe_enable_fused_kernels(self: Any) -> None:
+        theirs(self)
+        options = self.model_config.fused_kernel_options or {}
+        if self.engine_config.use_fused_kernels and options.get("impl_backend") == BACKEND:
+            from verl.models.mcore import model_forward_fused  # its function is replaced as it is imported
+
+            vocab_size = self.model_config.hf_config.get_text_config().vocab_size
+            for model in self.module:
+                model = model_forward_fused._get_patching_model(model)
+                if model is not None:
+                    mark(model, vocab_size)
+
+    yield engine, "_maybe_enable_fused_kernels", _maybe_enable_fused_kernels
+
+
+def mark(model: Any, vocab_size: int | None = None) -> None:
+    """Let fused calls with the head of `model`, Megatron's GPTModel, be ours; `vocab_size` as in `Head`."""
+    head = Head(bool(model.config.sequence_parallel), vocab_size)
+    layers = (getattr(model, "output_layer", None), getattr(getattr(model, "embedding", None), "word_embeddings", None))
+    tied = model.share_embeddings_and_output_weights
+    for layer in layers if tied else layers[:1]:
+        weight = getattr(layer, "weight", None)
+        if weight is not None:  # other pipeline stages have none
+            setattr(weight, MARK, head)
+
+
+def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def linear_cross_entropy(
+        hidden: Tensor,  # (N, H) or (S, B, H)
+        weight: Tensor,  # (V / ranks, H)
+        labels: Tensor,  # (N,) or (B, S)
+        temperature: float = 1.0,
+        reduction: str = "none",
+        dist_process_group: dist.ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies), (N,) each."""
+        head = getattr(weight, MARK, None)
+        if head is None:
+            return theirs(hidden, weight, labels, temperature, reduction, dist_process_group)
+        return score(hidden, weight, labels, temperature, reduction, dist_process_group, head)
+
+    return linear_cross_entropy
+
+
+def score(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    reduction: str,
+    process_group: dist.ProcessGroup | None,
+    head: Head,
+) -> tuple[Tensor, Tensor]:
+    """verl's ``linear_cross_entropy`` with our engines.
+
+    Raises:
+        ValueError: a reduction, which verl does not ask for, or labels that are not in the order of the hidden states.
+    """
+    if reduction != "none":
+        raise ValueError(f"reduction: expected 'none', got {reduction!r}")
+    if hidden.dim() == 3 and hidden.size(1) != 1 and hidden.shape[:2] != labels.shape:
+        # (S, B, H) flattens to another order than (B, S)
+        raise ValueError(f"hidden: expected (S, 1, H), one packed sequence, got {tuple(hidden.shape)}")
+    ranks = 1 if process_group is None else dist.get_world_size(process_group)
+    if ranks == 1:
+        process_group = None
+    elif head.sequence_parallel and hidden.requires_grad:
+        hidden = hidden.view_as(hidden)  # the hook is this call's, not the caller's
+        hidden.register_hook(lambda d_hidden: d_hidden / ranks)
+    vocab_size = head.vocab_size
+    if vocab_size is not None and vocab_size >= ranks * weight.size(0):
+        vocab_size = None
+    log_probs, entropy = linear_logprob(
+        hidden.reshape(-1, hidden.size(-1)),
+        weight,
+        labels.reshape(-1),
+        temperature=temperature,
+        process_group=process_group,
+        vocab_size=vocab_size,
+    )
+    assert entropy is not None
+    return log_probs, entropy
