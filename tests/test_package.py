@@ -42,14 +42,18 @@ HEAVY = (
 
 # layer -> the layers it must not import; a layer is the first name below grpo_kernels
 CALLS = {"head", "call", "ops", "compiled", "logprob", "loss"}  # one call, each on those before it
-ENTRIES = CALLS | {"integrations", "advantages", "rewards", "report", "selfcheck", "__main__"}
+ENTRIES = CALLS | {"kept_set", "from_logps", "head_parameters", "modules", "integrations", "advantages", "rewards"}
+ENTRIES |= {"report", "selfcheck", "__main__"}
 # per-token numbers, no vocabulary
-POLICY = {"objective", "evaluation", "surrogates", "custom", "aggregate", "metrics", "batch"}
+POLICY = {"objective", "evaluation", "surrogates", "custom", "objectives", "aggregate", "metrics", "batch"}
+POLICY |= {"log_ratio", "masks", "sampling", "span"}
 HEAD = {"engine", "backends"}  # the vocabulary, no policy
 NEVER = {
     **dict.fromkeys(POLICY, HEAD | ENTRIES),
     **dict.fromkeys(("config", "presets", "checks", "distributed", "token_loss"), HEAD | ENTRIES | POLICY),
     **dict.fromkeys(("advantages", "rewards", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}),
+    "lora": HEAD | ENTRIES | POLICY,
+    "sharding": ENTRIES | POLICY | {"backends"},
     "engine": POLICY | ENTRIES | {"config", "presets"},
     "backends": POLICY | ENTRIES | {"config", "presets", "engine"},
     "head": POLICY - {"batch"} | ENTRIES,
@@ -57,8 +61,12 @@ NEVER = {
     "ops": ENTRIES - {"head", "call"},
     "compiled": ENTRIES - {"head", "call", "ops"},
     "logprob": POLICY | ENTRIES - {"head", "compiled"},
-    "loss": ENTRIES - {"call", "compiled"},
+    "loss": ENTRIES - {"head", "call", "compiled"},
     "expectation": ENTRIES - {"logprob"},
+    "head_parameters": POLICY | ENTRIES,
+    "modules": POLICY | ENTRIES - {"head_parameters", "logprob", "loss"},
+    "kept_set": POLICY - {"batch"} | ENTRIES - {"head", "compiled"},
+    "from_logps": ENTRIES - {"loss", "compiled"},
     "integrations": {"report", "selfcheck", "__main__"},
 }
 FREE = {"__init__", "__main__", "report", "selfcheck"}
@@ -204,6 +212,9 @@ def differentiate_everything() -> None:
                 )
                 out.loss.backward()
         differentiate_compiled(h, w, b, (ids, mask, advantages, old))
+    kept = torch.arange(7).expand(2, 3, 7)
+    logps, entropies = grpo_kernels.kept_set_logprob(hidden.clone().requires_grad_(), weight, ids, kept, mask=mask)
+    grpo_kernels.policy_loss_from_logps(logps, entropies, mask, advantages).loss.backward()
 
 
 def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any, ...]) -> None:
