@@ -3,7 +3,7 @@
 `LigerFusedLinearGRPOLoss` has Liger's constructor, call and metrics. Here it is held against Liger's own class (and
 skipped there if liger-kernel is not installed) on a dapo loss with a KL term and on GSPO, and the products of both are
 counted. Trainers that construct Liger's class themselves (TRL up to 1.12, ms-swift, Axolotl) need one call of
-`patch_liger()` before. The claims at the end: the same loss and gradients, at half of the products or less.
+`patch_liger()` before. The claims at the end: the same loss and gradients, with less than three products for its four.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def main() -> None:
 
         print(f"after patch_liger(), a trainer constructs {Patched.__module__}.{Patched.__name__}")
         unpatch_liger()
-    print(
-        f"largest difference from Liger: {worst:.1e} of the largest entry, with {max(products):.1f} of its 4 products"
-    )
+        print(
+            f"largest difference from Liger: {worst:.1e} of the largest entry, "
+            f"with {max(products):.1f} of its 4 products"
+        )
     assert worst < 1e-4, "the results are not Liger's"
     assert max(products) < 3, "more products than three of the counted tokens"
 

@@ -134,6 +134,12 @@ def check_budget(workspace_bytes: Any) -> None:
         raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")
 
 
+def check_gather(gather: Any) -> None:
+    """Raise TypeError unless `gather` is a function or None: it is called in the backward only."""
+    if gather is not None and not callable(gather):
+        raise TypeError(f"gather: expected a function that makes a context, got {type(gather).__name__}")
+
+
 def is_one(x: Tensor) -> bool:
     """Whether x () is known to be 1: on a CPU. On a GPU the question would wait for the device; the answer is no."""
     return x.device.type == "cpu" and x.item() == 1.0

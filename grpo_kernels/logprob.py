@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
-from grpo_kernels.checks import check_shape, check_tensor
+from grpo_kernels.checks import check_gather, check_shape, check_tensor
 from grpo_kernels.engine.functions import LinearLogprob
 from grpo_kernels.engine.operands import Coefficients
 from grpo_kernels.engine.passes import Gather, Request
 from grpo_kernels.engine.plan import Coupling
 from grpo_kernels.head import head_of, pick_engine, plan_rows
 from grpo_kernels.lora import LoRA
-from grpo_kernels.sharding import localise
+from grpo_kernels.sharding import is_dtensor, localise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,7 +141,7 @@ def linear_logprob_with(
     engine: str = "auto",
     backend: str = "auto",
     workspace_bytes: int | None = None,
-    gather: Gather = nullcontext,
+    gather: Gather | None = None,
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
@@ -172,12 +172,13 @@ def linear_logprob_with(
         if expected is not None and engine == "one_pass":  # an expectation only buys speed
             engine = "auto"
         apart = {"lora": lora, "process_group": process_group, "vocab_size": vocab_size}
-        if gather is nullcontext and all(x is None for x in apart.values()):
+        if gather is None and all(x is None for x in apart.values()) and not is_dtensor(weight):
             return compiled.linear_logprob(hidden, weight, ids, **options, engine=engine)
         options |= {"expected": expected, "engine": engine, "gather": gather, **apart}
         return compiled.eagerly(linear_logprob_with, hidden, weight, ids, **options)
+    check_gather(gather)
     head = (hidden, weight, bias, lora)
-    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, workspace_bytes)
+    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, engine, backend, workspace_bytes)
     options["bias"] = bias
     config, rows, wants = plan_rows(hidden, weight, ids, **options, lora=lora, shard=shard)
     if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and "entropy" not in outputs)):
@@ -198,7 +199,7 @@ def linear_logprob_with(
         extras=tuple(name for name in outputs if name != "entropy"),
         coefficients=coefficients,
         graded=graded,
-        gather=gather,
+        gather=nullcontext if gather is None else gather,
     )
     logps, entropies, *extras = LinearLogprob.apply(*head_of(hidden, weight, bias, lora), request)
     results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}

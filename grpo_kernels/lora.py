@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_kernels.checks import check_shape, check_tensor
@@ -30,10 +32,16 @@ class LoRA:
     input: Tensor | None = None
 
     def project(self, hidden: Tensor) -> Tensor:
-        """u = scaling * x @ a.T, (..., r), in the more precise dtype of the two."""
+        """u = scaling * x @ a.T, (..., r), in a dtype that holds both; within autocast in its dtype, as in PEFT."""
         x = hidden if self.input is None else self.input
-        dtype = x.dtype if x.dtype.itemsize > self.a.dtype.itemsize else self.a.dtype
+        dtype = torch.promote_types(x.dtype, self.a.dtype)
         return self.scaling * (x.to(dtype) @ self.a.to(dtype).t())
+
+
+def check_kind(lora: Any) -> None:
+    """Raise TypeError unless `lora` is a `LoRA` or None."""
+    if lora is not None and not isinstance(lora, LoRA):
+        raise TypeError(f"lora: expected a LoRA, got {type(lora).__name__}")
 
 
 def check_lora(lora: LoRA | None, hidden: Tensor, weight: Tensor) -> None:
@@ -42,10 +50,9 @@ def check_lora(lora: LoRA | None, hidden: Tensor, weight: Tensor) -> None:
     Raises:
         TypeError, ValueError: the message names the argument.
     """
+    check_kind(lora)
     if lora is None:
         return
-    if not isinstance(lora, LoRA):
-        raise TypeError(f"lora: expected a LoRA, got {type(lora).__name__}")
     check_tensor("lora.a", lora.a, like=hidden, floating=True)
     check_tensor("lora.b", lora.b, like=hidden, floating=True)
     check_number("lora.scaling", lora.scaling)

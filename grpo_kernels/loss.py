@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call import plan_loss
-from grpo_kernels.checks import check_config
+from grpo_kernels.checks import check_config, check_gather
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
@@ -35,7 +35,7 @@ from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head import head_of
 from grpo_kernels.lora import LoRA
 from grpo_kernels.metrics import Metrics
-from grpo_kernels.sharding import localise
+from grpo_kernels.sharding import is_dtensor, localise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -151,8 +151,9 @@ def grpo_loss(
         apart: dict[str, Any] = {"lora": lora, "process_group": process_group, "vocab_size": vocab_size}
         apart |= {"sequence_group": sequence_group, "objective": objective, "gather": gather}
         return _compiled_loss(tensors, options, apart)
+    check_gather(gather)
     head = (hidden, weight, bias, lora)
-    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, workspace_bytes)
+    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, engine, backend, workspace_bytes)
     options |= {"bias": bias, "objective": objective, "lora": lora, "shard": shard, "gather": gather or nullcontext}
     call = plan_loss(hidden, weight, *tensors[2:], **options, sequence_group=sequence_group)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
@@ -167,11 +168,11 @@ def grpo_loss(
 
 
 def _compiled_loss(tensors: tuple[Any, ...], options: dict[str, Any], apart: dict[str, Any]) -> LossOutput:
-    """`apart`: what a graph does not hold."""
+    """`apart`: what a graph does not hold; nor does it a DTensor."""
     from grpo_kernels import compiled  # not at import: it loads the compiler
 
     check_config(options["config"])
-    if any(x is not None for x in apart.values()):
+    if any(x is not None for x in apart.values()) or is_dtensor(tensors[1]):
         return compiled.eagerly(grpo_loss, *tensors, **options, **apart)
     return LossOutput(*compiled.policy_loss(*tensors, **options))
 

@@ -49,11 +49,13 @@ class LMHeadLogProb(nn.Linear):
             hidden: hidden states that predict `ids` (aligned: nothing is shifted here).
             ids: integers in [0, V) where the mask counts.
             entropy: whether to compute the entropy; the second result is None if not.
-            options: the other arguments of `linear_logprob`: mask, temperature, engine, process_group, ...
+            options: the other arguments of `linear_logprob` but bias: mask, temperature, engine, process_group, ...
 
         Raises:
             TypeError, ValueError: a wrong argument; the message names it.
         """
+        if "outputs" in options:
+            raise TypeError("logprobs() got an unexpected keyword argument 'outputs'; linear_logprob_with has it")
         options["outputs"] = ("entropy",) if entropy else ()
         found = _score(self, hidden, linear_logprob_with, (ids,), options)
         return found["logps"], found.get("entropy")
@@ -75,7 +77,7 @@ class LMHeadLogProb(nn.Linear):
 
         Args:
             hidden, completion_ids, completion_mask, advantages, config: as in `grpo_loss`.
-            options: its other arguments: old_per_token_logps, num_items_in_batch, engine, process_group, ...
+            options: its other arguments but bias: old_per_token_logps, num_items_in_batch, engine, process_group, ...
         """
         options["config"] = config
         return _score(self, hidden, grpo_loss, (completion_ids, completion_mask, advantages), options)
@@ -98,7 +100,11 @@ def attach(lm_head: nn.Module) -> LMHeadLogProb:
         TypeError: another kind of module, or a linear layer with a forward of its own.
     """
     if not isinstance(lm_head, LMHeadLogProb):
-        linear_of(lm_head)
+        for module in (lm_head, linear_of(lm_head)):
+            if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's changes no number
+                raise TypeError(
+                    "lm_head: expected an nn.Linear with its own forward, got one whose forward was replaced"
+                )
         for name in _METHODS:
             setattr(lm_head, name, partial(getattr(LMHeadLogProb, name), lm_head))
     return cast(LMHeadLogProb, lm_head)
@@ -106,6 +112,8 @@ def attach(lm_head: nn.Module) -> LMHeadLogProb:
 
 def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: tuple[Any, ...], options: Any) -> Any:
     """``function(hidden, weight, *args, **options)`` with the head's parameters, which are whole meanwhile."""
+    if options.get("bias") is not None:
+        raise ValueError("bias: expected None, since it is lm_head's own, got another")
     done: list[Any] = []
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:

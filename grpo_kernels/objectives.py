@@ -171,7 +171,8 @@ class clip_cov(_Objective):
     Args:
         clip_ratio_low, clip_ratio_high: PPO's range, [1 - clip_ratio_low, 1 + clip_ratio_high].
         clip_cov_ratio: above 0.
-        generator: for the draw, a ``torch.randperm`` on the CPU as in verl; None: torch's default one.
+        generator: for the draw, a ``torch.randperm`` on the CPU as in verl; None: torch's default one. With a
+            `process_group` it has to be in the same state on all ranks, which would draw different tokens else.
     """
 
     clip_ratio_low: float = 0.2

@@ -6,6 +6,7 @@ the same on every rank, and get their whole gradient there. Padding rows at the 
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from grpo_kernels.distributed import agree
 from grpo_kernels.engine.memory import WORKSPACE_BYTES, is_tight
 from grpo_kernels.engine.operands import Wants
 from grpo_kernels.engine.shard import Shard
-from grpo_kernels.lora import LoRA
+from grpo_kernels.lora import LoRA, check_kind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,6 +30,8 @@ def localise(
     lora: LoRA | None,
     process_group: ProcessGroup | None,
     vocab_size: int | None,
+    engine: str,
+    backend: str,
     workspace_bytes: int | None,
 ) -> tuple[Any, Any, Any, LoRA | None, Shard | None]:
     """hidden, weight, bias and adapter as plain tensors of this rank's rows; and the shard, None for a whole head.
@@ -40,14 +43,16 @@ def localise(
         process_group: over which the head is divided. None: it is whole; or weight and hidden are DTensors, sharded by
             rows and replicated, and say it themselves.
         vocab_size: ids of the head; its rows from there on are padding and do not exist. None: all do.
+        engine, backend, workspace_bytes: those asked for, by which rows are divided into chunks: alike on all ranks.
 
     Raises:
         TypeError, ValueError: a wrong argument; what the ranks do not agree on; raised on all of them.
     """
-    if process_group is None and _is_dtensor(hidden) and _is_dtensor(weight):
+    if process_group is None and is_dtensor(hidden) and is_dtensor(weight):
         process_group = _sharding_group(weight)
     if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1):
         raise ValueError(f"vocab_size: expected an int > 0, got {vocab_size!r}")
+    check_kind(lora)
     if process_group is None:
         if vocab_size is None or not isinstance(weight, Tensor) or weight.dim() == 0:
             return hidden, weight, bias, lora, None
@@ -64,9 +69,10 @@ def localise(
     if lora is not None:
         a, b = (_local(f"lora.{x}", getattr(lora, x), process_group, sharded=x == "b") for x in "ab")
         lora = replace(lora, a=a, b=b, input=_local("lora.input", lora.input, process_group, sharded=False))
-    if not all(isinstance(x, Tensor) and x.dim() >= 2 for x in (hidden, weight)):
+    matrices = (hidden, weight, *(() if lora is None else (lora.a, lora.b)))
+    if not all(isinstance(x, Tensor) and x.dim() >= 2 for x in matrices):
         return hidden, weight, bias, lora, None  # the checks to come say what is wrong
-    shard = _agreed(hidden, weight, bias, lora, process_group, vocab_size, workspace_bytes)
+    shard = _agreed(hidden, weight, bias, lora, process_group, vocab_size, engine, backend, workspace_bytes)
     return hidden, *_first_rows(shard.sizes[shard.rank], weight, bias, lora), shard if len(shard.sizes) > 1 else None
 
 
@@ -77,25 +83,19 @@ def _agreed(
     lora: LoRA | None,
     process_group: ProcessGroup,
     vocab_size: int | None,
+    engine: str,
+    backend: str,
     workspace_bytes: int | None,
 ) -> Shard:
     """The shard, once all ranks have told each other what they were called with."""
     import torch.distributed as dist
 
-    trains = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
-    own = {
-        "rows of weight": weight.shape[0],
-        "positions of hidden": hidden.shape[:-1].numel(),
-        "H of hidden": hidden.shape[-1],
-        "bytes of an element of hidden": hidden.element_size(),
-        "bytes of an element of weight": weight.element_size(),
-        "gradients wanted of hidden": int(trains[0]),
-        "gradients wanted of weight": int(trains[1]),
-        "gradients wanted of bias": int(trains[2]),
-        "whether there is a lora": int(lora is not None),
+    own = _as_numbers(hidden, weight, bias, lora)
+    own |= {
         "vocab_size": vocab_size or 0,
+        "engine (its checksum)": zlib.crc32(str(engine).encode()),
+        "backend (its checksum)": zlib.crc32(str(backend).encode()),
         "workspace_bytes": workspace_bytes if isinstance(workspace_bytes, int) else 0,
-        "tight": int(is_tight(weight, Wants(weight=trains[1]), WORKSPACE_BYTES)),
     }
     every = agree(own, process_group, hidden.device)
     for name, values in every.items():
@@ -112,14 +112,39 @@ def _agreed(
     return Shard(process_group, dist.get_rank(process_group), tuple(sizes), tight=any(every["tight"]))
 
 
+def _as_numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> dict[str, int]:
+    """What of the tensors decides how rows are divided, and which collectives there are."""
+    device = hidden.device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    tensors = {"hidden": hidden, "weight": weight, "bias": bias}
+    tensors |= {f"lora.{name}": getattr(lora, name, None) for name in ("a", "b", "input")}
+    grad = torch.is_grad_enabled()
+    trains = {name: isinstance(x, Tensor) and x.requires_grad and grad for name, x in tensors.items()}
+    return {
+        "rows of weight": weight.shape[0],
+        "positions of hidden": hidden.shape[:-1].numel(),
+        "H of hidden": hidden.shape[-1],
+        "bytes of an element of hidden": hidden.element_size(),
+        "bytes of an element of weight": weight.element_size(),
+        "r of lora (0: none)": 0 if lora is None else lora.a.shape[0],
+        **{f"gradients wanted of {name}": int(wanted) for name, wanted in trains.items()},
+        "autocast's dtype (its checksum)": zlib.crc32(str(cast).encode()),
+        "tight": int(is_tight(weight, Wants(weight=trains["weight"]), WORKSPACE_BYTES)),
+    }
+
+
 def _first_rows(count: int, weight: Tensor, bias: Any, lora: LoRA | None) -> tuple[Tensor, Any, LoRA | None]:
     if weight.shape[0] == count:
         return weight, bias, lora
-    bias = bias[:count] if isinstance(bias, Tensor) and bias.dim() else bias
-    return weight[:count], bias, None if lora is None else replace(lora, b=lora.b[:count])
+
+    def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
+        return x[:count] if isinstance(x, Tensor) and x.shape[:1] == weight.shape[:1] else x
+
+    return weight[:count], first(bias), None if lora is None else replace(lora, b=first(lora.b))
 
 
-def _is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> bool:
+    """Whether it is a DTensor, whose module is not imported for the answer."""
     return type(x).__name__ == "DTensor"
 
 
@@ -133,7 +158,7 @@ def _sharding_group(weight: Any) -> ProcessGroup:
 
 def _local(name: str, x: Any, process_group: ProcessGroup, *, sharded: bool) -> Any:
     """This rank's part of a DTensor, sharded by rows over the group or replicated; anything else as it is."""
-    if not _is_dtensor(x):
+    if not is_dtensor(x):
         return x
     if sharded:
         if _sharding_group(x) is not process_group and _ranks(_sharding_group(x)) != _ranks(process_group):

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cases import BenchCase, Inputs, make_inputs
 from benchmarks.events import Absence
-from benchmarks.providers import Forward, Outcome, build, linear_ce
+from benchmarks.providers import Forward, Outcome, build, linear_ce, verl
 from benchmarks.reference import errors, is_right, reference
 
 CPU = torch.device("cpu")
@@ -143,6 +143,7 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
 
     for module in [x for x in sys.modules if x.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
+    verl.module.cache_clear()  # verl's adapter keeps what it imported
     monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
     with pytest.raises(Absence, match=package):
         build(name, make_inputs(TOY, CPU))

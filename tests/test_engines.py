@@ -188,3 +188,19 @@ def test_choose_engine_refuses_what_would_be_wrong() -> None:
         assert choose_engine(Coupling.KNOWN, **none, scores_without_logits=True, engine=engine) == wanted
     with pytest.raises(ValueError, match="triton backend"):
         choose_engine(Coupling.KNOWN, **none, engine="score_dot")
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_gather_is_asked_for_before_any_work(engine: str) -> None:
+    """The backward alone calls it, too late for an error."""
+    hidden, weight = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True)
+    ids, options = torch.zeros(1, 3, dtype=torch.long), {"engine": engine}
+    calls = {
+        grpo_kernels.linear_logprob_with: ((hidden, weight, ids), {"expected": torch.ones(1, 3)}),
+        grpo_kernels.grpo_loss: ((hidden, weight, ids, None, torch.ones(1)), {}),
+    }
+    for call, (inputs, more) in calls.items():
+        with pytest.raises(TypeError, match=r"^gather: expected a function .*, got int"):
+            call(*inputs, **options, **more, gather=5)
+        out = call(*inputs, **options, **more, gather=None)
+        (out["logps"].sum() if isinstance(out, dict) else out.loss).backward()

@@ -23,6 +23,7 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "sampling_correction": (8, "FLOPs of a step saved:"),
     "fsdp2": (None, "largest difference from one process"),
     "tensor_parallel": (None, "largest difference of a gradient"),
+    "context_parallel": (None, "of the largest entry"),
     "lora_head": (60, "of the largest entry"),
     "verl_plugin": (None, "of a loss"),
     "verl_losses": (16, "of the largest entry"),

@@ -16,7 +16,7 @@ from benchmarks import machine
 from benchmarks.child import Ran
 from benchmarks.events import finite
 from benchmarks.gpu import peers, run_sanitizer, run_tests, summary, verdict
-from benchmarks.providers import without_init
+from benchmarks.providers import forgotten, without_init
 from benchmarks.timing import Clock, interleaved, quantiles
 
 CPU = torch.device("cpu")
@@ -157,6 +157,12 @@ def test_peers_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert code.value == 7
     for name in [name for name in sys.modules if name.startswith("goodpeer")]:
         del sys.modules[name]
+    with forgotten("goodpeer"):
+        without_init("goodpeer", "goodpeer.part")
+        import goodpeer.part.code as again
+
+        assert again.value == 7
+    assert not [name for name in sys.modules if name.startswith("goodpeer")]
 
 
 def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_logprob
 from tests.adapter_case import RANK, SCALING, check_adapter, factors
 from tests.cases import LOSSES, fixed_cases
+from tests.ranks import run_ranks
 from tests.reference import ReferenceResult, reference_loss
 from tests.run_case import allowed_engines, arguments
 
@@ -140,5 +142,53 @@ def test_an_adapter_that_does_not_fit_is_refused() -> None:
         with pytest.raises((TypeError, ValueError), match=says):
             linear_logprob(hidden, weight, ids, lora=lora)  # type: ignore[arg-type]
     leaf, lora = hidden.view(1, 3, 8).requires_grad_(), LoRA(a.requires_grad_(), b)
-    with pytest.raises(ValueError, match="engine: expected one that gives this gradient, got 'frozen'"):
+    with pytest.raises(ValueError, match=r"engine: expected one that gives this gradient, got 'frozen', .* lora"):
         grpo_loss(leaf, weight, ids[None], None, torch.ones(1), engine="frozen", lora=lora)
+
+
+def test_what_does_not_fit_a_head_with_padding_is_refused() -> None:
+    """`vocab_size` cuts bias and adapter as it does the weight: not to a size that they did not have."""
+    hidden, weight, ids = torch.randn(3, 8), torch.randn(10, 8), torch.zeros(3, dtype=torch.long)
+    a, b = torch.randn(2, 8), torch.randn(10, 2)
+    wrong = {
+        r"^lora: expected a LoRA, got tuple": {"lora": (a, b)},
+        r"^lora\.b: expected a tensor, got NoneType": {"lora": LoRA(a, None)},  # type: ignore[arg-type]
+        r"^lora\.b: expected shape \(V, r\) = \(7, 2\), got \(9, 2\)": {"lora": LoRA(a, b[:9])},
+        r"^bias: expected shape \(V,\) = \(7,\), got \(12,\)": {"bias": torch.randn(12)},
+    }
+    for says, options in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=says):
+            linear_logprob(hidden, weight, ids, vocab_size=7, **options)
+
+
+def test_two_kinds_of_16_bits() -> None:
+    """Hidden states in bf16 may be larger than any number of an adapter in fp16."""
+    hidden, weight = torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.bfloat16)
+    a, b = (x.to(torch.float16) for x in (torch.tensor([[1e-4, 0.5]]), torch.tensor([[0.25], [0.5], [-1.0]])))
+    logps, _ = linear_logprob(hidden, weight, torch.tensor([1]), lora=LoRA(a, b))
+    want = torch.log_softmax(hidden.double() @ a.double().T @ b.double().T, -1)[:, 1]
+    torch.testing.assert_close(logps.double(), want, rtol=1e-5, atol=0)
+
+
+def refused_on_all_ranks(rank: int, world_size: int) -> None:
+    hidden, weight, ids = torch.ones(3, 8), torch.ones(5, 8), torch.zeros(3, dtype=torch.long)
+    a, b = torch.ones(2, 8), torch.ones(5, 2)
+    differs = "^process_group: expected the same call on every rank, got as "
+    wrong = {
+        differs + r"gradients wanted of lora\.a \[0, 1\]": LoRA(a.clone().requires_grad_(rank == 1), b),
+        differs + r"gradients wanted of lora\.b \[0, 1\]": LoRA(a, b.clone().requires_grad_(rank == 1)),
+        differs + r"gradients wanted of lora\.input \[0, 1\]": LoRA(
+            a, b, 1.0, hidden.clone().requires_grad_(rank == 1)
+        ),
+        differs + r"r of lora \(0: none\) \[2, 1\]": LoRA(a[rank:], b[:, rank:]),
+        differs + r"r of lora \(0: none\) \[2, 0\]": None if rank else LoRA(a, b),
+        r"^lora: expected a LoRA, got tuple": (a, b),
+        r"^lora\.a: expected a tensor, got NoneType": LoRA(None, b),  # type: ignore[arg-type]
+    }
+    for says, lora in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=says):
+            linear_logprob(hidden, weight, ids, lora=lora, process_group=dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def test_ranks_that_disagree_on_the_adapter_do_not_wait_for_each_other() -> None:
+    run_ranks(refused_on_all_ranks, 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels import LoRA, linear_logprob
 from grpo_kernels.engine import plan, products, slices, sweep
 from tests.adapter_case import check_adapter
 from tests.case_builder import make_case
@@ -29,6 +30,8 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
 
     def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
         assert left.dtype == right.dtype, "operands of one product have one dtype"
+        sizes = (left.itemsize, out.itemsize)
+        assert sizes[0] == sizes[1] or sizes == (2, 4), "a result is as precise as its operands, or fp32 of 16 bits"
         found = left.to(out.dtype) @ right.to(out.dtype)
         out.copy_(out + found if add else found)
 
@@ -92,6 +95,22 @@ def test_an_adapter_of_its_own_precision(
 ) -> None:
     """Operands of a product have one dtype, which `like_cuda` asserts; only d logits and what meets them is rounded."""
     check_adapter(base, dtype, engine=engine, gradient=2.0**-6)
+
+
+def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:
+    """fp32 does not go into fp64 results, nor do 16 bits."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight, a, b = (torch.randn(shape, generator=g) for shape in ((5, 8), (30, 8), (2, 8), (30, 2)))
+    weight, ids = weight.double(), torch.arange(5)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, *pair = (t.to(dtype) for t in (hidden, a, b))
+        leaves = [t.requires_grad_() for t in pair]
+        logps, _ = linear_logprob(hidden, weight, ids, lora=LoRA(*leaves, input=x))
+        logits = hidden.double() @ weight.T + (x @ leaves[0].T).double() @ leaves[1].double().T
+        want = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(logps, want)
+        for found, exact in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (logps, want)), strict=True):
+            torch.testing.assert_close(found, exact)
 
 
 def test_groups_cover_the_rows_once_and_start_at_tiles() -> None:

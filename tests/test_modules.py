@@ -119,12 +119,27 @@ def test_what_is_not_a_linear_head_is_refused_by_name(head: nn.Module, named: st
         attach(head)
 
 
+def test_a_forward_that_was_put_on_the_head_itself_is_not_left_out_in_silence() -> None:
+    head = nn.Linear(H, V)
+    plain = head.forward
+    head.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match=r"lm_head: expected .*got one whose forward was replaced"):
+        attach(head)
+    head = nn.Linear(H, V)
+    hooks = pytest.importorskip("accelerate.hooks")
+    assert attach(hooks.add_hook_to_module(head, hooks.ModelHook())) is head
+
+
 def test_wrong_arguments_are_named_as_by_the_functions() -> None:
     head = attached()
     with pytest.raises(ValueError, match=r"completion_ids: expected shape"):
         head.loss(states(), IDS[:, 1:], MASK, ADVANTAGES)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'epsilon'"):
         head.loss(states(), IDS, MASK, ADVANTAGES, epsilon=0.1)
+    with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
+        head.loss(states(), IDS, MASK, ADVANTAGES, bias=torch.zeros(V, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'outputs'"):
+        head.logprobs(states(), IDS, outputs=("log_sum_sq_probs",))
 
 
 def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -171,6 +172,18 @@ def masking(forward: Any) -> Any:
     return masked
 
 
+def growing(forward: Any) -> Any:
+    """A forward that scales the logits, and differently every time."""
+    scale = itertools.count(2)
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * next(scale)
+        return output
+
+    return scaled
+
+
 def test_heads_that_cannot_be_expressed_are_refused() -> None:
     ids, attention_mask = text_batch()
     args = (ids, attention_mask, last_columns(attention_mask))
@@ -179,6 +192,10 @@ def test_heads_that_cannot_be_expressed_are_refused() -> None:
     with pytest.raises(
         ValueError, match="model: expected a scale, a soft-cap or a cut of the logits, LlamaForCausalLM"
     ):
+        completion_logprobs(model, *args)
+    model = tiny.text_model("llama")
+    model.forward = growing(model.forward)
+    with pytest.raises(ValueError, match=r"model: expected one scale, .* got another in each run"):
         completion_logprobs(model, *args)
     model = tiny.text_model("llama")
     plain = model.lm_head.forward

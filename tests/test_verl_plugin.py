@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -26,6 +27,7 @@ pytestmark = verl_peer.needs_verl
 FRESH = """
 import sys, verl
 assert "grpo_kernels.integrations.verl_plugin" in sys.modules, "not loaded: install the package again, for its metadata"
+assert "transformers.modeling_utils" not in sys.modules, "a process that asks for nothing must not pay for the models"
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.models.transformers import dense_common, monkey_patch
 model = Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
@@ -38,7 +40,8 @@ print(type(model).forward.__code__.co_filename)
 
 @pytest.fixture(autouse=True)
 def nothing_patched() -> Iterator[None]:
-    unpatch_verl()  # `import verl` has patched
+    importlib.import_module("verl")  # which patches the first time, not within a test
+    unpatch_verl()
     yield
     unpatch_verl()
 
@@ -74,6 +77,8 @@ def test_any_order_and_back(library: Callable[[], ModuleType], first: str) -> No
         assert library().VALUE == 1
     patch_verl()
     patch_verl()
+    spec = importlib.util.find_spec("verl_stand_in")
+    assert spec is not None and "return VALUE" in spec.loader.get_source("verl_stand_in")  # type: ignore[union-attr]
     module = library()
     assert module.own() == 2
     assert type(module.__loader__).__name__ == "SourceFileLoader"
@@ -115,8 +120,17 @@ def test_other_signatures(patcher: plugin.Patcher, name: str) -> None:
     with pytest.raises(LookupError, match=name):
         list(patcher(module))
     setattr(module, name, lambda model, more: None)
-    with pytest.raises(LookupError, match=r"expected the parameters|has no _maybe_enable_fused_kernels"):
+    with pytest.raises(LookupError, match=r"expected the parameters|has no function _maybe_enable_fused_kernels"):
         list(patcher(module))
+
+
+def test_what_is_no_function_is_left_alone_too() -> None:
+    module = ModuleType("verl.some_module")
+    module.patch_forward_with_backends = None
+    module.MegatronEngine = type("MegatronEngine", (), {"_maybe_enable_fused_kernels": property()})
+    for patcher, name in ((verl_forward.changes, "patch_forward"), (verl_megatron.engine_changes, "_maybe_enable")):
+        with pytest.raises(LookupError, match=f"has no function {name}"):
+            list(patcher(module))
 
 
 def test_an_unknown_forward_is_refused() -> None:

@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +124,18 @@ def from_logps(inputs: Inputs, logps: Callable[[], tuple[Tensor, Tensor | None]]
         return Outcome(policy_loss(inputs, found, entropies), found, entropies, note)
 
     return score if inputs.case.score else forward
+
+
+@contextmanager
+def forgotten(package: str) -> Iterator[None]:
+    """What is imported of `package` inside is not found again afterwards: others may want it whole."""
+    known = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - known:
+            if name.partition(".")[0] == package:
+                del sys.modules[name]
 
 
 def without_init(*names: str) -> None:

@@ -6,13 +6,15 @@ drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the hea
 
 from __future__ import annotations
 
+import functools
 import importlib
+from types import ModuleType
 
 from torch import Tensor
 
 from benchmarks.cases import Inputs
 from benchmarks.events import Absence
-from benchmarks.providers import Forward, from_logps, without_init
+from benchmarks.providers import Forward, forgotten, from_logps, without_init
 from benchmarks.providers.packing import packed
 
 TEMPERATURE = 1.0
@@ -20,8 +22,7 @@ TEMPERATURE = 1.0
 
 def verl_torch(inputs: Inputs) -> Forward:
     """`FusedLinearForPPO`: torch, 512 tokens at a time; logits and entropies rounded to the dtype of the operands."""
-    without_init("verl", "verl.utils", "verl.utils.experimental")
-    function = importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO()
+    function = module("experimental", "torch_functional").FusedLinearForPPO()
     _check(inputs)
 
     def rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,8 +33,7 @@ def verl_torch(inputs: Inputs) -> Forward:
 
 def verl_triton(inputs: Inputs) -> Forward:
     """`linear_cross_entropy`: Triton for the logits, torch's library for the gradients' products."""
-    without_init("verl", "verl.utils", "verl.utils.kernel")
-    function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    function = module("kernel", "linear_cross_entropy").linear_cross_entropy
     if not inputs.hidden.is_cuda:
         raise Absence("its Triton kernel serves GPUs only")
     _check(inputs)
@@ -42,6 +42,14 @@ def verl_triton(inputs: Inputs) -> Forward:
         return function(hidden, inputs.weight, ids, TEMPERATURE, "none")
 
     return from_logps(inputs, lambda: packed(inputs, rows), "linear_cross_entropy")
+
+
+@functools.cache
+def module(folder: str, name: str) -> ModuleType:
+    """verl.utils.<folder>.<name>; verl itself is as it was afterwards."""
+    with forgotten("verl"):
+        without_init("verl", "verl.utils", f"verl.utils.{folder}")
+        return importlib.import_module(f"verl.utils.{folder}.{name}")
 
 
 def _check(inputs: Inputs) -> None:

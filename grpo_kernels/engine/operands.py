@@ -132,7 +132,7 @@ class Wants:
 
     @property
     def head(self) -> bool:
-        """Whether anything does that no row has by itself (or that only comes with such a thing: an adapter's u)."""
+        """Whether a gradient is wanted that ``frozen`` does not store: of the head, or of an adapter."""
         return self.weight or self.bias or self.u or self.b
 
     def factors(self) -> list[tuple[bool, bool]]:

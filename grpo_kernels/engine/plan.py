@@ -89,9 +89,9 @@ def choose_engine(
     if not possible[engine]:
         needs = {
             "score": "that no gradient is wanted",
-            "score_dot": "that no gradient is wanted, no output but the entropy, and the triton backend",
+            "score_dot": "that no gradient is wanted, no output but the entropy, no lora, and the triton backend",
             "one_pass": f"coefficients known row by row; here they are known {coupling.value}",
-            "frozen": "a frozen head and no gradient of the entropy",
+            "frozen": "a frozen head, without a lora of its own, and no gradient of the entropy",
         }
         raise ValueError(f"engine: expected one that gives this gradient, got {engine!r}, which needs {needs[engine]}")
     return "score" if no_gradient and engine != "score_dot" else engine

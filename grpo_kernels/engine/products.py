@@ -33,7 +33,7 @@ class Products:
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
-        mixed = compute_dtype.itemsize < accumulator.itemsize and _takes_mixed_dtypes(weight)
+        mixed = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4) and _takes_mixed_dtypes(weight)
         self._operand = compute_dtype if mixed else accumulator
         copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize  # bytes of an element of the weight
         copied += 0 if self._operand == compute_dtype else self._operand.itemsize

@@ -82,7 +82,8 @@ class Shard:
     def joined(self, found: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
         """The statistics of the whole vocabulary from those of this rank's columns for the ids that `own` gives."""
         extras, max_logit = tuple(found.extras), found.max_logit
-        if transform.bias is not None:  # a row without a finite logit is NaN to a backend; here other ranks have more
+        # a row without a finite logit is NaN to a backend; here other ranks have more. A soft-cap makes them finite
+        if transform.bias is not None and transform.softcap is None:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
         columns = [max_logit, found.log_sum, found.logps, *found.extras.values()]
         columns += [] if found.entropies is None else [found.entropies]

@@ -43,7 +43,7 @@ def sweep_slices(
         for first_id in range(0, vocab if n > 0 else 0, columns_at_once):
             columns = slice(first_id, min(first_id + columns_at_once, vocab))
             factors = config.all_products(head, columns)
-            parts = [None if x is None else torch.empty_like(x[columns], dtype=dtype) for x in d_matrices]
+            parts: list[Tensor | None] = [None] * len(factors)
             for start in range(0, m, block_rows):
                 block = torch.arange(start, min(start + block_rows, m), device=rows.positions.device)
                 index = torch.where(block < n, block, 0)  # padding repeats the first row
@@ -62,10 +62,15 @@ def sweep_slices(
                 )
                 del logits
                 d_logits[max(0, n - start) :] = 0.0
-                for factor, x, of_rows, part in zip(factors, features, d_rows, parts, strict=True):
+                for i, (factor, x, of_rows, whole) in enumerate(
+                    zip(factors, features, d_rows, d_matrices, strict=True)
+                ):
                     if of_rows is not None:
                         factor.d_hidden(d_logits, of_rows[start : start + block.shape[0]], first=first_id == 0)
-                    if part is not None:
+                    if whole is not None:
+                        part = parts[i]
+                        if part is None:  # only now that the backend's scratch is gone
+                            part = parts[i] = torch.empty_like(whole[columns], dtype=dtype)
                         factor.d_weight(d_logits, x, part, first=start == 0)
                 if d_bias is not None:
                     d_bias[columns] += d_logits.sum(dim=0, dtype=dtype)
@@ -81,9 +86,10 @@ def sweep_slices(
 def _slice_columns(head: Head, config: HeadConfig, m: int) -> int:
     """How many columns a slice may have so that the workspace stays within its budget; `SLICE_MULTIPLE` at least.
 
-    A column takes its logits and d logits, the backend's scratch, and a row of d weight in the accumulator's dtype.
+    A column takes its logits and d logits, the backend's scratch, and a row of d weight, and of what an adapter has,
+    in the accumulator's dtype.
     """
-    vocab, width = head.weight.shape
+    vocab, width = head.weight.shape[0], sum(matrix.shape[1] for _, matrix in head.factors())
     products, size = config.products(head.weight), config.accumulator.itemsize
     rows = min(m, MOST_ROWS)
     d_logits = 0 if products.gradient_dtype == config.accumulator else products.gradient_dtype.itemsize

@@ -47,7 +47,9 @@ def run_scored(
         found = call.verified(base) if check else head
         if found == head:
             break
-        head, returned = found, None
+        head = found
+    else:
+        raise ValueError(f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {found}")
     if check:
         # What was measured is the same on all ranks, which run the model equally often; a row of padding may be NaN.
         heads.remember(model, head, compared=call.is_finite)

@@ -60,6 +60,12 @@ class _Loader(Loader):
     def __init__(self, theirs: Loader) -> None:
         self.theirs = theirs
 
+    def __getattr__(self, name: str) -> Any:
+        """What theirs can do besides: `runpy` and others ask for a module's code or source before it is loaded."""
+        if name == "theirs":  # not set yet, in a copy
+            raise AttributeError(name)
+        return getattr(self.theirs, name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.theirs.create_module(spec)
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.transformers_head import describe_head
 from grpo_kernels.modules import attach
 
 BACKEND = "grpo_kernels"
@@ -110,6 +109,8 @@ def use(model: Any) -> None:
     Raises:
         LookupError: verl's forward for this family is not the one we know.
     """
+    from grpo_kernels.integrations.transformers_head import describe_head  # imports much, not for a bare `import verl`
+
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
     attach(describe_head(model).module)  # an unknown kind of head is refused here, not within the first step
@@ -178,6 +179,8 @@ def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) 
     Raises:
         ValueError: the ids are not aligned with the hidden states.
     """
+    from grpo_kernels.integrations.transformers_head import describe_head
+
     if ids.shape != hidden.shape[:-1]:
         raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")
     head = describe_head(model)
@@ -200,8 +203,8 @@ def function_of(module: Any, name: str, parameters: Sequence[str]) -> Callable[.
         LookupError: there is none, or it has other parameters.
     """
     found = getattr(module, name, None)
-    if found is None:
-        raise LookupError(f"{module.__name__} has no {name}")
+    if not callable(found):
+        raise LookupError(f"{module.__name__} has no function {name}")
     names = tuple(inspect.signature(found).parameters)
     if names != tuple(parameters):
         raise LookupError(f"{module.__name__}.{name}: expected the parameters {tuple(parameters)}, got {names}")
