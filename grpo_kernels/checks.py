@@ -21,7 +21,7 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if type(x).__name__ == "DTensor":
+    if is_dtensor(x):
         raise ValueError(
             f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: use grpo_kernels.attach(lm_head) and its "
             "methods, or call inside the forward of the module that owns it. Sharded by rows of the vocabulary (tensor "
@@ -138,6 +138,11 @@ def check_gather(gather: Any) -> None:
     """Raise TypeError unless `gather` is a function or None: it is called in the backward only."""
     if gather is not None and not callable(gather):
         raise TypeError(f"gather: expected a function that makes a context, got {type(gather).__name__}")
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether it is a DTensor, whose module is not imported for the answer."""
+    return type(x).__name__ == "DTensor"
 
 
 def is_one(x: Tensor) -> bool:

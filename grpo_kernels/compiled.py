@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 @torch.compiler.disable(
-    reason="grpo_kernels: a function of yours (objective, gather), a group of ranks, or what depends on data (kept "
-    "sets, a loss from given log-probabilities) runs eagerly, outside any graph"
+    reason="grpo_kernels: a function of yours (objective, gather), an adapter, padding rows, a group of ranks, or what "
+    "depends on data (kept sets, a loss from given log-probabilities) runs eagerly, outside any graph"
 )
 def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """`function`, eagerly: a graph break, which ``fullgraph=True`` refuses with that reason."""

@@ -1,7 +1,9 @@
-"""Collectives over an optional process group: with ``None`` every function is the identity and communicates nothing."""
+"""Collectives over a process group. Where it may be ``None``, the function is then the identity and sends nothing."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,10 +32,27 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
     return parts
 
 
-def agree(own: dict[str, int], process_group: ProcessGroup, device: torch.device) -> dict[str, list[int]]:
-    """Each name with the numbers of all ranks. On a GPU this waits for the device."""
-    table = gather_stacked(torch.tensor([*own.values()], device=device), process_group).T.tolist()
-    return dict(zip(own, table, strict=True))
+def agree(
+    argument: str,
+    own: Mapping[str, int | str],
+    process_group: ProcessGroup,
+    device: torch.device,
+    *,
+    may_differ: tuple[str, ...] = (),
+) -> dict[str, list[int]]:
+    """Each name with the values of all ranks, as integers: of a string its checksum. On a GPU the host waits for them.
+
+    Raises:
+        ValueError: on all ranks, about `argument`, if they differ in something that is not among `may_differ`.
+    """
+    numbers = [zlib.crc32(x.encode()) if isinstance(x, str) else int(x) for x in own.values()]
+    table = gather_stacked(torch.tensor(numbers, device=device), process_group).T.tolist()
+    every = dict(zip(own, table, strict=True))
+    for name, values in every.items():
+        if name not in may_differ and len(set(values)) > 1:
+            what = f"{name} (its checksum)" if isinstance(own[name], str) else name
+            raise ValueError(f"{argument}: expected the same call on every rank, got as {what} {values}")
+    return every
 
 
 def gather_rows(x: Tensor, process_group: ProcessGroup | None) -> tuple[Tensor, int]:
@@ -42,16 +61,15 @@ def gather_rows(x: Tensor, process_group: ProcessGroup | None) -> tuple[Tensor, 
         return x, 0
     import torch.distributed as dist
 
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    own_size = torch.tensor([len(x)], device=x.device)
-    sizes = [torch.empty_like(own_size) for _ in range(world_size)]
-    dist.all_gather(sizes, own_size, group=process_group)
-    lengths = [int(size) for size in sizes]
-    if max(lengths) == 0:
-        return x, 0
-    padded = x.new_zeros(max(lengths), *x.shape[1:])
+    sizes = gather_stacked(torch.tensor(len(x), device=x.device), process_group).tolist()
+    return gather_uneven(x, sizes, process_group), sum(sizes[: dist.get_rank(process_group)])
+
+
+def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> Tensor:
+    """The rows of every rank in rank order, of which there are `sizes`."""
+    if max(sizes) == 0:
+        return x
+    padded = x.new_zeros(max(sizes), *x.shape[1:])
     padded[: len(x)] = x
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=process_group)
-    rows = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-    return rows, sum(lengths[:rank])
+    parts = gather_stacked(padded, process_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

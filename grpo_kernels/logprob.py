@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
-from grpo_kernels.checks import check_gather, check_shape, check_tensor
+from grpo_kernels.checks import check_gather, check_shape, check_tensor, is_dtensor
 from grpo_kernels.engine.functions import LinearLogprob
 from grpo_kernels.engine.operands import Coefficients
 from grpo_kernels.engine.passes import Gather, Request
 from grpo_kernels.engine.plan import Coupling
 from grpo_kernels.head import head_of, pick_engine, plan_rows
 from grpo_kernels.lora import LoRA
-from grpo_kernels.sharding import is_dtensor, localise
+from grpo_kernels.sharding import localise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,6 +96,7 @@ def linear_logprob(
             `hidden` are DTensors, `Shard(0)` and replicated. The ranks send each other three numbers a row,
             four with the entropy, and sum d hidden; nothing has the size of the vocabulary.
         vocab_size: ids of the head, at most V (of all shards together): rows from there on are padding, and no token.
+            Like `lora` and `process_group` it breaks the graph of torch.compile.
 
     Returns:
         logps (...) and entropies (...), fp32 (fp64 for fp64 inputs), 0 where masked; the second None if not asked for.

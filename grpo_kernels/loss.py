@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call import plan_loss
-from grpo_kernels.checks import check_config, check_gather
+from grpo_kernels.checks import check_config, check_gather, is_dtensor
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
@@ -35,7 +35,7 @@ from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head import head_of
 from grpo_kernels.lora import LoRA
 from grpo_kernels.metrics import Metrics
-from grpo_kernels.sharding import is_dtensor, localise
+from grpo_kernels.sharding import localise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,8 +89,8 @@ def grpo_loss(
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
-    What stands at a masked position, in whatever argument, is never read. Hidden states, weight and bias get exact
-    gradients, all other arguments are constants; a batch without a counted token gives an attached loss of 0.
+    What stands at a masked position, in whatever argument, is never read. Hidden states, weight, bias and adapter
+    get exact gradients, all other arguments are constants; a batch without a counted token gives an attached loss of 0.
 
     Args:
         hidden: hidden states that predict `completion_ids` (aligned: nothing is shifted here), floating.

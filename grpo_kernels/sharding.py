@@ -6,13 +6,13 @@ the same on every rank, and get their whole gradient there. Padding rows at the 
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.checks import is_dtensor
 from grpo_kernels.distributed import agree
 from grpo_kernels.engine.memory import WORKSPACE_BYTES, is_tight
 from grpo_kernels.engine.operands import Wants
@@ -90,17 +90,14 @@ def _agreed(
     """The shard, once all ranks have told each other what they were called with."""
     import torch.distributed as dist
 
-    own = _as_numbers(hidden, weight, bias, lora)
+    own = _described(hidden, weight, bias, lora)
     own |= {
         "vocab_size": vocab_size or 0,
-        "engine (its checksum)": zlib.crc32(str(engine).encode()),
-        "backend (its checksum)": zlib.crc32(str(backend).encode()),
+        "engine": str(engine),
+        "backend": str(backend),
         "workspace_bytes": workspace_bytes if isinstance(workspace_bytes, int) else 0,
     }
-    every = agree(own, process_group, hidden.device)
-    for name, values in every.items():
-        if name not in ("rows of weight", "tight") and len(set(values)) > 1:
-            raise ValueError(f"process_group: expected the same call on every rank, got as {name} {values}")
+    every = agree("process_group", own, process_group, hidden.device, may_differ=("rows of weight", "tight"))
     sizes, vocab = every["rows of weight"], sum(every["rows of weight"])
     if vocab_size is not None:
         if vocab_size > vocab:
@@ -112,7 +109,7 @@ def _agreed(
     return Shard(process_group, dist.get_rank(process_group), tuple(sizes), tight=any(every["tight"]))
 
 
-def _as_numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> dict[str, int]:
+def _described(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> dict[str, int | str]:
     """What of the tensors decides how rows are divided, and which collectives there are."""
     device = hidden.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -127,9 +124,9 @@ def _as_numbers(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA 
         "bytes of an element of hidden": hidden.element_size(),
         "bytes of an element of weight": weight.element_size(),
         "r of lora (0: none)": 0 if lora is None else lora.a.shape[0],
-        **{f"gradients wanted of {name}": int(wanted) for name, wanted in trains.items()},
-        "autocast's dtype (its checksum)": zlib.crc32(str(cast).encode()),
-        "tight": int(is_tight(weight, Wants(weight=trains["weight"]), WORKSPACE_BYTES)),
+        **{f"gradients wanted of {name}": wanted for name, wanted in trains.items()},
+        "autocast's dtype": str(cast),
+        "tight": is_tight(weight, Wants(weight=trains["weight"]), WORKSPACE_BYTES),
     }
 
 
@@ -141,11 +138,6 @@ def _first_rows(count: int, weight: Tensor, bias: Any, lora: LoRA | None) -> tup
         return x[:count] if isinstance(x, Tensor) and x.shape[:1] == weight.shape[:1] else x
 
     return weight[:count], first(bias), None if lora is None else replace(lora, b=first(lora.b))
-
-
-def is_dtensor(x: Any) -> bool:
-    """Whether it is a DTensor, whose module is not imported for the answer."""
-    return type(x).__name__ == "DTensor"
 
 
 def _sharding_group(weight: Any) -> ProcessGroup:

@@ -8,7 +8,6 @@ not on how many tokens it has, nor on its memory.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.distributed import agree, gather_stacked
+from grpo_kernels.distributed import agree, gather_stacked, gather_uneven
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,13 +51,7 @@ class Span:
 
     def rows(self, x: Tensor) -> Tensor:
         """(n,), one for each token of this rank -> those of all ranks, in their order. A collective."""
-        most = max(self.sizes)
-        if most == 0:
-            return x
-        padded = x.new_zeros(most)
-        padded[: x.shape[0]] = x
-        parts = gather_stacked(padded, self.group)
-        return torch.cat([part[:size] for part, size in zip(parts, self.sizes, strict=True)])
+        return gather_uneven(x, self.sizes, self.group)
 
 
 def check_sequence_group(sequence_group: Any, cu_seqlens: Any, objective: Any) -> None:
@@ -98,18 +91,16 @@ def spanned(tokens: Tokens, group: ProcessGroup, config: LossConfig, engine: str
 
     layout = tokens.layout
     given = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
-    own: dict[str, int] = {
+    own: dict[str, int | str] = {
         "sequences of completion_ids": layout.batch,
-        "config (its checksum)": zlib.crc32(config.key.encode()),
-        "engine (its checksum)": zlib.crc32(str(engine).encode()),
+        "config": config.key,
+        "engine": str(engine),
         **{f"whether there is {name}": getattr(tokens, name) is not None for name in given},
         "whether importance_sampling_ratio is one a sequence": tokens.sequence_ratio is not None,
         "whether advantages are one a sequence": tokens.advantages_per_sequence,
         "gradients wanted, num_items_in_batch, objective": sum(x << i for i, x in enumerate(others)),
     }
-    for name, values in agree({name: int(x) for name, x in own.items()}, group, layout.positions.device).items():
-        if len(set(values)) > 1:
-            raise ValueError(f"sequence_group: expected the same call on every rank, got as {name} {values}")
+    agree("sequence_group", own, group, layout.positions.device)
     counts = layout.lengths
     counts = gather_stacked(counts, group) if layout.batch > 0 else counts.new_zeros(dist.get_world_size(group), 0)
     return replace(tokens, layout=replace(layout, span=Span(group, dist.get_rank(group), counts)))
@@ -119,5 +110,6 @@ def common_engine(engine: str, span: Span | None) -> str:
     """`engine`, or ``"lean"`` if another rank of the span is so short of memory that it takes that. A collective."""
     if span is None:
         return engine
-    lean = agree({"lean": engine == "lean"}, span.group, span.counts.device)["lean"]
-    return "lean" if any(lean) else engine
+    own = {"lean": engine == "lean"}
+    every = agree("sequence_group", own, span.group, span.counts.device, may_differ=("lean",))
+    return "lean" if any(every["lean"]) else engine
