@@ -27,24 +27,27 @@ def token_weights(
     config: LossConfig, layout: Layout, num_items_in_batch: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The weight of each counted token, (n,). `num_items_in_batch` is a number or a 0-d tensor; at least 1 is used."""
-    batch = max(layout.batch, 1)
-    ones = torch.ones(layout.positions.shape[0], dtype=dtype, device=layout.positions.device)
+    batch, device = max(layout.batch, 1), layout.positions.device
+
+    def one_over(x: float) -> Tensor:  # rounded once, as the quotient of two numbers of `dtype` is
+        return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
+
     if config.loss_type in ("grpo", "sapo", "gmpo"):
-        return ones / (layout.lengths.to(dtype)[layout.sequence] * batch)
+        return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)
     if config.loss_type == "bnpo":
-        return ones / max(layout.total, 1)
+        return one_over(max(layout.total, 1))
     if config.loss_type == "dr_grpo":
-        return ones / (batch * config.max_completion_length)
+        return one_over(batch * config.max_completion_length)
     if config.loss_type == "luspo":
-        return ones / batch
+        return one_over(batch)
     assert config.loss_type in NUM_ITEMS_LOSS_TYPES
     if num_items_in_batch is None:
-        return ones / max(layout.total, 1)
+        return one_over(max(layout.total, 1))
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.device.type == "cpu":  # copying it to the device would wait for that
-            return ones / max(float(num_items_in_batch.item()), 1.0)
-        return ones / num_items_in_batch.detach().reshape(()).to(ones).clamp(min=1.0)
-    return ones / max(float(num_items_in_batch), 1.0)
+            return one_over(max(float(num_items_in_batch.item()), 1.0))
+        return one_over(1) / num_items_in_batch.detach().reshape(()).to(device, dtype).clamp(min=1.0)
+    return one_over(max(float(num_items_in_batch), 1.0))
 
 
 def check_num_items(num_items_in_batch: Any) -> None:

@@ -7,6 +7,7 @@ that nothing there, NaN included, can reach a result. Padded (B, T) and packed (
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def read_tokens(
     check_ids("completion_ids", completion_ids, hidden)
     if completion_mask is not None:
         check_mask("completion_mask", completion_mask, completion_ids)
-    sequence, column, batch, columns = _sequences(completion_ids, cu_seqlens)
+    batch, columns, places = _sequences(completion_ids, cu_seqlens)
     shape = tuple(completion_ids.shape)
     per_token = {
         "old_per_token_logps": old_per_token_logps,
@@ -153,7 +154,7 @@ def read_tokens(
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
     positions = counted_positions(completion_mask, completion_ids)
-    layout = Layout(positions, sequence[positions], column[positions], batch, columns, shape)
+    layout = Layout(positions, *places(positions), batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:  # (B,) where that could also be (N,), but (B, T) where it could be (B, 1)
         return x.shape == (batch,) or x.shape != shape
@@ -175,13 +176,13 @@ def read_tokens(
     )
 
 
-def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor, int, int]:
-    """For each position of the flattened batch its sequence and its place in it; B; the longest sequence."""
+def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """B; the longest sequence; and of positions (n,) in the flattened batch, the sequence and the place in it."""
     device = completion_ids.device
     if cu_seqlens is None:
         batch, columns = completion_ids.shape
-        place = torch.arange(batch * columns, device=device)
-        return place // max(columns, 1), place % max(columns, 1), batch, columns
+        width = max(columns, 1)
+        return batch, columns, lambda positions: (positions // width, positions % width)
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int64, torch.int32) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(
@@ -192,5 +193,9 @@ def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor,
     if bounds[0] != 0 or bounds[-1] != n or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
     on_device = cu_seqlens.to(device, torch.long, non_blocking=True)
-    sequence = torch.repeat_interleave(on_device.diff(), output_size=n)
-    return sequence, torch.arange(n, device=device) - on_device[sequence], len(lengths), max(lengths, default=0)
+
+    def places(positions: Tensor) -> tuple[Tensor, Tensor]:
+        sequence = torch.repeat_interleave(on_device.diff(), output_size=n)[positions]
+        return sequence, positions - on_device[sequence]
+
+    return len(lengths), max(lengths, default=0), places

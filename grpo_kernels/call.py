@@ -105,7 +105,7 @@ def plan_loss(
     check_lora(lora, hidden, weight)
     check_num_items(num_items_in_batch)
     wants = wanted(hidden, weight, bias, lora) if wants is None else wants
-    head = head_config(hidden, weight, wants, config, backend, workspace_bytes, dtype, shard)
+    head = head_config(hidden, weight, wants, config, backend, workspace_bytes, dtype, shard, engine=engine)
     tokens = read_tokens(
         hidden,
         completion_ids,
@@ -125,7 +125,7 @@ def plan_loss(
         tokens = spanned(tokens, sequence_group, config, engine, others)
     weights = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
     policy = _objective(config, objective, tokens, weights)
-    engine = common_engine(_engine(policy, wants, head, weight, engine, only_logps=lora is None), tokens.layout.span)
+    engine = common_engine(_engine(policy, wants, head, engine, only_logps=lora is None), tokens.layout.span)
     graded = policy.may_have_gradient() if engine in STORING else None
     request = Request(rows=rows, config=head, wants=wants, engine=engine, graded=graded, gather=gather)
     if engine == "one_pass":
@@ -151,10 +151,8 @@ def _objective(
     return policy
 
 
-def _engine(policy: Objective, wants: Wants, head: HeadConfig, weight: Tensor, engine: str, *, only_logps: bool) -> str:
+def _engine(policy: Objective, wants: Wants, head: HeadConfig, engine: str, *, only_logps: bool) -> str:
     coupling = Coupling.of(known=policy.is_known, coupled=policy.couples_tokens)
     only_hidden = wants.hidden and not wants.head  # where it matters; asking a custom objective evaluates it
     entropy_gradient = only_hidden and policy.has_entropy_gradient
-    return pick_engine(
-        coupling, wants, head, weight, entropy_gradient=entropy_gradient, engine=engine, only_logps=only_logps
-    )
+    return pick_engine(coupling, wants, head, entropy_gradient=entropy_gradient, engine=engine, only_logps=only_logps)

@@ -18,7 +18,7 @@ from grpo_kernels.checks import check_config, check_shape, check_tensor, check_t
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.operands import accumulator_of
+from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.loss import LossOutput
 from grpo_kernels.metrics import loss_metrics

@@ -21,7 +21,7 @@ from grpo_kernels.checks import (
     check_tensor,
 )
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.memory import default_workspace, is_tight
+from grpo_kernels.engine.memory import Room, default_workspace
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows, Wants
 from grpo_kernels.engine.plan import Coupling, choose_engine
 from grpo_kernels.engine.shard import Shard, widest_part
@@ -48,6 +48,7 @@ def plan_rows(
     logit_scale: float,
     logits_dtype: str,
     outputs: tuple[str, ...],
+    engine: str,
     backend: str,
     workspace_bytes: int | None,
     wants: Wants | None = None,
@@ -57,7 +58,7 @@ def plan_rows(
 ) -> tuple[HeadConfig, Rows, Wants]:
     """Check the arguments of `linear_logprob_with`: how to project, which rows, and the gradients wanted.
 
-    `wants` and `dtype` are read off the tensors and autocast if not given.
+    `wants` and `dtype` are read off the tensors and autocast if not given. Only at its end does it wait for the device.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
@@ -78,7 +79,7 @@ def plan_rows(
         logits_dtype=logits_dtype,
     )
     wants = wanted(hidden, weight, bias, lora) if wants is None else wants
-    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype, shard)
+    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype, shard, engine=engine)
     positions = counted_positions(mask, ids)
     inv_t: float | Tensor = 1.0 / spec.temperature
     if per_row:
@@ -96,13 +97,21 @@ def head_config(
     workspace_bytes: int | None,
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
+    *,
+    engine: str,
 ) -> HeadConfig:
-    """How rows are projected: the head's options of `spec`, and `dtype`, by default `compute_dtype`."""
-    if workspace_bytes is None:
-        workspace_bytes = default_workspace(widest_part(weight, shard), wants)
-    check_budget(workspace_bytes)
+    """How rows are projected: the head's options of `spec`, and `dtype`, by default `compute_dtype`.
+
+    `engine` is the one asked for: only where it is ``"auto"`` is it looked at whether memory is short.
+    """
+    if workspace_bytes is not None:
+        check_budget(workspace_bytes)
     if dtype is None:
         dtype = compute_dtype(hidden, weight)
+    asks_tight = engine == "auto"
+    room = Room.of(weight, wants, dtype, workspace_bytes, asks_tight=asks_tight) if shard is None else shard.room
+    if workspace_bytes is None:
+        workspace_bytes = default_workspace(widest_part(weight, shard), wants, ample=room.ample)
     chosen, _ = choose_backend(backend, hidden.device, dtype)
     return HeadConfig(
         backend=chosen,
@@ -112,6 +121,7 @@ def head_config(
         softcap=spec.final_logit_softcapping,
         round_logits=spec.logits_dtype == "input" and dtype.itemsize < 4,
         shard=shard,
+        room=room,
     )
 
 
@@ -119,7 +129,6 @@ def pick_engine(
     coupling: Coupling,
     wants: Wants,
     config: HeadConfig,
-    weight: Tensor,
     *,
     entropy_gradient: bool,
     engine: str,
@@ -131,7 +140,7 @@ def pick_engine(
         hidden_trains=wants.hidden,
         head_trains=wants.head,
         entropy_gradient=entropy_gradient,
-        tight_memory=is_tight(weight, wants, config.workspace_bytes) if config.shard is None else config.shard.tight,
+        tight_memory=config.room.tight,
         scores_without_logits=only_logps and isinstance(config.backend, DotRowBackend),
         engine=engine,
     )
@@ -148,9 +157,10 @@ def read_rows(
     """The rows to project, given the ids (n,) at `positions` (n,); `vocab` is this rank's, if there is a shard."""
     ids = ids.long()
     invalid = check_counted_ids(name, ids, vocab if shard is None else shard.vocab)
+    start, marked = 0 if shard is None else shard.start, None
     if invalid is not None:
-        ids = torch.where(invalid, 0, ids)
-    return Rows(positions, ids if shard is None else ids - shard.start, inv_temperature, invalid)
+        ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
+    return Rows(positions, ids - start if start else ids, inv_temperature, invalid, marked)
 
 
 def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None = None) -> Wants:

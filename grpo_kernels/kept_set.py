@@ -24,7 +24,8 @@ from grpo_kernels.batch import counted_positions
 from grpo_kernels.checks import check_budget, check_head, check_ids, check_mask, check_shape, check_tensor
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, stages_of
-from grpo_kernels.engine.operands import Wants, accumulator_of
+from grpo_kernels.engine.operands import Wants
+from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.head import compute_dtype, row_temperatures, wanted
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster

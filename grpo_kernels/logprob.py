@@ -181,7 +181,7 @@ def linear_logprob_with(
     head = (hidden, weight, bias, lora)
     hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, engine, backend, workspace_bytes)
     options["bias"] = bias
-    config, rows, wants = plan_rows(hidden, weight, ids, **options, lora=lora, shard=shard)
+    config, rows, wants = plan_rows(hidden, weight, ids, **options, engine=engine, lora=lora, shard=shard)
     if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and "entropy" not in outputs)):
         pair = "(a, b)" if "entropy" in outputs else "(a, None) since there is no entropy"
         raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
@@ -189,7 +189,7 @@ def linear_logprob_with(
     coupling = Coupling.COUPLED if coefficients is None else Coupling.TOKEN
     only_logps = set(outputs) <= {"entropy"} and lora is None
     engine = pick_engine(
-        coupling, wants, config, weight, entropy_gradient=expects_entropy, engine=engine, only_logps=only_logps
+        coupling, wants, config, entropy_gradient=expects_entropy, engine=engine, only_logps=only_logps
     )
     request = Request(
         rows=rows,

@@ -105,13 +105,12 @@ def loss_metrics(
     rank; they are joined in one collective.
     """
     layout, terms = tokens.layout, evaluation.terms
-    part = _Part(layout, entropies.new_ones(()))
-    one, n = part.one, len(tokens)
-    speaks = layout.span is None or layout.span.rank == 0
-    part.pairs["policy_loss"] = (evaluation.policy_loss, one * int(speaks))
+    part = _Part(layout, entropies)
+    n, speaks = len(tokens), layout.span is None or layout.span.rank == 0
+    part.pairs["policy_loss"] = (evaluation.policy_loss, part.number(int(speaks)))
     part.over_tokens("entropy", entropies)
-    part.pairs["rows/projected"] = (one * n, one * math.prod(layout.shape))
-    part.pairs["rows/gradient"] = (one * graded, one * n)
+    part.pairs["rows/projected"] = (part.number(n), part.number(math.prod(layout.shape)))
+    part.pairs["rows/gradient"] = (graded.to(entropies.dtype), part.number(n))
     if terms.kl is not None:
         part.over_tokens("kl", terms.kl)
     ratio = tokens.given_ratio if terms.importance_sampling_ratio is None else terms.importance_sampling_ratio
@@ -126,7 +125,7 @@ def loss_metrics(
         part.over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
     if terms.sampling_difference is not None and ratio is not None:
         gap, missing = terms.sampling_difference.abs(), torch.isnan(terms.sampling_difference)
-        scored = (~missing).to(gap.dtype).sum()
+        scored = (~missing).sum(dtype=gap.dtype)
         part.pairs["sampling/sampling_logp_difference/mean"] = (torch.where(missing, 0.0, gap).sum(), scored)
         for name, x, largest in zip(_SAMPLING_EXTREMES, (gap, ratio, ratio), (True, False, True), strict=True):
             part.extremes[name] = (_extreme(x, largest=largest), largest)
@@ -136,24 +135,33 @@ def loss_metrics(
 
 
 class _Part:
-    """What the tokens of this rank add to the metrics."""
+    """What the tokens of this rank add to the metrics. Sums over all tokens are taken together, at the end."""
 
-    def __init__(self, layout: Layout, one: Tensor) -> None:
-        self.layout, self.one = layout, one
+    def __init__(self, layout: Layout, like: Tensor) -> None:
+        self.layout, self._like = layout, like
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._summed: dict[str, Tensor] = {}  # (n,) each
+        self._numbers: dict[float, Tensor] = {}
         self.clipped: dict[str, Tensor] = {}  # (B,) clipped tokens of each sequence
         self.clipped_once = False  # whether that counts a sequence, as a whole
         self.extremes: dict[str, tuple[Tensor, bool]] = {}  # and whether it is the largest value
 
+    def number(self, x: float) -> Tensor:
+        """`x` on the device, ()."""
+        if x not in self._numbers:
+            self._numbers[x] = self._like.new_full((), x)
+        return self._numbers[x]
+
     def over_tokens(self, name: str, x: Tensor) -> None:
         """The mean of `x` (n,)."""
-        self.pairs[name] = (x.to(self.one.dtype).sum(), self.one * x.shape[0])
+        self._summed[name] = x
+        self.pairs[name] = (x, self.number(x.shape[0]))  # whose place among the names this is
 
     def over_sequences(self, name: str, x: Tensor) -> None:
         """The mean of `x` (B,), right in the sequences that this rank speaks for."""
-        span, x = self.layout.span, x.to(self.one.dtype)
+        span, x = self.layout.span, x.to(self._like.dtype)
         if span is None:
-            self.pairs[name] = (x.sum(), self.one * self.layout.batch)
+            self.pairs[name] = (x.sum(), self.number(self.layout.batch))
         else:
             self.pairs[name] = (torch.where(span.speaks_for, x, 0.0).sum(), span.speaks_for.to(x.dtype).sum())
 
@@ -163,7 +171,7 @@ class _Part:
 
     def shared(self, x: Tensor, empty: float = 0.0) -> Tensor:
         """(n,) -> (B,): a value that all counted tokens of a sequence share; `empty` for a sequence without any."""
-        shared = self.one.new_full((self.layout.batch,), empty)
+        shared = self._like.new_full((self.layout.batch,), empty)
         shared[self.layout.sequence] = x.to(shared.dtype)
         return shared
 
@@ -171,13 +179,14 @@ class _Part:
         """How much of each sequence `x` (n,) bool clips: all or nothing, or some of its tokens."""
         self.clipped_once = once
         if not once:
-            self.clipped[name] = self.layout.local_sum(x.to(self.one.dtype))
+            self.clipped[name] = x
             return
         span, shared = self.layout.span, self.shared(x)
         self.clipped[name] = shared if span is None else torch.where(span.speaks_for, shared, 0.0)
 
     def joined(self) -> Metrics:
         """The metrics of all ranks' parts."""
+        self._add_up()
         span, pairs, clipped = self.layout.span, self.pairs, self.clipped
         extremes = {name: x for name, (x, _) in self.extremes.items()}
         if span is not None:
@@ -196,6 +205,19 @@ class _Part:
             share = x if self.clipped_once else x / self.layout.lengths  # NaN for one without tokens
             extremes[name] = _extreme(share, largest=name.endswith("max"))
         return Metrics(pairs, extremes)
+
+    def _add_up(self) -> None:
+        """The sums over the tokens, those of numbers and those of flags each in one; clipped tokens by sequence."""
+        for flags in (False, True):
+            some = {name: x for name, x in self._summed.items() if (x.dtype == torch.bool) == flags}
+            if some:
+                sums = torch.stack([*some.values()]).sum(dim=1, dtype=self._like.dtype)
+                found = zip(some, sums.unbind(), strict=True)
+                self.pairs |= {name: (x, self.pairs[name][1]) for name, x in found}
+        if self.clipped and not self.clipped_once:
+            ones = torch.stack([*self.clipped.values()], dim=1).to(self._like.dtype)  # counted exactly, in any order
+            counts = ones.new_zeros(self.layout.batch, ones.shape[1]).index_add_(0, self.layout.sequence, ones)
+            self.clipped = dict(zip(self.clipped, counts.unbind(1), strict=True))
 
 
 def _add_ratio_metrics(config: LossConfig, tokens: Tokens, terms: Terms, part: _Part) -> None:
@@ -219,7 +241,7 @@ def _add_ratio_metrics(config: LossConfig, tokens: Tokens, terms: Terms, part: _
     if config.loss_type == "cispo":
         mean_of("cispo_clip_ratio", (ratio > config.clip_high) & (tokens.advantages > 0), once)
     elif config.loss_type in CLIPPED_LOSS_TYPES or config.loss_type == "gmpo":
-        low, high = _clipped(config, terms, tokens.advantages)
+        low, high = _clipped(config, terms, ratio, tokens.advantages)
         mean_of("clip_ratio/low_mean", low, once)
         mean_of("clip_ratio/high_mean", high, once)
         mean_of("clip_ratio/region_mean", low | high, once)
@@ -227,14 +249,12 @@ def _add_ratio_metrics(config: LossConfig, tokens: Tokens, terms: Terms, part: _
         part.count_clipped("clip_ratio/high_max", high, once=once)
 
 
-def _clipped(config: LossConfig, terms: Terms, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def _clipped(config: LossConfig, terms: Terms, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """(n,) bool each: below the range with a negative advantage, above it with a positive one."""
     if config.loss_type == "gmpo":
         assert terms.token_log_ratio is not None
         below, above = terms.token_log_ratio < -config.epsilon, terms.token_log_ratio > config.clip_high
     else:
-        assert terms.log_ratio is not None
-        ratio = torch.exp(terms.log_ratio)
         if config.delta is not None:  # as in TRL, after the upper bound
             ratio = ratio.clamp(max=config.delta)
         below, above = ratio < 1 - config.epsilon, ratio > 1 + config.clip_high
@@ -243,7 +263,8 @@ def _clipped(config: LossConfig, terms: Terms, advantages: Tensor) -> tuple[Tens
 
 def _extreme(x: Tensor, *, largest: bool) -> Tensor:
     """The largest or smallest value that is not NaN; NaN if there is none."""
-    fill, missing = -torch.inf if largest else torch.inf, torch.isnan(x)
-    filled = torch.cat([torch.where(missing, fill, x), x.new_full((1,), fill)])
-    extreme = filled.amax() if largest else filled.amin()
-    return torch.where((~missing).any(), extreme, torch.nan)
+    if x.numel() == 0:
+        return x.new_full((), torch.nan)
+    missing = torch.isnan(x)
+    filled = x.masked_fill(missing, -torch.inf if largest else torch.inf)
+    return (filled.amax() if largest else filled.amin()).masked_fill(missing.all(), torch.nan)

@@ -184,7 +184,8 @@ class PolicyObjective:
         on_policy_keep = keep_on_policy(config, tokens, logps)
         if config.loss_type != "gmpo":  # which takes the entropy mask into its mean, and nothing else
             gate = self._gate(on_policy_keep, keep_entropy)
-            loss, d_log_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_log_ratio, d_logps))
+            if gate is not None:
+                loss, d_log_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_log_ratio, d_logps))
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
         kl = None
@@ -203,15 +204,16 @@ class PolicyObjective:
         assert old is not None and tokens.sampling_per_token_logps is not None
         return tokens.given_ratio, old - tokens.sampling_per_token_logps
 
-    def _gate(self, on_policy_keep: Tensor | None, keep_entropy: Tensor | None) -> Tensor:
-        """(n,) the factor on the policy term: 0 where a mask drops the token, else the importance sampling ratio."""
+    def _gate(self, on_policy_keep: Tensor | None, keep_entropy: Tensor | None) -> Tensor | None:
+        """(n,) the factor on the policy term: 0 where a mask drops the token, else the importance sampling ratio.
+
+        None where it is 1 everywhere.
+        """
         tokens = self.tokens
-        gate = torch.ones_like(tokens.advantages)
-        if tokens.importance_sampling_ratio is not None and self.config.multiplies_by_importance_ratio:
-            gate = tokens.importance_sampling_ratio
+        gate = tokens.importance_sampling_ratio if self.config.multiplies_by_importance_ratio else None
         for keep in (on_policy_keep, keep_entropy):
             if keep is not None:
-                gate = torch.where(keep, gate, 0.0)
+                gate = torch.where(keep, torch.ones_like(tokens.advantages) if gate is None else gate, 0.0)
         return gate
 
     def _log_ratio(self, token_log_ratio: Tensor, keep_entropy: Tensor | None) -> LogRatio:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.checks import is_dtensor
 from grpo_kernels.distributed import agree
-from grpo_kernels.engine.memory import WORKSPACE_BYTES, is_tight
+from grpo_kernels.engine.memory import Room
 from grpo_kernels.engine.operands import Wants
 from grpo_kernels.engine.shard import Shard
 from grpo_kernels.lora import LoRA, check_kind
@@ -90,14 +90,15 @@ def _agreed(
     """The shard, once all ranks have told each other what they were called with."""
     import torch.distributed as dist
 
-    own = _described(hidden, weight, bias, lora)
+    budget = workspace_bytes if isinstance(workspace_bytes, int) else None
+    own = _described(hidden, weight, bias, lora, budget, engine)
     own |= {
         "vocab_size": vocab_size or 0,
         "engine": str(engine),
         "backend": str(backend),
-        "workspace_bytes": workspace_bytes if isinstance(workspace_bytes, int) else 0,
+        "workspace_bytes": budget or 0,
     }
-    every = agree("process_group", own, process_group, hidden.device, may_differ=("rows of weight", "tight"))
+    every = agree("process_group", own, process_group, hidden.device, may_differ=("rows of weight", "tight", "ample"))
     sizes, vocab = every["rows of weight"], sum(every["rows of weight"])
     if vocab_size is not None:
         if vocab_size > vocab:
@@ -106,10 +107,13 @@ def _agreed(
         sizes = [min(size, max(0, vocab_size - start)) for size, start in zip(sizes, starts, strict=True)]
     if min(sizes) == 0:
         raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
-    return Shard(process_group, dist.get_rank(process_group), tuple(sizes), tight=any(every["tight"]))
+    room = Room(tight=any(every["tight"]), ample=all(every["ample"]))
+    return Shard(process_group, dist.get_rank(process_group), tuple(sizes), room)
 
 
-def _described(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> dict[str, int | str]:
+def _described(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None, workspace_bytes: int | None, engine: str
+) -> dict[str, int | str]:
     """What of the tensors decides how rows are divided, and which collectives there are."""
     device = hidden.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -117,6 +121,8 @@ def _described(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA |
     tensors |= {f"lora.{name}": getattr(lora, name, None) for name in ("a", "b", "input")}
     grad = torch.is_grad_enabled()
     trains = {name: isinstance(x, Tensor) and x.requires_grad and grad for name, x in tensors.items()}
+    wants = Wants(hidden=trains["hidden"], weight=trains["weight"])
+    room = Room.of(weight, wants, cast or weight.dtype, workspace_bytes, asks_tight=engine == "auto")
     return {
         "rows of weight": weight.shape[0],
         "positions of hidden": hidden.shape[:-1].numel(),
@@ -126,7 +132,8 @@ def _described(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA |
         "r of lora (0: none)": 0 if lora is None else lora.a.shape[0],
         **{f"gradients wanted of {name}": wanted for name, wanted in trains.items()},
         "autocast's dtype": str(cast),
-        "tight": is_tight(weight, Wants(weight=trains["weight"]), WORKSPACE_BYTES),
+        "tight": room.tight,
+        "ample": room.ample,
     }
 
 

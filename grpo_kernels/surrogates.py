@@ -82,7 +82,7 @@ def kl_estimate(config: LossConfig, logps: Tensor, ref_logps: Tensor) -> tuple[T
 
 def times(x: Tensor, factor: Tensor) -> Tensor:
     """``x * factor``, where a factor of exactly 0 gives 0 unless x is NaN: 0 * inf is not NaN here."""
-    return torch.where((factor == 0) & ~torch.isnan(x), torch.zeros_like(x), x * factor)
+    return torch.where((factor != 0) | torch.isnan(x), x * factor, 0.0)
 
 
 def _by_sign(positive: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class TokenLoss:
         """Those of `TERMS` that this loss has."""
         return TERMS if self.kl is not None else TERMS[:-1]
 
-    def at(self, index: Tensor) -> TokenLoss:
+    def at(self, index: Tensor | slice) -> TokenLoss:
         """The tokens at `index` (m,)."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         picked: dict[str, Any] = {name: x[index] for name, x in values.items() if isinstance(x, Tensor)}

@@ -34,11 +34,14 @@ class Waits(list[str]):
     """The names of the waits so far."""
 
     forbidden = False  # as while a CUDA graph is captured
+    tape: Any = None  # of `benchmarks/roofline/tape.py`, which is told of them and of all operations
 
     def add(self, name: str) -> None:
         if self.forbidden:
             raise RuntimeError(f"waits for the device while a graph is captured: {name}")
         self.append(name)
+        if self.tape is not None:
+            self.tape.wait(name)
 
 
 WAITS = Waits()
@@ -86,10 +89,14 @@ class OnGPU(Tensor):
         if func in READS or by_mask or unknown_size:
             WAITS.add(str(func))
         here_args, here_kwargs = tree_map(here, args), tree_map(here, kwargs)
+        if any(x.data_here.is_meta for x in inputs if isinstance(x, OnGPU)):
+            here_args, here_kwargs = tree_map(_without_data, here_args), tree_map(_without_data, here_kwargs)
         if func in WIDE_PRODUCTS:
             result = _wide_product(*here_args, **here_kwargs)
         else:
             result = func(*here_args, **here_kwargs)
+        if WAITS.tape is not None:
+            WAITS.tape.note(func, here_args, here_kwargs, result)
         result = tree_map(lambda x: OnGPU(x) if isinstance(x, Tensor) else x, result)
         return return_and_correct_aliasing(func, args, kwargs, result)
 
@@ -97,6 +104,12 @@ class OnGPU(Tensor):
 def here(x: Any) -> Any:
     """The data of a tensor, on the CPU; anything else as it is."""
     return x.data_here if isinstance(x, OnGPU) else x
+
+
+def _without_data(x: Any) -> Any:
+    if not isinstance(x, Tensor) or x.is_meta:
+        return x
+    return aten.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _wide_product(*operands: Any, out: Tensor, **_: Any) -> Tensor:
@@ -113,7 +126,10 @@ def _makes_there(make: Callable[..., Tensor], *, copies: bool) -> Callable[..., 
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         if copies:
             WAITS.add(f"{make.__name__} to the device")
-        return OnGPU(make(*args, **kwargs))
+        result = make(*args, **kwargs)
+        if WAITS.tape is not None:
+            WAITS.tape.made(make.__name__, result)
+        return OnGPU(result)
 
     return made
 
@@ -135,8 +151,11 @@ def _to(move: Callable[..., Tensor], x: Tensor, *args: Any, non_blocking: bool =
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False) -> Iterator[Waits]:
-    """Within, tensors may be `OnGPU`, and the waits are listed; while `capturing` a graph, each is an error."""
+def pretended(monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape: Any = None) -> Iterator[Waits]:
+    """Within, tensors may be `OnGPU`, and the waits are listed; while `capturing` a graph, each is an error.
+
+    A tensor whose data is on torch's "meta" device has none, and nor has what comes of it.
+    """
     plenty = 2**40
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (plenty, plenty))
@@ -147,8 +166,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False) -> It
     move = Tensor.to
     monkeypatch.setattr(Tensor, "to", lambda x, *args, **kwargs: _to(move, x, *args, **kwargs))
     WAITS.clear()
-    WAITS.forbidden = capturing
+    WAITS.forbidden, WAITS.tape = capturing, tape
     try:
         yield WAITS
     finally:
-        WAITS.forbidden = False
+        WAITS.forbidden, WAITS.tape = False, None

@@ -45,7 +45,8 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
     monkeypatch.setattr(sweep, "plan_groups", plan_groups)
     monkeypatch.setattr(slices, "padded_rows", lambda n, on_gpu: plan.padded_rows(n, on_gpu=True))
     monkeypatch.setattr(plan, "TILE_ROWS", 4)
-    monkeypatch.setattr(plan, "LEAST_GROUPED_ROWS", 4)
+    monkeypatch.setattr(plan, "LARGE_CHUNK_ROWS", 8)
+    monkeypatch.setattr(plan, "LEAST_CHUNK_ROWS", 4)
     return seen
 
 

@@ -63,6 +63,8 @@ class RowStats:
             none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
             empty = {name: flags if name == "is_top1" else none for name in extras}
             return RowStats(none, none, none, none if entropy else None, empty)
+        if len(chunks) == 1:
+            return chunks[0]
         return RowStats(
             torch.cat([c.logps for c in chunks]),
             torch.cat([c.max_logit for c in chunks]),
@@ -73,7 +75,7 @@ class RowStats:
 
 
 class RowBackend(Protocol):
-    """Row work on a chunk of logits (n, V), fp32 (fp64 for fp64 inputs), the rows contiguous; n is at least 4."""
+    """Row work on a chunk of logits (n, V), fp32 (fp64 for fp64 inputs), the rows contiguous; n is at least 16."""
 
     name: str
 
@@ -121,6 +123,27 @@ class FusedRowBackend(RowBackend, Protocol):
         """`stats`, the loss of each row, and `grad` where `out` is given, at once; the loss's terms are the extras.
 
         An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
+        """
+        ...
+
+
+@runtime_checkable
+class SinglePassRowBackend(RowBackend, Protocol):
+    """One that can also write d logp / d (raw projection) while it reads a row for its statistics."""
+
+    def single_pass(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        entropy: bool,
+        extras: tuple[str, ...] = (),
+    ) -> tuple[RowStats, Tensor]:
+        """`stats`, and the scale (n,) that rows of `out` are to be multiplied by to be `grad` with a = 1.
+
+        `out` (n, V) may be `logits` itself, or another tensor, of bfloat16 too: float16 has not the range.
         """
         ...
 

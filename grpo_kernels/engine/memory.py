@@ -2,36 +2,92 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.operands import Wants, accumulator_of
+from grpo_kernels.engine.plan import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS, row_width
+from grpo_kernels.engine.products import accumulator_of, converted_dtype
+
+if TYPE_CHECKING:
+    from grpo_kernels.engine.operands import Wants
 
 WORKSPACE_BYTES = 512 * 2**20
 MOST_WORKSPACE_BYTES = 2 * 2**30
 
 
-def default_workspace(weight: Tensor, wants: Wants) -> int:
-    """Bytes: `WORKSPACE_BYTES`; on a GPU, where d weight is wanted, as much as its accumulator takes, up to 2 GiB.
+@dataclass(frozen=True)
+class Room:
+    """What a device has room for, besides the gradients themselves."""
 
-    Each product with d weight reads and writes the whole accumulator. On a CPU the products of a chunk are slow enough
-    for that not to matter; on a GPU few and large groups of rows do.
+    tight: bool  # not for an accumulator of d weight: `lean`
+    ample: bool  # for `large_workspace`, and for a copy of the weight in the operands' dtype
+
+    @staticmethod
+    def of(
+        weight: Tensor, wants: Wants, compute_dtype: torch.dtype, workspace_bytes: int | None, *, asks_tight: bool
+    ) -> Room:
+        """That of the device of `weight`. A CPU is not asked.
+
+        Nor is a GPU while a CUDA graph is captured, which must not depend on what is free now.
+
+        Args:
+            compute_dtype: what the products' operands are rounded to.
+            workspace_bytes: the budget, None for the default.
+            asks_tight: whether an engine is still to be chosen.
+        """
+        if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
+            return AMPLE
+        dtype = converted_dtype(weight, compute_dtype)
+        held = 0 if dtype is None else weight.numel() * dtype.itemsize
+        least = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+        most = large_workspace(weight, wants) if workspace_bytes is None else workspace_bytes
+        if wants.weight:
+            least += (gradients := weight.numel() * (accumulator_of(weight.dtype).itemsize + weight.element_size()))
+            held += gradients
+        free, unused = _free(weight.device), 0
+        if max(held + most, least) > free:  # the allocator takes longer to ask
+            unused = _unused(weight.device)
+        return Room(
+            tight=asks_tight and wants.weight and least > free + unused,
+            ample=held + most <= free + unused,
+        )
+
+
+AMPLE = Room(tight=False, ample=True)
+
+
+def default_workspace(weight: Tensor, wants: Wants, *, ample: bool) -> int:
+    """Bytes: `WORKSPACE_BYTES`; on a GPU with `ample` room, `large_workspace`."""
+    return large_workspace(weight, wants) if weight.is_cuda and ample else WORKSPACE_BYTES
+
+
+def large_workspace(weight: Tensor, wants: Wants) -> int:
+    """What chunks of `LARGE_CHUNK_ROWS` rows take, between `WORKSPACE_BYTES` and `MOST_WORKSPACE_BYTES`.
+
+    On a GPU a product with fewer rows waits for the weight that it reads. On a CPU it is slow enough for that not to
+    matter.
     """
-    if not (weight.is_cuda and wants.weight):
-        return WORKSPACE_BYTES
-    return min(max(WORKSPACE_BYTES, accumulator_of(weight.dtype).itemsize * weight.numel()), MOST_WORKSPACE_BYTES)
+    vocab, width = weight.shape
+    chunks = CHUNKS_OF_A_GROUP[0] if wants.weight else 1  # whose d logits are kept at a time
+    d_logits = 2 * chunks if wants.hidden or wants.head else 0
+    row_bytes = row_width(vocab, on_gpu=True) * (4 + d_logits) + width * 4 * chunks
+    return min(max(WORKSPACE_BYTES, LARGE_CHUNK_ROWS * row_bytes), MOST_WORKSPACE_BYTES)
 
 
-def is_tight(weight: Tensor, wants: Wants, workspace_bytes: int) -> bool:
-    """Whether a GPU lacks the memory for an accumulator of d weight besides the workspace and the gradient itself.
+def _free(device: torch.device) -> int:
+    """Bytes that the driver would give; 0 if it does not say."""
+    try:
+        return int(torch.cuda.mem_get_info(device)[0])
+    except RuntimeError:
+        return 0
 
-    False while a CUDA graph is captured, which must not depend on what is free now.
-    """
-    if not (weight.is_cuda and wants.weight) or torch.cuda.is_current_stream_capturing():
-        return False
-    free, _ = torch.cuda.mem_get_info(weight.device)
-    unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    return (
-        weight.numel() * (accumulator_of(weight.dtype).itemsize + weight.element_size()) + workspace_bytes
-        > free + unused
-    )
+
+def _unused(device: torch.device) -> int:
+    """Bytes that torch's allocator holds and does not use; 0 under an allocator that does not say."""
+    try:
+        return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    except RuntimeError:
+        return 0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
-from grpo_kernels.engine.products import Products
+from grpo_kernels.engine.memory import AMPLE, Room
+from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
 from grpo_kernels.engine.shard import Shard
 
 SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
 
 Coefficients = tuple[Tensor, Tensor | None]  # a = d loss / d logp and b = d loss / d entropy, (m,) each
 CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), given their statistics
+Index = Tensor | slice  # of rows
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,12 @@ class Rows:
     ids: Tensor  # (n,) int64, in [0, V); of a sharded head counted from its first row, and outside where another has it
     inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
     invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
+    marked: Tensor | None = None  # (n,) the ids, -1 where invalid; None: none is
 
     def __len__(self) -> int:
         return self.positions.shape[0]
 
-    def at(self, index: Tensor) -> Rows:
+    def at(self, index: Index) -> Rows:
         """The rows at `index` (m,)."""
         inv_t = self.inv_temperature
         return Rows(
@@ -61,12 +64,8 @@ class Rows:
             self.ids[index],
             inv_t[index] if isinstance(inv_t, Tensor) else inv_t,
             None if self.invalid is None else self.invalid[index],
+            None if self.marked is None else self.marked[index],
         )
-
-
-def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, statistics, and gradients before their one rounding, for operands of `compute_dtype`."""
-    return torch.float64 if compute_dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ class HeadConfig:
     softcap: float | None = None
     round_logits: bool = False  # to the compute dtype
     shard: Shard | None = None  # where the head's rows are divided among ranks
+    room: Room = AMPLE
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -97,6 +97,16 @@ class HeadConfig:
             dtype = torch.promote_types(u.dtype, b.dtype)
             products.append(Products(b[columns], dtype, self.accumulator, self._slice_bytes))
         return products
+
+    def converted(self, head: Head) -> Head:
+        """`head` with its weight as 16-bit products take it, converted once, if there is room for that.
+
+        Else each product converts what it needs, slice by slice.
+        """
+        dtype = converted_dtype(head.weight, self.compute_dtype)
+        if dtype is None or not self.room.ample:
+            return head
+        return replace(head, weight=head.weight.to(dtype))
 
     @property
     def _slice_bytes(self) -> int:
@@ -149,10 +159,17 @@ class Gradients:
     bias: Tensor | None = None  # (V,)
     u: Tensor | None = None  # (n, r), a row for each row of the sweep
     b: Tensor | None = None  # (V, r)
+    row_factor: Tensor | None = (
+        None  # (n,), what rows of `hidden`, then the only gradient, are still to be multiplied by
+    )
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Gradients:
         """`change` of each gradient that is there."""
         return Gradients(*(None if x is None else change(x) for x in self))
+
+    def times_rows(self, factor: Tensor) -> Gradients:
+        """These, which are of the hidden states alone, once their rows are multiplied by `factor` (n,)."""
+        return replace(self, row_factor=factor if self.row_factor is None else self.row_factor * factor)
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.hidden, self.weight, self.bias, self.u, self.b))

@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import DotRowBackend, RowStats
-from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Gradients, Head, HeadConfig, Rows, Wants
+from grpo_kernels.engine.operands import (
+    Coefficients,
+    CoefficientsOf,
+    Gradients,
+    Head,
+    HeadConfig,
+    Index,
+    Rows,
+    Wants,
+)
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import sweep
+from grpo_kernels.engine.sweep import Asked, sweep
 from grpo_kernels.token_loss import TokenLoss
 
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -48,7 +57,7 @@ class FirstPass:
     stats: RowStats  # (n,)
     grads: Gradients | None
     graded: Tensor  # (m,) places among the rows
-    used: Coefficients | None  # (n,) what `grads` was computed with
+    used: Coefficients | None = None  # (n,) what `grads` was computed with, where that was asked row by row
 
 
 class Differentiated(Protocol):
@@ -69,54 +78,62 @@ Loss = TypeVar("Loss", bound=Differentiated)
 
 def first_pass(head: Head, request: Request) -> FirstPass:
     """The forward of every engine. Waits for the device once if not all rows are graded: how many are?"""
-    rows, every = request.rows, torch.arange(len(request.rows), device=request.rows.positions.device)
-    token_loss = request.token_loss
-
-    def score(index: Tensor) -> RowStats:
-        stats, _ = sweep(
-            head,
-            rows.at(index),
-            request.config,
-            entropy=request.entropy,
-            extras=request.extras,
-            token_loss=None if token_loss is None else token_loss.at(index),
-        )
-        return stats
-
+    rows, config = request.rows, request.config
+    asked = Asked(entropy=request.entropy, extras=request.extras, token_loss=request.token_loss)
+    nowhere = rows.positions[:0]
     if request.engine == "score_dot":
-        return FirstPass(_score_without_logits(head, rows, request), None, every[:0], None)
+        return FirstPass(_score_without_logits(head, rows, request), None, nowhere)
+    head = config.converted(head)
     if request.engine not in STORING:
-        return FirstPass(score(every), None, every[:0], None)
-    graded, others = every, every[:0]
-    if request.graded is not None:
-        graded = places_of(request.graded)
-        others = request.graded.to(torch.uint8).argsort(stable=True)[: len(rows) - graded.shape[0]]
-    zeros = head.hidden.new_zeros(len(rows), dtype=request.config.accumulator)
-    used: dict[int, Tensor] = {0: zeros}
+        return FirstPass(sweep(head, rows, config, asked)[0], None, nowhere)
+    every = torch.arange(len(rows), device=rows.positions.device)
+    graded = every if request.graded is None else places_of(request.graded)
+    known = _Known(request, graded)
 
-    def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
+    def with_gradient(asked: Asked) -> Asked:
         if request.engine == "frozen":
-            return torch.ones_like(stats.logps), None
-        assert request.coefficients is not None
-        pair = request.coefficients(graded[index], stats)
-        for i, x in enumerate(pair):
-            if x is not None:
-                used.setdefault(i, torch.zeros_like(zeros))[graded[index]] = x
-        return pair
+            return replace(asked, slopes=True, wants=Wants(hidden=True))
+        return replace(asked, coefficients=known, wants=request.wants)
 
-    stats, grads = sweep(
-        head,
-        rows.at(graded),
-        request.config,
-        entropy=request.entropy,
-        extras=request.extras,
-        coefficients=coefficients,
-        token_loss=None if token_loss is None else token_loss.at(graded),
-        wants=Wants(hidden=True) if request.engine == "frozen" else request.wants,
-    )
-    if others.numel() > 0:
-        stats = _interleave(stats, graded, score(others), others)
-    return FirstPass(stats, grads, graded, (used[0], used.get(1)))
+    if graded.shape[0] == len(rows):
+        stats, grads = sweep(head, rows, config, with_gradient(asked))
+        return FirstPass(stats, grads, graded, known.used)
+    stats, grads = sweep(head, rows.at(graded), config, with_gradient(asked.at(graded)))
+    assert request.graded is not None
+    others = request.graded.to(torch.uint8).argsort(stable=True)[: len(rows) - graded.shape[0]]
+    more, _ = sweep(head, rows.at(others), config, asked.at(others))
+    return FirstPass(_interleave(stats, graded, more, others), grads, graded, known.used)
+
+
+class _Known:
+    """The coefficients that a request gives, by places among its graded rows.
+
+    Attributes:
+        used: what they were, (n,) for all rows of the request; None where nobody asked.
+    """
+
+    def __init__(self, request: Request, graded: Tensor) -> None:
+        self._request, self._graded = request, graded
+        self.used: Coefficients | None = None
+        if request.token_loss is None and request.engine != "frozen":
+            self.used = self._zeros(), None
+
+    def __call__(self, index: Index, stats: RowStats) -> Coefficients:
+        assert self._request.coefficients is not None
+        places = self._graded[index]
+        a, b = self._request.coefficients(places, stats)
+        if self.used is not None:
+            all_a, all_b = self.used
+            all_a[places] = a
+            if b is not None:
+                all_b = self._zeros() if all_b is None else all_b
+                all_b[places] = b
+            self.used = all_a, all_b
+        return a, b
+
+    def _zeros(self) -> Tensor:
+        rows = self._request.rows
+        return rows.positions.new_zeros(len(rows), dtype=self._request.config.accumulator)
 
 
 def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) -> tuple[FirstPass, Loss]:
@@ -124,8 +141,8 @@ def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) 
     first = first_pass(head, request)
     done = finish(first.stats)
     if request.engine == "frozen" and first.grads is not None:  # what came is d logp / d hidden, row by row
-        assert done.b is None and first.grads.hidden is not None
-        first = replace(first, grads=Gradients(first.grads.hidden.mul_(done.a[first.graded, None])))
+        assert done.b is None
+        first = replace(first, grads=first.grads.times_rows(done.a[first.graded]))
     return first, done
 
 
@@ -141,20 +158,20 @@ def second_pass(head: Head, request: Request, stats: RowStats, a: Tensor, b: Ten
     picked = a[places], None if b is None else b[places]
     if request.engine == "lean":
         return sweep_slices(head, rows, request.config, some, *picked, request.wants), places
-    _, grads = sweep(
-        head,
-        rows,
-        request.config,
+    known = Asked(
         stats=some,
         coefficients=lambda index, _: (picked[0][index], None if picked[1] is None else picked[1][index]),
         wants=request.wants,
     )
+    _, grads = sweep(request.config.converted(head), rows, request.config, known)
     assert grads is not None
     return grads, places
 
 
 def spread(x: Tensor, rows: Rows, n: int) -> Tensor:
-    """(rows,) -> (n,), 0 at the positions that are not among the rows."""
+    """(rows,) -> (n,), 0 at the positions that are not among the rows; always a copy."""
+    if len(rows) == n:
+        return x.clone()
     full = x.new_zeros(n)
     full[rows.positions] = x
     return full

@@ -30,9 +30,11 @@ from enum import Enum
 # In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are
 # for special ends: `lean` where memory is short, `score_dot` where it is asked for.
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean", "score_dot")
-FEW_ROWS, ROW_MULTIPLE = 12, 4  # on a CPU
+FEW_ROWS = 16  # on a CPU
 TILE_ROWS = 128  # on a GPU
-GROUPED_CHUNKS, LEAST_GROUPED_ROWS = (4, 2), 256
+WIDTH_MULTIPLE = 64  # elements, on a GPU
+CHUNKS_OF_A_GROUP = (4, 2)  # if they are not smaller than the next
+LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
 
 class Coupling(Enum):
@@ -101,12 +103,18 @@ def padded_rows(n: int, *, on_gpu: bool = False) -> int:
     """How many rows the products of `n` rows are done with.
 
     The vendor library picks its kernel by the number of rows, and the bits of a row must not depend on how many others
-    there are. On a CPU the choice matters below `FEW_ROWS`, unless the number is a multiple of `ROW_MULTIPLE`. On a GPU
-    a whole tile costs no more than a part of it.
+    there are. On a CPU the choice matters below `FEW_ROWS`. On a GPU a whole tile costs no more than a part of it.
     """
-    if on_gpu:
-        return -(-n // TILE_ROWS) * TILE_ROWS
-    return n if n >= FEW_ROWS else -(-n // ROW_MULTIPLE) * ROW_MULTIPLE
+    return -(-n // TILE_ROWS) * TILE_ROWS if on_gpu else max(n, FEW_ROWS)
+
+
+def row_width(vocab: int, *, on_gpu: bool = False) -> int:
+    """How far apart rows of logits lie, in elements.
+
+    On a GPU they start at multiples of 128 bytes, d logits of 16 bits too: with rows that do not, the vendor library's
+    products are slower by a factor, and the row kernels have to go element by element.
+    """
+    return -(-vocab // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if on_gpu else vocab
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def plan_groups(
     scratch_bytes: Callable[[int], int],
     on_gpu: bool = False,
 ) -> list[Group]:
-    """The groups of `n` rows whose workspace stays within `workspace_bytes`, if that allows `ROW_MULTIPLE` rows.
+    """The groups of `n` rows whose workspace stays within `workspace_bytes`, if that allows `least_rows`.
 
     Groups differ by at most one row (on a GPU by one tile), so that none is much smaller than the others.
 
@@ -143,12 +151,15 @@ def plan_groups(
             weight reads and writes all of its accumulator, so fewer are better.
         scratch_bytes: what a chunk of so many rows takes besides; not decreasing.
     """
-    for per_group in (*(GROUPED_CHUNKS if grouped else ()), 1):
-        row_bytes = chunk_row_bytes + per_group * group_row_bytes
-        most = chunk_rows(row_bytes, workspace_bytes, scratch_bytes, on_gpu=on_gpu)
-        if most >= LEAST_GROUPED_ROWS:
-            break
-    multiple = TILE_ROWS if on_gpu and most >= TILE_ROWS else 1
+
+    def most_rows(per_group: int) -> int:
+        return chunk_rows(chunk_row_bytes + per_group * group_row_bytes, workspace_bytes, scratch_bytes, on_gpu=on_gpu)
+
+    sizes = {per_group: most_rows(per_group) for per_group in (CHUNKS_OF_A_GROUP if grouped else ())}
+    choices = ((per_group, least) for least in (LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS) for per_group in sizes)
+    per_group = next((per_group for per_group, least in choices if sizes[per_group] >= least), 1)
+    most = sizes.get(per_group) or most_rows(per_group)
+    multiple = TILE_ROWS if on_gpu else 1
     most -= most % multiple
     groups = []
     for start, stop in _even_parts(n, per_group * most, multiple):
@@ -165,17 +176,23 @@ def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
+def least_rows(*, on_gpu: bool = False) -> int:
+    """How many rows a chunk may have whatever the budget: to fewer, padding would be added."""
+    return TILE_ROWS if on_gpu else FEW_ROWS
+
+
 def chunk_rows(
     row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], *, on_gpu: bool = False
 ) -> int:
-    """The most rows a chunk may have so that the workspace stays within `workspace_bytes`; at least `ROW_MULTIPLE`.
+    """The most rows a chunk may have so that the workspace stays within `workspace_bytes`; at least `least_rows`.
 
     Args:
         row_bytes: what a row takes: its logits and its hidden state.
         workspace_bytes: the budget.
         scratch_bytes: what a chunk of so many rows takes besides; not decreasing.
     """
-    low, high = ROW_MULTIPLE, max(ROW_MULTIPLE, workspace_bytes // row_bytes)
+    least = least_rows(on_gpu=on_gpu)
+    low, high = least, max(least, workspace_bytes // row_bytes)
     while low < high:
         middle = (low + high + 1) // 2
         rows = padded_rows(middle, on_gpu=on_gpu)

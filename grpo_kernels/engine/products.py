@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.engine.plan import TILE_ROWS
 
 HIGHEST_FP16 = 2.0**12  # what scaled d logits stay below: a margin of 16 to the largest fp16
 ENTROPY_SLOPE = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
@@ -77,9 +78,16 @@ class Products:
         return a * scale, None if b is None else b * scale, scale
 
     def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
-        """``out = hidden @ weight.T``: (n, H) operand -> (n, V); all but the `first` add to it."""
+        """``out = hidden @ weight.T``: (n, H) operand -> (n, V); all but the `first` add to it.
+
+        On a GPU the library chooses its kernel by the number of rows. For fp32 they differ in the order of their sums:
+        there each product has one tile of rows, so that a row has the same bits whatever the others are.
+        """
+        at_once = TILE_ROWS if self.weight.is_cuda and self._operand == torch.float32 else max(1, hidden.shape[0])
         for columns, weight in self._weights():
-            _product(hidden, weight.t(), out[:, columns], add=not first)
+            for start in range(0, hidden.shape[0], at_once):
+                rows = slice(start, start + at_once)
+                _product(hidden[rows], weight.t(), out[rows, columns], add=not first)
             del weight  # before the next slice is made
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
@@ -99,6 +107,20 @@ class Products:
         for start in range(0, vocab, self._slice_rows):
             columns = slice(start, min(start + self._slice_rows, vocab))
             yield columns, self.weight[columns].to(self.compute_dtype).to(self._operand)
+
+
+def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, statistics, and gradients before their one rounding, for operands of `compute_dtype`."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype | None:
+    """The 16-bit dtype that products take the weight in, where it has to be converted to that; None: it has not.
+
+    What is converted to 32 bits is never converted as a whole.
+    """
+    mixed = compute_dtype.itemsize == 2 and _takes_mixed_dtypes(weight)
+    return compute_dtype if mixed and weight.dtype != compute_dtype else None
 
 
 def _takes_mixed_dtypes(weight: Tensor) -> bool:

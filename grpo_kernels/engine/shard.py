@@ -22,6 +22,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import RowBackend, RowStats
 from grpo_kernels.distributed import all_reduce, gather_stacked
+from grpo_kernels.engine.memory import AMPLE, Room
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,7 +47,7 @@ class Shard:
     process_group: ProcessGroup
     rank: int
     sizes: tuple[int, ...]  # of the ranks, in order
-    tight: bool = False  # whether any rank lacks the memory for an accumulator of its d weight
+    room: Room = AMPLE  # tight if any rank's is, ample if all of them are
 
     @property
     def start(self) -> int:

@@ -7,103 +7,96 @@ half of ``two_pass`` a sweep whose row statistics are already known. (That of ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import FusedRowBackend, RowStats
-from grpo_kernels.engine.operands import CoefficientsOf, Gradients, Head, HeadConfig, Rows, Wants
-from grpo_kernels.engine.plan import Group, plan_groups
+from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
+from grpo_kernels.engine.operands import Coefficients, Gradients, Head, HeadConfig, Index, Rows, Wants
+from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.shard import widest_part
 from grpo_kernels.token_loss import TokenLoss
 
 
-def sweep(
-    head: Head,
-    rows: Rows,
-    config: HeadConfig,
-    *,
-    entropy: bool = False,
-    extras: tuple[str, ...] = (),
-    stats: RowStats | None = None,
-    coefficients: CoefficientsOf | None = None,
-    token_loss: TokenLoss | None = None,
-    wants: Wants | None = None,
-) -> tuple[RowStats, Gradients | None]:
-    """Statistics of `rows`, and their gradients if `wants` is given.
+@dataclass(frozen=True)
+class Asked:
+    """What a sweep is to find.
 
-    Args:
-        head: hidden states and head.
-        rows: which of them, n rows.
-        config: how.
+    Attributes:
         entropy, extras: statistics to compute besides the log-probability.
         stats: the statistics, (n,) each, where they are known already.
-        coefficients: called with places in `rows` (m,) and their statistics, a chunk at a time.
+        coefficients: of the gradient; called with places among the rows (m,) and their statistics, a chunk at a time.
+        slopes: whether all coefficients are a = 1, b = 0, in place of `coefficients`.
         token_loss: the loss of the rows, for a backend that fuses: its terms are then the extras, and `coefficients`
             are asked only where d logits have to be scaled before they are rounded.
-        wants: which gradients; needs `coefficients` or `token_loss`.
+        wants: which gradients; None: none.
+    """
+
+    entropy: bool = False
+    extras: tuple[str, ...] = ()
+    stats: RowStats | None = None
+    coefficients: Callable[[Index, RowStats], Coefficients] | None = None
+    slopes: bool = False
+    token_loss: TokenLoss | None = None
+    wants: Wants | None = None
+
+    def at(self, index: Index) -> Asked:
+        """The same of the rows at `index`."""
+        return replace(self, token_loss=None if self.token_loss is None else self.token_loss.at(index))
+
+
+def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[RowStats, Gradients | None]:
+    """Statistics of `rows`, n of them, and their gradients if any is wanted.
 
     Returns:
-        Statistics (n,), and the gradients, or None without `wants`.
+        Statistics (n,), and the gradients, or None without `asked.wants`.
     """
     n, vocab = len(rows), head.weight.shape[0]
-    factors, backend = config.all_products(head), config.backend
-    products = factors[0]
-    in_place = products.gradient_dtype == config.accumulator
-    groups = _groups(n, head, config, gradient=wants is not None)
-    bias = head.row_bias(config.accumulator)
-    sums = None if wants is None else _Sums(head, n, config, wants)
-    collected: list[RowStats] = []
+    groups, factors = _groups(n, head, config, asked.wants), config.all_products(head)
+    work = _Chunks(config, asked, factors, head.row_bias(config.accumulator), n)
+    sums = None if asked.wants is None else _Sums(head, n, groups, config, asked.wants)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
-        buffer = d_logits = head.hidden.new_empty(most, vocab, dtype=config.accumulator)
-        if sums is not None and not in_place:
-            most = max((group.rows for group in groups), default=0)
-            d_logits = head.hidden.new_empty(most, vocab, dtype=products.gradient_dtype)
+        buffer = matrix_of_logits(head.hidden, most, vocab, config.accumulator)
+        d_logits = buffer if work.in_place else None
+        every = _Members(rows, asked.token_loss, asked.stats)
         for group in groups:
-            pick = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
-            pick[len(group) :] = group.start  # padding repeats the first row
-            features = [p.operand(x[rows.positions[pick]]) for p, (x, _) in zip(factors, head.factors(), strict=True)]
-            scale = None  # in fp16; a group is then one chunk
+            members, first = every.of(group)
+            all_places = slice(first, first + group.rows)
+            of_group = [members.operands(x, all_places, n) for x, _ in head.factors()]
+            features = [factor.operand(x) for factor, x in zip(factors, of_group, strict=True)]
             for chunk in group.chunks:
-                index, logits = pick[chunk], buffer[: chunk.stop - chunk.start]
-                some = rows.at(index)
-                transform = config.transform(bias, some.inv_temperature)
+                logits = buffer[: chunk.stop - chunk.start]
                 for i, (factor, x) in enumerate(zip(factors, features, strict=True)):
                     factor.logits(x[chunk], logits, first=i == 0)
-                backend.prepare_(logits, transform)
-                target = None if sums is None else logits if in_place else d_logits[chunk]
-                fuses_gradient = token_loss is not None and not products.scales_gradient
-                if token_loss is not None:
-                    assert isinstance(backend, FusedRowBackend)
-                    ids = some.ids if some.invalid is None else torch.where(some.invalid, -1, some.ids)
-                    out = target if fuses_gradient else None
-                    found = backend.fused(logits, ids, transform, token_loss.at(index), out)
-                elif stats is None:
-                    found = config.stats(logits, some, transform, entropy=entropy, extras=extras)
-                else:
-                    found = stats.rows(index)
-                if target is not None and not fuses_gradient:
-                    assert coefficients is not None
-                    a, b, scale = products.scaled(*coefficients(index, found), transform)
-                    backend.grad(logits, some.ids, found, a, b, transform, target)
-                if stats is None:
-                    collected.append(found.rows(slice(max(0, len(group) - chunk.start))))
-            if sums is not None:
-                d_logits[len(group) : group.rows] = 0.0
-                sums.add(group, factors, features, d_logits[: group.rows], scale)
-    if stats is None:
-        entropy, extras = (entropy, extras) if token_loss is None else (True, token_loss.terms)
-        stats = RowStats.concatenate(collected, head.hidden, config.accumulator, entropy=entropy, extras=extras)
-    return stats, None if sums is None else sums.gradients()
+                if d_logits is None and sums is not None:  # once the first product is under way
+                    most = max(group.rows for group in groups)
+                    d_logits = matrix_of_logits(head.hidden, most, vocab, factors[0].gradient_dtype)
+                target = None if sums is None or d_logits is None else logits if work.in_place else d_logits[chunk]
+                places = slice(first + chunk.start, first + chunk.stop)
+                work.add(logits, target, members, places, len(group) - chunk.start)
+            if sums is not None and d_logits is not None:
+                if len(group) < group.rows:
+                    d_logits[len(group) : group.rows] = 0.0
+                sums.add(group, factors, features, d_logits[: group.rows], work.scale)
+    return work.statistics(head.hidden), None if sums is None else sums.gradients(work.row_factor())
 
 
-def _groups(n: int, head: Head, config: HeadConfig, *, gradient: bool) -> list[Group]:
+def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """(rows, columns), uninitialised, on the device of `like`."""
+    return like.new_empty(rows, row_width(columns, on_gpu=like.is_cuda), dtype=dtype)[:, :columns]
+
+
+def _groups(n: int, head: Head, config: HeadConfig, wants: Wants | None) -> list[Group]:
     """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
-    products = config.products(widest_part(head.weight, config.shard))
+    products, on_gpu = config.products(widest_part(head.weight, config.shard)), head.weight.is_cuda
     vocab = products.weight.shape[0]
-    row_bytes = vocab * config.accumulator.itemsize
-    separate = gradient and products.gradient_dtype != config.accumulator
+    width = row_width(vocab, on_gpu=on_gpu)
+    row_bytes = width * config.accumulator.itemsize
+    separate = wants is not None and products.gradient_dtype != config.accumulator
 
     def scratch_bytes(m: int) -> int:
         return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * row_bytes)  # never at the same time
@@ -112,56 +105,173 @@ def _groups(n: int, head: Head, config: HeadConfig, *, gradient: bool) -> list[G
         n,
         config.workspace_bytes,
         chunk_row_bytes=row_bytes,
-        group_row_bytes=products.hidden_bytes() + (vocab * products.gradient_dtype.itemsize if separate else 0),
-        grouped=separate and not products.scales_gradient,
+        group_row_bytes=products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0),
+        grouped=separate and wants is not None and wants.weight and not products.scales_gradient,
         scratch_bytes=scratch_bytes,
-        on_gpu=head.weight.is_cuda,
+        on_gpu=on_gpu,
     )
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Rows of the sweep and what belongs to them, in the order in which chunks take them."""
+
+    rows: Rows
+    token_loss: TokenLoss | None
+    stats: RowStats | None
+    picked: Tensor | None = None  # which rows these are, where padding is among them; None: all, in their order
+
+    def of(self, group: Group) -> tuple[_Members, int]:
+        """Where the rows of a group are found, and from which place on. Padding repeats its first row."""
+        if len(group) == group.rows:
+            return self, group.start
+        index = torch.arange(group.start, group.start + group.rows, device=self.rows.positions.device)
+        index[len(group) :] = group.start
+        return _Members(*self._taken(index), index), 0
+
+    def at(self, places: slice) -> tuple[Index, Rows, TokenLoss | None, RowStats | None]:
+        """Those at `places`: which rows of the sweep, and the rest."""
+        return places if self.picked is None else self.picked[places], *self._taken(places)
+
+    def operands(self, x: Tensor, places: slice, n: int) -> Tensor:
+        """The rows at `places` of `x` (N, K), given how many rows the sweep has: of all N, without a copy."""
+        if self.picked is None and n == x.shape[0]:
+            return x[places]
+        return x[self.rows.positions[places]]
+
+    def _taken(self, index: Index) -> tuple[Rows, TokenLoss | None, RowStats | None]:
+        return (
+            self.rows.at(index),
+            None if self.token_loss is None else self.token_loss.at(index),
+            None if self.stats is None else self.stats.rows(index),
+        )
+
+
+class _Chunks:
+    """The row work, a chunk after the other, and what came of it.
+
+    Attributes:
+        in_place: whether d logits take the place of the logits.
+        scale: () what the last chunk's d logits carry, in fp16; a group is then one chunk.
+    """
+
+    def __init__(self, config: HeadConfig, asked: Asked, factors: list[Products], bias: Tensor | None, n: int) -> None:
+        self._config, self._asked, self._bias, self._n = config, asked, bias, n
+        self._products = factors[0]
+        self.in_place = self._products.gradient_dtype == config.accumulator
+        self.scale: Tensor | None = None
+        self._stats: list[RowStats] = []
+        self._row_factors: list[Tensor] = []
+        whole = config.shard is None and not self._products.scales_gradient
+        self._fuses_gradient = asked.token_loss is not None and not self._products.scales_gradient
+        self._single_pass = asked.slopes and whole and isinstance(config.backend, SinglePassRowBackend)
+
+    def add(self, logits: Tensor, target: Tensor | None, members: _Members, places: slice, count: int) -> None:
+        """Reduce raw projections (m, V) and write d logits to `target`.
+
+        Args:
+            members, places: whose they are.
+            count: how many of them are no padding.
+        """
+        config, asked = self._config, self._asked
+        index, rows, token_loss, found = members.at(places)
+        transform = config.transform(self._bias, rows.inv_temperature)
+        config.backend.prepare_(logits, transform)
+        if self._single_pass and target is not None:
+            found = self._at_once(logits, target, rows, transform, count)
+        elif token_loss is not None:
+            assert isinstance(config.backend, FusedRowBackend)
+            ids = rows.ids if rows.marked is None else rows.marked
+            out = target if self._fuses_gradient else None
+            found = config.backend.fused(logits, ids, transform, token_loss, out)
+        elif found is None:
+            found = config.stats(logits, rows, transform, entropy=asked.entropy, extras=asked.extras)
+        if target is not None and not (self._fuses_gradient or self._single_pass):
+            a, b = torch.ones_like(found.logps), None
+            if not asked.slopes:
+                assert asked.coefficients is not None
+                a, b = asked.coefficients(index, found)
+            a, b, self.scale = self._products.scaled(a, b, transform)
+            config.backend.grad(logits, rows.ids, found, a, b, transform, target)
+        if asked.stats is None:
+            self._stats.append(found.rows(slice(max(0, count))))
+
+    def _at_once(self, logits: Tensor, target: Tensor, rows: Rows, transform: LogitTransform, count: int) -> RowStats:
+        backend, asked = self._config.backend, self._asked
+        assert isinstance(backend, SinglePassRowBackend)
+        found, factor = backend.single_pass(
+            logits, rows.ids, transform, target, entropy=asked.entropy, extras=asked.extras
+        )
+        if rows.invalid is not None:
+            for x in (found.logps, factor):
+                x.masked_fill_(rows.invalid, torch.nan)
+        self._row_factors.append(factor[: max(0, count)])
+        return found
+
+    def statistics(self, like: Tensor) -> RowStats:
+        """Of all rows."""
+        asked = self._asked
+        if asked.stats is not None:
+            return asked.stats
+        entropy, extras = asked.entropy, asked.extras
+        if asked.token_loss is not None:
+            entropy, extras = True, asked.token_loss.terms
+        return RowStats.concatenate(self._stats, like, self._config.accumulator, entropy=entropy, extras=extras)
+
+    def row_factor(self) -> Tensor | None:
+        """What the rows of d hidden are still to be multiplied by, (n,); None: nothing."""
+        return torch.cat(self._row_factors) if self._row_factors else None
 
 
 class _Sums:
     """The gradients of the head's tensors, as the groups add to them."""
 
-    def __init__(self, head: Head, n: int, config: HeadConfig, wants: Wants) -> None:
-        new, dtype = head.hidden, config.accumulator
-        # what is of the vocabulary's size is written by the first group's product; without a group it is 0
-        new_matrix = new.new_empty if n > 0 else new.new_zeros
-        self._rows: list[Tensor | None] = []  # of each factor: (n, K)
+    def __init__(self, head: Head, n: int, groups: list[Group], config: HeadConfig, wants: Wants) -> None:
+        self._head, self._n, self._dtype, self._wants = head, n, config.accumulator, wants
+        self._padded = max((group.start + group.rows for group in groups), default=0)
+        self._rows: list[Tensor | None] = []  # of each factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
-        for (x, matrix), (wants_rows, wants_matrix) in zip(head.factors(), wants.factors(), strict=False):
-            self._rows.append(new.new_empty(n, x.shape[1], dtype=dtype) if wants_rows else None)
-            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if wants_matrix else None)
-        self._bias = new.new_zeros(head.weight.shape[0], dtype=dtype) if wants.bias else None
+        self._bias: Tensor | None = None  # (V,)
         self._scale: Tensor | None = None  # what all but the rows are multiplied by
+
+    def _allocate(self) -> None:
+        """Only when the first group's d logits are under way."""
+        new, dtype, wants = self._head.hidden, self._dtype, self._wants
+        # what is of the vocabulary's size is written by the first group's product; without a group it is 0
+        new_matrix = new.new_empty if self._n > 0 else new.new_zeros
+        for (x, matrix), (wants_rows, wants_matrix) in zip(self._head.factors(), wants.factors(), strict=False):
+            self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if wants_rows else None)
+            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if wants_matrix else None)
+        if wants.bias:
+            self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
 
     def add(
         self, group: Group, products: list[Products], features: list[Tensor], d_logits: Tensor, scale: Tensor | None
     ) -> None:
         """What a group gives: its operands (m, K) and d logits (m, V), which `scale` () multiplies."""
+        if not self._rows:
+            self._allocate()
         if scale is not None and self._scale is not None:
             self._rescale(scale / self._scale)
         self._scale = scale
         for factor, x, rows, matrix in zip(products, features, self._rows, self._matrices, strict=True):
             if rows is not None:
-                place = rows[group.start : group.stop]
-                if group.rows == len(group):
-                    factor.d_hidden(d_logits, place)
-                else:
-                    padded = place.new_empty(group.rows, x.shape[1])
-                    factor.d_hidden(d_logits, padded)
-                    place.copy_(padded[: len(group)])
+                factor.d_hidden(d_logits, rows[group.start : group.start + group.rows])
                 if scale is not None:
-                    place.div_(scale)
+                    rows[group.start : group.stop].div_(scale)
             if matrix is not None:
                 factor.d_weight(d_logits, x, matrix, first=group.start == 0)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
-    def gradients(self) -> Gradients:
+    def gradients(self, row_factor: Tensor | None) -> Gradients:
+        if not self._rows:
+            self._allocate()
         if self._scale is not None:
             self._rescale(1.0 / self._scale)
-        (hidden, *u), (weight, *b) = self._rows, self._matrices
-        return Gradients(hidden, weight, self._bias, *u, *b)
+        rows = [None if x is None else x[: self._n] for x in self._rows]
+        (hidden, u), (weight, b) = ((*x, None)[:2] for x in (rows, self._matrices))
+        return Gradients(hidden, weight, self._bias, u, b, row_factor)
 
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):

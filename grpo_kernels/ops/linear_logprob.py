@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.functions import Like, returned
+from grpo_kernels.engine.functions import Like, returned, scaled
 from grpo_kernels.engine.operands import Head, Rows, Wants
 from grpo_kernels.engine.passes import RECOMPUTING, Request, all_rows, first_pass, second_pass, spread
 from grpo_kernels.engine.plan import Coupling
@@ -70,6 +70,7 @@ def run(
         logit_scale=settings.logit_scale,
         logits_dtype=settings.logits_dtype,
         outputs=(*outputs,),
+        engine=settings.engine,
         backend=settings.backend,
         workspace_bytes=settings.workspace_bytes,
         wants=Wants(*settings.wants),
@@ -80,7 +81,6 @@ def run(
         Coupling.COUPLED,
         wants,
         config,
-        weight,
         entropy_gradient=entropy,
         engine=settings.engine,
         only_logps=not extras,
@@ -92,7 +92,7 @@ def run(
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
         return new() if x is None or not wanted else spread(x, rows, ids.numel()).view(ids.shape)
 
-    slopes = None if grads is None else grads.hidden
+    slopes = None if grads is None else scaled(grads).hidden
     return Results(
         logps=per_token(stats.logps),
         entropies=per_token(stats.entropies),
@@ -151,7 +151,9 @@ def run_backward(
         logit_scale=settings.logit_scale,
         logits_dtype=settings.logits_dtype,
     )
-    config = head_config(hidden, weight, wants, spec, settings.backend, settings.workspace_bytes, settings.dtype)
+    config = head_config(
+        hidden, weight, wants, spec, settings.backend, settings.workspace_bytes, settings.dtype, engine=settings.engine
+    )
 
     def upstream(x: Tensor) -> Tensor:
         x = x.reshape(-1).to(config.accumulator)

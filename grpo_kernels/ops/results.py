@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.operands import accumulator_of
+from grpo_kernels.engine.products import accumulator_of
 
 
 class Empty:
