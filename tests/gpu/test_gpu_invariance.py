@@ -1,4 +1,8 @@
-"""The same bits again: run after run, and for a row whatever else is in its batch."""
+"""The same bits again: run after run, and for a row whatever else is in its batch.
+
+That is promised of every dtype and backend where the library multiplies the same number of rows; where it is another
+number, of fp32 with the Triton kernels (docs/design.md, "Numbers"), and of the others that they agree to `CLOSE`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ RERUNS = {"cuda": 20, "cpu": 2}
 ENGINES = {"score": ("score", "score_dot"), "loss": ("one_pass", "two_pass", "lean")}
 BIG = [(700, 4096, 151_936, torch.bfloat16), (700, 512, 32_003, torch.bfloat16), (300, 96, 4097, torch.float32)]
 TINY = (20, 16, 70)
+CLOSE = 1e-5  # of a log-probability: the order of a sum over H in fp32
 
 
 def scored(hidden: Tensor, weight: Tensor, ids: Tensor, engine: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -23,6 +28,13 @@ def scored(hidden: Tensor, weight: Tensor, ids: Tensor, engine: str, backend: st
         logps, entropies = linear_logprob(hidden, weight, ids, engine=engine, backend=backend)
     assert entropies is not None
     return logps, entropies
+
+
+def agrees(got: Any, want: Any, *, dtype: torch.dtype, engine: str, backend: str) -> bool:
+    """Whether per-row results of other numbers of rows are what is promised of them."""
+    if engine == "score_dot" or (dtype == torch.float32 and backend == "triton"):
+        return same_bits(got, want)
+    return all(bool(((x - y).abs() <= CLOSE).all()) for x, y in zip(got, want, strict=True))
 
 
 def combinations() -> list[tuple[str, str]]:
@@ -64,7 +76,7 @@ def test_every_run_has_the_same_bits(
 def test_a_row_does_not_depend_on_its_batch(
     device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, engine: str, backend: str, as_in_use: None
 ) -> None:
-    """Alone, in parts of any size, permuted, repeated, in chunks: the same bits."""
+    """Alone, in parts of any size, permuted, repeated, in chunks."""
     if device.type == "cpu":
         n, h, v = TINY
     hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
@@ -76,7 +88,7 @@ def test_a_row_does_not_depend_on_its_batch(
     wrong = []
     for name, index in parts.items():
         found = scored(hidden[index], weight, ids[index], engine, backend)
-        if not same_bits(found, tuple(x[index] for x in whole)):
+        if not agrees(found, tuple(x[index] for x in whole), dtype=dtype, engine=engine, backend=backend):
             wrong.append((name, float((found[0] - whole[0][index]).abs().max())))
     assert not wrong, wrong
 
@@ -105,7 +117,10 @@ def test_masked_positions_and_padding_change_no_bit(
 def test_the_ratio_is_exactly_one_on_policy(
     device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
 ) -> None:
-    """Old log-probabilities of calls without gradient, a sequence at a time: loss and gradient as on-policy."""
+    """Old log-probabilities of calls without gradient, a sequence at a time: loss and gradient as on-policy.
+
+    Exactly, or, where that is not promised, as nearly as log-probabilities are.
+    """
     b, t, h, v = (24, 40, 512, 32_003) if device.type == "cuda" else (3, 4, 16, 70)
     hidden, weight, ids = leaves(device, b * t, h, v, dtype)
     hidden, ids = hidden.detach().view(b, t, h).requires_grad_(), ids.view(b, t)
@@ -121,9 +136,15 @@ def test_the_ratio_is_exactly_one_on_policy(
 
     out, grads = step(old)
     on_policy, wanted = step(None)
-    assert float(out.metrics["ratio"]) == 1.0
-    assert torch.equal(out.loss, on_policy.loss)
-    assert same_bits(grads, wanted)
+    if dtype == torch.float32 and backend == "triton":
+        assert float(out.metrics["ratio"]) == 1.0
+        assert torch.equal(out.loss, on_policy.loss)
+        assert same_bits(grads, wanted)
+        return
+    assert abs(float(out.metrics["ratio"]) - 1.0) <= CLOSE
+    assert abs(float(out.loss - on_policy.loss)) <= CLOSE
+    for got, want in zip(grads, wanted, strict=True):
+        assert float((got - want).double().norm()) <= 2e-3 * float(want.double().norm())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
