@@ -82,6 +82,24 @@ def test_an_adapter_is_counted() -> None:
     assert peak <= budget + of_rows + v * h * 2 + v * r * 4 + 40 * n * 4
 
 
+@pytest.mark.parametrize("budget", [1, 2**16, 2**29])  # of the least blocks and slices, some of each, one of each
+def test_equals_two_passes(budget: int) -> None:
+    """Blocks of rows and slices of the vocabulary, with a bias, a temperature a row and the entropy's gradient."""
+    n, h, v = 50, 6, 300
+    g = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(shape, generator=g).double().requires_grad_() for shape in ((n, h), (v, h), (v,))]
+    ids, temperature = torch.randint(v, (n,), generator=g), 0.5 + torch.rand(n, generator=g, dtype=torch.float64)
+    found = []
+    for engine in ("lean", "two_pass"):
+        logps, entropy = linear_logprob(
+            leaves[0], leaves[1], ids, bias=leaves[2], temperature=temperature, engine=engine, workspace_bytes=budget
+        )
+        assert entropy is not None
+        found.append(torch.autograd.grad((logps * torch.arange(n) + entropy).sum(), leaves))
+    for lean, two_pass in zip(*found, strict=True):
+        torch.testing.assert_close(lean, two_pass, rtol=1e-10, atol=1e-12)
+
+
 class Moved(TorchDispatchMode):
     """Bytes of matrices (more than `rows`, `width`) that are read or written, but for those of products."""
 
