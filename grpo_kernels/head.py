@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +36,28 @@ def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     if dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return dtype
+
+
+def warn_if_promoted(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    """Warn, once, of products in fp32 that the tensors' dtypes ask for and nobody may have meant.
+
+    That is with a 16-bit weight, on a GPU that would multiply 16-bit operands an order of magnitude faster. An fp32
+    weight is kept on purpose.
+    """
+    mixes = weight.is_cuda and torch.version.hip is None
+    if mixes and dtype == torch.float32 and weight.dtype.itemsize == 2:
+        _warn_of_promotion(hidden.dtype, weight.dtype)
+
+
+@functools.cache
+def _warn_of_promotion(hidden: torch.dtype, weight: torch.dtype) -> None:
+    warnings.warn(
+        f"grpo_kernels: hidden in {hidden} with a weight in {weight}, outside autocast, is multiplied in "
+        "torch.float32, which takes a GPU about ten times as long as 16 bits. Cast hidden to the weight's dtype, or "
+        "call within torch.autocast; if float32 is meant, cast the weight to it",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def plan_rows(
@@ -108,6 +132,7 @@ def head_config(
         check_budget(workspace_bytes)
     if dtype is None:
         dtype = compute_dtype(hidden, weight)
+    warn_if_promoted(hidden, weight, dtype)
     asks_tight = engine == "auto"
     room = Room.of(weight, wants, dtype, workspace_bytes, asks_tight=asks_tight) if shard is None else shard.room
     if workspace_bytes is None:

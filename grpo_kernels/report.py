@@ -6,6 +6,7 @@ import os
 import platform
 import warnings
 from importlib import metadata
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +20,13 @@ PACKAGES = (
 )  # fmt: skip
 
 Report = dict[str, dict[str, str]]
+
+PRECISIONS = {  # of float32 products, as torch names them
+    "none": "full",
+    "ieee": "full",
+    "tf32": "TF32, 10 bits of mantissa where the device has it: results of float32 operands are not exact",
+    "bf16": "bfloat16, 7 bits of mantissa where the device has it: results of float32 operands are not exact",
+}
 
 
 def collect() -> Report:
@@ -35,6 +43,7 @@ def collect() -> Report:
         "devices": {str(device): _describe(device) for device in devices()},
         "backend": {**{str(device): _backend(device) for device in devices()}, "C++ library": _library()},
         "defaults": {"workspace": _default_workspace()},
+        "settings of torch": _settings(),
     }
 
 
@@ -102,3 +111,22 @@ def _default_workspace() -> str:
     """What `workspace_bytes=None` stands for."""
     least, most = (f"{size / 2**20:.0f} MiB" for size in (WORKSPACE_BYTES, MOST_WORKSPACE_BYTES))
     return f"{least} (on a GPU with a trainable head 4 V H bytes, up to {most})"
+
+
+def _settings() -> dict[str, str]:
+    """The settings of torch, in this process, that change what a product gives."""
+    cuda, mkldnn = torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn)  # whose type lacks matmul
+    # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set; this shows both
+    found = {
+        "float32 products, cpu": ("mkldnn", mkldnn.matmul.fp32_precision),
+        "float32 products, cuda": ("cuda", cuda.fp32_precision),
+    }
+    lines = {
+        name: f"{PRECISIONS.get(value, value)} (torch.backends.{where}.matmul.fp32_precision: {value})"
+        for name, (where, value) in found.items()
+    }
+    refused = cuda.allow_fp16_accumulation
+    lines["float16 products, cuda"] = (
+        "refused, since they would be summed in float16" if refused else "summed in float32"
+    ) + f" (torch.backends.cuda.matmul.allow_fp16_accumulation: {refused})"
+    return lines

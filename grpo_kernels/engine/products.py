@@ -35,6 +35,8 @@ class Products:
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
         mixed = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4) and _takes_mixed_dtypes(weight)
+        if mixed:
+            _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
         copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize  # bytes of an element of the weight
         copied += 0 if self._operand == compute_dtype else self._operand.itemsize
@@ -126,6 +128,16 @@ def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype |
 def _takes_mixed_dtypes(weight: Tensor) -> bool:
     """Whether the device's library multiplies 16-bit operands into fp32 results."""
     return weight.is_cuda and torch.version.hip is None
+
+
+def _check_accumulation(operands: torch.dtype) -> None:
+    """Raise RuntimeError if torch is told to sum products of `operands` in fp16: there is none with an fp32 result."""
+    if operands == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+        raise RuntimeError(
+            "torch.backends.cuda.matmul.allow_fp16_accumulation: expected False for a head in torch.float16, whose "
+            "products are summed in float32, got True, for which cuBLAS has no such product; set it to False for this "
+            "call and its backward, or use torch.bfloat16, which it does not concern"
+        )
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:

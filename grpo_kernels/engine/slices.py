@@ -6,15 +6,21 @@ complete: it is rounded and written once. d hidden is what accumulates, in the a
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.engine.operands import Gradients, Head, HeadConfig, Rows, Wants
 from grpo_kernels.engine.plan import padded_rows
+from grpo_kernels.engine.products import Products
+from grpo_kernels.engine.sweep import matrix_of_logits
 
 MOST_ROWS = 8192  # at a time: with more, slices would get narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
+FEATURES_SHARE = 4  # of the workspace, one part in so many is the most that operands of the rows at a time take
 
 
 def sweep_slices(
@@ -25,75 +31,158 @@ def sweep_slices(
     Returns:
         As `sweep` does, but d weight and d bias in their own dtype, rounded once.
     """
-    n, vocab = len(rows), head.weight.shape[0]
-    on_gpu, bias = rows.positions.is_cuda, head.row_bias(config.accumulator)
-    m = padded_rows(n, on_gpu=on_gpu)
-    new, dtype, wanted = head.hidden.new_zeros, config.accumulator, wants.factors()
-    d_rows, d_matrices = [], []  # of each factor
-    for (x, matrix), (wants_rows, wants_matrix) in zip(head.factors(), wanted, strict=False):
-        d_rows.append(new(m, x.shape[1], dtype=dtype) if wants_rows else None)
-        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if wants_matrix else None)
-    d_bias = new(vocab, dtype=dtype) if wants.bias else None
+    n, vocab, dtype = len(rows), head.weight.shape[0], config.accumulator
+    bias = head.row_bias(dtype)
     # one factor for all: what is summed over rows and over slices must carry the same
     a, b, scale = config.products(head.weight).scaled(a, b, config.transform(bias, rows.inv_temperature))
-    unscale = 1.0 if scale is None else 1.0 / scale
-    columns_at_once = _slice_columns(head, config, m)
-    block_rows = min(m, MOST_ROWS)
+    rows_at_once, columns_at_once = _slice_shape(n, head, config, wants)
+    blocks = _blocks(rows, stats, a, b, rows_at_once)
+    m = blocks[-1].place.stop if blocks else 0
+    new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
+    d_rows, d_matrices = [], []  # of each factor
+    for (x, matrix), (wants_rows, wants_matrix) in zip(head.factors(), wants.factors(), strict=False):
+        d_rows.append(new(m, x.shape[1], dtype=dtype) if wants_rows else None)
+        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if wants_matrix else None)
+    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if wants.bias else None
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
-        for first_id in range(0, vocab if n > 0 else 0, columns_at_once):
+        for first_id in range(0, vocab if blocks else 0, columns_at_once):
             columns = slice(first_id, min(first_id + columns_at_once, vocab))
-            factors = config.all_products(head, columns)
-            parts: list[Tensor | None] = [None] * len(factors)
-            for start in range(0, m, block_rows):
-                block = torch.arange(start, min(start + block_rows, m), device=rows.positions.device)
-                index = torch.where(block < n, block, 0)  # padding repeats the first row
-                some = rows.at(index)
-                features = [p.operand(x[some.positions]) for p, (x, _) in zip(factors, head.factors(), strict=True)]
-                logits = features[0].new_empty(block.shape[0], columns.stop - columns.start, dtype=dtype)
-                transform = config.transform(None if bias is None else bias[columns], some.inv_temperature)
-                for i, (factor, x) in enumerate(zip(factors, features, strict=True)):
-                    factor.logits(x, logits, first=i == 0)
-                config.backend.prepare_(logits, transform)
-                in_place = factors[0].gradient_dtype == dtype
-                d_logits = logits if in_place else torch.empty_like(logits, dtype=factors[0].gradient_dtype)
-                b_rows = None if b is None else b[index]
-                config.backend.grad(
-                    logits, some.ids, stats.rows(index), a[index], b_rows, transform, d_logits, first_id=first_id
-                )
-                del logits
-                d_logits[max(0, n - start) :] = 0.0
-                for i, (factor, x, of_rows, whole) in enumerate(
-                    zip(factors, features, d_rows, d_matrices, strict=True)
-                ):
-                    if of_rows is not None:
-                        factor.d_hidden(d_logits, of_rows[start : start + block.shape[0]], first=first_id == 0)
-                    if whole is not None:
-                        part = parts[i]
-                        if part is None:  # only now that the backend's scratch is gone
-                            part = parts[i] = torch.empty_like(whole[columns], dtype=dtype)
-                        factor.d_weight(d_logits, x, part, first=start == 0)
-                if d_bias is not None:
-                    d_bias[columns] += d_logits.sum(dim=0, dtype=dtype)
-            for whole, part in zip(d_matrices, parts, strict=True):
-                if whole is not None and part is not None:
-                    whole[columns] = (part * unscale).to(whole.dtype)
+            part = _Slice(head, config, columns, bias, d_rows, d_matrices, d_bias)
+            for block in blocks:
+                part.add(block)
+            part.finish(scale)
+            del part  # before the next one is made
     (hidden, *u), (weight, *adapter_b) = d_rows, d_matrices
-    scaled = Gradients(hidden, None, d_bias, *u).apply(lambda x: x.mul_(unscale))
+    scaled = Gradients(hidden, None, d_bias, *u)
+    if scale is not None:
+        unscale = 1.0 / scale
+        scaled = scaled.apply(lambda x: x.mul_(unscale))
     d_hidden, d_u = (None if x is None else x[:n] for x in (scaled.hidden, scaled.u))
     return Gradients(d_hidden, weight, scaled.bias, d_u, *adapter_b)
 
 
-def _slice_columns(head: Head, config: HeadConfig, m: int) -> int:
-    """How many columns a slice may have so that the workspace stays within its budget; `SLICE_MULTIPLE` at least.
+@dataclass(frozen=True)
+class _Block:
+    """Rows that are projected together, padded to as many as the products are done with."""
 
-    A column takes its logits and d logits, the backend's scratch, and a row of d weight, and of what an adapter has,
-    in the accumulator's dtype.
+    place: slice  # among all rows, with the last block's padding
+    count: int  # without padding
+    rows: Rows  # (m,), and so is all below
+    stats: RowStats
+    a: Tensor
+    b: Tensor | None
+
+
+def _blocks(rows: Rows, stats: RowStats, a: Tensor, b: Tensor | None, most: int) -> list[_Block]:
+    """`rows`, n of them, in blocks of about equal size, at most `most`; all but the last are whole tiles."""
+    n, positions = len(rows), rows.positions
+    tile = padded_rows(1, on_gpu=positions.is_cuda)
+    step = -(-n // max(1, -(-n // most) * tile)) * tile
+    blocks = []
+    for start in range(0, n, max(1, step)):
+        count = min(step, n - start)
+        m = padded_rows(count, on_gpu=positions.is_cuda)
+        index = torch.arange(start, start + m, device=positions.device)
+        index[count:] = start  # padding repeats the first row
+        b_rows = None if b is None else b[index]
+        blocks.append(_Block(slice(start, start + m), count, rows.at(index), stats.rows(index), a[index], b_rows))
+    return blocks
+
+
+class _Slice:
+    """Some columns of the gradient, as blocks of rows add to them; `d_rows` and `d_bias` are of the whole sweep."""
+
+    def __init__(
+        self,
+        head: Head,
+        config: HeadConfig,
+        columns: slice,
+        bias: Tensor | None,  # (V,)
+        d_rows: list[Tensor | None],  # of each factor: (m, K)
+        d_matrices: list[Tensor | None],  # (V, K), in their own dtype
+        d_bias: Tensor | None,  # (V,)
+    ) -> None:
+        self._factors, self._config, self._columns = config.all_products(head, columns), config, columns
+        self._features = [x for x, _ in head.factors()]
+        self._bias = None if bias is None else bias[columns]
+        self._d_rows, self._d_bias = d_rows, None if d_bias is None else d_bias[columns]
+        self._targets = [None if whole is None else whole[columns] for whole in d_matrices]
+        # what is rounded is summed apart; what is not, where it belongs
+        dtype = config.accumulator
+        self._parts = [x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in self._targets]
+
+    def add(self, block: _Block) -> None:
+        """What a block of rows gives."""
+        factors, start = self._factors, block.place.start
+        features = [p.operand(x[block.rows.positions]) for p, x in zip(factors, self._features, strict=True)]
+        d_logits = self._d_logits(block, features)
+        for factor, x, rows, part in zip(factors, features, self._d_rows, self._parts, strict=True):
+            if rows is not None:
+                factor.d_hidden(d_logits, rows[block.place], first=self._columns.start == 0)
+            if part is not None:
+                factor.d_weight(d_logits, x, part, first=start == 0)
+        if self._d_bias is not None:
+            self._d_bias += d_logits.sum(dim=0, dtype=self._d_bias.dtype)
+
+    def finish(self, scale: Tensor | None) -> None:
+        """Write what the blocks gave to d weight, without the factor `scale` () that it carries."""
+        for target, part in zip(self._targets, self._parts, strict=True):
+            if target is None or part is None:
+                continue
+            if scale is not None:  # where scales are, on a GPU, this reads, scales and casts in one pass
+                torch.mul(part, 1.0 / scale, out=target)
+            elif part is not target:
+                target.copy_(part)
+
+    def _d_logits(self, block: _Block, features: list[Tensor]) -> Tensor:
+        """(m, columns), in the products' dtype; 0 in the padding."""
+        config, columns, some, products = self._config, self._columns, block.rows, self._factors[0]
+        dtype, width = config.accumulator, columns.stop - columns.start
+        logits = matrix_of_logits(features[0], len(some), width, dtype)
+        transform = config.transform(self._bias, some.inv_temperature)
+        for i, (factor, x) in enumerate(zip(self._factors, features, strict=True)):
+            factor.logits(x, logits, first=i == 0)
+        config.backend.prepare_(logits, transform)
+        in_place = products.gradient_dtype == dtype
+        d_logits = logits if in_place else matrix_of_logits(logits, len(some), width, products.gradient_dtype)
+        config.backend.grad(
+            logits, some.ids, block.stats, block.a, block.b, transform, d_logits, first_id=columns.start
+        )
+        d_logits[block.count :] = 0.0
+        return d_logits
+
+
+def _slice_shape(n: int, head: Head, config: HeadConfig, wants: Wants) -> tuple[int, int]:
+    """How many of `n` rows and how many columns to take at a time, so that the workspace stays within its budget.
+
+    A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
+    together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
     """
-    vocab, width = head.weight.shape[0], sum(matrix.shape[1] for _, matrix in head.factors())
-    products, size = config.products(head.weight), config.accumulator.itemsize
-    rows = min(m, MOST_ROWS)
-    d_logits = 0 if products.gradient_dtype == config.accumulator else products.gradient_dtype.itemsize
-    scratch = config.backend.scratch_rows(rows, min(vocab, SLICE_MULTIPLE))
-    column = (rows + scratch) * size + rows * d_logits + width * size
-    budget = config.workspace_bytes - products.slice_bytes - rows * products.hidden_bytes()
-    return min(vocab, max(1, budget // column // SLICE_MULTIPLE) * SLICE_MULTIPLE)
+    vocab, budget, size = head.weight.shape[0], config.workspace_bytes, config.accumulator.itemsize
+    tile, least = padded_rows(1, on_gpu=head.weight.is_cuda), min(vocab, SLICE_MULTIPLE)
+    factors = config.all_products(head)
+    dtype = factors[0].gradient_dtype
+    logit_bytes = size + (0 if dtype == config.accumulator else dtype.itemsize)
+    row_bytes = column_bytes = padding_bytes = 0
+    for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), wants.factors(), strict=False):
+        converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # of an adapter more precise than d logits
+        row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
+        column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != config.accumulator else 0))
+        padding_bytes += tile * x.shape[1] * size  # of d hidden
+    row_free = padding_bytes + max(p.slice_bytes for p in factors)  # of the weights one after the other
+
+    def taken(rows: int, columns: int) -> int:
+        logits = rows * logit_bytes + config.backend.scratch_rows(rows, least) * size
+        return row_free + rows * row_bytes + columns * (column_bytes + logits)
+
+    rows = max(1, -(-min(n, MOST_ROWS) // tile)) * tile
+    while rows > tile and (taken(rows, least) > budget or rows * row_bytes > budget // FEATURES_SHARE):
+        rows = -(-rows // (2 * tile)) * tile
+    columns = (budget - taken(rows, 0)) // (taken(rows, 1) - taken(rows, 0))
+    return rows, min(vocab, max(1, columns // SLICE_MULTIPLE) * SLICE_MULTIPLE)
+
+
+def _copied_bytes(x: Tensor, products: Products) -> int:
+    """What a number of `x` takes, besides its operand, while it becomes one."""
+    steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
+    return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)
