@@ -1,0 +1,152 @@
+"""What a kernel's time goes to: the loops over a row, and what runs once, with how many elements one round handles.
+
+How many elements a thread handles in a round follows from the code itself, not from the tile: from the bytes of logits
+and bias that it loads, or, where nothing loops, from the bytes that it stores. Loads of one number a row do not count
+there: they lie outside of loops.
+
+A kernel goes through its rows in sweeps, each a loop of its own that may be followed by one with fewer elements for the
+last tiles. What is conditional is counted by the cheapest way that loads and stores as much as any: the whole tile's,
+not the masked one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from benchmarks.roofline.flow import Flow, Loop, Score
+from benchmarks.roofline.sass import LOADS, STORES, Instruction, counted
+
+# What a part does. A "rest" is the loop over a row's last tiles, "once" what is outside of all loops, a "tile" a whole
+# program without one; an "epilogue" is what becomes of a product.
+READS, WRITES, REST, ONCE, TILE, PRODUCT, EPILOGUE = "reads", "writes", "rest", "once", "tile", "product", "epilogue"
+WARP_GROUP = 128  # threads that share an HGMMA
+
+
+@dataclass(frozen=True)
+class Part:
+    """A round of a loop, or what runs once."""
+
+    does: str
+    elements: int  # a thread, a round; 0 if it runs once, a product's multiplications in thousands
+    instructions: int
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes of an element in memory, as a kernel's launch has it."""
+
+    loaded: int  # logits, and bias if there is one
+    stored: int  # 0 where nothing is
+
+
+def parts_of(instructions: list[Instruction], layout: Layout, sweeps: int) -> list[Part]:
+    """The main loops of a kernel in order, with what else it runs.
+
+    Args:
+        sweeps: how many times it goes over a row; what looks like a further one is for rare rows, and left out.
+    """
+    flow = Flow(instructions)
+    if any(x.name == "HGMMA" for x in instructions):
+        return _of_products(flow)
+    loops = _innermost(flow, lambda x: x.name in LOADS)
+    if not loops:
+        return [_tile(flow, layout)]
+    rounds = [_round(flow, loop, layout) for loop in loops]
+    kept, place = [], 0
+    for i, part in enumerate(rounds):
+        is_rest = i > 0 and part.does == rounds[place].does and part.elements < rounds[place].elements
+        place = place if is_rest else i
+        kept.append(replace(part, does=REST) if is_rest else part)
+    starts = [i for i, part in enumerate(kept) if part.does != REST]
+    if len(starts) < sweeps:
+        raise ValueError(f"expected {sweeps} loops over a row, got {len(starts)}")
+    return [*kept[: starts[sweeps] if sweeps < len(starts) else None], _once(flow, loops)]
+
+
+def _innermost(flow: Flow, works: Callable[[Instruction], bool]) -> list[Loop]:
+    """The loops that do work and have no loop inside that does, in order."""
+    working = [loop for loop in flow.loops if any(map(works, flow.instructions(loop.blocks)))]
+    return [a for a in working if not any(b.blocks < a.blocks for b in working)]
+
+
+def _round(flow: Flow, loop: Loop, layout: Layout) -> Part:
+    body = flow.instructions(loop.blocks)
+    taken = flow.instructions(flow.best_path(_by_work(body), loop.header, loop.latches, loop.blocks))
+    loaded, stored = _moved(taken, LOADS), _at_widest(taken, STORES)
+    elements = loaded // layout.loaded
+    if loaded % layout.loaded or (stored and stored != elements * layout.stored):
+        raise ValueError(
+            f"a round loads {loaded} bytes at {layout.loaded} an element, stores {stored} at {layout.stored}"
+        )
+    return Part(WRITES if stored else READS, elements, len(taken), counted(taken))
+
+
+def _tile(flow: Flow, layout: Layout) -> Part:
+    """All of a kernel without a loop, by what it stores: the way of a whole tile."""
+    path = flow.best_path(_by_work([x for block in flow.blocks for x in block]))
+    taken = flow.instructions(path)
+    return Part(TILE, _at_widest(taken, STORES) // layout.stored, len(taken), counted(taken))
+
+
+def _once(flow: Flow, loops: list[Loop]) -> Part:
+    """What a row takes besides its loops."""
+    inside = frozenset[int]().union(*(loop.blocks for loop in loops))
+    path = flow.best_path(_by_work(flow.instructions(inside)))
+    taken = flow.instructions([place for place in path if place not in inside])
+    return Part(ONCE, 0, len(taken), counted(taken))
+
+
+def _of_products(flow: Flow) -> list[Part]:
+    """A product's loop, and what its tile takes besides; both loops may be one."""
+    loop = _innermost(flow, _is_product)[0]
+    inner = flow.best_path(_by_work(flow.instructions(loop.blocks)), loop.header, loop.latches, loop.blocks)
+    taken = flow.instructions(inner)
+    outer = max((x for x in flow.loops if loop.blocks <= x.blocks), key=lambda x: len(x.blocks))
+    whole = flow.instructions(flow.best_path(_by_exponentials, outer.header, outer.latches, outer.blocks))
+    counts, product = counted(whole), counted(taken)
+    tiles = {x.operands.split(",")[0]: x for x in taken if _is_product(x)}  # by the first register of a result
+    epilogue = Part(
+        EPILOGUE,
+        sum(m * n // WARP_GROUP for m, n, _k in map(_shape, tiles.values())),
+        len(whole) - len(taken),
+        {k: n - product.get(k, 0) for k, n in counts.items() if n != product.get(k, 0)},
+    )
+    thousands = sum(m * n * k for m, n, k in map(_shape, filter(_is_product, taken))) // WARP_GROUP // 1024
+    return [Part(PRODUCT, thousands, len(taken), product), epilogue]
+
+
+def _is_product(x: Instruction) -> bool:
+    return x.name == "HGMMA"
+
+
+def _shape(x: Instruction) -> tuple[int, int, int]:
+    m, n, k = map(int, x.code.split(".")[1].split("x"))
+    return m, n, k
+
+
+def _by_work(body: list[Instruction]) -> Callable[[list[Instruction]], Score]:
+    """A score of blocks: products, bytes moved by the widest loads and stores of `body`, then few instructions."""
+    widest = {names: max((x.bytes for x in body if x.name in names), default=0) for names in (LOADS, STORES)}
+
+    def score(block: list[Instruction]) -> Score:
+        moved = sum(x.bytes for x in block for names, n in widest.items() if x.name in names and x.bytes == n)
+        return sum(map(_is_product, block)), moved, -len(block)
+
+    return score
+
+
+def _by_exponentials(block: list[Instruction]) -> Score:
+    """A score of blocks that leads through a tile's product and its sums, and not around them."""
+    return sum(map(_is_product, block)), sum(x.name == "MUFU" for x in block), -len(block)
+
+
+def _moved(instructions: list[Instruction], names: tuple[str, ...]) -> int:
+    return sum(x.bytes for x in instructions if x.name in names)
+
+
+def _at_widest(instructions: list[Instruction], names: tuple[str, ...]) -> int:
+    """Bytes moved by the widest; a narrower one is for the target's element."""
+    of = [x.bytes for x in instructions if x.name in names]
+    return sum(n for n in of if n == max(of))
