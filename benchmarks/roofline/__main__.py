@@ -22,20 +22,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only hold the counts against the pins; writes nothing")
     parser.add_argument("--update", action="store_true", help="write the pins anew, and with them the document")
-    parser.add_argument("--kernel", action="append", metavar="NAME", help="check only this one; may be repeated")
+    parser.add_argument("--case", metavar="TEXT", help="check only those whose kernel and variant contain this")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled", file=sys.stderr)
         return 2
-    if arguments.kernel and (arguments.update or not arguments.check):
-        print("error: --kernel goes with --check: what is written has all kernels", file=sys.stderr)
+    if arguments.update and arguments.check:
+        print("error: --check writes nothing, --update does", file=sys.stderr)
+        return 2
+    if arguments.case and not arguments.check:
+        print("error: --case goes with --check: what is written has all cases", file=sys.stderr)
         return 2
     from benchmarks.roofline.cases import cases, taken_at
 
-    places = [i for i, case in enumerate(cases()) if not arguments.kernel or case.kernel in arguments.kernel]
+    places = [i for i, case in enumerate(cases()) if (arguments.case or "") in f"{case.kernel} {case.variant}"]
     if not places:
-        print("error: nothing to compile: no such kernel", file=sys.stderr)
+        print("error: nothing to compile: no such case", file=sys.stderr)
         return 2
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +69,7 @@ def _compare(counted: list[Taken]) -> int:
         except LookupError as error:
             said = [str(error)]
         else:
-            said = differences(pinned, taken, same_triton=pins.triton == triton.__version__)
+            said = differences(pinned, taken, pinned_triton=pins.triton, triton=triton.__version__)
         broken += bool(said)
         print(f"{taken.name:40} {'; '.join(said) or 'as pinned'}", flush=True)
     return broken

@@ -48,6 +48,7 @@ class Counted:
         launch = Case(self.kernel, self.variant, ARCH, self.launch).caught()
         compiled = compile_for(launch, ARCH)
         layout = _layout(launch)
+        programs = max(1, launch.programs // N) if self.kernel != "dot" else 1  # of sm_90, which has a row a program
         return Taken(
             kernel=self.kernel,
             variant=self.variant,
@@ -55,10 +56,11 @@ class Counted:
             products=self.products,
             loaded=layout.loaded,
             stored=layout.stored,
+            programs=programs,
             threads=32 * compiled.metadata.num_warps,
             registers=nvidia_usage(compiled.asm)[0],
             shared=compiled.metadata.shared,
-            parts=tuple(parts_of(disassembled(compiled.asm["cubin"]), layout, self.sweeps)),
+            parts=tuple(parts_of(disassembled(compiled.asm["cubin"]), layout, self.sweeps, programs)),
         )
 
 

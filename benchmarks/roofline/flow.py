@@ -39,7 +39,7 @@ class Flow:
 
     def best_path(
         self,
-        score: Callable[[list[Instruction]], Score],
+        score: Callable[[int], Score],
         start: int = 0,
         ends: Collection[int] | None = None,
         within: Collection[int] | None = None,
@@ -47,7 +47,7 @@ class Flow:
         """The blocks on the way of the highest sum of scores that goes back nowhere.
 
         Args:
-            score: of the instructions of a block.
+            score: of a block.
             ends: where the way may end; without, where the kernel does.
             within: blocks it may pass; all without.
         """
@@ -57,7 +57,7 @@ class Flow:
             if within is not None and place not in within:
                 continue
             ahead = [x for x in self.after[place] if x in best and rank[x] > rank[place]]
-            own = score(self.blocks[place])
+            own = score(place)
             if place in ends if ends is not None else not self.after[place]:
                 best[place] = own, None
             elif ahead:
@@ -102,8 +102,8 @@ def _edges(blocks: list[list[Instruction]], starts: dict[str, int]) -> list[list
 
 
 def _is_conditional(x: Instruction) -> bool:
-    """A branch may also have its predicate among its operands."""
-    return x.predicate not in ("", "@PT", "@UPT") or (x.name == "BRA" and "P" in x.operands.split("`")[0])
+    """A branch may also have its predicate among its operands, before the label; or the lanes that must have parted."""
+    return x.predicate not in ("", "@PT", "@UPT") or (x.name == "BRA" and x.operands.split("`")[0].strip() != "")
 
 
 def _first_operand(x: Instruction) -> str:

@@ -11,7 +11,7 @@ not the masked one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from benchmarks.roofline.flow import Flow, Loop, Score
@@ -41,10 +41,11 @@ class Layout:
     stored: int  # 0 where nothing is
 
 
-def parts_of(instructions: list[Instruction], layout: Layout, sweeps: int) -> list[Part]:
+def parts_of(instructions: list[Instruction], layout: Layout, sweeps: int, programs: int = 1) -> list[Part]:
     """The main loops of a kernel in order, with what else it runs.
 
     Args:
+        programs: how many share a row. The last tile is masked in one of them.
         sweeps: how many times it goes over a row; what looks like a further one is for rare rows, and left out.
     """
     flow = Flow(instructions)
@@ -62,7 +63,8 @@ def parts_of(instructions: list[Instruction], layout: Layout, sweeps: int) -> li
     starts = [i for i, part in enumerate(kept) if part.does != REST]
     if len(starts) < sweeps:
         raise ValueError(f"expected {sweeps} loops over a row, got {len(starts)}")
-    return [*kept[: starts[sweeps] if sweeps < len(starts) else None], _once(flow, loops)]
+    end = starts[sweeps] if sweeps < len(starts) else len(kept)
+    return [*kept[:end], _once(flow, loops, end, has_tail=programs == 1)]
 
 
 def _innermost(flow: Flow, works: Callable[[Instruction], bool]) -> list[Loop]:
@@ -72,8 +74,7 @@ def _innermost(flow: Flow, works: Callable[[Instruction], bool]) -> list[Loop]:
 
 
 def _round(flow: Flow, loop: Loop, layout: Layout) -> Part:
-    body = flow.instructions(loop.blocks)
-    taken = flow.instructions(flow.best_path(_by_work(body), loop.header, loop.latches, loop.blocks))
+    taken = flow.instructions(flow.best_path(_by_work(flow, loop.blocks), loop.header, loop.latches, loop.blocks))
     loaded, stored = _moved(taken, LOADS), _at_widest(taken, STORES)
     elements = loaded // layout.loaded
     if loaded % layout.loaded or (stored and stored != elements * layout.stored):
@@ -85,15 +86,18 @@ def _round(flow: Flow, loop: Loop, layout: Layout) -> Part:
 
 def _tile(flow: Flow, layout: Layout) -> Part:
     """All of a kernel without a loop, by what it stores: the way of a whole tile."""
-    path = flow.best_path(_by_work([x for block in flow.blocks for x in block]))
-    taken = flow.instructions(path)
+    taken = flow.instructions(flow.best_path(_by_work(flow, flow.order)))
     return Part(TILE, _at_widest(taken, STORES) // layout.stored, len(taken), counted(taken))
 
 
-def _once(flow: Flow, loops: list[Loop]) -> Part:
-    """What a row takes besides its loops."""
+def _once(flow: Flow, loops: list[Loop], end: int, *, has_tail: bool) -> Part:
+    """What a program does besides its loops, of which it runs those before `end`.
+
+    A masked tile is on its way if it `has_tail`.
+    """
     inside = frozenset[int]().union(*(loop.blocks for loop in loops))
-    path = flow.best_path(_by_work(flow.instructions(inside)))
+    rare = frozenset[int]().union(*(loop.blocks for loop in loops[end:]))
+    path = flow.best_path(_by_work(flow, inside, frozenset(flow.order if has_tail else inside) - rare))
     taken = flow.instructions([place for place in path if place not in inside])
     return Part(ONCE, 0, len(taken), counted(taken))
 
@@ -101,10 +105,10 @@ def _once(flow: Flow, loops: list[Loop]) -> Part:
 def _of_products(flow: Flow) -> list[Part]:
     """A product's loop, and what its tile takes besides; both loops may be one."""
     loop = _innermost(flow, _is_product)[0]
-    inner = flow.best_path(_by_work(flow.instructions(loop.blocks)), loop.header, loop.latches, loop.blocks)
+    inner = flow.best_path(_by_work(flow, loop.blocks), loop.header, loop.latches, loop.blocks)
     taken = flow.instructions(inner)
     outer = max((x for x in flow.loops if loop.blocks <= x.blocks), key=lambda x: len(x.blocks))
-    whole = flow.instructions(flow.best_path(_by_exponentials, outer.header, outer.latches, outer.blocks))
+    whole = flow.instructions(flow.best_path(_by_exponentials(flow), outer.header, outer.latches, outer.blocks))
     counts, product = counted(whole), counted(taken)
     tiles = {x.operands.split(",")[0]: x for x in taken if _is_product(x)}  # by the first register of a result
     epilogue = Part(
@@ -126,20 +130,30 @@ def _shape(x: Instruction) -> tuple[int, int, int]:
     return m, n, k
 
 
-def _by_work(body: list[Instruction]) -> Callable[[list[Instruction]], Score]:
-    """A score of blocks: products, bytes moved by the widest loads and stores of `body`, then few instructions."""
-    widest = {names: max((x.bytes for x in body if x.name in names), default=0) for names in (LOADS, STORES)}
+def _by_work(flow: Flow, body: Collection[int], among: Collection[int] | None = None) -> Callable[[int], Score]:
+    """A score of blocks: products, bytes moved by the widest loads and stores of `body`, then few instructions.
 
-    def score(block: list[Instruction]) -> Score:
+    Bytes count in the blocks `among`; without, in those of `body`.
+    """
+    held = flow.instructions(body)
+    widest = {names: max((x.bytes for x in held if x.name in names), default=0) for names in (LOADS, STORES)}
+    counting = frozenset(body if among is None else among)
+
+    def score(place: int) -> Score:
+        block = flow.blocks[place]
         moved = sum(x.bytes for x in block for names, n in widest.items() if x.name in names and x.bytes == n)
-        return sum(map(_is_product, block)), moved, -len(block)
+        return sum(map(_is_product, block)), moved if place in counting else 0, -len(block)
 
     return score
 
 
-def _by_exponentials(block: list[Instruction]) -> Score:
+def _by_exponentials(flow: Flow) -> Callable[[int], Score]:
     """A score of blocks that leads through a tile's product and its sums, and not around them."""
-    return sum(map(_is_product, block)), sum(x.name == "MUFU" for x in block), -len(block)
+    return lambda place: (
+        sum(map(_is_product, flow.blocks[place])),
+        sum(x.name == "MUFU" for x in flow.blocks[place]),
+        -len(flow.blocks[place]),
+    )
 
 
 def _moved(instructions: list[Instruction], names: tuple[str, ...]) -> int:

@@ -100,10 +100,11 @@ def moved(taken: Taken) -> tuple[int, int]:
 
 def _of_row(taken: Taken, vocab: int, count: Callable[[Part], int]) -> float:
     """A count of a thread through a row, an element. A loop leaves what is less than a round of it to the one after."""
+    programs = -(-taken.programs * vocab // taken.vocab)
     total, left = 0, 0
     for place, part in enumerate(taken.parts):
-        if part.does == ONCE:
-            total += count(part)
+        if part.does in (ONCE, TILE):
+            total += programs * count(part)
         elif part.does != PRODUCT:
             left = left if part.does == REST else vocab
             per_round = part.elements * taken.threads

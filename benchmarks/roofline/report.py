@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.roofline.devices import DEVICES, DRAM_REACHED, PRODUCTS_REACHED, Device, ctas_per_sm
-from benchmarks.roofline.parts import PRODUCT, TILE
+from benchmarks.roofline.parts import PRODUCT
 from benchmarks.roofline.pins import Pins, Taken
 from benchmarks.roofline.predict import instructions, loops, moved, products_ms, specials, times
 
@@ -25,8 +25,8 @@ predictions from them, to be trusted to 15 % at best. `make roofline` fails if a
 Instructions of a thread an element of V = 151936 (or as named), in the main loops, one number for each sweep over the
 row, and in all, with what a row costs besides them (lanes merged, the loss, the last tiles). MUFU are results of the
 special function unit (exponentials, reciprocals), bytes are loaded + stored. CTAs/SM is how many programs a
-multiprocessor of sm_90 holds by its registers, threads and shared memory. `grad` has no loop: its program is one tile.
-`dot` computes products too: its counts are of what it does to a tile of them.
+multiprocessor of sm_90 holds by its registers, threads and shared memory. A kernel without a loop, whose program is a
+tile, is counted whole. `dot` computes products too: its counts are of what it does to a tile of them.
 
 """
 TIMES = """
@@ -78,12 +78,11 @@ def _table(header: str, lines: object) -> str:
 def _counts(taken: Taken) -> list[str]:
     loaded, stored = moved(taken)
     has_product = any(p.does == PRODUCT for p in taken.parts)
-    once = any(p.does == TILE for p in taken.parts) or has_product
     return [
         taken.kernel,
         taken.variant,
         " + ".join(f"{x:.1f}" for x in loops(taken)),
-        "" if once else f"{instructions(taken, taken.vocab):.1f}",
+        "" if has_product else f"{instructions(taken, taken.vocab):.1f}",
         f"{specials(taken, taken.vocab):.2f}",
         "" if has_product else f"{loaded:g} + {stored:g}",
         str(taken.registers),
