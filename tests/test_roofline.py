@@ -44,7 +44,7 @@ def test_every_kernel_costs_what_is_pinned() -> None:
 def test_a_select_more_in_a_loop_is_noticed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     plant(SELECT, tmp_path)
-    done = roofline("--check", "--case", "stats plain", folder=tmp_path)
+    done = roofline("--check", "--case", "stats all extras", "--workers", "1", folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FSEL an element" in done.stdout
 
@@ -134,6 +134,20 @@ def test_sweeps_are_told_by_what_they_store() -> None:
     assert [p.does for p in parts_of(sass(*rows), Layout(4, 2), sweeps=1)] == ["reads", "once"]
     with pytest.raises(ValueError, match="stores 8 at 4"):
         parts_of(sass(*rows), Layout(4, 4), sweeps=2)
+
+
+def test_a_masked_tile_apart_is_on_the_way_of_a_row() -> None:
+    """Where a program has a row to itself; where many share it, few of them have such a tile."""
+    tail = ("@P1 BRA `(.L_7)", *("LDG.E R4, desc[UR4][R2.64]",) * 4, ".L_7:", "EXIT")
+    one = sass(*ROW[:2], *ROW[4:6], *tail)
+    found = parts_of(one, Layout(4, 0), sweeps=1)
+    assert [(p.does, p.elements, p.instructions) for p in found] == [("reads", 4, 2), ("once", 4, 7)]
+    taken = replace(STATS, parts=tuple(found))  # 1000 elements: 7 rounds of 128, and what is left
+    assert predict.instructions(taken, 1000) == pytest.approx((7 * 2 + 7) * 32 / 1000)
+    shared = parts_of(one, Layout(4, 0), sweeps=1, programs=10)
+    assert (shared[1].elements, shared[1].instructions) == (0, 3)
+    two = parts_of(sass(*ROW[:2], *ROW[3:6], *tail), Layout(4, 0), sweeps=1)  # too few for a tile of this loop
+    assert (two[0].elements, two[1].elements, two[1].instructions) == (8, 0, 7)
 
 
 def test_the_way_of_a_whole_tile_is_counted() -> None:

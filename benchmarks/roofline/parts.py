@@ -25,10 +25,14 @@ WARP_GROUP = 128  # threads that share an HGMMA
 
 @dataclass(frozen=True)
 class Part:
-    """A round of a loop, or what runs once."""
+    """A round of a loop, or what runs once.
+
+    `elements` are those that a thread handles in it: of what runs once those of the masked tiles that are apart, 0 if
+    none is; of a product 1024 multiplications each.
+    """
 
     does: str
-    elements: int  # a thread, a round; 0 if it runs once, a product's multiplications in thousands
+    elements: int
     instructions: int
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -64,7 +68,7 @@ def parts_of(instructions: list[Instruction], layout: Layout, sweeps: int, progr
     if len(starts) < sweeps:
         raise ValueError(f"expected {sweeps} loops over a row, got {len(starts)}")
     end = starts[sweeps] if sweeps < len(starts) else len(kept)
-    return [*kept[:end], _once(flow, loops, end, has_tail=programs == 1)]
+    return [*kept[:end], _once(flow, loops, kept[:end], layout, has_tail=programs == 1)]
 
 
 def _innermost(flow: Flow, works: Callable[[Instruction], bool]) -> list[Loop]:
@@ -90,16 +94,21 @@ def _tile(flow: Flow, layout: Layout) -> Part:
     return Part(TILE, _at_widest(taken, STORES) // layout.stored, len(taken), counted(taken))
 
 
-def _once(flow: Flow, loops: list[Loop], end: int, *, has_tail: bool) -> Part:
-    """What a program does besides its loops, of which it runs those before `end`.
+def _once(flow: Flow, loops: list[Loop], kept: list[Part], layout: Layout, *, has_tail: bool) -> Part:
+    """What a program does besides its loops, of which it runs the first, those `kept`.
 
-    A masked tile is on its way if it `has_tail`.
+    Where the code for the last, masked tile is apart, it is on the way if the program `has_tail`.
     """
     inside = frozenset[int]().union(*(loop.blocks for loop in loops))
-    rare = frozenset[int]().union(*(loop.blocks for loop in loops[end:]))
-    path = flow.best_path(_by_work(flow, inside, frozenset(flow.order if has_tail else inside) - rare))
-    taken = flow.instructions([place for place in path if place not in inside])
-    return Part(ONCE, 0, len(taken), counted(taken))
+    rare = frozenset[int]().union(*(loop.blocks for loop in loops[len(kept) :]))
+    short, long = (
+        flow.instructions([x for x in flow.best_path(_by_work(flow, inside - rare, among)) if x not in inside])
+        for among in (None, frozenset(flow.order) - rare)
+    )
+    tail = sum(a.elements for a, b in zip(kept, [*kept[1:], None], strict=True) if b is None or b.does != REST)
+    is_apart = has_tail and _moved(long, LOADS) - _moved(short, LOADS) >= tail * layout.loaded
+    taken = long if has_tail else short
+    return Part(ONCE, tail if is_apart else 0, len(taken), counted(taken))
 
 
 def _of_products(flow: Flow) -> list[Part]:
@@ -133,16 +142,19 @@ def _shape(x: Instruction) -> tuple[int, int, int]:
 def _by_work(flow: Flow, body: Collection[int], among: Collection[int] | None = None) -> Callable[[int], Score]:
     """A score of blocks: products, bytes moved by the widest loads and stores of `body`, then few instructions.
 
-    Bytes count in the blocks `among`; without, in those of `body`.
+    With `among`, all bytes moved in these blocks count: masked accesses may be narrower.
     """
     held = flow.instructions(body)
     widest = {names: max((x.bytes for x in held if x.name in names), default=0) for names in (LOADS, STORES)}
-    counting = frozenset(body if among is None else among)
+
+    def counts(place: int, x: Instruction) -> bool:
+        if among is not None:
+            return place in among
+        return place in body and any(x.name in names and x.bytes == n for names, n in widest.items())
 
     def score(place: int) -> Score:
         block = flow.blocks[place]
-        moved = sum(x.bytes for x in block for names, n in widest.items() if x.name in names and x.bytes == n)
-        return sum(map(_is_product, block)), moved if place in counting else 0, -len(block)
+        return sum(map(_is_product, block)), sum(x.bytes for x in block if counts(place, x)), -len(block)
 
     return score
 

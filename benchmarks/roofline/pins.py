@@ -105,7 +105,8 @@ def _forbidden(part: Part) -> list[str]:
 def _of_part(old: Part, new: Part, *, is_kin: bool) -> list[str]:
     said = []
     per = "" if old.does == ONCE else " an element"
-    before, after = old.instructions / (old.elements or 1), new.instructions / (new.elements or 1)
+    each = [1, 1] if old.does == ONCE else [old.elements, new.elements]
+    before, after = old.instructions / each[0], new.instructions / each[1]
     if is_kin and abs(after - before) > TOTAL * before:
         said.append(f"{old.does}: expected {before:.2f} instructions{per} within {TOTAL:.0%}, got {after:.2f}")
     if old.does == ONCE:  # merged lanes, a row's loss: their order is the compiler's

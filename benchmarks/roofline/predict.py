@@ -101,6 +101,7 @@ def moved(taken: Taken) -> tuple[int, int]:
 def _of_row(taken: Taken, vocab: int, count: Callable[[Part], int]) -> float:
     """A count of a thread through a row, an element. A loop leaves what is less than a round of it to the one after."""
     programs = -(-taken.programs * vocab // taken.vocab)
+    has_tail = any(part.does == ONCE and part.elements for part in taken.parts)
     total, left = 0, 0
     for place, part in enumerate(taken.parts):
         if part.does in (ONCE, TILE):
@@ -108,7 +109,7 @@ def _of_row(taken: Taken, vocab: int, count: Callable[[Part], int]) -> float:
         elif part.does != PRODUCT:
             left = left if part.does == REST else vocab
             per_round = part.elements * taken.threads
-            goes_on = place + 1 < len(taken.parts) and taken.parts[place + 1].does == REST
+            goes_on = has_tail or (place + 1 < len(taken.parts) and taken.parts[place + 1].does == REST)
             rounds = left // per_round if goes_on else -(-left // per_round)
             if part.does == EPILOGUE:  # a tile has many rows
                 return count(part) / part.elements

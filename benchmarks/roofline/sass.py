@@ -1,6 +1,6 @@
 """SASS, NVIDIA's machine code: from a cubin to its instructions, and instructions counted by what they are.
 
-What is read is the text of ``nvdisasm -c``::
+What is read is the text of ``nvdisasm -c -ndf`` (code alone; no data flow, which takes time)::
 
     .L_x_1:
             /*0770*/              @!P4 BRA `(.L_x_1) ;
@@ -58,7 +58,9 @@ def disassembled(cubin: bytes) -> list[Instruction]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name], capture_output=True, text=True, check=True
+        )
     return parsed(done.stdout)
 
 
