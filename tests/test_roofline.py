@@ -150,6 +150,19 @@ def test_a_masked_tile_apart_is_on_the_way_of_a_row() -> None:
     assert (two[0].elements, two[1].elements, two[1].instructions) == (8, 0, 7)
 
 
+def test_a_further_sweep_is_for_rare_rows() -> None:
+    write = (LOAD, "FMUL R1, R1, R2", STORE)
+    sweeps = [
+        (
+            *(f"@P1 BRA `(.L_{i}1)", f".L_{i}0:", *write, f"@P0 BRA `(.L_{i}0)", f".L_{i}1:"),
+            *(f"@P2 BRA `(.L_{i}2)", "ISETP.GE.AND P2, PT, R1, R2, PT", *write, f".L_{i}2:"),
+        )
+        for i in (1, 2)
+    ]
+    found = parts_of(sass(*sweeps[0], "@P3 BRA `(.L_3)", *sweeps[1], ".L_3:", "EXIT"), Layout(4, 2), sweeps=1)
+    assert [(p.does, p.elements, p.instructions) for p in found] == [("writes", 4, 4), ("once", 4, 8)]
+
+
 def test_the_way_of_a_whole_tile_is_counted() -> None:
     """In a loop and without one: not the masked branch, not what only the target's tile does."""
     branch = (

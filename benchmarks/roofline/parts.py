@@ -97,13 +97,15 @@ def _tile(flow: Flow, layout: Layout) -> Part:
 def _once(flow: Flow, loops: list[Loop], kept: list[Part], layout: Layout, *, has_tail: bool) -> Part:
     """What a program does besides its loops, of which it runs the first, those `kept`.
 
-    Where the code for the last, masked tile is apart, it is on the way if the program `has_tail`.
+    Where the code for the last, masked tile is apart, it is on the way if the program `has_tail`: but not that of the
+    loops for rare rows, which come after.
     """
     inside = frozenset[int]().union(*(loop.blocks for loop in loops))
     rare = frozenset[int]().union(*(loop.blocks for loop in loops[len(kept) :]))
+    usual = frozenset(x for x in flow.order if x < min(rare, default=len(flow.blocks)))
     short, long = (
         flow.instructions([x for x in flow.best_path(_by_work(flow, inside - rare, among)) if x not in inside])
-        for among in (None, frozenset(flow.order) - rare)
+        for among in (None, usual)
     )
     tail = sum(a.elements for a, b in zip(kept, [*kept[1:], None], strict=True) if b is None or b.does != REST)
     is_apart = has_tail and _moved(long, LOADS) - _moved(short, LOADS) >= tail * layout.loaded
