@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo bench lint aot faults sanitize gpu tune parity wheel format clean
+.PHONY: help test demo bench lint aot roofline faults sanitize gpu tune parity wheel format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -24,6 +24,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PARITY_ARGS ?=
 AOT_ARGS    ?=
+ROOFLINE_ARGS ?=
 FAULTS      ?=
 SANITIZE_ARGS ?=
 GPU_ARGS    ?=
@@ -68,6 +69,9 @@ lint: $(STAMP)  ## style, format and types
 
 aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, without a GPU (AOT_ARGS=--quick)
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
+
+roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, and docs/roofline.md (ROOFLINE_ARGS=--update)
+	$(PY) -m benchmarks.roofline $(ROOFLINE_ARGS) </dev/null
 
 faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must notice each (FAULTS="name ...")
 	$(PY) -m tests.kernel_faults $(FAULTS) </dev/null

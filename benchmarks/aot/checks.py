@@ -51,15 +51,20 @@ def target_of(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
+def compile_for(launch: Launch, arch: str) -> Any:
+    """What Triton makes of a launch for a target."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+    return triton.compile(source, target=target_of(arch), options=launch.options)
+
+
 def compile_launch(launch: Launch, arch: str) -> Result:
     """Compile and check."""
-    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
     try:
-        compiled = triton.compile(source, target=target_of(arch), options=launch.options)
+        compiled = compile_for(launch, arch)
     except Exception as error:
         return Result(broken=(f"does not compile: {type(error).__name__}: {str(error)[-300:]}",))
     text = compiled.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
-    registers, spilled = _amd_usage(text) if arch.startswith("gfx") else _nvidia_usage(compiled.asm)
+    registers, spilled = _amd_usage(text) if arch.startswith("gfx") else nvidia_usage(compiled.asm)
     shared = compiled.metadata.shared
     broken = [*_broken_by_code(text, arch), *_narrow_products(compiled.asm["ttir"])]
     if spilled:
@@ -70,7 +75,7 @@ def compile_launch(launch: Launch, arch: str) -> Result:
     return Result(registers, spilled, shared, compiled.metadata.num_warps, tuple(broken))
 
 
-def _nvidia_usage(asm: dict[str, Any]) -> tuple[int, int]:
+def nvidia_usage(asm: dict[str, Any]) -> tuple[int, int]:
     """(registers, bytes of stack) of a cubin: a stack is where spilled registers go."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])

@@ -6,9 +6,10 @@ compiled is what they launch: the same arguments, specialised as Triton would at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,7 @@ class Launch:
     constexprs: dict[tuple[int, ...], Any]
     attrs: dict[tuple[int, ...], Any]
     options: dict[str, Any]
+    programs: int = 1
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def caught() -> Iterator[list[Launch]]:
 
     def catch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert not args, f"{self.__name__}: launched with positional arguments"
-        launches.append(_describe(self, kwargs))
+        launches.append(replace(_describe(self, kwargs), programs=math.prod(grid)))
 
     with mock.patch.object(JITFunction, "run", catch):
         yield launches

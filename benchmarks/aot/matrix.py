@@ -155,7 +155,7 @@ def _fused(arch: str, config: RowConfig) -> Iterator[Case]:
                 out: torch.dtype | None = out,
             ) -> None:
                 written = None if out is None else empty(N, vocab, dtype=out)
-                fused.launch_fused(empty(N, vocab), ids(), transform, _token_loss(*loss), written, config)
+                fused.launch_fused(empty(N, vocab), ids(), transform, token_loss(*loss), written, config)
 
             picked = name == "plain" or (name == "all" and loss in LOSSES[1:6:2])
             if picked if vocab == V else (name == "all" and surrogate == "sapo"):
@@ -164,7 +164,7 @@ def _fused(arch: str, config: RowConfig) -> Iterator[Case]:
                 yield Case("fused", variant, arch, launch, name == "all" and kl == "k3" and vocab == V)
 
 
-def _token_loss(
+def token_loss(
     surrogate: str, kl: str | None, corrects_kl: bool, has_gate: bool, _out: torch.dtype | None, b: float
 ) -> TokenLoss:
     on_policy = surrogate in ("constant", "linear")

@@ -1,0 +1,130 @@
+"""What is taken apart: launches on meta tensors, caught as `benchmarks.aot` catches them.
+
+Rows of logits begin at multiples of 64 elements, as the engine allocates them; a vocabulary that is no such multiple
+must cost no more than one that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.aot.checks import compile_for, nvidia_usage
+from benchmarks.aot.launches import Launch
+from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, row_statistics, token_loss
+from benchmarks.roofline.parts import Layout, parts_of
+from benchmarks.roofline.pins import Taken
+from benchmarks.roofline.sass import disassembled
+from grpo_kernels.backends.rows import STATISTICS, LogitTransform
+from grpo_kernels.backends.triton_rows import dot, fused, grad, stats
+from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
+
+ARCH = "sm_90"
+ODD_V = 151665
+BYTES = {"fp32": 4, "i64": 8, "bf16": 2, "fp16": 2}
+PLAIN, SOFTCAP = LogitTransform(), LogitTransform(softcap=30.0)
+# surrogate, KL estimator, whether it is corrected, gate, dtype of the gradient, entropy bonus
+CONSTANT = ("constant", None, False, False, BF16, 0.0)
+CLIPPED_KL = ("clipped", "k3", False, False, BF16, 0.0)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A launch to take apart."""
+
+    kernel: str
+    variant: str
+    launch: Callable[[], Any]
+    sweeps: int = 1  # over a row
+    products: int = 1  # of 2 N V H operations, in the call that the kernel is a part of
+    vocab: int = V
+
+    def taken(self) -> Taken:
+        """Compiled and taken apart."""
+        launch = Case(self.kernel, self.variant, ARCH, self.launch).caught()
+        compiled = compile_for(launch, ARCH)
+        layout = _layout(launch)
+        programs = max(1, launch.programs // N) if self.kernel != "dot" else 1  # of sm_90, which has a row a program
+        return Taken(
+            kernel=self.kernel,
+            variant=self.variant,
+            vocab=self.vocab,
+            products=self.products,
+            loaded=layout.loaded,
+            stored=layout.stored,
+            programs=programs,
+            threads=32 * compiled.metadata.num_warps,
+            registers=nvidia_usage(compiled.asm)[0],
+            shared=compiled.metadata.shared,
+            parts=tuple(parts_of(disassembled(compiled.asm["cubin"]), layout, self.sweeps, programs)),
+        )
+
+
+def cases() -> list[Counted]:
+    """All, in an order that does not change; a kernel to come is one more line."""
+    return [
+        Counted("stats", "plain", _stats()),
+        Counted("stats", f"plain, V {ODD_V}", _stats(vocab=ODD_V), vocab=ODD_V),
+        Counted("stats", "soft-cap", _stats(SOFTCAP)),
+        Counted("stats", "all extras", _stats(extras=STATISTICS)),
+        Counted("fused", "constant", _fused(CONSTANT), sweeps=2, products=3),
+        Counted("fused", f"constant, V {ODD_V}", _fused(CONSTANT, vocab=ODD_V), sweeps=2, products=3, vocab=ODD_V),
+        Counted("fused", "constant, soft-cap", _fused(CONSTANT, SOFTCAP), sweeps=2, products=3),
+        Counted("fused", "clipped, KL", _fused(CLIPPED_KL), sweeps=2, products=3),
+        Counted("grad", "plain", _grad(), products=3),
+        Counted("grad", f"plain, V {ODD_V}", _grad(vocab=ODD_V), products=3, vocab=ODD_V),
+        Counted("grad", "soft-cap", _grad(SOFTCAP), products=3),
+        Counted("grad", "entropy gradient", _grad(has_b=True), products=3),
+        Counted("dot", "bf16", _dot),
+    ]
+
+
+def taken_at(place: int) -> Taken | str:
+    """The case at a place taken apart, or what went wrong: one more thing to report, next to what else breaks."""
+    case = cases()[place]
+    try:
+        return case.taken()
+    except Exception as error:
+        return f"{case.kernel} {case.variant}: {type(error).__name__}: {str(error)[-300:]}"
+
+
+def _stats(transform: LogitTransform = PLAIN, *, vocab: int = V, extras: tuple[str, ...] = ()) -> Callable[[], Any]:
+    config = row_config("stats", vocab, ARCH)
+    return lambda: stats.launch_stats(_rows(vocab), ids(), transform, config, entropy=True, extras=extras)
+
+
+def _fused(loss: Any, transform: LogitTransform = PLAIN, *, vocab: int = V) -> Callable[[], Any]:
+    config = row_config("fused", vocab, ARCH)
+    return lambda: fused.launch_fused(
+        _rows(vocab), ids(), transform, token_loss(*loss), _rows(vocab, BF16), config
+    )  # fmt: skip
+
+
+def _grad(transform: LogitTransform = PLAIN, *, vocab: int = V, has_b: bool = False) -> Callable[[], Any]:
+    config = row_config("grad", vocab, ARCH)
+    return lambda: grad.launch_grad(
+        _rows(vocab), ids(), row_statistics(), empty(N), empty(N) if has_b else None, transform,
+        _rows(vocab, BF16), config, first_id=0,
+    )  # fmt: skip
+
+
+def _dot() -> None:
+    hidden, weight = empty(N, H, dtype=BF16), empty(V, H, dtype=BF16)
+    config = dot_config(H, V, BF16, ARCH, softcap=False, aligned=dot.is_aligned(weight))
+    dot.launch_dot(hidden, weight, ids(), PLAIN, config, entropy=True)
+
+
+def _rows(vocab: int, dtype: torch.dtype = FP32) -> Tensor:
+    return empty(N, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
+
+
+def _layout(launch: Launch) -> Layout:
+    """From the types of its pointers; one that is absent is no pointer."""
+    logits, bias, out = (
+        BYTES.get(launch.signature.get(name, "").removeprefix("*"), 0) for name in ("logits_ptr", "bias_ptr", "out_ptr")
+    )
+    return Layout(logits + bias, out)
