@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from benchmarks.roofline.devices import DEVICES, Device
 from benchmarks.roofline.predict import predicted_ms
-
 from benchmarks.roofline.tape import Event, Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 from tests.pretend_gpu import OnGPU
