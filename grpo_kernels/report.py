@@ -14,6 +14,7 @@ import grpo_kernels
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.engine.memory import MOST_WORKSPACE_BYTES, WORKSPACE_BYTES
+from grpo_kernels.engine.plan import LARGE_CHUNK_ROWS
 
 PACKAGES = (
     "grpo-kernels", "torch", "triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy",
@@ -110,7 +111,7 @@ def _library() -> str:
 def _default_workspace() -> str:
     """What `workspace_bytes=None` stands for."""
     least, most = (f"{size / 2**20:.0f} MiB" for size in (WORKSPACE_BYTES, MOST_WORKSPACE_BYTES))
-    return f"{least} (on a GPU with a trainable head 4 V H bytes, up to {most})"
+    return f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, up to {most}, if that is free)"
 
 
 def _settings() -> dict[str, str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from grpo_kernels.engine.operands import Wants
 
 WORKSPACE_BYTES = 512 * 2**20
-MOST_WORKSPACE_BYTES = 2 * 2**30
+MOST_WORKSPACE_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean", "score_dot")
 FEW_ROWS = 16  # on a CPU
 TILE_ROWS = 128  # on a GPU
 WIDTH_MULTIPLE = 64  # elements, on a GPU
-CHUNKS_OF_A_GROUP = (4, 2)  # if they are not smaller than the next
+CHUNKS_OF_A_GROUP = (8, 4, 2)  # as many as have rows enough: `LARGE_CHUNK_ROWS` each, or at least so many
 LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
 
