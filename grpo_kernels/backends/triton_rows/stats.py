@@ -108,7 +108,8 @@ def stats_kernel(
         is_top1_ptr is not None, BLOCK_N, BLOCK_V, NUM_STAGES,
     )  # fmt: skip
     rest, log_sum, entropy = finish(m, rest, t)
-    z_target = load_target(row_ptrs, bias_ptr, ids, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO)
+    x_target = load_at(row_ptrs, bias_ptr, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
     tl.store(logps_ptr + rows, target_logp(m, rest, z_target), mask=counts)
     tl.store(max_logit_ptr + rows, m, mask=counts)
     tl.store(log_sum_ptr + rows, log_sum, mask=counts)
@@ -149,29 +150,27 @@ def reduce_rows(
 ):
     """The running sums of whole rows (`reduce`), and sum of squares, sum of z, lowest id of the largest z; (BLOCK_N,).
 
-    What is not asked for is some number.
+    What is not asked for is some number. A step takes four tiles of `BLOCK_V` / 4 columns, one for each logit of `fold`;
+    only the last step has a mask.
     """
-    m = tl.full((BLOCK_N, BLOCK_V), float("-inf"), tl.float32)
-    rest = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    t = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    squares = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    top_id = tl.zeros((BLOCK_N, BLOCK_V), tl.int32)
-    for start in tl.range(0, V, BLOCK_V, num_stages=NUM_STAGES):
-        columns = start + tl.arange(0, BLOCK_V)[None, :]
-        here = columns < V
-        x = load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO)
-        z = scaled(x, inner, outer, HAS_SOFTCAP)
-        if WITH_TOTAL:
-            total += z  # 0 beyond the vocabulary
-        z = tl.where(here, z, float("-inf"))  # after the transform, which would make a number of it
-        if WITH_TOP_ID:
-            top_id = tl.where(z > m, columns, top_id)
-        m, rest, t_new, keep, e = fold(m, rest, t, z)
-        if WITH_ENTROPY:
-            t = t_new
-        if WITH_SQUARES:
-            squares = fold_squares(squares, keep, e)
+    LANES: tl.constexpr = BLOCK_V // 4
+    m = tl.full((BLOCK_N, LANES), float("-inf"), tl.float32)
+    rest = tl.zeros((BLOCK_N, LANES), tl.float32)
+    t = tl.zeros((BLOCK_N, LANES), tl.float32)
+    squares = tl.zeros((BLOCK_N, LANES), tl.float32)
+    total = tl.zeros((BLOCK_N, LANES), tl.float32)
+    top_id = tl.zeros((BLOCK_N, LANES), tl.int32)
+    whole = V // BLOCK_V * BLOCK_V
+    for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
+        m, rest, t, squares, total, top_id = reduce_step(
+            m, rest, t, squares, total, top_id, row_ptrs, bias_ptr, start, None, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+            WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
+        )  # fmt: skip
+    if whole < V:
+        m, rest, t, squares, total, top_id = reduce_step(
+            m, rest, t, squares, total, top_id, row_ptrs, bias_ptr, whole, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+            WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
+        )  # fmt: skip
     lane_m = m
     m, rest, t, e, is_first = merge(m, rest, t)
     squares_all = m
@@ -187,9 +186,92 @@ def reduce_rows(
 
 
 @triton.jit
-def load_target(row_ptrs, bias_ptr, ids, V, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr):
-    """z (R,) of the targets, by the same operations as in `reduce_rows`, so that the same bits come out."""
-    columns = ids[:, None]
-    x = load_projection(row_ptrs + columns, bias_ptr, columns, (columns >= 0) & (columns < V), ROUNDED_TO)
-    z = scaled(x, inner, outer, HAS_SOFTCAP)
-    return tl.reshape(z, ids.shape)
+def reduce_step(
+    # of each lane: (R, W)
+    m,
+    rest,
+    t,
+    squares,
+    total,
+    top_id,
+    # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
+    row_ptrs,
+    bias_ptr,
+    start,
+    end,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
+    WITH_TOTAL: tl.constexpr,
+    WITH_TOP_ID: tl.constexpr,
+):
+    """Four logits more for every lane."""
+    LANES: tl.constexpr = m.shape[1]
+    z0, id0 = load_z(row_ptrs, bias_ptr, start, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
+    z1, id1 = load_z(row_ptrs, bias_ptr, start + LANES, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
+    z2, id2 = load_z(row_ptrs, bias_ptr, start + 2 * LANES, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
+    z3, id3 = load_z(row_ptrs, bias_ptr, start + 3 * LANES, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
+    if WITH_TOTAL:
+        total += (number(z0, id0, end) + number(z1, id1, end)) + (number(z2, id2, end) + number(z3, id3, end))
+    if WITH_TOP_ID:
+        top_id = first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3)
+    m, rest, t_new, keep, e0, e1, e2, e3 = fold(m, rest, t, z0, z1, z2, z3)
+    if WITH_ENTROPY:
+        t = t_new
+    if WITH_SQUARES:
+        squares = fold_squares(squares, keep, e0, e1, e2, e3)
+    return m, rest, t, squares, total, top_id
+
+
+@triton.jit
+def load_z(
+    row_ptrs,
+    bias_ptr,
+    start,
+    end,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    W: tl.constexpr,
+):
+    """z (R, W) of the columns from `start` on, -inf from `end` on where there is one; and those columns (1, W)."""
+    columns = start + tl.arange(0, W)[None, :]
+    if end is None:
+        x = load_projection(row_ptrs + columns, bias_ptr, columns, None, ROUNDED_TO)
+        z = scaled(x, inner, outer, HAS_SOFTCAP)
+    else:
+        here = columns < end
+        x = load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO)
+        z = scaled(x, inner, outer, HAS_SOFTCAP)
+        z = tl.where(here, z, float("-inf"))  # after the transform, which would make a number of it
+    return z, columns
+
+
+@triton.jit
+def number(z, columns, end):
+    """z, but 0 beyond the vocabulary."""
+    if end is not None:
+        z = tl.where(columns < end, z, 0.0)
+    return z
+
+
+@triton.jit
+def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
+    """The column of the largest z up to now, the first of equal ones."""
+    top_id = tl.where(z0 > m, id0, top_id)
+    m = tl.maximum(m, z0)
+    top_id = tl.where(z1 > m, id1, top_id)
+    m = tl.maximum(m, z1)
+    top_id = tl.where(z2 > m, id2, top_id)
+    m = tl.maximum(m, z2)
+    return tl.where(z3 > m, id3, top_id)
+
+
+@triton.jit
+def load_at(row_ptrs, bias_ptr, ids, mask, ROUNDED_TO: tl.constexpr):
+    """The projection (R, 1) at one column of each row, as `load_z` has it; 0 where `mask` (R,) is not set."""
+    return load_projection(row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO)
