@@ -14,12 +14,11 @@ from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
-from grpo_kernels.backends.triton_rows.stats import load_at, row_block
+from grpo_kernels.backends.triton_rows.stats import load_at, load_x, row_block
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     arguments,
     bend,
-    load_projection,
     row_factors,
     row_slope,
     scaled,
@@ -198,21 +197,35 @@ def write_gradient(
 ):
     """One tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
 
-    In quarters: a thread then reads and writes four neighbours at a time, and a warp whole sectors, in 16 bits too.
+    In quarters: a thread then reads and writes four neighbours at a time, and a warp whole sectors, in 16 bits too. All
+    are read before the first is written, which the compiler must take for what is read next.
     """
     W: tl.constexpr = BLOCK_V // 4
-    for i in tl.static_range(4):
-        columns = start + i * W + tl.arange(0, W)[None, :]
-        here = None if end is None else columns < end
-        x = load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO)
-        shifted = scaled(x, inner, outer, HAS_SOFTCAP) - m
-        d = level
-        if HAS_ENTROPY_GRADIENT:
-            d = tl.fma(tl.where(shifted < LOWEST, LOWEST, shifted), tilt, level)
-        d = d * exp_term(shifted)
-        if HAS_SOFTCAP:
-            d = d * bend(x, inner)
-        store_rows(out_ptrs + columns, d, here, counts)
+    x0, columns0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, W)
+    x1, columns1 = load_x(row_ptrs, bias_ptr, start + W, end, ROUNDED_TO, W)
+    x2, columns2 = load_x(row_ptrs, bias_ptr, start + 2 * W, end, ROUNDED_TO, W)
+    x3, columns3 = load_x(row_ptrs, bias_ptr, start + 3 * W, end, ROUNDED_TO, W)
+    d0 = gradient(x0, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    store_rows(out_ptrs, d0, columns0, end, counts)
+    d1 = gradient(x1, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    store_rows(out_ptrs, d1, columns1, end, counts)
+    d2 = gradient(x2, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    store_rows(out_ptrs, d2, columns2, end, counts)
+    d3 = gradient(x3, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    store_rows(out_ptrs, d3, columns3, end, counts)
+
+
+@triton.jit
+def gradient(x, m, level, tilt, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """d loss / dx of x (R, W), which is not the target's."""
+    shifted = scaled(x, inner, outer, HAS_SOFTCAP) - m
+    d = level
+    if HAS_ENTROPY_GRADIENT:
+        d = tl.fma(tl.where(shifted < LOWEST, LOWEST, shifted), tilt, level)
+    d = d * exp_term(shifted)
+    if HAS_SOFTCAP:
+        d = d * bend(x, inner)
+    return d
 
 
 @triton.jit
@@ -226,13 +239,15 @@ def write_target(out_ptrs, target, mask, d, x, inner, outer, HAS_SOFTCAP: tl.con
 
 
 @triton.jit
-def store_rows(ptrs, x, here, counts):
-    """Store x (R, W) where `here` (1, W), if it is not None, and `counts` (R,) are set. A lone row always counts."""
+def store_rows(ptrs, x, columns, end, counts):
+    """Store x (R, W) in its columns, below `end` if it is not None, of the rows that count; a lone row always does."""
     x = x.to(ptrs.dtype.element_ty)
     if counts.shape[0] > 1:
-        mask = counts[:, None] if here is None else here & counts[:, None]
-        tl.store(ptrs, x, mask=tl.broadcast_to(mask, x.shape))
-    elif here is None:
-        tl.store(ptrs, x)
+        mask = tl.broadcast_to(counts[:, None], x.shape)
+        if end is not None:
+            mask = mask & (columns < end)
+        tl.store(ptrs + columns, x, mask=mask)
+    elif end is not None:
+        tl.store(ptrs + columns, x, mask=columns < end)
     else:
-        tl.store(ptrs, x, mask=here)
+        tl.store(ptrs + columns, x)

@@ -90,12 +90,15 @@ def merge_squares(squares, e, is_first):
 
 @triton.jit
 def sum_lanes(x):
-    """Sum over the last axis, (R, W) -> (R,), W a power of 2: lane i is added to lane i + W / 2, and so on."""
+    """Sum over the last axis, (R, W) -> (R,), W a power of 2: of neighbours, then of neighbouring pairs, and so on.
+
+    Neighbours lie in one thread, or in one warp, so that few levels of the tree go through shared memory.
+    """
     R: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     for i in tl.static_range(20):
         if W >> i > 1:
-            x = tl.sum(tl.reshape(x, (R, 2, W >> (i + 1))), axis=1)
+            x = tl.sum(tl.reshape(x, (R, W >> (i + 1), 2)), axis=2)
     return tl.reshape(x, (R,))
 
 

@@ -210,10 +210,14 @@ def reduce_step(
 ):
     """Four logits more for every lane."""
     LANES: tl.constexpr = m.shape[1]
-    z0, id0 = load_z(row_ptrs, bias_ptr, start, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
-    z1, id1 = load_z(row_ptrs, bias_ptr, start + LANES, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
-    z2, id2 = load_z(row_ptrs, bias_ptr, start + 2 * LANES, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
-    z3, id3 = load_z(row_ptrs, bias_ptr, start + 3 * LANES, end, inner, outer, HAS_SOFTCAP, ROUNDED_TO, LANES)
+    x0, id0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, LANES)
+    x1, id1 = load_x(row_ptrs, bias_ptr, start + LANES, end, ROUNDED_TO, LANES)
+    x2, id2 = load_x(row_ptrs, bias_ptr, start + 2 * LANES, end, ROUNDED_TO, LANES)
+    x3, id3 = load_x(row_ptrs, bias_ptr, start + 3 * LANES, end, ROUNDED_TO, LANES)
+    z0 = logits(x0, id0, end, inner, outer, HAS_SOFTCAP)
+    z1 = logits(x1, id1, end, inner, outer, HAS_SOFTCAP)
+    z2 = logits(x2, id2, end, inner, outer, HAS_SOFTCAP)
+    z3 = logits(x3, id3, end, inner, outer, HAS_SOFTCAP)
     if WITH_TOTAL:
         total += (number(z0, id0, end) + number(z1, id1, end)) + (number(z2, id2, end) + number(z3, id3, end))
     if WITH_TOP_ID:
@@ -227,28 +231,22 @@ def reduce_step(
 
 
 @triton.jit
-def load_z(
-    row_ptrs,
-    bias_ptr,
-    start,
-    end,
-    inner,
-    outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    W: tl.constexpr,
-):
-    """z (R, W) of the columns from `start` on, -inf from `end` on where there is one; and those columns (1, W)."""
+def load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """The projection (R, W) in the columns from `start` on, 0 from `end` on where there is one; and those columns."""
     columns = start + tl.arange(0, W)[None, :]
-    if end is None:
-        x = load_projection(row_ptrs + columns, bias_ptr, columns, None, ROUNDED_TO)
-        z = scaled(x, inner, outer, HAS_SOFTCAP)
-    else:
+    here = None
+    if end is not None:
         here = columns < end
-        x = load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO)
-        z = scaled(x, inner, outer, HAS_SOFTCAP)
-        z = tl.where(here, z, float("-inf"))  # after the transform, which would make a number of it
-    return z, columns
+    return load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO), columns
+
+
+@triton.jit
+def logits(x, columns, end, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """z of x, -inf beyond the vocabulary."""
+    z = scaled(x, inner, outer, HAS_SOFTCAP)
+    if end is not None:
+        z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make a number of it
+    return z
 
 
 @triton.jit
@@ -273,5 +271,5 @@ def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
 
 @triton.jit
 def load_at(row_ptrs, bias_ptr, ids, mask, ROUNDED_TO: tl.constexpr):
-    """The projection (R, 1) at one column of each row, as `load_z` has it; 0 where `mask` (R,) is not set."""
+    """The projection (R, 1) at one column of each row, as `load_x` has it; 0 where `mask` (R,) is not set."""
     return load_projection(row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO)
