@@ -14,7 +14,7 @@ from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
-from grpo_kernels.backends.triton_rows.stats import load_at, load_x, row_block
+from grpo_kernels.backends.triton_rows.stats import load_at, load_step, row_block
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     arguments,
@@ -200,11 +200,9 @@ def write_gradient(
     In quarters: a thread then reads and writes four neighbours at a time, and a warp whole sectors, in 16 bits too. All
     are read before the first is written, which the compiler must take for what is read next.
     """
-    W: tl.constexpr = BLOCK_V // 4
-    x0, columns0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, W)
-    x1, columns1 = load_x(row_ptrs, bias_ptr, start + W, end, ROUNDED_TO, W)
-    x2, columns2 = load_x(row_ptrs, bias_ptr, start + 2 * W, end, ROUNDED_TO, W)
-    x3, columns3 = load_x(row_ptrs, bias_ptr, start + 3 * W, end, ROUNDED_TO, W)
+    x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(
+        row_ptrs, bias_ptr, start, end, ROUNDED_TO, BLOCK_V // 4
+    )
     d0 = gradient(x0, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
     store_rows(out_ptrs, d0, columns0, end, counts)
     d1 = gradient(x1, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
+SIGN_BIT = tl.constexpr(-(2**31))
 LN2_HIGH = tl.constexpr(0.693359375)  # 10 bits: its product with a whole exponent is exact
 LN2_LOW = tl.constexpr(-2.1219444005469058e-4)  # ln 2 - LN2_HIGH
 
@@ -73,8 +74,8 @@ def tanh(x):
     series = tl.fma(s, series, 1.33314422036e-1)
     series = tl.fma(s, series, -3.33332819422e-1)
     q, r = _decay(x)
-    far = (1.0 - q) * r
-    return tl.where(tl.abs(x) < 0.625, tl.fma(s * series, x, x), tl.where(x < 0, -far, far))
+    far = ((1.0 - q) * r).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & SIGN_BIT)
+    return tl.where(tl.abs(x) < 0.625, tl.fma(s * series, x, x), far.to(tl.float32, bitcast=True))
 
 
 @triton.jit
