@@ -1,4 +1,4 @@
-"""The single pass: the statistics' bits are those of `stats`, its gradient that of `grad` up to the factor of the row."""
+"""The single pass: its statistics have the bits of `stats`, its gradient is that of `grad` up to a factor of the row."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_shapes(kind: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("cap", [None, 60.0])
 def test_where_the_reference_is_far_below(cap: float | None, dtype: torch.dtype) -> None:
-    """The first columns and the target say nothing about the largest logit, which decides whether a row is read again."""
+    """How far the largest logit is above the first columns and the target decides whether a row is read again."""
     raw = torch.randn(8, 70, device=DEVICE)
     ids = torch.tensor([0, 3, 69, 40, 41, 2, 1, 1], device=DEVICE)
     for row, margin in enumerate((0.0, 30.0, 39.0, 42.0, 60.0, 95.0, 500.0)):
@@ -70,7 +70,10 @@ def test_a_row_does_not_depend_on_its_block() -> None:
     raw, ids = rows(20, 50)
     raw[::3, 30] += 80.0
     outs = [torch.empty_like(raw) for _ in range(2)]
-    scales = [k.single_pass(raw, ids, PLAIN, out, entropy=False)[1] for k, out in zip((KERNELS, ONE_BY_ONE), outs)]
+    scales = [
+        k.single_pass(raw, ids, PLAIN, out, entropy=False)[1]
+        for k, out in zip((KERNELS, ONE_BY_ONE), outs, strict=True)
+    ]
     assert torch.equal(*scales)
     assert torch.equal(*outs)
 

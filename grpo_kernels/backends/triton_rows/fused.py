@@ -1,7 +1,7 @@
 """A whole `TokenLoss` in one launch: row statistics, the loss of each token, and d loss / d (raw projection).
 
-The first pass over a row is `stats`', with the same bits; the second, `grad`'s, over what may still be in the cache, goes
-back from its end.
+The first pass over a row is `stats`', with the same bits; the second is `grad`'s, and goes back from the row's end, over
+what may still be in the cache.
 """
 
 from __future__ import annotations

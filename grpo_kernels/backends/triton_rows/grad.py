@@ -118,7 +118,7 @@ def grad_kernel(
     has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
     x_target = tl.zeros((BLOCK_N, 1), tl.float32)
     if HAS_SOFTCAP:  # `out` may be `logits`: what the target's element is made of is read before anybody writes
-        if has_target:
+        if has_target:  # noqa: SIM102 (the other is known when compiling)
             x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)
             tl.debug_barrier()
 
@@ -148,13 +148,11 @@ def grad_kernel(
 
 
 @triton.jit
-def row_terms(
-    log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr
-):
+def row_terms(log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr):
     """What `write_gradient` needs of each row (R, 1), so that d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. In both is what d z / d x and
-    p have in common in a row.
+    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. What p and d z / d x have in
+    common in a row is in both.
     """
     common = exp(-log_sum) * row_slope(inner, outer, HAS_SOFTCAP)
     level = -a

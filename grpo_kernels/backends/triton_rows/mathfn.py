@@ -89,7 +89,7 @@ def quarter_tanh_slope(x):
 def _decay(x):
     """(q, 1 / (1 + q)) with q = e^(-2 |x|), of which tanh and its slope are made; compilers share it among the two.
 
-    1 / y is written as 1 / sqrt(y^2), which is two instructions on any GPU, right to 2^-22.9 plus the square's rounding.
+    1 / y is written as 1 / sqrt(y^2), two instructions on any GPU, right to 2^-22.9 and half of the square's rounding.
     A division is ten, and Triton has no approximate one that its interpreter knows.
     """
     q = tl.exp2(tl.abs(x) * MINUS_2_LOG2_E)

@@ -1,13 +1,13 @@
 """Statistics and d logp / d (raw projection) of a row in one pass over it, for heads whose weight is frozen.
 
-The largest logit is not known before the last one is read, so the gradient is written with another reference in its place,
+The largest logit is not known before the last one is read, so the gradient is written with another reference:
 
     ref = max(z of the first columns, z of the target) <= m
     out_j = e^(z_j - ref),   out_y = -(1 - p_y) S,   S = sum_j e^(z_j - ref) = e^(m - ref) (1 + rest)
 
 times the element's own part of the slope with a soft-cap. What a row has in common, minus the slope's other part over S,
-comes back as `scale`: whoever multiplies the rows by a matrix multiplies the product's rows by it, which are far fewer numbers.
-Each logit is read once and each gradient written once: 6 bytes an element in 16 bits.
+comes back as `scale`: whoever multiplies the rows by a matrix multiplies the product's rows by it, far fewer numbers.
+Each logit is read once and each element of the gradient written once: 6 bytes an element in 16 bits.
 
 Where m is more than `FARTHEST` above ref, or where there is no such number (NaN, infinities), the row is read again and
 gets its ordinary gradient, and a scale of 1. In place a row always is: after the first pass its logits would be gone.

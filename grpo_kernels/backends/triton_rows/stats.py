@@ -195,8 +195,8 @@ def reduce_rows(
 ):
     """The running sums of whole rows (`reduce`), and sum of squares, sum of z, lowest id of the largest z; (BLOCK_N,).
 
-    What is not asked for is some number. A step takes four tiles of `BLOCK_V` / 4 columns, one for each logit of `fold`;
-    only the last step has a mask.
+    What is not asked for is some number. A step takes four tiles of `BLOCK_V` / 4 columns, one for each logit of `fold`.
+    What is left over at the end, less than a step, is the only one with a mask.
     """
     LANES: tl.constexpr = BLOCK_V // 4
     m, rest, t, squares, total, top_id = no_logits(BLOCK_N, LANES)
@@ -316,7 +316,7 @@ def merge_lanes(
 
 @triton.jit
 def load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """Four tiles (R, W) of the projection side by side, from the column `start` on; then the columns (1, W) of each."""
+    """Four tiles (R, W) of the projection side by side, the first at the column `start`; the columns (1, W) of each."""
     x0, columns0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, W)
     x1, columns1 = load_x(row_ptrs, bias_ptr, start + W, end, ROUNDED_TO, W)
     x2, columns2 = load_x(row_ptrs, bias_ptr, start + 2 * W, end, ROUNDED_TO, W)
