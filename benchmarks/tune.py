@@ -59,7 +59,7 @@ REAL = Sizes(
     rows=tuple(
         RowConfig(1, block_v, warps, stages)
         for block_v, warps, stages in product((1024, 2048, 4096, 8192), (4, 8, 16), (1, 2, 3, 4))
-        if 4 <= block_v // (32 * warps) <= 16  # columns a thread
+        if 8 <= block_v // (32 * warps) <= 32  # columns a thread: at best four, or eight, of each quarter
     ),
     dot=tuple(
         DotConfig(block_n, block_v, block_h, PLACEHOLDER, warps, stages, use_tma)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ def prepare() -> None:
 
     if getattr(interpreter._convert_float, "is_exact", False):
         return
+    of_scalar = functools.cache(interpreter._get_np_dtype)
     convert, launch = interpreter._convert_float, interpreter.GridExecutor.__call__
     call, patched = interpreter.InterpretedFunction.__call__, set()
 
@@ -32,6 +34,9 @@ def prepare() -> None:
         if source == tl.bfloat16 and target == tl.float32:
             return (np.ascontiguousarray(x).astype(np.uint32) << 16).view(np.float32)
         return convert(x, source, target, mode)
+
+    def element_type(kind: Any) -> Any:  # what it replaces makes a table of all types each time
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else of_scalar(kind.scalar)
 
     dot = interpreter.InterpreterBuilder.create_dot
 
@@ -53,6 +58,7 @@ def prepare() -> None:
         patched.add(module)
         return call(self, *args, **kwargs)
 
+    interpreter._get_np_dtype = element_type
     exact.is_exact = True  # type: ignore[attr-defined]
     interpreter._convert_float = exact
     interpreter.InterpreterBuilder.create_dot = row_by_row

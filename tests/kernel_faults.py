@@ -19,6 +19,7 @@ ENGINE = "grpo_kernels/engine/"
 
 SURROGATES = ("tests/test_triton_surrogates.py", "tests/test_triton_rows.py")
 DOT = ("tests/test_triton_dot.py",)
+SINGLE_PASS = ("tests/test_triton_single_pass.py",)
 AHEAD_OF_TIME = ("tests/test_aot.py",)
 MIXED = ("tests/test_mixed_products.py",)
 WHOLE = ("tests/test_differential.py", "-k", "fixed_case and torch and (A or B or C)")
@@ -26,20 +27,26 @@ CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
 
 STATS, GRAD, FUSED, REDUCE = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce"))
 MATH, TRANSFORM, MIRROR = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
-DOT_KERNEL = KERNELS + "dot.py"
+DOT_KERNEL, SINGLE = KERNELS + "dot.py", KERNELS + "single_pass.py"
 FAULTS = [
     # the row reduction
-    Fault("a phantom vocabulary column", STATS, "here = columns < V\n", "here = columns < V + 1\n"),
-    Fault("the last tile left out", STATS, "tl.range(0, V, BLOCK_V", "tl.range(0, V - BLOCK_V + 1, BLOCK_V"),
+    Fault("a phantom vocabulary column", STATS, "here = columns < end\n", "here = columns < end + 1\n"),
+    Fault("the tail left out", STATS, "if whole < V:", "if whole + 1 < V:"),
+    Fault("a whole step left out", STATS, "tl.range(0, whole, BLOCK_V", "tl.range(BLOCK_V, whole, BLOCK_V"),
     Fault(
         "pad lanes revived by the soft-cap",
         STATS,
-        'z = tl.where(here, z, float("-inf"))',
-        "z = tl.where(here, z, scaled(-1e30, inner, outer, HAS_SOFTCAP))",
+        'z = tl.where(columns < end, z, float("-inf"))',
+        "z = tl.where(columns < end, z, scaled(-1e30, inner, outer, HAS_SOFTCAP))",
     ),
-    Fault("no rescale of the sum", REDUCE, "rest = tl.fma(keep, rest, e)", "rest = rest + e"),
-    Fault("no rescale of the entropy's sum", REDUCE, "t = tl.fma(keep, t, e * a * shifted)", "t = t + e * a * shifted"),
-    Fault("a shift that forgets the old maximum", REDUCE, "tl.where(up, rest + 1.0, 1.0)", "tl.where(up, rest, 1.0)"),
+    Fault("no rescale of the sum", REDUCE, "tl.fma(keep, rest, (e0", "tl.fma(1.0, rest, (e0"),
+    Fault(
+        "no rescale of the entropy's sum", REDUCE, "tl.fma(keep, tl.fma(d, rest, t)", "tl.fma(1.0, tl.fma(d, rest, t)"
+    ),
+    Fault("a shift that forgets what was summed", REDUCE, "tl.fma(d, rest, t)", "t"),
+    Fault("the first of four always a term", REDUCE, "_low_high(m, x0)", "x0, tl.maximum(m, x0)"),
+    Fault("the last of four always a term", REDUCE, "_low_high(top, x3)", "x3, tl.maximum(top, x3)"),
+    Fault("NaN passed over", REDUCE, "tl.maximum(m, x, propagate_nan=tl.PropagateNan.ALL)", "tl.where(x > m, x, m)"),
     Fault(
         "every lane's maximum left out",
         REDUCE,
@@ -47,16 +54,17 @@ FAULTS = [
         "sum_lanes(e * rest)",
     ),
     Fault("lanes merged without their distance", REDUCE, "sum_lanes(e * (t + a * (rest + 1.0)))", "sum_lanes(e * t)"),
-    Fault("-inf minus -inf", REDUCE, "return tl.where(a > LOWEST, a, LOWEST)", "return a"),
+    Fault("-inf minus -inf", REDUCE, "    a = tl.where(a > LOWEST, a, LOWEST)\n", ""),
     Fault("a row of -inf is a number", REDUCE, "odd = m - m", "odd = 0.0 * rest"),
     Fault("the target counted twice", REDUCE, "1.0 + (rest - exp(z - m))", "1.0 + rest"),
     Fault("log(1 + x) rounded first", MATH, "tl.log(u) + lost / u", "tl.log(u)"),
     Fault("tanh without its series", MATH, "tl.abs(x) < 0.625", "tl.abs(x) < 0.0"),
+    Fault("tanh without its sign", MATH, " | (x.to(tl.int32, bitcast=True) & SIGN_BIT)", ""),
     Fault(
         "32-bit row offsets", STATS, "rows.to(tl.int64)[:, None] * stride_n", "rows[:, None] * stride_n", AHEAD_OF_TIME
     ),
     Fault("rows taken to be V apart", STATS, "rows.to(tl.int64)[:, None] * stride_n", "rows.to(tl.int64)[:, None] * V"),
-    Fault("lowest id of the largest", STATS, "tl.where(z > m, columns, top_id)", "tl.where(z >= m, columns, top_id)"),
+    Fault("lowest id of the largest", STATS, "tl.where(z1 > m, id1, top_id)", "tl.where(z1 >= m, id1, top_id)"),
     # the transform
     Fault("temperature the wrong way up", TRANSFORM, "inner = inner * inv_t", "inner = inner / inv_t"),
     Fault("temperature inside the soft-cap", TRANSFORM, "outer = outer * inv_t", "inner = inner * inv_t"),
@@ -64,15 +72,21 @@ FAULTS = [
     Fault(
         "soft-cap's derivative without the cap",
         TRANSFORM,
-        "d = d * outer * tanh_slope(x * inner)",
-        "d = d * tanh_slope(x * inner)",
+        "return 4.0 * inner * outer",
+        "return 4.0 * inner",
     ),
     # the gradient
     Fault("ids not shifted to the slice", GRAD, "tl.load(ids_ptr + rows) - first_id", "tl.load(ids_ptr + rows)"),
-    Fault("entropy missing in its gradient", GRAD, "offset = entropy - log_sum", "offset = -log_sum"),
-    Fault("entropy gradient's sign", GRAD, "d = d - b[:, None]", "d = d + b[:, None]"),
-    Fault("1 - p by subtraction", GRAD, "at_target = a * -expm1(logp)", "at_target = a * (1.0 - exp(logp))"),
-    Fault("target's column is the next", GRAD, "columns == target[:, None]", "columns == target[:, None] + 1"),
+    Fault("entropy missing in its gradient", GRAD, "b * (entropy - log_sum)", "b * -log_sum"),
+    Fault("entropy gradient's sign", GRAD, "tilt = -b * common", "tilt = b * common"),
+    Fault("1 - p by subtraction", GRAD, "d = a * -expm1(logp)", "d = a * (1.0 - exp(logp))"),
+    Fault("target's column is the next", GRAD, "out_ptrs + target[:, None]", "out_ptrs + (target[:, None] + 1)"),
+    Fault("a target beyond the part is written", GRAD, "(target >= first) & (target < last)", "(target >= first)"),
+    Fault("a target of the last tile of a part is not", GRAD, "(target < last)", "(target < last - BLOCK_V)"),
+    Fault(
+        "the target's slope at 0", GRAD, "x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)", "pass"
+    ),
+    Fault("the gradient's tail left out", GRAD, "if whole < last:", "if whole + 1 < last:"),
     Fault(
         "gradient stored where the logits are",
         GRAD,
@@ -91,15 +105,34 @@ FAULTS = [
     Fault(
         "an id that does not exist",
         FUSED,
-        "z_target = load_target(row_ptrs, bias_ptr, ids,",
-        "ids = tl.where(ids < 0, 0, ids)\n    z_target = load_target(row_ptrs, bias_ptr, ids,",
+        "is_id = (ids >= 0) & (ids < V)",
+        "ids = tl.where(ids < 0, 0, ids)\n    is_id = (ids >= 0) & (ids < V)",
     ),
     Fault("on-policy NaN lost", FUSED, "log_ratio = logp - logp", "log_ratio = tl.zeros_like(logp)", CATALOGUE),
     Fault(
         "first tile of the gradient left out",
         FUSED,
-        "last = (V - 1) // BLOCK_V * BLOCK_V",
-        "last = V // BLOCK_V * BLOCK_V - BLOCK_V",
+        "tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V",
+        "tl.range(BLOCK_V, whole, BLOCK_V",
+    ),
+    # the single pass
+    Fault("the reference not looked at", SINGLE, "is_near = (m - ref <= FARTHEST)", "is_near = (m == m)", SINGLE_PASS),
+    Fault("NaN taken for near", SINGLE, "(m - ref <= FARTHEST)", "((m - ref > FARTHEST) == 0)", SINGLE_PASS),
+    Fault(
+        "its target not written again",
+        SINGLE,
+        "mask = (is_id & counts)[:, None]",
+        "mask = (ids < 0)[:, None]",
+        SINGLE_PASS,
+    ),
+    Fault("its sum without the rest", SINGLE, "exp(m - ref) * (1.0 + rest)", "exp(m - ref)", SINGLE_PASS),
+    Fault("its 1 - p by subtraction", SINGLE, "expm1(logp)[:, None] *", "(exp(logp) - 1.0)[:, None] *", SINGLE_PASS),
+    Fault(
+        "all rows of its block read again",
+        SINGLE,
+        "bias_ptr, start, None, again,",
+        "bias_ptr, start, None, counts,",
+        SINGLE_PASS,
     ),
     # the surrogates
     Fault(
@@ -139,6 +172,10 @@ FAULTS = [
         "offs_v[None, :] < V - first_id",
         "offs_v[None, :] < V - first_id + 1",
         DOT,
+    ),
+    Fault("no mask without a target", DOT_KERNEL, "has_target | (first_id + BLOCK_V > V)", "has_target", DOT),
+    Fault(
+        "no target without a mask", DOT_KERNEL, "has_target | (first_id + BLOCK_V > V)", "first_id + BLOCK_V > V", DOT
     ),
     Fault(
         "a part of the vocabulary ends too early",

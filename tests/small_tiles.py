@@ -12,6 +12,7 @@ from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats
 from grpo_kernels.token_loss import TokenLoss
 
@@ -49,3 +50,18 @@ class SmallTiles(TritonRows):
         self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
     ) -> RowStats:
         return launch_fused(logits, ids, transform, token_loss, out, self._tile(logits))
+
+    def single_pass(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        entropy: bool,
+        extras: tuple[str, ...] = (),
+    ) -> tuple[RowStats, Tensor]:
+        config, in_place = self._tile(logits), out.data_ptr() == logits.data_ptr()
+        return launch_single_pass(
+            logits, ids, transform, out, config, entropy=entropy, extras=extras, in_place=in_place
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -96,6 +97,24 @@ class SpecialSuite:
         vocab = 12 * self.block + 8
         for slope in (0.5, 5.0, -0.5, -5.0):
             self.check_row(torch.arange(vocab) * slope / self.block, [0, vocab // 2, vocab - 1])
+
+    def test_the_largest_in_any_order(self) -> None:
+        """Of four logits that one lane takes at once, and of the next four: the largest is left out, whichever it is."""
+        orders = torch.tensor(list(itertools.permutations((0.0, 2.0, 5.0, 30.0))))
+        for offset in (-1.0, 20.0):
+            raw = torch.cat([orders, orders.flip(0) + offset], 1).repeat_interleave(self.block // 4, dim=1)
+            raw = (raw + torch.rand_like(raw)).to(self.device, self.dtype)
+            ids = torch.randint(raw.shape[1], (len(raw),), device=self.device)
+            stats = self.kernels.stats(raw, ids, PLAIN, entropy=True, extras=EXTRAS)
+            check_stats(stats, truth(raw, ids, PLAIN))
+            assert torch.equal(stats.extras["is_top1"], raw.argmax(1) == ids)
+
+    def test_a_target_in_any_tile(self) -> None:
+        """At the ends of tiles, in the last one, which is not whole, and beyond what one program writes."""
+        vocab, quarter = 4 * self.block + 6, self.block // 4
+        bounds = range(0, vocab, 4 * quarter)
+        ids = sorted({0, quarter - 1, quarter, vocab - 1, *bounds, *(x - 1 for x in bounds if x)})
+        self.check_row(torch.randn(vocab), ids, LogitTransform(softcap=3.0))
 
     def test_softcap_of_huge_logits_and_phantom_lanes(self) -> None:
         """cap * tanh is a number for the lanes beyond the vocabulary as well, and -inf has a probability."""

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from benchmarks.aot.checks import _broken_by_code, _narrow_products
 
-KERNELS = ("stats", "grad", "fused", "dot", "combine")
+KERNELS = ("stats", "grad", "fused", "single_pass", "dot", "combine")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels.backends.rows import STATISTICS, LogitTransform, RowStats
-from grpo_kernels.backends.triton_rows import combine, dot, fused, grad, stats
+from grpo_kernels.backends.triton_rows import combine, dot, fused, grad, single_pass, stats
 from grpo_kernels.backends.triton_rows.configs import (
     ROW_KERNELS,
     DotConfig,
@@ -88,8 +88,9 @@ def _rows(arch: str) -> Iterator[Case]:
 
 
 def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
-    """The variants of a row kernel by the tile of `config`."""
-    return {"stats": _stats, "fused": _fused, "grad": _grad}[kernel](arch, config)
+    """The variants of a row kernel by the tile of `config`; the single pass has that of the statistics."""
+    kinds = {"stats": (_stats, _single_pass), "fused": (_fused,), "grad": (_grad,)}[kernel]
+    return (case for kind in kinds for case in kind(arch, config))
 
 
 def _stats(arch: str, config: RowConfig) -> Iterator[Case]:
@@ -127,6 +128,33 @@ def _grad(arch: str, config: RowConfig) -> Iterator[Case]:
             if name in ("plain", "all") if vocab == V else (name == "all" and dtype == BF16):
                 variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{' b' if has_b else ''}"
                 yield Case("grad", variant, arch, launch, (name, dtype, has_b, vocab) == ("all", BF16, True, V))
+
+
+def _single_pass(arch: str, config: RowConfig) -> Iterator[Case]:
+    for vocab, name, dtype, extras in (
+        (V, "plain", BF16, ()),
+        (V, "plain", FP32, ()),
+        (V, "all", BF16, ()),
+        (V, "all", BF16, STATISTICS),
+        (RAGGED_V, "all", BF16, STATISTICS),
+    ):
+        for in_place in (False, True) if dtype == FP32 else (False,):
+
+            def launch(
+                vocab: int = vocab,
+                name: str = name,
+                dtype: torch.dtype = dtype,
+                extras: tuple[str, ...] = extras,
+                in_place: bool = in_place,
+            ) -> None:
+                single_pass.launch_single_pass(
+                    empty(N, vocab), ids(), transforms(vocab)[name], empty(N, vocab, dtype=dtype), config,
+                    entropy=bool(extras), extras=extras, in_place=in_place,
+                )  # fmt: skip
+
+            suffix = f"{' in place' if in_place else ''}{' extras' if extras else ''}"
+            variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{suffix}"
+            yield Case("single_pass", variant, arch, launch, bool(extras) and vocab == V)
 
 
 # surrogate, KL estimator, whether it is corrected, gate, gradient (None: none is written), entropy bonus

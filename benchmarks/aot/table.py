@@ -7,7 +7,7 @@ from functools import cache
 from benchmarks.aot.checks import Result, compile_launch
 from benchmarks.aot.matrix import Case, cases
 
-HEADER = f"{'target':8} {'kernel':8} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
+HEADER = f"{'target':8} {'kernel':11} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
 
 
 @cache
@@ -23,7 +23,7 @@ def line_of(place: int, quick: bool) -> tuple[str, bool]:
     except Exception as error:  # it is one more thing to report, next to what else breaks
         result = Result(broken=(f"{type(error).__name__}: {error}",))
     line = (
-        f"{case.arch:8} {case.kernel:8} {case.variant:50} "
+        f"{case.arch:8} {case.kernel:11} {case.variant:50} "
         f"{result.registers:9} {result.spilled:7} {result.shared:6} {result.warps:5}"
     )
     return line + "".join(f"\n  BROKEN: {reason}" for reason in result.broken), bool(result.broken)

@@ -20,8 +20,9 @@ from benchmarks.roofline.parts import Layout, parts_of
 from benchmarks.roofline.pins import Taken
 from benchmarks.roofline.sass import disassembled
 from grpo_kernels.backends.rows import STATISTICS, LogitTransform
-from grpo_kernels.backends.triton_rows import dot, fused, grad, stats
+from grpo_kernels.backends.triton_rows import dot, fused, grad, single_pass, stats
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
+from grpo_kernels.engine.plan import row_width
 
 ARCH = "sm_90"
 ODD_V = 151665
@@ -75,6 +76,9 @@ def cases() -> list[Counted]:
         Counted("fused", f"constant, V {ODD_V}", _fused(CONSTANT, vocab=ODD_V), sweeps=2, products=3, vocab=ODD_V),
         Counted("fused", "constant, soft-cap", _fused(CONSTANT, SOFTCAP), sweeps=2, products=3),
         Counted("fused", "clipped, KL", _fused(CLIPPED_KL), sweeps=2, products=3),
+        Counted("single_pass", "plain", _single_pass(), products=2),
+        Counted("single_pass", f"plain, V {ODD_V}", _single_pass(vocab=ODD_V), products=2, vocab=ODD_V),
+        Counted("single_pass", "soft-cap", _single_pass(SOFTCAP), products=2),
         Counted("grad", "plain", _grad(), products=3),
         Counted("grad", f"plain, V {ODD_V}", _grad(vocab=ODD_V), products=3, vocab=ODD_V),
         Counted("grad", "soft-cap", _grad(SOFTCAP), products=3),
@@ -104,6 +108,13 @@ def _fused(loss: Any, transform: LogitTransform = PLAIN, *, vocab: int = V) -> C
     )  # fmt: skip
 
 
+def _single_pass(transform: LogitTransform = PLAIN, *, vocab: int = V) -> Callable[[], Any]:
+    config = row_config("stats", vocab, ARCH)
+    return lambda: single_pass.launch_single_pass(
+        _rows(vocab), ids(), transform, _rows(vocab, BF16), config, entropy=True, extras=(), in_place=False
+    )  # fmt: skip
+
+
 def _grad(transform: LogitTransform = PLAIN, *, vocab: int = V, has_b: bool = False) -> Callable[[], Any]:
     config = row_config("grad", vocab, ARCH)
     return lambda: grad.launch_grad(
@@ -119,7 +130,7 @@ def _dot() -> None:
 
 
 def _rows(vocab: int, dtype: torch.dtype = FP32) -> Tensor:
-    return empty(N, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
+    return empty(N, row_width(vocab, on_gpu=True), dtype=dtype)[:, :vocab]
 
 
 def _layout(launch: Launch) -> Layout:

@@ -129,7 +129,7 @@ class FusedRowBackend(RowBackend, Protocol):
 
 @runtime_checkable
 class SinglePassRowBackend(RowBackend, Protocol):
-    """One that can also write d logp / d (raw projection) while it reads a row for its statistics."""
+    """One that can also write a gradient while it reduces the row, save for a factor of the row."""
 
     def single_pass(
         self,
@@ -141,9 +141,12 @@ class SinglePassRowBackend(RowBackend, Protocol):
         entropy: bool,
         extras: tuple[str, ...] = (),
     ) -> tuple[RowStats, Tensor]:
-        """`stats`, and the scale (n,) that rows of `out` are to be multiplied by to be `grad` with a = 1.
+        """`stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) = ``out * scale[:, None]``.
 
-        `out` (n, V) may be `logits` itself, or another tensor, of bfloat16 too: float16 has not the range.
+        `out` (n, V) is fp32 or bf16, may be `logits` itself, and no part of it otherwise; never fp16, which holds no
+        e^40. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``. Elements of `out`
+        are up to e^40 (as large as V e^40 at the target), which products in fp32 and bf16 hold; scale is 1 in rows that
+        are not finite, and there `out` is what `grad` would write for a = 1.
         """
         ...
 

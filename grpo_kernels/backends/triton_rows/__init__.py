@@ -16,6 +16,7 @@ from grpo_kernels.backends.triton_rows.device import arch_of, on
 from grpo_kernels.backends.triton_rows.dot import score_dot
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
 from grpo_kernels.token_loss import TokenLoss
 
@@ -62,6 +63,26 @@ class TritonRows:
         config = _config("fused", logits)
         with on(logits.device):
             return launch_fused(logits, ids, transform, token_loss, out, config)
+
+    def single_pass(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        entropy: bool,
+        extras: tuple[str, ...] = (),
+    ) -> tuple[RowStats, Tensor]:
+        """See `SinglePassRowBackend`; `out` in float16 would overflow."""
+        if out.dtype == torch.float16:
+            raise ValueError("out: expected float32 or bfloat16, got float16, which e^40 does not fit")
+        config = _config("stats", logits)  # whose bits these statistics have
+        in_place = out.dtype == logits.dtype and out.data_ptr() == logits.data_ptr()
+        with on(logits.device):
+            return launch_single_pass(
+                logits, ids, transform, out, config, entropy=entropy, extras=extras, in_place=in_place
+            )
 
     def score_dot(
         self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool

@@ -28,7 +28,7 @@ ROW_KERNELS = ("stats", "fused", "grad")  # the first two share their entries: t
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A tile of a row kernel is `block_n` rows by `block_v` columns of logits."""
+    """A step of a row kernel takes `block_n` rows by `block_v` columns of logits, in four tiles side by side."""
 
     block_n: int
     block_v: int
@@ -66,7 +66,7 @@ def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
     for e in _entries("rows", family(arch)):
         if kernel in e["kernels"] and _holds(e["vocab_at_most"], vocab):
             config = _row_config(e)
-            least = 32 * config.num_warps  # a lane for each thread
+            least = 4 * 32 * config.num_warps  # a lane of four columns for each thread
             return replace(config, block_v=min(config.block_v, max(_power_of_2(vocab), least)))
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
 

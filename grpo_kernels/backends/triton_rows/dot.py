@@ -221,8 +221,11 @@ def dot_kernel(
         if ROUNDED_TO is not None:
             x = x.to(ROUNDED_TO).to(tl.float32)
         z = scaled(x, inner, outer, HAS_SOFTCAP)
-        z = tl.where(offs_v[None, :] < V - first_id, z, float("-inf"))
-        target += tl.sum(tl.where((ids - first_id)[:, None] == offs_v[None, :], z, 0.0), axis=1)
+        offs_y = ids - first_id
+        has_target = tl.max(((offs_y >= 0) & (offs_y < BLOCK_V)).to(tl.int32), axis=0) > 0
+        if has_target | (first_id + BLOCK_V > V):  # in few tiles: the rest need neither mask nor search
+            z = tl.where(offs_v[None, :] < V - first_id, z, float("-inf"))
+            target += tl.sum(tl.where(offs_y[:, None] == offs_v[None, :], z, 0.0), axis=1)
         tile_m, tile_rest, tile_t = tile_sums(z)
         m, rest, t = join(m, rest, t, tile_m, tile_rest, tile_t)
 

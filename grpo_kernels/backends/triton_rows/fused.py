@@ -1,7 +1,7 @@
 """A whole `TokenLoss` in one launch: row statistics, the loss of each token, and d loss / d (raw projection).
 
-The first pass over a row is `stats`', with the same bits; the second, over what may still be in the cache, goes back
-from its end.
+The first pass over a row is `stats`', with the same bits; the second is `grad`'s, and goes back from the row's end, over
+what may still be in the cache.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.grad import row_terms, write_gradient
+from grpo_kernels.backends.triton_rows.grad import row_terms, target_gradient, write_gradient, write_target
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
-from grpo_kernels.backends.triton_rows.stats import load_target, reduce_rows, row_block
+from grpo_kernels.backends.triton_rows.stats import load_at, reduce_rows, row_block
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors, scaled
 from grpo_kernels.token_loss import TokenLoss
 
 
@@ -137,7 +137,9 @@ def fused_kernel(
     inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
     row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
     ids = tl.load(ids_ptr + rows)
-    z_target = load_target(row_ptrs, bias_ptr, ids, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO)
+    is_id = (ids >= 0) & (ids < V)
+    x_target = load_at(row_ptrs, bias_ptr, ids, is_id, ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
     m, rest, t, _squares, _total, _top_id = reduce_rows(
         row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
         True, False, False, False, BLOCK_N, BLOCK_V, NUM_STAGES,
@@ -186,14 +188,22 @@ def fused_kernel(
     tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
     if out_ptr is not None:
         b_rows = tl.zeros_like(a) + b
-        inv_sum, offset, at_target = row_terms(logp, log_sum, entropy, a, b_rows, HAS_ENTROPY_GRADIENT)
+        level, tilt = row_terms(
+            log_sum[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT,
+            inner, outer, HAS_SOFTCAP,
+        )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         tl.debug_barrier()  # `out` may be `logits`: nobody writes before everybody has read
-        last = (V - 1) // BLOCK_V * BLOCK_V
-        for back in tl.range(0, V, BLOCK_V, num_stages=NUM_STAGES):
-            columns = last - back + tl.arange(0, BLOCK_V)[None, :]
+        whole = V // BLOCK_V * BLOCK_V
+        if whole < V:
             write_gradient(
-                row_ptrs + columns, out_ptrs + columns, bias_ptr, columns, (columns < V) & counts[:, None],
-                ids, m, inv_sum, offset, at_target, a, b_rows,
-                HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+                row_ptrs, out_ptrs, bias_ptr, whole, V, counts, m[:, None], level, tilt,
+                HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
+        for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
+            write_gradient(
+                row_ptrs, out_ptrs, bias_ptr, whole - back, None, counts, m[:, None], level, tilt,
+                HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            )  # fmt: skip
+        d_target = target_gradient(logp[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT)
+        write_target(out_ptrs, ids, is_id & counts, d_target, x_target, inner, outer, HAS_SOFTCAP)

@@ -9,10 +9,10 @@ A running sum (m, rest, t) over logits x stands for::
 so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly certain. Where nothing
 was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN.
 
-`fold` adds one logit to each of many lanes, with one exponential; `merge` joins lanes, or parts of a vocabulary, that
-lie along an axis, and `join` two of them; `finish` and `target_logp` make statistics of a whole row's. No step depends
-on how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from the tile's
-width alone, and not from warps, alignment or Triton's version.
+`fold` adds four logits to each of many lanes, with five exponentials; `merge` joins lanes, or parts of a vocabulary,
+that lie along an axis, and `join` two of them; `finish` and `target_logp` make statistics of a whole row's. No step
+depends on how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from the
+tile's width alone, and not from warps, alignment or Triton's version.
 """
 
 import triton
@@ -24,25 +24,32 @@ LOWEST = tl.constexpr(-1e4)  # e^LOWEST is 0, and 0 * LOWEST is 0, which 0 * -in
 
 
 @triton.jit
-def fold(m, rest, t, x):
-    """The running sums (m, rest, t) with x added, all of one shape; an x of -inf changes nothing.
+def fold(m, rest, t, x0, x1, x2, x3):
+    """The running sums (m, rest, t) with four logits added, all of one shape; an x of -inf changes nothing.
 
-    Also returns what `fold_squares` needs: the factor on what was summed before, and e^-|x - m|.
+    Whatever is not the largest, be it an x or the old m, is a term of the sums: so one instance of the largest stays
+    out. What was summed before is rescaled once for the four.
+
+    Also returns what `fold_squares` needs: the factor on what was summed before, and the four new terms.
     """
-    a = _distance(x, m)
-    e = exp_term(a)
-    up = x > m
-    keep = tl.where(up, e, 1.0)
-    shifted = tl.where(up, rest + 1.0, 1.0)  # how much moves by a: if x is the larger, all that was there, m included
-    t = tl.fma(keep, t, e * a * shifted)
-    rest = tl.fma(keep, rest, e)
-    return tl.maximum(m, x, propagate_nan=tl.PropagateNan.ALL), rest, t, keep, e
+    low0, top = _low_high(m, x0)
+    low1, top = _low_high(top, x1)
+    low2, top = _low_high(top, x2)
+    low3, top = _low_high(top, x3)
+    d, keep = _term(m, top)
+    a0, e0 = _term(low0, top)
+    a1, e1 = _term(low1, top)
+    a2, e2 = _term(low2, top)
+    a3, e3 = _term(low3, top)
+    t = tl.fma(keep, tl.fma(d, rest, t), tl.fma(e3, a3, tl.fma(e2, a2, tl.fma(e1, a1, e0 * a0))))
+    rest = tl.fma(keep, rest, (e0 + e1) + (e2 + e3))
+    return top, rest, t, keep, e0, e1, e2, e3
 
 
 @triton.jit
-def fold_squares(squares, keep, e):
-    """Running sum of e^(2 (x - m)) over what `rest` sums; `keep` and `e` as `fold` returned them."""
-    return keep * keep * squares + e * e
+def fold_squares(squares, keep, e0, e1, e2, e3):
+    """Running sum of e^(2 (x - m)) over what `rest` sums; the others as `fold` returned them."""
+    return tl.fma(keep * keep, squares, tl.fma(e3, e3, tl.fma(e2, e2, tl.fma(e1, e1, e0 * e0))))
 
 
 @triton.jit
@@ -83,12 +90,15 @@ def merge_squares(squares, e, is_first):
 
 @triton.jit
 def sum_lanes(x):
-    """Sum over the last axis, (R, W) -> (R,), W a power of 2: lane i is added to lane i + W / 2, and so on."""
+    """Sum over the last axis, (R, W) -> (R,), W a power of 2: of neighbours, then of neighbouring pairs, and so on.
+
+    Neighbours lie in one thread, or in one warp, so that few levels of the tree go through shared memory.
+    """
     R: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     for i in tl.static_range(20):
         if W >> i > 1:
-            x = tl.sum(tl.reshape(x, (R, 2, W >> (i + 1))), axis=1)
+            x = tl.sum(tl.reshape(x, (R, W >> (i + 1), 2)), axis=2)
     return tl.reshape(x, (R,))
 
 
@@ -112,6 +122,20 @@ def target_logp(m, rest, z):
     """
     others = tl.where(z == m, rest, 1.0 + (rest - exp(z - m)))  # in the second case >= 1, so nothing cancels
     return -softplus(tl.log(others) + (m - z))
+
+
+@triton.jit
+def _low_high(m, x):
+    """(the lesser, the larger); if either is NaN, so is the larger."""
+    return tl.minimum(m, x), tl.maximum(m, x, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _term(x, m):
+    """x - m and its exponential, for x <= m; LOWEST and 0 where it is less, or where it is no number."""
+    a = x - m
+    a = tl.where(a > LOWEST, a, LOWEST)
+    return a, exp_term(a)
 
 
 @triton.jit

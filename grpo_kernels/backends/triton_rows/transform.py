@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.rows import LogitTransform
-from grpo_kernels.backends.triton_rows.mathfn import tanh, tanh_slope
+from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
 # Arguments with one number a row: read once, so that it is not worth a variant of the kernel where they lie.
 PER_ROW = [
@@ -55,13 +55,24 @@ def row_factors(inv_t_ptr, rows, inner, outer, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def load_projection(x_ptrs, bias_ptr, columns, mask, ROUNDED_TO: tl.constexpr):
-    """The raw projection at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded; 0 outside of `mask`."""
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    """The raw projection at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded; 0 outside of `mask`.
+
+    A mask of None means all of them.
+    """
+    x = _load(x_ptrs, mask)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        x += _load(bias_ptr + columns, mask)
     if ROUNDED_TO is not None:
         x = x.to(ROUNDED_TO).to(tl.float32)
     return x
+
+
+@triton.jit
+def _load(ptrs, mask):
+    if mask is None:
+        return tl.load(ptrs).to(tl.float32)
+    else:
+        return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -74,9 +85,15 @@ def scaled(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def slope(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """d z / d x."""
-    d = inner
+def row_slope(inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """The factor of d z / d x that all elements of a row share; with a soft-cap `bend` is the other."""
     if HAS_SOFTCAP:
-        d = d * outer * tanh_slope(x * inner)
-    return d
+        return 4.0 * inner * outer
+    else:
+        return inner
+
+
+@triton.jit
+def bend(x, inner):
+    """The element's own factor of d z / d x with a soft-cap, `row_slope` being the other."""
+    return quarter_tanh_slope(x * inner)

@@ -1,0 +1,242 @@
+"""Statistics and d logp / d (raw projection) of a row in one pass over it, for heads whose weight is frozen.
+
+The largest logit is not known before the last one is read, so the gradient is written with another reference:
+
+    ref = max(z of the first columns, z of the target) <= m
+    out_j = e^(z_j - ref),   out_y = -(1 - p_y) S,   S = sum_j e^(z_j - ref) = e^(m - ref) (1 + rest)
+
+times the element's own part of the slope with a soft-cap. What a row has in common, minus the slope's other part over S,
+comes back as `scale`: whoever multiplies the rows by a matrix multiplies the product's rows by it, far fewer numbers.
+Each logit is read once and each element of the gradient written once: 6 bytes an element in 16 bits.
+
+Where m is more than `FARTHEST` above ref, or where there is no such number (NaN, infinities), the row is read again and
+gets its ordinary gradient, and a scale of 1. In place a row always is: after the first pass its logits would be gone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.grad import row_terms, store_rows, write_gradient
+from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
+from grpo_kernels.backends.triton_rows.stats import (
+    fold_step,
+    load_at,
+    load_step,
+    load_x,
+    logits,
+    merge_lanes,
+    new_statistics,
+    no_logits,
+    pointers,
+    reduce_rows,
+    row_block,
+    store_statistics,
+)
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, bend, row_factors, row_slope, scaled
+
+FARTHEST = tl.constexpr(40.0)  # e^40 times the size of a vocabulary is far from the largest float, and from bfloat16's
+
+
+def launch_single_pass(
+    projection: Tensor,  # (n, V)
+    ids: Tensor,  # (n,)
+    transform: LogitTransform,
+    out: Tensor,  # (n, V), may be `projection` if `in_place`
+    config: RowConfig,
+    *,
+    entropy: bool,
+    extras: tuple[str, ...],
+    in_place: bool,
+) -> tuple[RowStats, Tensor]:
+    """The statistics, and the scale (n,): d logp / d (raw projection) is ``out * scale[:, None]``."""
+    n, vocab = projection.shape
+    stats = new_statistics(projection, entropy=entropy, extras=extras)
+    scale = projection.new_empty(n)
+    single_pass_kernel[(triton.cdiv(n, config.block_n),)](
+        # data
+        logits_ptr=projection,
+        out_ptr=out,
+        ids_ptr=ids,
+        # results
+        **pointers(stats),
+        scale_ptr=scale,
+        # shapes and strides
+        n=n,
+        V=vocab,
+        stride_n=projection.stride(0),
+        stride_out_n=out.stride(0),
+        IN_PLACE=in_place,
+        # the transform
+        **arguments(transform),
+        # the tile
+        BLOCK_N=config.block_n,
+        BLOCK_V=config.block_v,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )
+    return stats, scale
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
+def single_pass_kernel(
+    # data: (n, V), (n, V), (n,)
+    logits_ptr,
+    out_ptr,
+    ids_ptr,
+    # results: (n,)
+    logps_ptr,
+    max_logit_ptr,
+    log_sum_ptr,
+    entropies_ptr,
+    log_sum_sq_probs_ptr,
+    mean_logits_ptr,
+    is_top1_ptr,
+    scale_ptr,
+    # shapes and strides
+    n,
+    V,
+    stride_n,
+    stride_out_n,
+    IN_PLACE: tl.constexpr,
+    # the transform: (V,), (n,), numbers
+    bias_ptr,
+    inv_t_ptr,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    # the tile
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """`BLOCK_N` rows, from raw projection to statistics and gradient."""
+    LANES: tl.constexpr = BLOCK_V // 4
+    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
+    ids = tl.load(ids_ptr + rows)
+    is_id = (ids >= 0) & (ids < V)
+    x_target = load_at(row_ptrs, bias_ptr, ids, is_id, ROUNDED_TO)
+    z_target = scaled(x_target, inner, outer, HAS_SOFTCAP)
+
+    ref = z_target
+    m, rest, t, squares, total, top_id = no_logits(BLOCK_N, LANES)
+    if IN_PLACE:
+        m, rest, t, squares, total, top_id = reduce_rows(
+            row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+            entropies_ptr is not None, log_sum_sq_probs_ptr is not None, mean_logits_ptr is not None,
+            is_top1_ptr is not None, BLOCK_N, BLOCK_V, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        x, columns = load_x(row_ptrs, bias_ptr, 0, V, ROUNDED_TO, LANES)
+        z = logits(x, columns, V, inner, outer, HAS_SOFTCAP)
+        ref = tl.maximum(ref, tl.max(z, axis=1)[:, None])
+        whole = V // BLOCK_V * BLOCK_V
+        for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
+            m, rest, t, squares, total, top_id = reduce_and_write(
+                m, rest, t, squares, total, top_id, row_ptrs, out_ptrs, bias_ptr, start, None, counts, ref,
+                inner, outer, HAS_SOFTCAP, ROUNDED_TO, entropies_ptr is not None, log_sum_sq_probs_ptr is not None,
+                mean_logits_ptr is not None, is_top1_ptr is not None,
+            )  # fmt: skip
+        if whole < V:
+            m, rest, t, squares, total, top_id = reduce_and_write(
+                m, rest, t, squares, total, top_id, row_ptrs, out_ptrs, bias_ptr, whole, V, counts, ref,
+                inner, outer, HAS_SOFTCAP, ROUNDED_TO, entropies_ptr is not None, log_sum_sq_probs_ptr is not None,
+                mean_logits_ptr is not None, is_top1_ptr is not None,
+            )  # fmt: skip
+        m, rest, t, squares, total, top_id = merge_lanes(
+            m, rest, t, squares, total, top_id, V,
+            log_sum_sq_probs_ptr is not None, mean_logits_ptr is not None, is_top1_ptr is not None,
+        )  # fmt: skip
+    rest, log_sum, logp = store_statistics(
+        rows, counts, ids, V, m, rest, t, squares, total, top_id, tl.reshape(z_target, ids.shape),
+        logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
+    )  # fmt: skip
+
+    m = m[:, None]
+    rest = rest[:, None]
+    log_sum = log_sum[:, None]
+    is_near = (m - ref <= FARTHEST) & (not IN_PLACE)  # not so if it is NaN
+    sum_exp = exp(m - ref) * (1.0 + rest)
+    in_row = row_slope(inner, outer, HAS_SOFTCAP)
+    scale = tl.where(is_near, -in_row / sum_exp, 1.0)
+    d_target = expm1(logp)[:, None] * tl.where(is_near, sum_exp, -in_row)  # 1 - p, which must not cancel
+    if HAS_SOFTCAP:
+        d_target *= bend(x_target, inner)
+    tl.store(scale_ptr + rows[:, None], scale, mask=counts[:, None])
+    again = tl.reshape(is_near == 0, rows.shape) & counts
+    tl.debug_barrier()  # before anybody writes what another has read or written
+    if tl.max(again.to(tl.int32), axis=0) > 0:
+        one = tl.full(m.shape, 1.0, tl.float32)
+        level, tilt = row_terms(log_sum, 0.0, one, 0.0, False, inner, outer, HAS_SOFTCAP)
+        whole = V // BLOCK_V * BLOCK_V
+        for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
+            write_gradient(
+                row_ptrs, out_ptrs, bias_ptr, start, None, again, m, level, tilt,
+                False, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            )  # fmt: skip
+        if whole < V:
+            write_gradient(
+                row_ptrs, out_ptrs, bias_ptr, whole, V, again, m, level, tilt,
+                False, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            )  # fmt: skip
+        tl.debug_barrier()
+    mask = (is_id & counts)[:, None]
+    tl.store(out_ptrs + ids[:, None], d_target.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def reduce_and_write(
+    # of each lane: (R, W)
+    m,
+    rest,
+    t,
+    squares,
+    total,
+    top_id,
+    # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
+    row_ptrs,
+    out_ptrs,
+    bias_ptr,
+    start,
+    end,
+    counts,
+    ref,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
+    WITH_TOTAL: tl.constexpr,
+    WITH_TOP_ID: tl.constexpr,
+):
+    """`reduce_step`, and e^(z - ref) written."""
+    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, m.shape[1])
+    z0 = write_unscaled(x0, id0, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+    z1 = write_unscaled(x1, id1, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+    z2 = write_unscaled(x2, id2, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+    z3 = write_unscaled(x3, id3, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+    return fold_step(
+        m, rest, t, squares, total, top_id, z0, z1, z2, z3, id0, id1, id2, id3, end,
+        WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_unscaled(x, columns, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """Write e^(z - ref), times what of the slope is the element's own, of x (R, W); returns z."""
+    z = logits(x, columns, end, inner, outer, HAS_SOFTCAP)
+    d = exp_term(z - ref)
+    if HAS_SOFTCAP:
+        d = d * bend(x, inner)
+    store_rows(out_ptrs, d, columns, end, counts)
+    return z
