@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.roofline import budget
 from benchmarks.roofline.devices import DEVICES, DRAM_REACHED, PRODUCTS_REACHED, Device, ctas_per_sm
 from benchmarks.roofline.parts import PRODUCT
 from benchmarks.roofline.pins import Pins, Taken
@@ -48,6 +49,24 @@ of the main shape: {product:.1f} ms.
 """
 
 
+BUDGET = """
+## What a step should take
+
+Forward and backward on an H200, in ms, from what a step launches and how many bytes that moves, noted down at real
+sizes on tensors that have no data (`benchmarks/roofline/budget.py`). bf16, N {rows}, H {width}, V 151936, trainable,
+on-policy dapo with a mask, the default workspace, save for what the name says. *Products alone*: those that the case
+cannot do without. *Rows*: the row kernels. *Other*: all other launches, by their bytes, at least 2.5 µs each; of a
+trainable head nearly all of it is d weight, which the backward scales and casts (6 bytes an element). *Host*: what the
+device waits for before the first product, {launch:g} µs a launch and {wait:g} µs a wait, both chosen, and the
+conversion of an fp32 weight, which comes before it. **Ratio**: total over products alone.
+
+"""
+WHY = """
+With H 1024 a product takes a quarter, and the rows what they always take: 10 bytes of each logit. With N 1024 scaling
+and casting d weight, which does not depend on N, is a sixth of the step.
+"""
+
+
 def report(pins: Pins) -> str:
     """The whole file."""
     text = INTRODUCTION.format(triton=pins.triton)
@@ -66,12 +85,13 @@ def report(pins: Pins) -> str:
             "kernel | variant | issue | MUFU | DRAM | **predicted** | of the products",
             (_times(taken, device) for taken in pins.cases),
         )
-    return text
+    text += BUDGET.format(rows=ROWS, width=WIDTH, launch=1e3 * budget.LAUNCH_MS, wait=1e3 * budget.WAIT_MS)
+    return text + _table(*budget.table()) + WHY
 
 
 def _table(header: str, lines: object) -> str:
     names = header.split(" | ")
-    rule = ["---" if name in ("kernel", "variant") else "---:" for name in names]
+    rule = ["---" if name in ("kernel", "variant", "case") else "---:" for name in names]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (names, rule, *lines))  # type: ignore[misc]
 
 

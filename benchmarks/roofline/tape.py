@@ -23,7 +23,7 @@ from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.token_loss import TokenLoss
 from tests import pretend_gpu
 
-WITHOUT_DATA = 2**22  # elements: larger tensors have none
+WITHOUT_DATA = 2**18  # elements: larger tensors have none
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm}
 # what allocates, or makes a view, and launches nothing; views are known by their aliases
@@ -210,10 +210,14 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @contextmanager
 def taped(*, autocast: torch.dtype | None = None) -> Iterator[Tape]:
     """Within, calls on `tensor`s are noted down, as they would be within autocast to that dtype."""
-    tape = Tape()
+    tape, before = Tape(), (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
     with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, tape=tape):
         patch.setattr(head, "choose_backend", lambda *_: (NotedRows(tape), "noted"))
-        if autocast is not None:
-            patch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-            patch.setattr(torch, "get_autocast_dtype", lambda device: autocast)
-        yield tape
+        try:
+            if autocast is not None:  # torch.autocast would look for the device
+                torch.set_autocast_enabled("cuda", True)
+                torch.set_autocast_dtype("cuda", autocast)
+            yield tape
+        finally:
+            torch.set_autocast_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])
