@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.cases import BenchCase, Inputs, make_inputs
+from benchmarks.child import ROOT, environment
 from benchmarks.events import Absence
 from benchmarks.providers import Forward, Outcome, build, linear_ce, verl
 from benchmarks.reference import errors, is_right, reference
@@ -147,3 +149,31 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
     with pytest.raises(Absence, match=package):
         build(name, make_inputs(TOY, CPU))
+
+
+CALLED = """
+import subprocess
+import sys
+from benchmarks.providers import verl
+
+class Hidden:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("ray", "verl") and armed:
+            raise ImportError(f"asked for {name}")
+
+armed = False
+sys.meta_path.insert(0, Hidden())
+head = verl.module("kernel", "linear_cross_entropy")
+armed = True
+exec("from . import kernels", vars(head))
+print("found", head.kernels.efficient_entropy_forward.__name__, sorted({"ray", "verl"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.skipif(not is_installed("verl_triton"), reason="verl is not installed")
+def test_verl_finds_its_kernels_in_a_call_without_verl_itself():
+    """Its forward and backward say ``from . import kernels``, which must not import verl, and with it Ray."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLED], cwd=ROOT, env=environment(toy=False), capture_output=True, text=True
+    )
+    assert done.stdout == "found efficient_entropy_forward []\n", done.stdout + done.stderr

@@ -155,6 +155,11 @@ def without_init(*names: str) -> None:
             if spec is None or spec.submodule_search_locations is None:
                 raise ImportError(f"{name} is not installed")
             paths = list(spec.submodule_search_locations)
-        module = types.ModuleType(name)
-        module.__path__ = paths
-        sys.modules[name] = module
+        empty_package(name, paths)
+
+
+def empty_package(name: str, paths: list[str]) -> None:
+    """Put a package into ``sys.modules`` that has nothing but the places of its modules."""
+    module = types.ModuleType(name)
+    module.__path__ = paths
+    sys.modules[name] = module
