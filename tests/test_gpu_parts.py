@@ -144,6 +144,7 @@ def test_peers_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (wheels / "badpeer-1.0-py3-none-any.whl").write_text("no zip file")
     paths, report = peers.install([wheels], tmp_path / "target")
     assert len(paths) == 1
+    assert Path(paths[0]).name == "site-packages"  # elsewhere QuACK takes functions for the user's own, and raises
     assert report["wheels"] == 2
     assert any(name.startswith("badpeer") for name in report["problems"])
     monkeypatch.setattr(sys, "path", [*sys.path, *paths])
@@ -163,6 +164,46 @@ def test_peers_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         assert again.value == 7
     assert not [name for name in sys.modules if name.startswith("goodpeer")]
+
+
+def test_a_wheel_in_parts(tmp_path: Path) -> None:
+    """As `split` makes them, in any folders; what is missing or damaged is named, and keeps nothing else out."""
+    parts, other, joined = (tmp_path / name for name in ("parts", "other", "joined"))
+    for folder in (parts, other):
+        folder.mkdir()
+    make_wheel(parts, "inparts")
+    make_wheel(other, "whole")
+    wheel = next(parts.glob("*.whl"))
+    content = wheel.read_bytes()
+    subprocess.run(["split", "-b", "300", "-d", "-a", "1", wheel.name, f"{wheel.name}.part"], cwd=parts, check=True)
+    wheel.unlink()
+    made = sorted(parts.iterdir())
+    assert len(made) > 2
+    made[1].rename(other / made[1].name)
+    wheels, problems = peers.find([parts, other], joined)
+    assert problems == {}
+    assert [x.name for x in wheels] == [wheel.name, "whole-1.0-py3-none-any.whl"]
+    assert wheels[0].read_bytes() == content
+    paths, report = peers.install([parts, other], tmp_path / "target")
+    assert (len(paths), report) == (1, {"wheels": 2})
+    assert (Path(paths[0]) / "inparts").is_dir()
+
+    wheels, problems = peers.find([parts], joined)
+    assert wheels == []
+    assert f"{wheel.name}: expected part1 too, got part0, part2" in problems[wheel.name]
+    made[-1].unlink()
+    _, problems = peers.find([parts, other], joined)
+    assert "expected a whole wheel of its parts, got part0, part1" in problems[wheel.name]
+    assert "the last missing?" in problems[wheel.name]
+    (parts / f"{wheel.name}.part0").write_bytes(content.replace(b"value = 7", b"value = 8"))
+    for rest in range(1, 10):
+        (parts / f"{wheel.name}.part{rest}").unlink(missing_ok=True)
+    wheels, problems = peers.find([parts], joined)
+    assert wheels == []
+    assert "inparts/part/code.py is damaged" in problems[wheel.name]
+    report = peers.install([parts], tmp_path / "nothing")[1]
+    assert report["wheels"] == 0
+    assert wheel.name in report["problems"]
 
 
 def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
