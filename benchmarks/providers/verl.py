@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.cases import Inputs
 from benchmarks.events import Absence
-from benchmarks.providers import Forward, empty_package, forgotten, from_logps, without_init
+from benchmarks.providers import Forward, check_dtypes, empty_package, forgotten, from_logps, without_init
 from benchmarks.providers.packing import packed
 
 TEMPERATURE = 1.0
@@ -63,3 +63,4 @@ def module(folder: str, name: str) -> ModuleType:
 def _check(inputs: Inputs) -> None:
     if inputs.case.softcap is not None:
         raise Absence("no soft-cap")
+    check_dtypes(inputs)
