@@ -26,15 +26,15 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", "--dry-run", *arguments]
 
 
-CASES = ("main", "frozen", "score", "fp32 weight, autocast", "V 50257", "logits 20", "top entropy", "Gemma-2-2B")
+CASES = ("main", "frozen", "score", "fp32 weight, autocast", "logits 20", "top entropy", "Gemma-2-2B")
 
 
 def test_dry_run(tmp_path: Path) -> None:
     """Every step and every section; ours is right in a case of each kind, the file as documented."""
     out = tmp_path / "results.json"
     done = subprocess.run(
-        command("--profile", "--out", str(out), "--budget-seconds", "240", "--cases", *CASES),
-        cwd=ROOT, env=environment(toy=True), capture_output=True, text=True, timeout=300,
+        command("--profile", "--out", str(out), "--budget-seconds", "600", "--cases", *CASES),
+        cwd=ROOT, env=environment(toy=True), capture_output=True, text=True, timeout=660,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(out.read_text())
@@ -182,7 +182,7 @@ worker.main(*sys.argv[1:3])
 
 
 def test_results_before_a_crash_stay(tmp_path: Path) -> None:
-    """With the worker itself: ours and a peer keep their times, the peer after the crash has anchors of its own turn."""
+    """With the worker itself: ours and a peer keep their times; the one after the crash has anchors of its own."""
     results = Results(tmp_path / "results.json")
     plan = {"toy": True, "until": time.time() + 120, "peers": [], "flush": False}
     seen: list[dict[str, Any]] = []
@@ -218,7 +218,7 @@ def test_nothing_is_done_again_when_the_last_provider_crashes(tmp_path: Path) ->
 
 
 def test_goals_come_first() -> None:
-    """Tests, then the cases of the goals with all that the goals compare; other peers with the anchors; then the rest."""
+    """Tests, then the goals' cases with all that is compared there; other peers with the anchors; then the rest."""
     assert STEPS == ("tests", "bench", "sanitizer")
     assert tuple(dict.fromkeys([*(goal.case for goal in GOALS), "score"])) == GOAL_CASES
     items = plan_items(arguments(["--profile"]))
@@ -250,20 +250,14 @@ def test_cases_that_users_have() -> None:
     mixed = cases["fp32 weight, autocast"]
     assert (mixed.dtype, mixed.weight_dtype, mixed.autocast) == ("bfloat16", "float32", True)
     assert (cases["V 151665"].v, cases["V 50257"].v) == (151665, 50257)
-    for name, fields in (
-        ("H 1024", (8192, 1024)),
-        ("1024 rows", (1024, 4096)),
-        ("fp32 weight, autocast", (8192, 4096)),
-    ):
+    shapes = {"H 1024": (8192, 1024), "1024 rows": (1024, 4096), "fp32 weight, autocast": (8192, 4096)}
+    for name, fields in shapes.items():
         for mode in ("", ", frozen", ", score"):
             case = cases[name + mode]
             assert (case.n, case.h, case.frozen, case.score) == (*fields, mode == ", frozen", mode == ", score")
     inputs = make_inputs(mixed.toy(), torch.device("cpu"))
     assert (inputs.hidden.dtype, inputs.weight.dtype) == (torch.bfloat16, torch.float32)
-    inside: list[bool] = []
-    forward = under_autocast(lambda: inside.append(torch.is_autocast_enabled("cpu")) or Outcome(), "cpu")
-    forward()
-    assert inside == [True]
+    assert under_autocast(lambda: Outcome(note=str(torch.is_autocast_enabled("cpu"))), "cpu")().note == "True"
 
 
 def test_a_crash_outside_a_provider_costs_its_item(tmp_path: Path) -> None:

@@ -273,8 +273,11 @@ class Device:
 
 def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device sleeps while the host launches; where the sleep was too short, once more with a longer one."""
-    step = lambda: device.asked.append("launch")  # noqa: E731
     device = Device(monkeypatch)
+
+    def step() -> None:
+        device.asked.append("launch")
+
     assert device.clock(queued=True).time(step) == 0.25
     assert device.asked == ["synchronize", "flush", "sleep", "event", "launch", "event", "wait"]
     device = Device(monkeypatch, late_below=3 * 2**20)
@@ -294,7 +297,12 @@ def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("measure", [micro.measure_ceilings, micro.measure_rows])
 def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks: list[dict[str, Any]] = []
-    monkeypatch.setattr(micro, "Clock", lambda device, **options: clocks.append(options) or Clock(device))
+
+    def clock(device: torch.device, **options: Any) -> Clock:
+        clocks.append(options)
+        return Clock(device)
+
+    monkeypatch.setattr(micro, "Clock", clock)
     measure(CPU, Events(tmp_path / "events.jsonl"), toy=True)
     assert clocks
     assert all(options == {"flush": True, "queued": True} for options in clocks)
