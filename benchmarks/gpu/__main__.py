@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu``: GPU tests, benchmarks, sanitizers, in this order and in bounded time.
 
 The JSON file is complete after every single result. Exit status: 0 if the tests passed, the sanitizers found nothing in
-our kernels and no goal was missed; 1 otherwise; 2 if it could not start.
+our kernels and no goal was missed; 1 otherwise; 2 if it could not start. docs/gpu.md says how to use it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.cases import BenchCase
 from benchmarks.child import ROOT
 from benchmarks.events import describe
 from benchmarks.gpu import logs, peers
+from benchmarks.gpu.check_peers import check_peers
 from benchmarks.gpu.run_sanitizer import run_sanitizer
 from benchmarks.gpu.run_tests import run_tests
 from benchmarks.gpu.summary import conclude
@@ -51,6 +52,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--flush-l2", action="store_true", help="overwrite the L2 cache before each measured step")
     parser.add_argument("--commit", help="what was measured, where the checkout does not tell")
     parser.add_argument("--dry-run", action="store_true", help="all of it on a CPU, at toy sizes, once")
+    parser.add_argument(
+        "--check-peers", action="store_true", help="without a GPU: are they importable, do they compile"
+    )
     options = parser.parse_args(given)
     for folder in options.wheels:
         if not folder.is_dir():
@@ -140,17 +144,20 @@ def _bench_with_wheels(results: Results, options: argparse.Namespace, until: flo
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     options = arguments(given)
-    if not (options.dry_run or torch.cuda.is_available()):
+    if not (options.dry_run or options.check_peers or torch.cuda.is_available()):
         print("error: no CUDA or ROCm device; --dry-run runs everything on a CPU at toy sizes", file=sys.stderr)
         return 2
     about = machine.describe(ROOT, options.commit)
-    device = "cpu" if options.dry_run else re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower()).strip("-")
-    out = options.out or ROOT / "benchmarks" / "results" / f"{device}-{about['date'][:10]}.json"
+    out = options.out or ROOT / "benchmarks" / "results" / f"{_name(options, about)}-{about['date'][:10]}.json"
     results = Results(out, format=2, status="running", dry_run=options.dry_run, machine=about, device=about["device"])
     results.merge(commit=about["commit"], date=about["date"])
     results.merge(command=list(sys.argv[1:] if given is None else given))
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     folder = logs.folder_for(out)
+    if options.check_peers:
+        ok = check_peers(results, wheels=options.wheels, providers=options.providers, logs=folder)
+        results.merge(status="complete")
+        return 0 if ok else 1
     started = time.time()
     status = "interrupted"
     try:
@@ -163,6 +170,13 @@ def main(given: Sequence[str] | None = None) -> int:
         ok = conclude(results)
         print(f"results: {out}, logs: {folder}", flush=True)
     return 0 if ok and status == "complete" else 1
+
+
+def _name(options: argparse.Namespace, about: dict[str, Any]) -> str:
+    """Of the results: the device's."""
+    if options.check_peers:
+        return "peers"
+    return "cpu" if options.dry_run else re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower()).strip("-")
 
 
 if __name__ == "__main__":
