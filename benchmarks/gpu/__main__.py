@@ -45,8 +45,16 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=560.0, help="for everything (default 560)")
     parser.add_argument("--out", type=Path, help="result file (default benchmarks/results/<device>-<date>.json)")
     parser.add_argument("--wheels", type=Path, nargs="+", default=[], help="folders with the peers' wheels")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in gpu_cases()], help="only these cases")
-    parser.add_argument("--providers", nargs="+", help="only these peers, each with ours and the products")
+    cases = gpu_cases()
+    providers = list(dict.fromkeys(name for case in cases for name in case.providers))
+    parser.add_argument("--cases", nargs="+", choices=[x.name for x in cases], metavar="CASE", help="only these cases")
+    parser.add_argument(
+        "--providers",
+        nargs="+",
+        choices=providers,
+        metavar="PEER",
+        help="only these peers, each with ours and the products",
+    )
     parser.add_argument("--profile", action="store_true", help="also profile a step of ours by kernel")
     parser.add_argument("--no-micro", action="store_true", help="leave out the row kernels and the device's ceilings")
     parser.add_argument("--flush-l2", action="store_true", help="overwrite the L2 cache before each measured step")

@@ -76,7 +76,7 @@ def join(name: str, parts: dict[int, Path], folder: Path) -> Path:
     got = "got " + ", ".join(f"part{number}" for number in sorted(parts))
     missing = [f"part{number}" for number in range(max(parts) + 1) if number not in parts]
     if missing:
-        raise Incomplete(f"{name}: expected {', '.join(missing)} too, {got}")
+        raise Incomplete(f"expected {', '.join(missing)} too, {got}")
     folder.mkdir(parents=True, exist_ok=True)
     whole = folder / name
     with whole.open("wb") as out:
@@ -87,9 +87,9 @@ def join(name: str, parts: dict[int, Path], folder: Path) -> Path:
         with zipfile.ZipFile(whole) as wheel:
             damaged = wheel.testzip()
     except zipfile.BadZipFile as error:
-        raise Incomplete(f"{name}: expected a whole wheel of its parts, {got}, the last missing? ({error})") from error
+        raise Incomplete(f"expected a whole wheel of its parts, {got}, the last missing? ({error})") from error
     if damaged is not None:
-        raise Incomplete(f"{name}: expected a whole wheel of its parts, {got}, and in it {damaged} is damaged")
+        raise Incomplete(f"expected a whole wheel of its parts, {got}, and in it {damaged} is damaged")
     return whole
 
 

@@ -79,6 +79,8 @@ def did_not_run(data: dict[str, Any]) -> list[str]:
     counts = data.get("tests", {}).get("counts", {})
     if "tests" in data and not counts.get("passed") and not counts.get("failed"):
         text.append(f"not run: GPU tests, {counts.get('skipped', 0)} of them skipped: {_reasons(data['tests'])}")
+    problems = data.get("peers", {}).get("installed", {}).get("problems", {})
+    text += [f"not installed: {name}: {problem[-300:]}" for name, problem in problems.items()]
     for what, x in (("compute-sanitizer", data.get("sanitizer", {})), *_tables(data.get("sanitizer"))):
         if x.get("status") in ("absent", "skipped", "out of time"):
             text.append(f"not run: {what}: {x['status']}, {x.get('reason', '')}")
