@@ -79,10 +79,10 @@ faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must
 sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
 	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null
 
-gpu:  ## GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench --wheels DIR"; --dry-run needs no GPU)
+gpu:  ## GPU tests, benchmarks and sanitizers (GPU_ARGS="--only bench --wheels DIR"; docs/gpu.md; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null
 
-tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS=--dry-run needs none)
+tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS="--budget-seconds 300"; --dry-run needs none)
 	$(GPU_PYTHON) -m benchmarks.tune $(TUNE_ARGS) </dev/null
 
 parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimiser steps each

@@ -62,6 +62,8 @@ class BenchCase:
     t: int = 32
     softcap: float | None = None
     dtype: str = "float32"  # of hidden states and weight; their values are bfloat16's in any
+    weight_dtype: str | None = None  # of the weight, if not the hidden states'
+    autocast: bool = False  # called under torch.autocast to bfloat16
     frozen: bool = False  # the weight wants no gradient
     score: bool = False  # log-probabilities only, no gradient
     padding: float = 0.0  # share of positions that are masked: lengths go from short to full
@@ -162,13 +164,14 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device=device)
 
+    weight_dtype = getattr(torch, case.weight_dtype or case.dtype)
     spread = case.scale / 4.4  # the largest of some 10^5 normal numbers is about 4.4 standard deviations
-    weight = _weight(case.h, case.v, spread, dtype, device)
+    weight = _weight(case.h, case.v, spread, weight_dtype, device)
     hidden = normal(case.n, case.h)
     if case.peaked:
         hidden += _favourites(case, weight, spread, normal(case.n), g)
     hidden = hidden.to(torch.bfloat16).to(dtype)
-    ids, logps = _sample(case, hidden, weight, g)
+    ids, logps = _sample(case, hidden, weight.to(dtype), g)
     advantages = normal(batch)
     advantages[: round(batch * case.zero_share)] = 0.0
     shape = (batch, case.t)

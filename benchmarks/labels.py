@@ -24,6 +24,7 @@ PROVIDERS: dict[str, tuple[str, str | None]] = {
     "linear_ce/chunked": ("torch {} linear_cross_entropy, in chunks", "torch"),
     "trl": ("TRL {} fused head", "trl"),
     "liger_grpo": ("Liger {} fused GRPO loss", "liger-kernel"),
+    "liger_grpo/uncompiled": ("Liger {} fused GRPO loss, not compiled", "liger-kernel"),
     "liger_ce": ("Liger {} scaled CE", "liger-kernel"),
     "liger_torch": ("Liger {} scaled CE, torch", "liger-kernel"),
     "verl_torch": ("verl {} torch head", "verl"),
@@ -31,6 +32,7 @@ PROVIDERS: dict[str, tuple[str, str | None]] = {
     "unsloth": ("Unsloth {} fused log-probs", "unsloth_zoo"),
     "cce": ("Apple CCE {}", "cut-cross-entropy"),
     "quack": ("QuACK {} linear CE", "quack-kernels"),
+    "quack/chunked": ("QuACK {} mean CE, no policy loss", "quack-kernels"),
 }
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 MODES = {
@@ -39,6 +41,7 @@ MODES = {
     "forward": "forward",
     "backward": "backward",
 }
+WORDS = (("sequence", "ratio of the sequence"), ("peaked", "peaked"), ("autocast", "under autocast to bf16"))
 PATH = re.compile(
     r"(?<![\w./])(?:"
     r"[A-Za-z]:\\(?:[^\\\s'\"]+\\)*(?P<windows>[^\\\s'\"]+)"
@@ -93,6 +96,8 @@ def shape(case: Case) -> str:
     """Model, sizes and dtype."""
     sizes = [f"{name.upper()} {case[name]}" for name in ("n", "t", "h", "v") if case.get(name) is not None]
     sizes.append(DTYPES.get(case.get("dtype", ""), case.get("dtype", "")))
+    if case.get("weight_dtype"):
+        sizes.append(f"weight {DTYPES.get(case['weight_dtype'], case['weight_dtype'])}")
     return ": ".join(x for x in (case.get("model") or "", ", ".join(x for x in sizes if x)) if x)
 
 
@@ -109,7 +114,7 @@ def features(case: Case) -> str:
             found.append(words.format(share(case[name])))
     if case.get("top_entropy", 1.0) < 1.0:
         found.append(f"the {share(case['top_entropy'])} of highest entropy")
-    found += [words for name, words in (("sequence", "ratio of the sequence"), ("peaked", "peaked")) if case.get(name)]
+    found += [words for name, words in WORDS if case.get(name)]
     for name, words in (("beta", "KL {:g}"), ("softcap", "soft-cap {:g}"), ("scale", "logits to about {:g}")):
         if case.get(name) and not (name == "scale" and case.get("peaked")):
             found.append(words.format(case[name]))

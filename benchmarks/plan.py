@@ -1,4 +1,4 @@
-"""Which cases are measured, with which providers: fewer where they are slow, all in the main case."""
+"""Which cases are measured, with which providers, in which passes: fewer where they are slow, all in the main one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case
+from benchmarks.figures import is_ours
 from benchmarks.timing import ROUNDS
 
-PEERS = (
-    "trl", "liger_grpo", "liger_ce", "liger_torch", "verl_triton", "verl_torch", "unsloth", "cce", "quack", "linear_ce",
-    "compiled", "eager", "eager/selective",
-)  # fmt: skip
 # There liger_torch is what liger_ce chooses, and eager/selective another form of eager.
-ON_CPU = tuple(name for name in PEERS if name not in ("liger_torch", "eager/selective"))
+ON_CPU = (
+    "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "quack", "linear_ce", "compiled",
+    "eager",
+)  # fmt: skip
 SHORT = ("ours", "products", "eager", "trl")
+ANCHORS = ("ours", "products")  # timed again with every peer, so that a ratio is of the same minute
+GOAL_CASES = ("main", "frozen", "half_zero", "score")
+# Liger's own choice last: on an H100 it compiles for a minute, or is absent where its compiler's wheels are.
+GOALS = (*ANCHORS, "trl", "liger_grpo", "liger_torch", "eager", "liger_ce")
+REST = (
+    "unsloth", "verl_triton", "quack", "cce", "linear_ce", "compiled", "liger_grpo/uncompiled", "verl_torch",
+    "quack/chunked", "eager/selective",
+)  # fmt: skip
+OURS = ("ours/two_pass", "ours/lean", "ours/expected", "ours/torch", "ours/no_mask")
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
 PARTS = ("main", "workloads", "shapes", "scaling", "accuracy")
 SCALES = (10.0, 20.0, 40.0)
@@ -52,37 +61,77 @@ def cpu_cases() -> list[BenchCase]:
 
 def gpu_cases() -> list[BenchCase]:
     """In bf16, the most important first: how many there is time for is not known beforehand."""
-    variants = ("ours/two_pass", "ours/lean", "ours/expected", "ours/torch", "ours/no_mask")
-    providers = ("ours", "products", *PEERS, *variants)
-    main = case("main", "Qwen3-8B", n=8192, t=512, dtype="bfloat16", rounds=ROUNDS, providers=providers)
-    trainable = ("ours", "products", "trl", "liger_ce", "unsloth", "ours/two_pass", "ours/lean", "eager", "verl_triton")
-    frozen = ("ours", "products", "trl", "liger_ce", "unsloth", "ours/one_pass", "eager", "verl_triton", "liger_grpo")
+    main = case("main", "Qwen3-8B", n=8192, t=512, dtype="bfloat16", rounds=ROUNDS, providers=GOALS + REST + OURS)
+    trainable = (*ANCHORS, "trl", "liger_ce", "unsloth", "ours/two_pass", "ours/lean", "eager", "verl_triton")
+    some = ("unsloth", "verl_triton", "quack", "cce", "linear_ce", "compiled")
     found = [
         main,
-        replace(main, name="frozen", frozen=True, providers=frozen),
-        replace(main, name="half_zero", zero_share=0.5, providers=("ours", "products", "trl", "liger_ce", "eager")),
-        replace(
-            main, name="score", score=True,
-            providers=("ours", "ours/score_dot", "products", "trl", "liger_ce", "unsloth", "eager", "verl_triton"),
-        ),
+        replace(main, name="frozen", frozen=True, providers=(*GOALS, *some, "ours/one_pass")),
+        replace(main, name="half_zero", zero_share=0.5, providers=(*GOALS, *some)),
+        replace(main, name="score", score=True, providers=(*GOALS, *some, "ours/score_dot")),
+        *_edges(main),
         *_exactness(n=2048, t=128),
-    ]  # fmt: skip
+    ]
     for name, fields in WORKLOADS.items():
         if name not in ("all tokens", "half zero"):
             found.append(replace(main, name=name, part="workloads", providers=trainable, **fields))
-    large: dict[str, Any] = {"n": 4096, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS}
+    large: dict[str, Any] = {
+        "n": 4096, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS, "providers": (*ANCHORS, "eager", "trl"),
+    }  # fmt: skip
     for model in HEADS:
         if model != main.model:
-            found.append(case(model, model, part="shapes", providers=trainable, **{**large, "n": 8192}))
+            found.append(case(model, model, part="shapes", **{**large, "n": 8192, "providers": trainable}))
     found += [_scaled("n", n, **{**large, "n": n}) for n in (1024, 2048, 8192, 16384, 32768)]
     found += [_scaled("v", v, v=v, **large) for v in (32768, 65536, 262144)]
     found += [_scaled("share", 1 - zero, zero_share=zero, **large) for zero in (0.25, 0.5, 0.75)]
     return [*found, replace(_scaled("n v share", 4096, **large), name="n 4096")]
 
 
+def passes(case: BenchCase) -> list[tuple[str, ...]]:
+    """The providers of `case` in the passes it is measured in, each with the anchors first.
+
+    A goal's case has three: what the goals are about, other peers, other forms of ours. Any other has one.
+    """
+    anchors = tuple(name for name in case.providers if name in ANCHORS)
+    others = [name for name in case.providers if name not in ANCHORS]
+    if case.name not in GOAL_CASES:
+        return [(*anchors, *others)]
+    kinds = [[x for x in others if kind(x)] for kind in (_is_about_goals, _is_other_peer, is_ours)]
+    return [(*anchors, *names) for names in kinds if names]
+
+
+def _is_about_goals(name: str) -> bool:
+    return name in GOALS
+
+
+def _is_other_peer(name: str) -> bool:
+    return name not in GOALS and not is_ours(name)
+
+
+def _edges(main: BenchCase) -> list[BenchCase]:
+    """What users have and the main case has not: fp32 weights under autocast, odd V, small heads, few rows."""
+    providers = (*ANCHORS, "trl", "liger_grpo", "liger_ce", "unsloth", "eager")
+    mixed = {"weight_dtype": "float32", "autocast": True}
+    small = HEADS["Qwen3-0.6B"]
+    shapes: dict[str, dict[str, Any]] = {
+        "fp32 weight, autocast": mixed,
+        "V 151665": {"v": 151665},
+        "V 50257": {"v": 50257},
+        "H 1024": {"model": "Qwen3-0.6B", "h": small.h},
+        "1024 rows": {"n": 1024},
+    }
+    modes: dict[str, dict[str, Any]] = {"": {}, ", frozen": {"frozen": True}, ", score": {"score": True}}
+    return [
+        replace(main, name=name + mode, part="edges", providers=providers, **fields, **how)
+        for name, fields in shapes.items()
+        for mode, how in modes.items()
+        if not (name.startswith("V") and mode)
+    ]
+
+
 def _scaled(series: str, value: float, **fields: Any) -> BenchCase:
     """A point on the axes `series`: the number of tokens, the vocabulary, the share of rows that carry gradient."""
-    return case(f"{series} {value}", part="scaling", series=series, providers=("ours", "eager", "trl"), **fields)
+    return case(f"{series} {value}", part="scaling", series=series, **{"providers": ("ours", "eager", "trl"), **fields})
 
 
 def _exactness(**shape: int) -> list[BenchCase]:

@@ -4,6 +4,12 @@ At run time nothing is timed: the package reads this table (`configs`). Only the
 replaced; the others stay as they are. A candidate that breaks a rule of `benchmarks.aot.checks`, such as spilling
 registers, is not timed. Statistics and fused kernel share one winner, since their bits must agree.
 
+A part is what shares an entry: row kernels at all vocabularies asked for, or the scoring kernel of one kind of operands
+at all widths and vocabularies. After each the table is written, so that what ran out of time loses no more than a part.
+``--kernels``, ``--vocabs`` and ``--widths`` choose some; ``--budget-seconds`` ends it at the next part, or within one:
+what was not timed by then is not written. A part's entries are those of the sizes asked for alone, the last of which
+stands for all that are larger.
+
 ``--dry-run`` does the same at toy sizes, with toy tiles and a clock of its own, on any machine: it lists what would be
 timed and writes to a file that is thrown away. Without a GPU it needs ``TRITON_INTERPRET=1``.
 """
@@ -11,14 +17,14 @@ timed and writes to a file that is thrown away. Without a GPU it needs ``TRITON_
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from importlib import resources
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -28,16 +34,15 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.tuned_table import SPLITS_AT_MOST, Config, Entry, check_table, entries, merged, own_table, write
 from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows import INTERPRETED, configs, dot, fused, grad, stats
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, family
 from grpo_kernels.backends.triton_rows.device import arch_of
 from grpo_kernels.token_loss import TokenLoss
 
-Entry = dict[str, Any]
-Config = RowConfig | DotConfig
+Part = Callable[[str, "Sizes", torch.device, "Budget"], list[Entry]]
 PLACEHOLDER = 0  # of `splits`: it follows from V
-SPLITS_AT_MOST = 256
 SHORTLIST = 6
 
 
@@ -82,68 +87,119 @@ TOY = Sizes(
 )
 
 
-def main() -> int:
+KERNELS = ("stats", "grad", "dot")
+
+
+class OutOfTime(Exception):
+    """The budget is spent."""
+
+
+class Budget:
+    """Seconds from now on; None: as many as it takes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._until = math.inf if seconds is None else time.monotonic() + seconds
+
+    def check(self) -> None:
+        """Raise `OutOfTime` if none are left."""
+        if time.monotonic() > self._until:
+            raise OutOfTime
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.partition("\n")[0])
     parser.add_argument("--dry-run", action="store_true", help="toy sizes; the table is not touched")
     parser.add_argument("--out", type=Path, metavar="FILE", help="instead of the package's own table")
-    arguments = parser.parse_args()
+    parser.add_argument("--budget-seconds", type=float, help="stop after that; finished parts are written")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="only these; stats: and fused")
+    parser.add_argument("--vocabs", nargs="+", type=int, metavar="V", help="only these sizes of the vocabulary")
+    parser.add_argument("--widths", nargs="+", type=int, metavar="H", help="only these hidden sizes, for dot")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Tune what is asked for, a part after the other; exit status 1 if there was no time for some."""
+    options = arguments(given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not (arguments.dry_run and INTERPRETED):
+    if device.type == "cpu" and not (options.dry_run and INTERPRETED):
         print("error: no GPU to time on; --dry-run with TRITON_INTERPRET=1 needs none", file=sys.stderr)
         return 2
-    sizes = TOY if arguments.dry_run else REAL
-    if arguments.dry_run:
+    sizes = chosen(TOY if options.dry_run else REAL, options)
+    if options.dry_run:
         for config in (*REAL.rows, *REAL.dot):
             print(f"candidate: {config}")
-    arch = arch_of(device)
-    new = tuned_rows(arch, sizes, device) + tuned_dot(arch, sizes, device)
-    table = merged(json.loads(own_table().read_text()), new)
-    check_table(table)
     with tempfile.TemporaryDirectory() as folder:
-        out = arguments.out or (Path(folder, configs.TABLE) if arguments.dry_run else own_table())
-        out.write_text(text_of(table))
-        assert json.loads(out.read_text()) == table
-        print(f"{len(new)} entries of family {family(arch)} written to {out}")
-    return 0
+        out = options.out or (Path(folder, configs.TABLE) if options.dry_run else own_table())
+        missed = tune(parts(options.kernels), sizes, device, out, Budget(options.budget_seconds))
+    if missed:
+        print(f"no time for: {', '.join(missed)}; they stay as they were")
+    return 1 if missed else 0
 
 
-def own_table() -> Path:
-    return Path(str(resources.files(configs.__package__).joinpath(configs.TABLE)))
+def chosen(sizes: Sizes, options: argparse.Namespace) -> Sizes:
+    """Those of the command line in the place of `sizes`'s own."""
+    return replace(
+        sizes,
+        vocabs=tuple(sorted(options.vocabs)) if options.vocabs else sizes.vocabs,
+        widths=tuple(sorted(options.widths)) if options.widths else sizes.widths,
+    )
 
 
-def tuned_rows(arch: str, sizes: Sizes, device: torch.device) -> list[Entry]:
-    """The entries of the row kernels, for each size of vocabulary."""
-    found = []
-    for kernels in (["stats", "fused"], ["grad"]):
-        first = row_runs(kernels[-1], sizes.row_counts[-1], sizes.vocabs[-1], device)
-        usable = shortlist(sizes.rows, first, lambda c, kernels=kernels: broken_rules(kernels, c, arch))
-        winners = {
-            vocab: fastest(usable, [row_runs(k, n, vocab, device) for k in kernels for n in sizes.row_counts])
-            for vocab in sizes.vocabs
-        }
-        found += entries({"kernels": kernels}, {None: winners}, device)
-    return found
-
-
-def tuned_dot(arch: str, sizes: Sizes, device: torch.device) -> list[Entry]:
-    """The entries of the scoring kernel, for each width and size of vocabulary."""
-    found = []
+def parts(kernels: Collection[str]) -> dict[str, Part]:
+    """What shares entries of the table, by name, the most important first."""
+    found: dict[str, Part] = {}
+    for together in (["stats", "fused"], ["grad"]):
+        if together[0] in kernels:
+            found[" and ".join(together)] = functools.partial(tuned_rows, together)
     for dtype, softcap in product((torch.bfloat16, torch.float32), (False, True)):
-        able = [c for c in sizes.dot if not c.use_tma or family(arch) in ("sm_90", "sm_100")]
-        first = dot_runs(sizes.row_counts[-1], sizes.widths[-1], sizes.vocabs[-1], dtype, softcap, device)
-        usable = shortlist(
-            able, first, lambda c, dtype=dtype, softcap=softcap: broken_rules(["dot"], c, arch, dtype, softcap)
-        )
-        winners: dict[int | None, dict[int, Config]] = {
-            width: {
-                vocab: fastest(usable, [dot_runs(n, width, vocab, dtype, softcap, device) for n in sizes.row_counts])
-                for vocab in sizes.vocabs
-            }
-            for width in sizes.widths
-        }
-        fixed = {"operand_bits": 8 * dtype.itemsize, "aligned": True, "softcap": softcap}
-        found += entries(fixed, winners, device)
+        if "dot" in kernels:
+            name = f"dot, {8 * dtype.itemsize} bits{', soft-cap' if softcap else ''}"
+            found[name] = functools.partial(tuned_dot, dtype, softcap)
     return found
+
+
+def tune(parts: dict[str, Part], sizes: Sizes, device: torch.device, out: Path, budget: Budget) -> list[str]:
+    """Do the parts and write the table after each; the names of those that there was no time for."""
+    arch, missed = arch_of(device), list(parts)
+    table = json.loads((out if out.exists() else own_table()).read_text())
+    for name, part in parts.items():
+        try:
+            new = part(arch, sizes, device, budget)
+        except OutOfTime:
+            break
+        table = merged(table, new)
+        check_table(table)
+        write(table, out)
+        missed.remove(name)
+        print(f"{name}: {len(new)} entries of family {family(arch)} written to {out}", flush=True)
+    return missed
+
+
+def tuned_rows(kernels: list[str], arch: str, sizes: Sizes, device: torch.device, budget: Budget) -> list[Entry]:
+    """The entries of row kernels that share theirs, for each size of vocabulary."""
+    first = row_runs(kernels[-1], sizes.row_counts[-1], sizes.vocabs[-1], device)
+    usable = shortlist(sizes.rows, first, lambda c: broken_rules(kernels, c, arch), budget)
+    winners: dict[int | None, dict[int, Config]] = {None: {}}
+    for vocab in sizes.vocabs:
+        runs = [row_runs(kernel, n, vocab, device) for kernel in kernels for n in sizes.row_counts]
+        winners[None][vocab] = fastest(usable, runs, budget)
+    return entries({"kernels": kernels}, winners, device)
+
+
+def tuned_dot(
+    dtype: torch.dtype, softcap: bool, arch: str, sizes: Sizes, device: torch.device, budget: Budget
+) -> list[Entry]:
+    """The entries of the scoring kernel for operands of `dtype`, for each width and size of vocabulary."""
+    able = [c for c in sizes.dot if not c.use_tma or family(arch) in ("sm_90", "sm_100")]
+    first = dot_runs(sizes.row_counts[-1], sizes.widths[-1], sizes.vocabs[-1], dtype, softcap, device)
+    usable = shortlist(able, first, lambda c: broken_rules(["dot"], c, arch, dtype, softcap), budget)
+    winners: dict[int | None, dict[int, Config]] = {}
+    for width, vocab in product(sizes.widths, sizes.vocabs):
+        runs = [dot_runs(n, width, vocab, dtype, softcap, device) for n in sizes.row_counts]
+        winners.setdefault(width, {})[vocab] = fastest(usable, runs, budget)
+    fixed = {"operand_bits": 8 * dtype.itemsize, "aligned": True, "softcap": softcap}
+    return entries(fixed, winners, device)
 
 
 def broken_rules(
@@ -163,16 +219,28 @@ def broken_rules(
     return next((result.broken for c in cases if (result := compile_launch(c.caught(), arch)).broken), ())
 
 
-def fastest(candidates: Iterable[Config], workloads: list[Callable[[Config], Callable[[], Any]]]) -> Config:
+def fastest(
+    candidates: Iterable[Config], workloads: list[Callable[[Config], Callable[[], Any]]], budget: Budget
+) -> Config:
     """The candidate with the least product of times, so that each workload counts alike."""
-    times = {config: math.prod(seconds(workload(config)) for workload in workloads) for config in candidates}
+    times = {}
+    for config in candidates:
+        budget.check()
+        times[config] = math.prod(seconds(workload(config)) for workload in workloads)
     assert times, "every candidate breaks a rule"
     return min(times, key=times.__getitem__)
 
 
-def shortlist(candidates: Iterable[Any], workload: Callable[[Any], Any], broken: Callable[[Any], Any]) -> list[Any]:
+def shortlist(
+    candidates: Iterable[Any], workload: Callable[[Any], Any], broken: Callable[[Any], Any], budget: Budget
+) -> list[Any]:
     """The fastest few by one workload that break no rule; to compile all for the rules would take longer."""
-    ranked = sorted(candidates, key=lambda c: seconds(workload(c)))
+
+    def duration(config: Any) -> float:
+        budget.check()
+        return seconds(workload(config))
+
+    ranked = sorted(candidates, key=duration)
     return list(islice((c for c in ranked if not broken(c)), SHORTLIST))
 
 
@@ -220,67 +288,6 @@ def dot_runs(
         return lambda: dot.launch_dot(hidden, weight, ids, transform, tiles, entropy=True)
 
     return run_of
-
-
-def entries(fixed: Entry, winners: dict[int | None, dict[int, Config]], device: torch.device) -> list[Entry]:
-    """The winners by width and vocabulary: neighbours that agree as one entry, the last of each without a bound."""
-    measured = False if INTERPRETED else {
-        "device": torch.cuda.get_device_name(device), "torch": torch.__version__, "triton": triton.__version__,
-    }  # fmt: skip
-    by_width = [(width, joined(sorted(by_vocab.items()))) for width, by_vocab in winners.items()]
-    found = []
-    for width, by_vocab in joined(by_width):
-        for vocab, config in by_vocab:
-            values = asdict(config)
-            bounds: Entry = {"vocab_at_most": vocab}
-            if isinstance(config, DotConfig):
-                del values["splits"]
-                bounds = {"hidden_width_at_most": width, **bounds, "splits_at_most": SPLITS_AT_MOST}
-            found.append({"family": family(arch_of(device)), **fixed, **bounds, **values, "measured": measured})
-    return found
-
-
-def joined(steps: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """(bound, what holds up to it), without the steps that the next one repeats; the last has no bound."""
-    kept = [step for step, after in zip(steps, [*steps[1:], (None, None)], strict=True) if step[1] != after[1]]
-    return [*kept[:-1], (None, kept[-1][1])]
-
-
-def merged(table: dict[str, list[Entry]], new: list[Entry]) -> dict[str, list[Entry]]:
-    """The table with the new entries in the place of those that they make out of date."""
-    for kind, names in (("rows", ("kernels",)), ("dot", ("operand_bits", "aligned"))):
-        fresh = [e for e in new if ("kernels" in e) == (kind == "rows")]
-        replaced = {(e["family"], *(str(e[name]) for name in names)) for e in fresh}
-        kept = [e for e in table[kind] if (e["family"], *(str(e[name]) for name in names)) not in replaced]
-        table = {**table, kind: [*fresh, *kept]}
-    return table
-
-
-def check_table(table: dict[str, list[Entry]]) -> None:
-    """Every family finds tiles for every kernel, whatever the sizes."""
-    for name in configs.FAMILIES:
-        rows = [e for e in table["rows"] if e["family"] == name]
-        for kernel in configs.ROW_KERNELS:
-            assert any(kernel in e["kernels"] and e["vocab_at_most"] is None for e in rows), (name, kernel)
-        assert all(("stats" in e["kernels"]) == ("fused" in e["kernels"]) for e in rows), name
-        for wanted in product((16, 32), (True, False), (True, False)):
-            fits = [
-                e
-                for e in table["dot"]
-                if e["family"] == name
-                and e["vocab_at_most"] is e["hidden_width_at_most"] is None
-                and all(e[k] in (x, None) for k, x in zip(("operand_bits", "aligned", "softcap"), wanted, strict=True))
-            ]
-            assert fits, (name, wanted)
-
-
-def text_of(table: dict[str, list[Entry]]) -> str:
-    """JSON with an entry a line."""
-    kinds = (
-        f'  "{kind}": [\n' + ",\n".join(f"    {json.dumps(e)}" for e in found) + "\n  ]"
-        for kind, found in table.items()
-    )
-    return "{\n" + ",\n".join(kinds) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import subprocess
 import sys
+import types
 from dataclasses import replace
 from importlib import metadata
 
@@ -10,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks.cases import BenchCase, Inputs, make_inputs
+from benchmarks.child import ROOT, environment
 from benchmarks.events import Absence
-from benchmarks.providers import Forward, Outcome, build, linear_ce, verl
+from benchmarks.providers import PROVIDERS, Forward, Outcome, build, linear_ce, verl
 from benchmarks.reference import errors, is_right, reference
 
 CPU = torch.device("cpu")
@@ -27,6 +31,8 @@ CASES = {
     "score, padding": replace(TOY, score=True, padding=0.5, part="accuracy"),
     "top entropy": replace(TOY, top_entropy=0.5),
     "top entropy, padding": replace(TOY, top_entropy=0.5, padding=0.5, frozen=True),
+    "fp32 weight, autocast": replace(TOY, dtype="bfloat16", weight_dtype="float32", autocast=True),
+    "fp32 weight, autocast, frozen": replace(TOY, dtype="bfloat16", weight_dtype="float32", autocast=True, frozen=True),
     "off-policy sequences": replace(TOY, drift=0.25, sequence=True, beta=0.04),
 }
 PACKAGES = {  # import name, distribution
@@ -39,8 +45,9 @@ PACKAGES = {  # import name, distribution
 }
 ON_A_CPU = ("linear_ce", "liger_ce", "liger_torch", "verl_torch", "unsloth")
 NO_SOFTCAP = ("linear_ce", "liger_ce", "liger_torch", "verl_torch")
+ONE_DTYPE = ("liger_ce", "liger_torch", "verl_torch")  # of hidden states and weight
 GIVES_ENTROPY = ("liger_ce", "liger_torch", "verl_torch", "unsloth")
-NEEDS_A_GPU = {"verl_triton": "Triton", "cce": "Triton", "quack": "H100"}
+NEEDS_A_GPU = {"verl_triton": "Triton", "cce": "Triton", "quack": "H100", "quack/chunked": "H100"}
 HAS_LINEAR_CE = hasattr(torch.nn.functional, "linear_cross_entropy")
 
 
@@ -74,6 +81,8 @@ def expected_absence(name: str, case: BenchCase) -> str | None:
         return "linear_cross_entropy"
     if case.softcap is not None and name in NO_SOFTCAP:
         return "no soft-cap"
+    if case.autocast and name in ONE_DTYPE:
+        return "one dtype"
     if case.top_entropy < 1 and name not in GIVES_ENTROPY:
         return "gives no entropy"
     return None
@@ -91,6 +100,8 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase):
     outcome = run(build(name, inputs))
     assert_right(outcome, inputs)
     assert outcome.note
+    if name in ("linear_ce", "unsloth"):  # less work than theirs who give entropies: to be seen beside its time
+        assert ("no entropy" in outcome.note) == (outcome.entropies is None)
     assert (outcome.entropies is not None) or not case.wants_entropy or name not in GIVES_ENTROPY
 
 
@@ -147,3 +158,52 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
     with pytest.raises(Absence, match=package):
         build(name, make_inputs(TOY, CPU))
+
+
+CALLED = """
+import subprocess
+import sys
+from benchmarks.providers import verl
+
+class Hidden:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("ray", "verl") and armed:
+            raise ImportError(f"asked for {name}")
+
+armed = False
+sys.meta_path.insert(0, Hidden())
+head = verl.module("kernel", "linear_cross_entropy")
+armed = True
+exec("from . import kernels", vars(head))
+print("found", head.kernels.efficient_entropy_forward.__name__, sorted({"ray", "verl"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.skipif(not is_installed("verl_triton"), reason="verl is not installed")
+def test_verl_finds_its_kernels_in_a_call_without_verl_itself():
+    """Its forward and backward say ``from . import kernels``, which must not import verl, and with it Ray."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLED], cwd=ROOT, env=environment(toy=False), capture_output=True, text=True
+    )
+    assert done.stdout == "found efficient_entropy_forward []\n", done.stdout + done.stderr
+
+
+def test_quack_chunked_is_timed_and_not_compared():
+    """It has no loss a token; what it has is another one, and 6 NVH."""
+    assert not PROVIDERS["quack/chunked"].compared
+    assert PROVIDERS["quack"].compared
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_liger_is_compiled_on_a_gpu_as_it_comes(on_gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    import liger_kernel.chunked_loss as package
+
+    default = inspect.signature(package.LigerFusedLinearGRPOLoss).parameters["compiled"].default
+    assert default is True
+    asked: list[bool] = []
+    monkeypatch.setattr(package, "LigerFusedLinearGRPOLoss", lambda **options: asked.append(options["compiled"]))
+    inputs = make_inputs(TOY, CPU)
+    hidden = types.SimpleNamespace(is_cuda=on_gpu, device=CPU)
+    for name in ("liger_grpo", "liger_grpo/uncompiled"):
+        build(name, replace(inputs, hidden=hidden))
+    assert asked == [on_gpu, False]

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases import make_inputs
 from benchmarks.child import ROOT, environment
+from benchmarks.gpu.__main__ import STEPS, arguments, plan_items
 from benchmarks.gpu.supervise import supervise
-from benchmarks.plan import gpu_cases
+from benchmarks.gpu.verdict import FAMILIES, GOALS
+from benchmarks.plan import GOAL_CASES, gpu_cases
+from benchmarks.providers import Outcome, under_autocast
 from benchmarks.results import Results
 
 
@@ -22,15 +26,15 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", "--dry-run", *arguments]
 
 
-CASES = ("main", "frozen", "half_zero", "score", "logits 20", "top entropy", "Gemma-2-2B", "v 32768")
+CASES = ("main", "frozen", "score", "fp32 weight, autocast", "logits 20", "top entropy", "Gemma-2-2B")
 
 
 def test_dry_run(tmp_path: Path) -> None:
     """Every step and every section; ours is right in a case of each kind, the file as documented."""
     out = tmp_path / "results.json"
     done = subprocess.run(
-        command("--profile", "--out", str(out), "--budget-seconds", "240", "--cases", *CASES),
-        cwd=ROOT, env=environment(toy=True), capture_output=True, text=True, timeout=300,
+        command("--profile", "--out", str(out), "--budget-seconds", "600", "--cases", *CASES),
+        cwd=ROOT, env=environment(toy=True), capture_output=True, text=True, timeout=660,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(out.read_text())
@@ -40,6 +44,19 @@ def test_dry_run(tmp_path: Path) -> None:
     assert found["tests"]["together"]["counts"]["failed"] == 0
     assert found["tests"]["together"]["counts"]["skipped"] > 0  # loudly, in a file of their own reasons
     assert found["sanitizer"]["status"] == "absent"
+    skipped = found["tests"]["counts"]["skipped"]
+    for words in (
+        "NOTHING RAN ON A GPU: a dry run",
+        f"not run: GPU tests, {skipped} of them skipped: 'needs a CUDA or ROCm device' ({skipped})",
+        "not run: compute-sanitizer: absent, dry run",
+        "not run: quack in any case: absent, its kernels serve GPUs from H100 on",
+    ):
+        assert any(line.startswith(words) for line in done.stdout.splitlines()[-25:]), (words, done.stdout[-3000:])
+        assert any(line.startswith(words) for line in found["did_not_run"])
+    logs = {x.name: x.read_text(errors="replace") for x in (tmp_path / "results.json.logs").iterdir()}
+    assert "SKIPPED" in logs["tests-together.log"]
+    assert {"sanitized.log", "worker-0.log", "tests-together.xml"} <= logs.keys()
+    assert list(found["cases"])[:3] == ["main", "frozen", "score"]
     assert sorted(found["cases"]) == sorted(CASES)
     for case in (case for case in gpu_cases() if case.name in CASES):
         providers = found["cases"][case.name]["providers"]
@@ -50,10 +67,18 @@ def test_dry_run(tmp_path: Path) -> None:
             if name.startswith("ours"):
                 assert x["status"] == "ok", (case.name, name, x)
                 assert case.rounds == 0 or x["ms"]["score" if case.score else "full"]["samples"] >= 1
+            if x["status"] == "ok" and case.rounds and name != "ours":
+                assert list(x["anchors"]) == ["ours"], (case.name, name)  # the products are absent from a CPU
         ours = providers["ours"]["errors"]
         assert ours.get("logp_mean", 0.0) < 1e-5
         assert max(ours.get("d_hidden", 0.0), ours.get("d_weight", 0.0)) < 5e-3
         assert case.rounds == 0 or found["cases"][case.name]["derived"]["eager_over_ours"] > 0
+    main = found["cases"]["main"]
+    assert main["status"] == "complete"
+    assert {i: x["status"] for i, x in main["passes"].items()} == {"0": "complete", "1": "complete", "2": "complete"}
+    assert [main["providers"][name]["pass"] for name in ("ours", "trl", "unsloth", "ours/lean")] == [0, 0, 1, 2]
+    assert main["passes"]["1"]["anchors"]["ours"]["status"] == "ok"
+    assert found["cases"]["fp32 weight, autocast"]["providers"]["trl"]["status"] == "ok"
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
     assert set(found["micro"]["scoring"]["16x32x70"]) == {"score", "score_dot", "difference"}
     assert found["profile"]["main"]["kernels"]
@@ -100,7 +125,7 @@ for i in range(plan["first"], len(plan["items"])):
             os._exit(3)
         say(i, event="result", path=["other"], value={"status": "ok"})
     for name in item.get("providers", []):
-        if name in item.get("excluded", []):
+        if name in (*item.get("excluded", []), *item.get("done", [])):
             continue
         path = ["cases", item["case"], "providers", name]
         begin(i, path, 0.5 if name == "hangs" else 60)
@@ -122,28 +147,121 @@ def supervised(tmp_path: Path, items: list[dict[str, Any]], seconds: float = 60.
     return json.loads((tmp_path / "results.json").read_text())
 
 
+def one_pass(name: str, providers: list[str], index: int = 0, last: bool = True) -> dict[str, Any]:
+    return {"kind": "case", "case": name, "pass": index, "last": last, "seconds": 1.0, "providers": providers}
+
+
 def test_a_crash_or_a_hang_costs_one_provider(tmp_path: Path) -> None:
-    """The case is measured again without it, as are the cases after it."""
+    """What was timed before stays; the case goes on without it, as do the cases after it."""
     found = supervised(
         tmp_path,
         [
-            {"kind": "case", "case": "one", "providers": ["a", "crashes", "b", "hangs", "c"]},
+            one_pass("one", ["a", "crashes", "b", "hangs", "c"], last=False),
             {"kind": "other"},
-            {"kind": "case", "case": "two", "providers": ["a", "crashes"]},
+            one_pass("two", ["a", "crashes"]),
+            one_pass("one", ["d", "hangs"], index=1),
         ],
     )
     one = found["cases"]["one"]["providers"]
     assert {name: x["status"] for name, x in one.items()} == {
-        "a": "ok", "crashes": "crashed", "b": "ok", "hangs": "hung", "c": "ok",
+        "a": "ok", "crashes": "crashed", "b": "ok", "hangs": "hung", "c": "ok", "d": "ok",
     }  # fmt: skip
-    assert one["a"]["pid"] == one["b"]["pid"] == one["c"]["pid"]  # all timed in one process in the end
+    assert len({one[name]["pid"] for name in "abc"}) == 3  # a process each: none of them was timed again
     two = found["cases"]["two"]["providers"]
     assert found["other"]["status"] == two["a"]["status"] == "ok"
     assert two["crashes"]["status"] == "left out"
 
 
+CRASHING = """
+import os, sys
+from benchmarks.gpu import worker
+from benchmarks.providers import eager
+eager.eager = lambda inputs: os.kill(os.getpid(), 11)
+worker.main(*sys.argv[1:3])
+"""
+
+
+def test_results_before_a_crash_stay(tmp_path: Path) -> None:
+    """With the worker itself: ours and a peer keep their times; the one after the crash has anchors of its own."""
+    results = Results(tmp_path / "results.json")
+    plan = {"toy": True, "until": time.time() + 120, "peers": [], "flush": False}
+    seen: list[dict[str, Any]] = []
+    merge = results.merge
+
+    def watched(*path: str, **value: Any) -> None:
+        merge(*path, **value)
+        if value.get("status") == "crashed":
+            seen.append(json.loads((tmp_path / "results.json").read_text())["cases"]["main"]["providers"])
+
+    results.merge = watched  # type: ignore[method-assign]
+    items = [one_pass("main", ["ours", "eager/selective", "eager", "ours/torch"])]
+    supervise(items, plan, results, folder=tmp_path, worker=[sys.executable, "-c", CRASHING])
+    case = results.data["cases"]["main"]
+    now = case["providers"]
+    assert {name: x["status"] for name, x in now.items()} == {
+        "ours": "ok", "eager/selective": "ok", "eager": "crashed", "ours/torch": "ok",
+    }  # fmt: skip
+    assert len(seen) == 1
+    for name in ("ours", "eager/selective"):
+        assert seen[0][name]["samples_ms"] == now[name]["samples_ms"]
+    assert now["ours/torch"]["anchors"]["ours"]["samples"] == 1
+    assert case["passes"]["0"]["anchors"]["ours"]["status"] == "ok"
+    assert case["status"] == "complete"
+
+
+def test_nothing_is_done_again_when_the_last_provider_crashes(tmp_path: Path) -> None:
+    found = supervised(tmp_path, [one_pass("one", ["a", "crashes"], last=False), {"kind": "other"}])
+    assert found["cases"]["one"]["status"] == "partial"
+    assert found["cases"]["one"]["passes"]["0"]["status"] == "complete"
+    assert found["other"]["status"] == "ok"
+    assert not (tmp_path / "worker-2.log").exists()
+
+
+def test_goals_come_first() -> None:
+    """Tests, then the goals' cases with all that is compared there; other peers with the anchors; then the rest."""
+    assert STEPS == ("tests", "bench", "sanitizer")
+    assert tuple(dict.fromkeys([*(goal.case for goal in GOALS), "score"])) == GOAL_CASES
+    items = plan_items(arguments(["--profile"]))
+    first = items[: len(GOAL_CASES)]
+    assert [(x["case"], x["pass"]) for x in first] == [(name, 0) for name in GOAL_CASES]
+    for goal in GOALS:
+        providers = next(x["providers"] for x in first if x["case"] == goal.case)
+        assert {goal.under} <= set(providers)
+        names = FAMILIES.get(goal.over, (goal.over,))
+        assert set(names) & set(providers)
+        if goal.over == "liger":  # one that needs nothing but torch, and Liger's own choice
+            assert {"liger_torch", "liger_ce"} <= set(providers)
+    of_score = next(x["providers"] for x in first if x["case"] == "score")
+    assert {"trl", "liger_torch", "liger_ce"} <= set(of_score)
+    assert [x["kind"] for x in items[4:9]] == ["profile", "profile", "ceilings", "rows", "scoring"]
+    for case in gpu_cases():
+        of_case = [x for x in items if x["kind"] == "case" and x["case"] == case.name]
+        assert sorted({name for x in of_case for name in x["providers"]}) == sorted(case.providers)
+        assert [x["last"] for x in of_case] == [False] * (len(of_case) - 1) + [True]
+        for x in of_case:
+            assert case.rounds == 0 or x["providers"][:2] == ["ours", "products"]
+    chosen = plan_items(arguments(["--providers", "quack", "--cases", "main", "--no-micro"]))
+    assert [x["providers"] for x in chosen] == [["ours", "products"], ["ours", "products", "quack"]]
+
+
+def test_cases_that_users_have() -> None:
+    """fp32 weights under autocast, odd vocabularies, small heads and few rows, trainable, frozen and scoring."""
+    cases = {case.name: case for case in gpu_cases()}
+    mixed = cases["fp32 weight, autocast"]
+    assert (mixed.dtype, mixed.weight_dtype, mixed.autocast) == ("bfloat16", "float32", True)
+    assert (cases["V 151665"].v, cases["V 50257"].v) == (151665, 50257)
+    shapes = {"H 1024": (8192, 1024), "1024 rows": (1024, 4096), "fp32 weight, autocast": (8192, 4096)}
+    for name, fields in shapes.items():
+        for mode in ("", ", frozen", ", score"):
+            case = cases[name + mode]
+            assert (case.n, case.h, case.frozen, case.score) == (*fields, mode == ", frozen", mode == ", score")
+    inputs = make_inputs(mixed.toy(), torch.device("cpu"))
+    assert (inputs.hidden.dtype, inputs.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert under_autocast(lambda: Outcome(note=str(torch.is_autocast_enabled("cpu"))), "cpu")().note == "True"
+
+
 def test_a_crash_outside_a_provider_costs_its_item(tmp_path: Path) -> None:
-    found = supervised(tmp_path, [{"kind": "other", "dies": True}, {"kind": "case", "case": "two", "providers": ["a"]}])
+    found = supervised(tmp_path, [{"kind": "other", "dies": True}, one_pass("two", ["a"])])
     assert found["other"]["status"] == "crashed"
     assert found["cases"]["two"]["providers"]["a"]["status"] == "ok"
 

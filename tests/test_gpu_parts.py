@@ -15,7 +15,7 @@ import torch
 from benchmarks import machine
 from benchmarks.child import Ran
 from benchmarks.events import finite
-from benchmarks.gpu import peers, run_sanitizer, run_tests, summary, verdict
+from benchmarks.gpu import logs, measure_case, peers, run_sanitizer, run_tests, summary, verdict
 from benchmarks.providers import forgotten, without_init
 from benchmarks.timing import Clock, interleaved, quantiles
 
@@ -43,12 +43,73 @@ def test_goals() -> None:
     derived = verdict.derive(cases["main"])
     assert derived["tflops"]["ours"] == pytest.approx(21.7)
     assert (derived["liger_over_ours"], derived["liger_was"]) == (1.239, "liger_torch")
+    turn = times(ours=40.0, trl=80.0, liger_torch=66.0)  # a peer's own turn counts, not when ours was timed first
+    turn["providers"]["trl"]["anchors"] = {"ours": quantiles([50.0])}
+    assert verdict.over_ours(turn, "trl") == 1.6
+    turn["providers"]["liger_ce"] = {
+        "status": "ok",
+        "ms": {"full": quantiles([60.0])},
+        "anchors": {"ours": quantiles([30.0])},
+    }
+    assert verdict.fastest(turn, *verdict.FAMILIES["liger"]) == ("liger_torch", 1.65)
     data = {"cases": cases, "goals": verdict.judge(cases)}
     assert not summary.is_well(data)
     assert summary.is_well({"cases": cases})
     assert not summary.is_well({"cases": {"score": {"providers": {"ours": {"status": "wrong"}}}}})
     assert not summary.is_well({"tests": {"counts": {"skipped": 200}}})  # a GPU was there and nothing ran on it
     assert any("fail" in line for line in summary.lines(data))
+
+
+def test_what_did_not_run_is_said() -> None:
+    data = {
+        "tests": {
+            "counts": {"skipped": 9, "passed": 0, "failed": 0},
+            "together": {"skipped_for": {"no device": 7}}, "alone": {"skipped_for": {"no device": 2}},
+        },
+        "peers": {"installed": {"wheels": 1, "problems": {"big.whl": "expected part1 too, got part0"}}},
+        "sanitizer": {"memcheck": {"status": "clean"}, "racecheck": {"status": "skipped", "reason": "no time left"}},
+        "cases": {
+            "main": {
+                "passes": {"0": {"status": "complete"}, "1": {"status": "skipped"}},
+                "providers": {"ours": {"status": "ok"}, "cce": {"status": "absent", "reason": "no wheel"}},
+            },
+            "score": {"status": "skipped", "providers": {"quack": {"status": "error", "reason": "x"}}},
+            "frozen": {"providers": {"quack": {"status": "ok"}}},
+        },
+    }  # fmt: skip
+    assert summary.did_not_run(data) == [
+        "not run: GPU tests, 9 of them skipped: 'no device' (9)",
+        "not installed: big.whl: expected part1 too, got part0",
+        "not run: racecheck: skipped, no time left",
+        "not run: no time for 2 cases or passes: score, main, pass 1",
+        "not run: cce in any case: absent, no wheel",
+    ]
+    assert summary.did_not_run({"dry_run": True})[0].startswith("NOTHING RAN ON A GPU")
+    assert summary.did_not_run({"tests": {"counts": {"passed": 3, "skipped": 1}}}) == []
+
+
+def test_logs_are_bounded(tmp_path: Path) -> None:
+    """Whole where they are short; of a long one the start and the end. Those of an earlier run are gone."""
+    out = tmp_path / "results.json"
+    folder = logs.folder_for(out)
+    (folder / "short.log").write_text("short")
+    (folder / "long.log").write_text("start" + "x" * 5000 + "end")
+    logs.bound(folder, file_bytes=1000, folder_bytes=10**6)
+    assert (folder / "short.log").read_text() == "short"
+    long = (folder / "long.log").read_text()
+    assert len(long) == 1000
+    assert long.startswith("startx")
+    assert long.endswith("xend")
+    assert "5008 bytes in all" in long
+    for i in range(10):
+        (folder / f"{i}.log").write_text("y" * 900)
+    logs.bound(folder, file_bytes=1000, folder_bytes=6000)
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 6000
+    assert list(logs.folder_for(out).iterdir()) == []
+
+
+def test_a_first_call_may_take_three_minutes() -> None:
+    assert measure_case.FIRST_CALL_LIMIT == 180.0
 
 
 def test_interleaving() -> None:
@@ -144,6 +205,7 @@ def test_peers_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (wheels / "badpeer-1.0-py3-none-any.whl").write_text("no zip file")
     paths, report = peers.install([wheels], tmp_path / "target")
     assert len(paths) == 1
+    assert Path(paths[0]).name == "site-packages"  # elsewhere QuACK takes functions for the user's own, and raises
     assert report["wheels"] == 2
     assert any(name.startswith("badpeer") for name in report["problems"])
     monkeypatch.setattr(sys, "path", [*sys.path, *paths])
@@ -163,6 +225,46 @@ def test_peers_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         assert again.value == 7
     assert not [name for name in sys.modules if name.startswith("goodpeer")]
+
+
+def test_a_wheel_in_parts(tmp_path: Path) -> None:
+    """As `split` makes them, in any folders; what is missing or damaged is named, and keeps nothing else out."""
+    parts, other, joined = (tmp_path / name for name in ("parts", "other", "joined"))
+    for folder in (parts, other):
+        folder.mkdir()
+    make_wheel(parts, "inparts")
+    make_wheel(other, "whole")
+    wheel = next(parts.glob("*.whl"))
+    content = wheel.read_bytes()
+    subprocess.run(["split", "-b", "300", "-d", "-a", "1", wheel.name, f"{wheel.name}.part"], cwd=parts, check=True)
+    wheel.unlink()
+    made = sorted(parts.iterdir())
+    assert len(made) > 2
+    made[1].rename(other / made[1].name)
+    wheels, problems = peers.find([parts, other], joined)
+    assert problems == {}
+    assert [x.name for x in wheels] == [wheel.name, "whole-1.0-py3-none-any.whl"]
+    assert wheels[0].read_bytes() == content
+    paths, report = peers.install([parts, other], tmp_path / "target")
+    assert (len(paths), report) == (1, {"wheels": 2})
+    assert (Path(paths[0]) / "inparts").is_dir()
+
+    wheels, problems = peers.find([parts], joined)
+    assert wheels == []
+    assert problems[wheel.name].startswith("expected part1 too, got part0, part2")
+    made[-1].unlink()
+    _, problems = peers.find([parts, other], joined)
+    assert "expected a whole wheel of its parts, got part0, part1" in problems[wheel.name]
+    assert "the last missing?" in problems[wheel.name]
+    (parts / f"{wheel.name}.part0").write_bytes(content.replace(b"value = 7", b"value = 8"))
+    for rest in range(1, 10):
+        (parts / f"{wheel.name}.part{rest}").unlink(missing_ok=True)
+    wheels, problems = peers.find([parts], joined)
+    assert wheels == []
+    assert "inparts/part/code.py is damaged" in problems[wheel.name]
+    report = peers.install([parts], tmp_path / "nothing")[1]
+    assert report["wheels"] == 0
+    assert wheel.name in report["problems"]
 
 
 def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

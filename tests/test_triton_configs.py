@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import tune
+from benchmarks import tune, tuned_table
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, dot_config, family, row_config, splits_of
 
 ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx950", "cpu")
@@ -68,10 +71,10 @@ def test_unknown() -> None:
 
 
 def test_the_table_is_whole_and_says_what_was_measured() -> None:
-    text = tune.own_table().read_text()
+    text = tuned_table.own_table().read_text()
     table = json.loads(text)
-    tune.check_table(table)
-    assert text == tune.text_of(table), "as the tuner would write it"
+    tuned_table.check_table(table)
+    assert text == tuned_table.text_of(table), "as the tuner would write it"
     for entry in table["rows"] + table["dot"]:
         measured = entry["measured"]
         assert measured is False or set(measured) == {"device", "torch", "triton"}
@@ -84,8 +87,8 @@ def test_every_candidate_can_be_made() -> None:
 
 
 def test_neighbours_that_agree_are_one_entry() -> None:
-    assert tune.joined([(1, "a"), (2, "a"), (3, "b"), (4, "b")]) == [(2, "a"), (None, "b")]
-    assert tune.joined([(1, "a")]) == [(None, "a")]
+    assert tuned_table.joined([(1, "a"), (2, "a"), (3, "b"), (4, "b")]) == [(2, "a"), (None, "b")]
+    assert tuned_table.joined([(1, "a")]) == [(None, "a")]
 
 
 def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,14 +96,14 @@ def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tune, "seconds", lambda run: times[run])
     monkeypatch.setattr(tune, "SHORTLIST", 1)
     same = lambda config: config  # noqa: E731
-    assert tune.shortlist(times, same, lambda c: c == "spills") == ["fast"]
-    assert tune.fastest(times, [same, same]) == "spills"
+    assert tune.shortlist(times, same, lambda c: c == "spills", tune.Budget(None)) == ["fast"]
+    assert tune.fastest(times, [same, same], tune.Budget(None)) == "spills"
 
 
 def test_new_entries_replace_those_of_their_family_only() -> None:
-    table = json.loads(tune.own_table().read_text())
+    table = json.loads(tuned_table.own_table().read_text())
     entry = {**next(e for e in table["dot"] if e["family"] == "sm_90"), "num_warps": 4}
-    merged = tune.merged(table, [entry])
+    merged = tuned_table.merged(table, [entry])
     key = ("family", "operand_bits", "aligned")
     assert merged["rows"] == table["rows"]
     assert merged["dot"][0] == entry
@@ -108,7 +111,7 @@ def test_new_entries_replace_those_of_their_family_only() -> None:
 
 
 def test_dry_run() -> None:
-    before = tune.own_table().read_text()
+    before = tuned_table.own_table().read_text()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tune", "--dry-run"],
         capture_output=True,
@@ -118,7 +121,7 @@ def test_dry_run() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("candidate: ") == len(tune.REAL.rows) + len(tune.REAL.dot)
     assert "entries of family interpreter written to" in done.stdout
-    assert tune.own_table().read_text() == before
+    assert tuned_table.own_table().read_text() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -126,3 +129,54 @@ def test_without_a_gpu() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.tune"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "error: no GPU to time on" in done.stderr
+
+
+CPU_FAMILY = "interpreter"
+
+
+def of_kernel(table: dict[str, Any], kernel: str) -> list[dict[str, Any]]:
+    return [e for e in table["rows"] if e["family"] == CPU_FAMILY and kernel in e["kernels"]]
+
+
+def test_the_tuner_writes_after_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Out of time in its second part: the first is in the table, whole, and the rest as it was."""
+    looks = itertools.count()
+
+    def check(self: tune.Budget) -> None:
+        if next(looks) == 8:  # six in the first part: two tiles on the shortlist, two at each of two vocabularies
+            raise tune.OutOfTime
+
+    monkeypatch.setattr(tune.Budget, "check", check)
+    out = tmp_path / "table.json"
+    assert tune.main(["--dry-run", "--out", str(out), "--kernels", "stats", "grad"]) == 1
+    said = capsys.readouterr().out
+    assert "stats and fused: " in said
+    assert "no time for: grad; they stay as they were" in said
+    own, table = json.loads(tuned_table.own_table().read_text()), json.loads(out.read_text())
+    tuned_table.check_table(table)
+    assert of_kernel(table, "stats") != of_kernel(own, "stats")
+    assert of_kernel(table, "grad") == of_kernel(own, "grad")
+    assert table["dot"] == own["dot"]
+    assert [x.name for x in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_the_tuner_does_a_subset(tmp_path: Path) -> None:
+    out = tmp_path / "table.json"
+    assert tune.main(["--dry-run", "--out", str(out), "--kernels", "grad", "--vocabs", "48"]) == 0
+    own, table = json.loads(tuned_table.own_table().read_text()), json.loads(out.read_text())
+    assert [e["vocab_at_most"] for e in of_kernel(table, "grad")] == [None]
+    assert of_kernel(table, "stats") == of_kernel(own, "stats")
+    assert list(tune.parts(["dot"])) == [
+        "dot, 16 bits", "dot, 16 bits, soft-cap", "dot, 32 bits", "dot, 32 bits, soft-cap",
+    ]  # fmt: skip
+    sizes = tune.chosen(tune.REAL, tune.arguments(["--vocabs", "151936", "32000", "--widths", "4096"]))
+    assert (sizes.vocabs, sizes.widths) == ((32000, 151936), (4096,))
+
+
+def test_a_budget_ends() -> None:
+    tune.Budget(None).check()
+    tune.Budget(60.0).check()
+    with pytest.raises(tune.OutOfTime):
+        tune.Budget(-1.0).check()

@@ -22,6 +22,10 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint32: "u32",
+    torch.uint8: "u8",
     torch.bool: "i1",
 }
 ALIGNED = [["tt.divisibility", 16]]
@@ -46,24 +50,25 @@ def caught() -> Iterator[list[Launch]]:
 
     def catch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert not args, f"{self.__name__}: launched with positional arguments"
-        launches.append(replace(_describe(self, kwargs), programs=math.prod(grid)))
+        assert "enable_fp_fusion" in kwargs, f"{self.__name__}: its default differs between releases of Triton"
+        launches.append(replace(describe(self, kwargs), programs=math.prod(grid)))
 
     with mock.patch.object(JITFunction, "run", catch):
         yield launches
 
 
-def _describe(kernel: JITFunction, given: dict[str, Any]) -> Launch:
+def describe(kernel: JITFunction, given: dict[str, Any]) -> Launch:
+    """A launch of `kernel` with arguments and options `given` by name; an argument may have a default."""
     options = dict(given)
     signature, constexprs, attrs = {}, {}, {}
     for place, param in enumerate(kernel.params):
-        value = options.pop(param.name)
+        value = options.pop(param.name) if param.name in options else param.default
         kind, aligned = _specialise(value, param)
         signature[param.name] = kind
         if kind == "constexpr":
             constexprs[(place,)] = value
         elif aligned:
             attrs[(place,)] = ALIGNED
-    assert "enable_fp_fusion" in options, f"{kernel.__name__}: its default differs between releases of Triton"
     return Launch(kernel, signature, constexprs, attrs, options)
 
 
@@ -75,6 +80,8 @@ def _specialise(value: Any, param: Any) -> tuple[str, bool]:
         return f"*{TYPES[value.dtype]}", value.data_ptr() % 16 == 0
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", ""), False
+    if isinstance(value, bool):
+        return "i1", False
     if isinstance(value, float):
         return "fp32", False
     if isinstance(value, int):

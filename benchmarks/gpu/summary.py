@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.gpu.verdict import derive, judge
 from benchmarks.results import Results
 
@@ -15,6 +16,7 @@ def conclude(results: Results) -> bool:
         case["derived"] = derive(case)
     if "cases" in data and not data.get("dry_run"):
         data["goals"] = judge(data["cases"])
+    data["did_not_run"] = did_not_run(data)
     results.save()
     for line in lines(data):
         print(line)
@@ -64,7 +66,50 @@ def lines(data: dict[str, Any]) -> list[str]:
         text.append(f"{name}: {x.get('status')} {x.get('summary', '')} in our kernels: {x.get('in_our_kernels')}")
     text += [f"goal {x['case']}: {x['figure']} {x['goal']}: {x['value']} {x['verdict']}" for x in data.get("goals", [])]
     text += [f"step {name} failed: {why}" for name, why in data.get("failed_steps", {}).items()]
+    return text + did_not_run(data)
+
+
+def did_not_run(data: dict[str, Any]) -> list[str]:
+    """What was asked for and did not run, each with the reason; of a dry run that it was one."""
+    text = []
+    if data.get("dry_run"):
+        text.append(
+            "NOTHING RAN ON A GPU: a dry run, at toy sizes on a CPU, whose times say nothing; no goal is judged"
+        )
+    counts = data.get("tests", {}).get("counts", {})
+    if "tests" in data and not counts.get("passed") and not counts.get("failed"):
+        text.append(f"not run: GPU tests, {counts.get('skipped', 0)} of them skipped: {_reasons(data['tests'])}")
+    problems = data.get("peers", {}).get("installed", {}).get("problems", {})
+    text += [f"not installed: {name}: {problem[-300:]}" for name, problem in problems.items()]
+    for what, x in (("compute-sanitizer", data.get("sanitizer", {})), *_tables(data.get("sanitizer"))):
+        if x.get("status") in ("absent", "skipped", "out of time"):
+            text.append(f"not run: {what}: {x['status']}, {x.get('reason', '')}")
+    cases = _tables(data.get("cases"))
+    skipped = [name for name, case in cases if case.get("status") == "skipped"]
+    skipped += [f"{name}, pass {i}" for name, case in cases for i, x in _skipped(case)]
+    if skipped:
+        text.append(f"not run: no time for {len(skipped)} cases or passes: {', '.join(skipped)}")
+    text += [f"not run: {name} in any case: {reason}" for name, reason in _never_ran(cases).items()]
     return text
+
+
+def _skipped(case: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(index, x) for index, x in case.get("passes", {}).items() if x.get("status") == "skipped"]
+
+
+def _reasons(tests: dict[str, Any]) -> str:
+    found: dict[str, int] = {}
+    for _, part in _tables(tests):
+        for reason, count in (part.get("skipped_for") or {}).items():
+            found[reason] = found.get(reason, 0) + count
+    return ", ".join(f"{reason!r} ({count})" for reason, count in found.items()) or "none was selected"
+
+
+def _never_ran(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    """Why, for each provider that has a result in no case, by the last one that says."""
+    providers = [(name, x) for _, case in cases for name, x in case.get("providers", {}).items()]
+    ran = {name for name, x in providers if figures.ran(x) or x.get("status") == "wrong"}
+    return {name: f"{x.get('status')}, {x.get('reason', '')[:200]}" for name, x in providers if name not in ran}
 
 
 def _tables(found: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -91,8 +136,11 @@ def _case_lines(name: str, case: dict[str, Any]) -> list[str]:
         rate = case.get("derived", {}).get("tflops", {}).get(provider, "")
         text.append(
             f"  {provider:13s} {ms['median']:9.3f} ms [{ms['p20']:.2f}, {ms['p80']:.2f}] {rate} TFLOP/s "
-            f"{x.get('extra_mib')} MiB {x.get('note', '')[:24]} {_errors(x)}"
+            f"{x.get('extra_mib')} MiB {x.get('note', '')[:48]} {_errors(x)}"
         )
+    for index, x in case.get("passes", {}).items():
+        if x.get("status") != "complete":
+            text.append(f"  pass {index}: {x.get('status')} {x.get('reason', '')}")
     ratios = {k: x for k, x in case.get("derived", {}).items() if k != "tflops"}
     return [*text, f"  {ratios}"]
 

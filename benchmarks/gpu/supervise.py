@@ -16,6 +16,7 @@ START_SECONDS = 90.0  # from the start of a process to its first event
 GRACE_SECONDS = 20.0  # past the end of the budget
 MOST_STARTS = 8
 POLL_SECONDS = 0.1
+UNFINISHED = (None, "running", "checked", "partial")
 
 
 class Watch:
@@ -83,25 +84,33 @@ def supervise(
             watch.item += 1
             continue
         found = results.at(*watch.path)
-        if found.get("status") in (None, "running", "checked", "partial"):
+        if found.get("status") in UNFINISHED:
             how = "hung" if code is None else "crashed"
             results.merge(*watch.path, status=how, reason=f"exit status {code}", log=_tail(log))
         _leave_out(items, watch, results)
 
 
 def _leave_out(items: list[dict[str, Any]], watch: Watch, results: Results) -> None:
-    """Do the item again without the provider that was running, and later ones too; or go on with the next item."""
+    """Go on without the provider that was running, now and later, and without those that have their results."""
     assert watch.path is not None
-    if items[watch.item]["kind"] != "case" or len(watch.path) != 4 or watch.path[2] != "providers":
+    item = items[watch.item]
+    provider = watch.path[-1]
+    if item["kind"] != "case" or provider not in item["providers"]:
         watch.item += 1
         return
-    _, case, _, provider = watch.path
-    for item in items[watch.item :]:
-        if item["kind"] == "case" and provider in item["providers"]:
-            item.setdefault("excluded", []).append(provider)
-            if item["case"] != case:
-                reason = f"brought the process down in {case}"
-                results.merge("cases", item["case"], "providers", provider, status="left out", reason=reason)
+    for later in items[watch.item :]:
+        if later["kind"] == "case" and provider in later["providers"]:
+            later.setdefault("excluded", []).append(provider)
+            found = results.at("cases", later["case"], "providers", provider)
+            if not found:
+                reason = f"brought the process down in {item['case']}"
+                results.merge("cases", later["case"], "providers", provider, status="left out", reason=reason)
+    of_case = results.at("cases", item["case"], "providers")
+    item["done"] = [x for x in item["providers"] if of_case.get(x, {}).get("status") not in UNFINISHED]
+    if set(item["providers"]) <= {*item["done"], *item["excluded"]}:
+        results.merge("cases", item["case"], "passes", str(item["pass"]), status="complete")
+        results.merge("cases", item["case"], status="complete" if item["last"] else "partial")
+        watch.item += 1
 
 
 def _run_worker(plan: dict[str, Any], watch: Watch, folder: Path, log: Path, worker: Sequence[str]) -> int | None:

@@ -62,17 +62,18 @@ def _do(item: dict[str, Any], plan: dict[str, Any], device: Any, events: Any, to
         if kind == "profile":
             profiling.profile_step(case, device, events, toy=toy)
             return
-        measure_case.measure_case(
-            case,
-            device,
-            events,
+        this = measure_case.Pass(
+            item["pass"],
+            item["last"],
+            item["providers"],
             excluded=item.get("excluded", ()),
-            only=plan["providers"],
+            done=item.get("done", ()),
             seconds=item["seconds"],
             until=plan["until"],
             toy=toy,
             flush=plan["flush"],
         )
+        measure_case.measure_case(case, device, events, this)
 
 
 def _place(item: dict[str, Any]) -> tuple[str, ...]:
@@ -80,6 +81,8 @@ def _place(item: dict[str, Any]) -> tuple[str, ...]:
     kind = item["kind"]
     if kind in ("rows", "scoring"):
         return ("micro", kind)
+    if kind == "case" and item["pass"] > 0:  # what earlier passes found stays
+        return ("cases", item["case"], "passes", str(item["pass"]))
     return {"case": ("cases", item.get("case", "")), "profile": ("profile", item.get("case", ""))}.get(kind, (kind,))
 
 

@@ -71,6 +71,7 @@ PROVIDERS = {
     "linear_ce/chunked": Provider("linear_ce", "chunked", counted=False),
     "trl": Provider("trl", "trl"),
     "liger_grpo": Provider("liger_grpo", "liger_grpo"),
+    "liger_grpo/uncompiled": Provider("liger_grpo", "uncompiled"),
     "liger_ce": Provider("liger_ce", "liger_ce", counted=False),
     "liger_torch": Provider("liger_ce", "liger_torch"),
     "verl_torch": Provider("verl", "verl_torch"),
@@ -78,6 +79,7 @@ PROVIDERS = {
     "unsloth": Provider("unsloth", "unsloth", counted=False),
     "cce": Provider("cce", "cce", counted=False),
     "quack": Provider("quack", "quack", counted=False),
+    "quack/chunked": Provider("quack", "chunked", counted=False, compared=False),
 }
 
 
@@ -107,9 +109,20 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
     arguments |= dict(x.split("=") for x in provider.arguments)  # type: ignore[misc]
     try:
         function = getattr(importlib.import_module(f"benchmarks.providers.{provider.module}"), provider.function)
-        return function(inputs, **arguments)
+        forward = function(inputs, **arguments)
     except ImportError as error:
         raise Absence(f"{type(error).__name__}: {error}") from error
+    return under_autocast(forward, inputs.hidden.device.type) if inputs.case.autocast else forward
+
+
+def under_autocast(forward: Forward, device: str) -> Forward:
+    """As a trainer calls it: head and loss inside, the backward outside."""
+
+    def cast() -> Outcome:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return forward()
+
+    return cast
 
 
 def from_logps(inputs: Inputs, logps: Callable[[], tuple[Tensor, Tensor | None]], note: str = "") -> Forward:
@@ -124,6 +137,19 @@ def from_logps(inputs: Inputs, logps: Callable[[], tuple[Tensor, Tensor | None]]
         return Outcome(policy_loss(inputs, found, entropies), found, entropies, note)
 
     return score if inputs.case.score else forward
+
+
+def check_dtypes(inputs: Inputs) -> None:
+    """Refuse a case in which autocast would have to bring hidden states and weight to one dtype.
+
+    Raises:
+        Absence: their dtypes differ.
+    """
+    if inputs.weight.dtype != inputs.hidden.dtype:
+        raise Absence(
+            f"takes hidden states and weight of one dtype, under autocast too; got {inputs.hidden.dtype} and"
+            f" {inputs.weight.dtype}"
+        )
 
 
 @contextmanager
@@ -155,6 +181,11 @@ def without_init(*names: str) -> None:
             if spec is None or spec.submodule_search_locations is None:
                 raise ImportError(f"{name} is not installed")
             paths = list(spec.submodule_search_locations)
-        module = types.ModuleType(name)
-        module.__path__ = paths
-        sys.modules[name] = module
+        empty_package(name, paths)
+
+
+def empty_package(name: str, paths: list[str]) -> None:
+    """Put a package into ``sys.modules`` that has nothing but the places of its modules."""
+    module = types.ModuleType(name)
+    module.__path__ = paths
+    sys.modules[name] = module

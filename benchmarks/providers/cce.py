@@ -41,4 +41,4 @@ def cce(inputs: Inputs) -> Forward:
         )
         return -nll, None
 
-    return from_logps(inputs, logps, f"{package.__version__}, impl={CHOSEN.name.lower()}")
+    return from_logps(inputs, logps, f"{package.__version__}, impl={CHOSEN.name.lower()}, no entropy")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.cases import Inputs
 from benchmarks.events import Absence
-from benchmarks.providers import Forward, from_logps
+from benchmarks.providers import Forward, check_dtypes, from_logps
 from benchmarks.providers.packing import packed
 
 TEMPERATURE, IGNORE, TILES = 1.0, -100, 1  # as verl passes them
@@ -50,6 +50,7 @@ def _wants_entropy(inputs: Inputs) -> bool:
 def _forward(inputs: Inputs, apply: Callable[[Tensor, Tensor], object], note: str) -> Forward:
     if inputs.case.softcap is not None:
         raise Absence("no soft-cap")
+    check_dtypes(inputs)
 
     def rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         found = apply(hidden, ids)

@@ -46,4 +46,5 @@ def _linear_ce(inputs: Inputs, in_chunks: bool) -> Forward:
         nll = function(hidden, inputs.weight, ids, reduction="none", ignore_index=IGNORE, options=options)
         return -nll.float().view(inputs.ids.shape), None
 
-    return from_logps(inputs, logps, "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None")
+    note = "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None"
+    return from_logps(inputs, logps, f"{note}, no entropy")

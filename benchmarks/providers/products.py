@@ -20,7 +20,7 @@ def products(inputs: Inputs) -> Forward:
     case = inputs.case
     counted = inputs.mask.reshape(-1).bool()
     hidden = inputs.hidden.detach().reshape(-1, case.h)[counted]
-    weight = inputs.weight.detach()
+    weight = inputs.weight.detach().to(hidden.dtype)  # under autocast: cast beforehand, the limit being the products
     graded = round(len(hidden) * case.top_entropy) if case.top_entropy < 1 else case.graded
     if not hidden.is_cuda and hidden.dtype != torch.float32:
         raise Absence("no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's")

@@ -36,4 +36,5 @@ def unsloth(inputs: Inputs) -> Forward:
         )
         return found if isinstance(found, tuple) else (found, None)
 
-    return from_logps(inputs, logps, "Triton" if module._use_triton(inputs.hidden.device) else "torch")
+    note = "Triton" if module._use_triton(inputs.hidden.device) else "torch"
+    return from_logps(inputs, logps, note if case.wants_entropy else f"{note}, no entropy")

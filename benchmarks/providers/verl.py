@@ -1,23 +1,27 @@
 """verl's two fused heads, each of which always gives log-probabilities and entropies. For 0.9.1; Triton not yet run.
 
 Used packed, as its trainers do by default (``use_remove_padding``). Both compute the gradient of a frozen weight and
-drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the heads do not.
+drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the heads do not: their files are imported into
+a package of our own, with their siblings, since the Triton head says ``from . import kernels`` in every call.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from types import ModuleType
 
 from torch import Tensor
 
 from benchmarks.cases import Inputs
 from benchmarks.events import Absence
-from benchmarks.providers import Forward, forgotten, from_logps, without_init
+from benchmarks.providers import Forward, check_dtypes, empty_package, forgotten, from_logps, without_init
 from benchmarks.providers.packing import packed
 
 TEMPERATURE = 1.0
+APART = "verl_apart"  # stays in sys.modules, where verl does not
+SIBLINGS = {"linear_cross_entropy": ("kernels",)}  # what a file imports beside itself, not before it is called
 
 
 def verl_torch(inputs: Inputs) -> Forward:
@@ -46,12 +50,17 @@ def verl_triton(inputs: Inputs) -> Forward:
 
 @functools.cache
 def module(folder: str, name: str) -> ModuleType:
-    """verl.utils.<folder>.<name>; verl itself is as it was afterwards."""
+    """verl/utils/<folder>/<name>.py, with its siblings; verl itself is as it was afterwards."""
     with forgotten("verl"):
         without_init("verl", "verl.utils", f"verl.utils.{folder}")
-        return importlib.import_module(f"verl.utils.{folder}.{name}")
+        empty_package(APART, [])
+        empty_package(f"{APART}.{folder}", list(sys.modules[f"verl.utils.{folder}"].__path__))
+        for sibling in SIBLINGS.get(name, ()):
+            importlib.import_module(f"{APART}.{folder}.{sibling}")
+        return importlib.import_module(f"{APART}.{folder}.{name}")
 
 
 def _check(inputs: Inputs) -> None:
     if inputs.case.softcap is not None:
         raise Absence("no soft-cap")
+    check_dtypes(inputs)

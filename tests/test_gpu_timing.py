@@ -1,0 +1,93 @@
+"""How steps are timed on a GPU, against a device that is acted out: what is launched when, and what counts as time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.events import Events
+from benchmarks.gpu import micro
+from benchmarks.timing import Clock, TooLongToQueue
+
+CPU = torch.device("cpu")
+
+
+class Device:
+    """What the host asks of a GPU, in its order; `busy` is for how many cycles of sleep a launch is not in time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, late_below: int = 0) -> None:
+        self.asked: list[str] = []
+        self.slept = 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                device.asked.append("event")
+
+            def query(self) -> bool:
+                return device.slept < late_below
+
+            def synchronize(self) -> None:
+                device.asked.append("wait")
+
+            def elapsed_time(self, other: Event) -> float:
+                return 0.25
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.asked.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
+
+    def sleep(self, cycles: int) -> None:
+        self.slept = cycles
+        self.asked.append("sleep")
+
+    def zero_(self) -> None:
+        self.asked.append("flush")
+
+    def clock(self, **options: bool) -> Clock:
+        clock = Clock(torch.device("cuda"), **options)
+        clock._flush = self  # type: ignore[assignment]
+        return clock
+
+
+def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device sleeps while the host launches; where the sleep was too short, once more with a longer one."""
+    device = Device(monkeypatch)
+
+    def step() -> None:
+        device.asked.append("launch")
+
+    assert device.clock(queued=True).time(step) == 0.25
+    assert device.asked == ["synchronize", "flush", "sleep", "event", "launch", "event", "wait"]
+    device = Device(monkeypatch, late_below=3 * 2**20)
+    clock = device.clock(queued=True)
+    clock.time(step)
+    assert (device.asked.count("launch"), device.slept) == (3, 2**22)
+    clock.time(step)
+    assert device.asked.count("launch") == 4  # it has learnt
+    device = Device(monkeypatch, late_below=2**40)
+    with pytest.raises(TooLongToQueue, match="longer to launch the step than 67108864 cycles"):
+        device.clock(queued=True).time(step)
+    device = Device(monkeypatch)
+    device.clock().time(step)
+    assert device.asked == ["synchronize", "flush", "synchronize", "event", "launch", "event", "wait"]
+
+
+@pytest.mark.parametrize("measure", [micro.measure_ceilings, micro.measure_rows])
+def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks: list[dict[str, Any]] = []
+
+    def clock(device: torch.device, **options: Any) -> Clock:
+        clocks.append(options)
+        return Clock(device)
+
+    monkeypatch.setattr(micro, "Clock", clock)
+    measure(CPU, Events(tmp_path / "events.jsonl"), toy=True)
+    assert clocks
+    assert all(options == {"flush": True, "queued": True} for options in clocks)
