@@ -25,17 +25,17 @@ MIXED = ("tests/test_mixed_products.py",)
 WHOLE = ("tests/test_differential.py", "-k", "fixed_case and torch and (A or B or C)")
 CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
 
-STATS, GRAD, FUSED, REDUCE = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce"))
+STATS, GRAD, FUSED, REDUCE, STEPS = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce", "steps"))
 MATH, TRANSFORM, MIRROR = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
 DOT_KERNEL, SINGLE = KERNELS + "dot.py", KERNELS + "single_pass.py"
 FAULTS = [
     # the row reduction
-    Fault("a phantom vocabulary column", STATS, "here = columns < end\n", "here = columns < end + 1\n"),
-    Fault("the tail left out", STATS, "if whole < V:", "if whole + 1 < V:"),
-    Fault("a whole step left out", STATS, "tl.range(0, whole, BLOCK_V", "tl.range(BLOCK_V, whole, BLOCK_V"),
+    Fault("a phantom vocabulary column", STEPS, "here = columns < end\n", "here = columns < end + 1\n"),
+    Fault("the tail left out", STEPS, "if whole < V:", "if whole + 1 < V:"),
+    Fault("a whole step left out", STEPS, "tl.range(0, whole, BLOCK_V", "tl.range(BLOCK_V, whole, BLOCK_V"),
     Fault(
         "pad lanes revived by the soft-cap",
-        STATS,
+        STEPS,
         'z = tl.where(columns < end, z, float("-inf"))',
         "z = tl.where(columns < end, z, scaled(-1e30, inner, outer, HAS_SOFTCAP))",
     ),
@@ -64,7 +64,7 @@ FAULTS = [
         "32-bit row offsets", STATS, "rows.to(tl.int64)[:, None] * stride_n", "rows[:, None] * stride_n", AHEAD_OF_TIME
     ),
     Fault("rows taken to be V apart", STATS, "rows.to(tl.int64)[:, None] * stride_n", "rows.to(tl.int64)[:, None] * V"),
-    Fault("lowest id of the largest", STATS, "tl.where(z1 > m, id1, top_id)", "tl.where(z1 >= m, id1, top_id)"),
+    Fault("lowest id of the largest", STEPS, "tl.where(z1 > m, id1, top_id)", "tl.where(z1 >= m, id1, top_id)"),
     # the transform
     Fault("temperature the wrong way up", TRANSFORM, "inner = inner * inv_t", "inner = inner / inv_t"),
     Fault("temperature inside the soft-cap", TRANSFORM, "outer = outer * inv_t", "inner = inner * inv_t"),
@@ -84,7 +84,10 @@ FAULTS = [
     Fault("a target beyond the part is written", GRAD, "(target >= first) & (target < last)", "(target >= first)"),
     Fault("a target of the last tile of a part is not", GRAD, "(target < last)", "(target < last - BLOCK_V)"),
     Fault(
-        "the target's slope at 0", GRAD, "x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)", "pass"
+        "the target's slope at 0",
+        GRAD,
+        "x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)",
+        "x_target *= 2.0",
     ),
     Fault("the gradient's tail left out", GRAD, "if whole < last:", "if whole + 1 < last:"),
     Fault(

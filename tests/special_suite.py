@@ -99,7 +99,7 @@ class SpecialSuite:
             self.check_row(torch.arange(vocab) * slope / self.block, [0, vocab // 2, vocab - 1])
 
     def test_the_largest_in_any_order(self) -> None:
-        """Of four logits that one lane takes at once, and of the next four: the largest is left out, whichever it is."""
+        """Of four logits that one lane takes at once, and of the next four: whichever is the largest."""
         orders = torch.tensor(list(itertools.permutations((0.0, 2.0, 5.0, 30.0))))
         for offset in (-1.0, 20.0):
             raw = torch.cat([orders, orders.flip(0) + offset], 1).repeat_interleave(self.block // 4, dim=1)

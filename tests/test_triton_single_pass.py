@@ -1,4 +1,4 @@
-"""The single pass: its statistics have the bits of `stats`, its gradient is that of `grad` up to a factor of the row."""
+"""The single pass: its statistics have the bits of `stats`, its gradient is that of `grad` up to a row's factor."""
 
 from __future__ import annotations
 

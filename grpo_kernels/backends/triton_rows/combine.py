@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.backends.triton_rows.reduce import finish, merge, target_logp
-from grpo_kernels.backends.triton_rows.stats import row_block
+from grpo_kernels.backends.triton_rows.steps import row_block
 
 BLOCK_N = 4
 

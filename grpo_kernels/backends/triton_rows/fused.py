@@ -1,7 +1,7 @@
 """A whole `TokenLoss` in one launch: row statistics, the loss of each token, and d loss / d (raw projection).
 
-The first pass over a row is `stats`', with the same bits; the second is `grad`'s, and goes back from the row's end, over
-what may still be in the cache.
+The first pass over a row is `stats`', with the same bits; the second is `grad`'s, and goes back from the row's end,
+over what the cache may still have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, target_gradient, write_gradient, write_target
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
-from grpo_kernels.backends.triton_rows.stats import load_at, reduce_rows, row_block
+from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors, scaled
 from grpo_kernels.token_loss import TokenLoss

@@ -14,7 +14,7 @@ from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
-from grpo_kernels.backends.triton_rows.stats import load_at, load_step, row_block
+from grpo_kernels.backends.triton_rows.steps import load_at, load_step, row_block
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     arguments,
@@ -117,10 +117,10 @@ def grad_kernel(
     is_here = counts & (target >= first) & (target < last)
     has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
     x_target = tl.zeros((BLOCK_N, 1), tl.float32)
-    if HAS_SOFTCAP:  # `out` may be `logits`: what the target's element is made of is read before anybody writes
-        if has_target:  # noqa: SIM102 (the other is known when compiling)
-            x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)
-            tl.debug_barrier()
+    if HAS_SOFTCAP:
+        x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)
+        if has_target:
+            tl.debug_barrier()  # `out` may be `logits`: that is read before anybody writes
 
     m = tl.load(max_logit_ptr + rows)[:, None]
     log_sum = tl.load(log_sum_ptr + rows)[:, None]
@@ -151,8 +151,8 @@ def grad_kernel(
 def row_terms(log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr):
     """What `write_gradient` needs of each row (R, 1), so that d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. What p and d z / d x have in
-    common in a row is in both.
+    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. What p and d z / d x
+    have in common in a row is in both.
     """
     common = exp(-log_sum) * row_slope(inner, outer, HAS_SOFTCAP)
     level = -a

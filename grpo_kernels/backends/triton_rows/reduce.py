@@ -11,8 +11,8 @@ was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN.
 
 `fold` adds four logits to each of many lanes, with five exponentials; `merge` joins lanes, or parts of a vocabulary,
 that lie along an axis, and `join` two of them; `finish` and `target_logp` make statistics of a whole row's. No step
-depends on how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from the
-tile's width alone, and not from warps, alignment or Triton's version.
+depends on how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from
+the tile's width alone, and not from warps, alignment or Triton's version.
 """
 
 import triton

@@ -5,8 +5,8 @@ The largest logit is not known before the last one is read, so the gradient is w
     ref = max(z of the first columns, z of the target) <= m
     out_j = e^(z_j - ref),   out_y = -(1 - p_y) S,   S = sum_j e^(z_j - ref) = e^(m - ref) (1 + rest)
 
-times the element's own part of the slope with a soft-cap. What a row has in common, minus the slope's other part over S,
-comes back as `scale`: whoever multiplies the rows by a matrix multiplies the product's rows by it, far fewer numbers.
+times the element's own part of the slope with a soft-cap. What a row has in common, minus the slope's other part over
+S, comes back as `scale`: whoever multiplies the rows by a matrix multiplies the product's rows by it, fewer numbers.
 Each logit is read once and each element of the gradient written once: 6 bytes an element in 16 bits.
 
 Where m is more than `FARTHEST` above ref, or where there is no such number (NaN, infinities), the row is read again and
@@ -23,19 +23,17 @@ from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, store_rows, write_gradient
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
-from grpo_kernels.backends.triton_rows.stats import (
+from grpo_kernels.backends.triton_rows.stats import new_statistics, pointers, store_statistics
+from grpo_kernels.backends.triton_rows.steps import (
     fold_step,
     load_at,
     load_step,
     load_x,
     logits,
     merge_lanes,
-    new_statistics,
     no_logits,
-    pointers,
     reduce_rows,
     row_block,
-    store_statistics,
 )
 from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, bend, row_factors, row_slope, scaled
 

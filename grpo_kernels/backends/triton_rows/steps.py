@@ -1,0 +1,210 @@
+"""A row in steps: four tiles side by side, folded into the running sums of as many lanes as one of them has columns.
+
+Whole steps have no mask, so that loads are wide and nothing is compared; what is left at the end of a row, less than a
+step, is the only one with a mask.
+"""
+
+import triton
+import triton.language as tl
+
+from grpo_kernels.backends.triton_rows.reduce import fold, fold_squares, merge, merge_squares, sum_lanes
+from grpo_kernels.backends.triton_rows.transform import load_projection, scaled
+
+
+@triton.jit
+def row_block(block, n, BLOCK_N: tl.constexpr):
+    """The rows (BLOCK_N,) of a block, and which count: those past the last repeat it, so that all can be read."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.minimum(rows, n - 1), rows < n
+
+
+@triton.jit
+def reduce_rows(
+    row_ptrs,
+    bias_ptr,
+    V,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
+    WITH_TOTAL: tl.constexpr,
+    WITH_TOP_ID: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """The running sums of whole rows (`reduce`), and sum of squares, sum of z, lowest id of the largest z; (BLOCK_N,).
+
+    What is not asked for is some number.
+    """
+    LANES: tl.constexpr = BLOCK_V // 4
+    m, rest, t, squares, total, top_id = no_logits(BLOCK_N, LANES)
+    whole = V // BLOCK_V * BLOCK_V
+    for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
+        m, rest, t, squares, total, top_id = reduce_step(
+            m, rest, t, squares, total, top_id, row_ptrs, bias_ptr, start, None, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+            WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
+        )  # fmt: skip
+    if whole < V:
+        m, rest, t, squares, total, top_id = reduce_step(
+            m, rest, t, squares, total, top_id, row_ptrs, bias_ptr, whole, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+            WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
+        )  # fmt: skip
+    return merge_lanes(m, rest, t, squares, total, top_id, V, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID)
+
+
+@triton.jit
+def no_logits(R: tl.constexpr, LANES: tl.constexpr):
+    """The sums (R, LANES) of `reduce_rows` before the first logit."""
+    m = tl.full((R, LANES), float("-inf"), tl.float32)
+    nothing = tl.zeros((R, LANES), tl.float32)
+    return m, nothing, nothing, nothing, nothing, tl.zeros((R, LANES), tl.int32)
+
+
+@triton.jit
+def reduce_step(
+    # of each lane: (R, W)
+    m,
+    rest,
+    t,
+    squares,
+    total,
+    top_id,
+    # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
+    row_ptrs,
+    bias_ptr,
+    start,
+    end,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
+    WITH_TOTAL: tl.constexpr,
+    WITH_TOP_ID: tl.constexpr,
+):
+    """Four logits more for every lane."""
+    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, m.shape[1])
+    z0 = logits(x0, id0, end, inner, outer, HAS_SOFTCAP)
+    z1 = logits(x1, id1, end, inner, outer, HAS_SOFTCAP)
+    z2 = logits(x2, id2, end, inner, outer, HAS_SOFTCAP)
+    z3 = logits(x3, id3, end, inner, outer, HAS_SOFTCAP)
+    return fold_step(
+        m, rest, t, squares, total, top_id, z0, z1, z2, z3, id0, id1, id2, id3, end,
+        WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
+    )  # fmt: skip
+
+
+@triton.jit
+def fold_step(
+    # of each lane: (R, W)
+    m,
+    rest,
+    t,
+    squares,
+    total,
+    top_id,
+    # its logits, (R, W), and their columns, (1, W)
+    z0,
+    z1,
+    z2,
+    z3,
+    id0,
+    id1,
+    id2,
+    id3,
+    end,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
+    WITH_TOTAL: tl.constexpr,
+    WITH_TOP_ID: tl.constexpr,
+):
+    """`fold` and what goes with it."""
+    if WITH_TOTAL:
+        total += (number(z0, id0, end) + number(z1, id1, end)) + (number(z2, id2, end) + number(z3, id3, end))
+    if WITH_TOP_ID:
+        top_id = first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3)
+    m, rest, t_new, keep, e0, e1, e2, e3 = fold(m, rest, t, z0, z1, z2, z3)
+    if WITH_ENTROPY:
+        t = t_new
+    if WITH_SQUARES:
+        squares = fold_squares(squares, keep, e0, e1, e2, e3)
+    return m, rest, t, squares, total, top_id
+
+
+@triton.jit
+def merge_lanes(
+    m, rest, t, squares, total, top_id, V, WITH_SQUARES: tl.constexpr, WITH_TOTAL: tl.constexpr,
+    WITH_TOP_ID: tl.constexpr,
+):  # fmt: skip
+    """From the sums of each lane (R, W) to those of the rows (R,)."""
+    lane_m = m
+    m, rest, t, e, is_first = merge(m, rest, t)
+    squares_all = m
+    if WITH_SQUARES:
+        squares_all = merge_squares(squares, e, is_first)
+    total_all = m
+    if WITH_TOTAL:
+        total_all = sum_lanes(total)
+    top_id_all = tl.full(m.shape, 0, tl.int32)
+    if WITH_TOP_ID:
+        top_id_all = tl.min(tl.where(lane_m == m[:, None], top_id, V), axis=1)
+    return m, rest, t, squares_all, total_all, top_id_all
+
+
+@triton.jit
+def load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """Four tiles (R, W) of the projection side by side, from the column `start` on, and the columns (1, W) of each."""
+    x0, columns0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, W)
+    x1, columns1 = load_x(row_ptrs, bias_ptr, start + W, end, ROUNDED_TO, W)
+    x2, columns2 = load_x(row_ptrs, bias_ptr, start + 2 * W, end, ROUNDED_TO, W)
+    x3, columns3 = load_x(row_ptrs, bias_ptr, start + 3 * W, end, ROUNDED_TO, W)
+    return x0, x1, x2, x3, columns0, columns1, columns2, columns3
+
+
+@triton.jit
+def load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """The projection (R, W) in the columns from `start` on, 0 from `end` on where there is one; and those columns."""
+    columns = start + tl.arange(0, W)[None, :]
+    here = None
+    if end is not None:
+        here = columns < end
+    return load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO), columns
+
+
+@triton.jit
+def logits(x, columns, end, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """z of x, -inf beyond the vocabulary."""
+    z = scaled(x, inner, outer, HAS_SOFTCAP)
+    if end is not None:
+        z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make a number of it
+    return z
+
+
+@triton.jit
+def number(z, columns, end):
+    """z, but 0 beyond the vocabulary."""
+    if end is not None:
+        z = tl.where(columns < end, z, 0.0)
+    return z
+
+
+@triton.jit
+def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
+    """The column of the largest z up to now, the first of equal ones."""
+    top_id = tl.where(z0 > m, id0, top_id)
+    m = tl.maximum(m, z0)
+    top_id = tl.where(z1 > m, id1, top_id)
+    m = tl.maximum(m, z1)
+    top_id = tl.where(z2 > m, id2, top_id)
+    m = tl.maximum(m, z2)
+    return tl.where(z3 > m, id3, top_id)
+
+
+@triton.jit
+def load_at(row_ptrs, bias_ptr, ids, mask, ROUNDED_TO: tl.constexpr):
+    """The projection (R, 1) at one column of each row, as `load_x` has it; 0 where `mask` (R,) is not set."""
+    return load_projection(row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO)
