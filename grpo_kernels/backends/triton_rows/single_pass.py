@@ -218,11 +218,22 @@ def reduce_and_write(
     WITH_TOP_ID: tl.constexpr,
 ):
     """`reduce_step`, and e^(z - ref) written."""
-    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, m.shape[1])
-    z0 = write_unscaled(x0, id0, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-    z1 = write_unscaled(x1, id1, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-    z2 = write_unscaled(x2, id2, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-    z3 = write_unscaled(x3, id3, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+    LANES: tl.constexpr = m.shape[1]
+    if end is None:
+        x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, None, ROUNDED_TO, LANES)
+        z0 = write_unscaled(x0, id0, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        z1 = write_unscaled(x1, id1, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        z2 = write_unscaled(x2, id2, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        z3 = write_unscaled(x3, id3, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+    else:  # masks take registers: one tile after the other
+        x0, id0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, LANES)
+        z0 = write_unscaled(x0, id0, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        x1, id1 = load_x(row_ptrs, bias_ptr, start + LANES, end, ROUNDED_TO, LANES)
+        z1 = write_unscaled(x1, id1, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        x2, id2 = load_x(row_ptrs, bias_ptr, start + 2 * LANES, end, ROUNDED_TO, LANES)
+        z2 = write_unscaled(x2, id2, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        x3, id3 = load_x(row_ptrs, bias_ptr, start + 3 * LANES, end, ROUNDED_TO, LANES)
+        z3 = write_unscaled(x3, id3, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
     return fold_step(
         m, rest, t, squares, total, top_id, z0, z1, z2, z3, id0, id1, id2, id3, end,
         WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
