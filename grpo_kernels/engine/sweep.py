@@ -56,7 +56,7 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
     """
     n, vocab = len(rows), head.weight.shape[0]
     groups, factors = _groups(n, head, config, asked.wants), config.all_products(head)
-    work = _Chunks(config, asked, factors, head.row_bias(config.accumulator), n)
+    work = _Chunks(config, asked, factors[0], head.row_bias(config.accumulator))
     sums = None if asked.wants is None else _Sums(head, n, groups, config, asked.wants)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
@@ -155,16 +155,19 @@ class _Chunks:
         scale: () what the last chunk's d logits carry, in fp16; a group is then one chunk.
     """
 
-    def __init__(self, config: HeadConfig, asked: Asked, factors: list[Products], bias: Tensor | None, n: int) -> None:
-        self._config, self._asked, self._bias, self._n = config, asked, bias, n
-        self._products = factors[0]
-        self.in_place = self._products.gradient_dtype == config.accumulator
+    def __init__(self, config: HeadConfig, asked: Asked, products: Products, bias: Tensor | None) -> None:
+        self._config, self._asked, self._products, self._bias = config, asked, products, bias
+        self.in_place = products.gradient_dtype == config.accumulator
         self.scale: Tensor | None = None
         self._stats: list[RowStats] = []
         self._row_factors: list[Tensor] = []
-        whole = config.shard is None and not self._products.scales_gradient
-        self._fuses_gradient = asked.token_loss is not None and not self._products.scales_gradient
-        self._single_pass = asked.slopes and whole and isinstance(config.backend, SinglePassRowBackend)
+        self._fuses_gradient = asked.token_loss is not None and not products.scales_gradient
+        self._single_pass = (
+            asked.slopes
+            and config.shard is None  # which joins the ranks between statistics and gradient
+            and not products.scales_gradient
+            and isinstance(config.backend, SinglePassRowBackend)
+        )
 
     def add(self, logits: Tensor, target: Tensor | None, members: _Members, places: slice, count: int) -> None:
         """Reduce raw projections (m, V) and write d logits to `target`.
