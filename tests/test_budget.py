@@ -27,7 +27,7 @@ def test_a_step_is_near_its_products(shape: Shape) -> None:
 
 def test_rows_that_are_not_aligned_would_show() -> None:
     with mock.patch.object(sweep, "row_width", lambda vocab, on_gpu: vocab):
-        assert budget.budget(Shape("odd", 1.12, n=1024, v=budget.ODD_V)).ratio > 2
+        assert budget.budget(Shape(n=1024, v=budget.ODD_V)).ratio > 2
 
 
 def test_a_product_is_the_slower_of_its_operations_and_its_bytes() -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.roofline.budget import Shape, noted
 from benchmarks.roofline.tape import Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine import memory, plan
@@ -20,37 +21,21 @@ from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from tests.pretend_gpu import OnGPU
 
 MIB, GIB = 2**20, 2**30
-N, H, V, T = 8192, 4096, 151936, 512
+N, H, V = 8192, 4096, 151936
 BF16, FP32 = torch.bfloat16, torch.float32
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
 
 
 def step(
-    n: int = N,
-    h: int = H,
-    v: int = V,
-    *,
-    weight: torch.dtype = BF16,
-    frozen: bool = False,
-    zero: float = 0.0,
-    **options: Any,
+    n: int = N, h: int = H, v: int = V, *, weight: torch.dtype = BF16, frozen: bool = False, **options: Any
 ) -> Tape:
     """Forward and backward of an on-policy loss; within autocast if the weight is in fp32."""
-    with taped(autocast=BF16 if weight == FP32 else None) as tape:
-        hidden = tensor(n // T, T, h, dtype=BF16).requires_grad_()
-        head = tensor(v, h, dtype=weight).requires_grad_(not frozen)
-        ids, mask = OnGPU(torch.zeros(n // T, T, dtype=torch.long)), OnGPU(torch.ones(n // T, T))
-        out = grpo_loss(hidden, head, ids, mask, OnGPU(torch.ones(n // T)), **options)
-        torch.autograd.backward(out.loss)
-    return tape
+    return noted(Shape(n=n, h=h, v=v, weight_dtype=weight, frozen=frozen), **options)
 
 
-def scored(n: int = N, h: int = H, v: int = V, *, weight: torch.dtype = BF16) -> Tape:
-    with taped(autocast=BF16 if weight == FP32 else None) as tape, torch.no_grad():
-        ids, mask = (OnGPU(torch.ones(n // T, T, dtype=torch.long)) for _ in range(2))
-        linear_logprob(tensor(n // T, T, h, dtype=BF16), tensor(v, h, dtype=weight), ids, mask=mask)
-    return tape
+def scored(weight: torch.dtype = BF16) -> Tape:
+    return noted(Shape(weight_dtype=weight, score=True))
 
 
 @pytest.fixture(scope="module")

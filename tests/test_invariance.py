@@ -58,7 +58,7 @@ def test_packed_is_padded(loss_type: str, level: str) -> None:
     out.loss.backward()
     assert torch.equal(out.per_token_logps, one[0].per_token_logps[stays])
     assert torch.equal(out.entropies, one[0].entropies[stays])
-    assert_close(out.loss, one[0].loss, rtol=2e-7, atol=0)
+    assert_close(out.loss, one[0].loss, rtol=5e-7, atol=0)  # VESPO weighs by e to the sum over a sequence
     assert_close(given["hidden"].grad, one[1]["hidden"], rtol=1e-6, atol=1e-8)
     assert_close(given["weight"].grad, one[1]["weight"], rtol=1e-5, atol=1e-7)
 

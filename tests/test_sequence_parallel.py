@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import LossConfig, grpo_loss, head, token_level
+from grpo_kernels import LossConfig, grpo_loss, token_level
 from grpo_kernels.distributed import gather_stacked
+from grpo_kernels.engine.memory import Room
 from tests.case_builder import PER_TOKEN, Case, make_case
 from tests.cases import LOSSES, loss
 from tests.ranks import run_ranks
@@ -117,7 +118,8 @@ def every_case(rank: int, world_size: int) -> int:
     assert assert_part(gspo.but(frozen=frozenset(["weight", "hidden"])), shares, rank) == "score"
     dapo = make_case("dapo", loss_type="dapo", **SHAPE)
     assert assert_part(dapo, shares, rank) == "one_pass"
-    with mock.patch.object(head, "is_tight", return_value=rank == 0):  # one rank has no memory for an accumulator
+    short = Room(tight=rank == 0, ample=True)  # one rank has no memory for an accumulator
+    with mock.patch.object(Room, "of", return_value=short):
         assert assert_part(dapo, shares, rank) == "lean"
     # coefficients that need all ranks once, and a rank without a row to ask for them
     once = make_case("once", old=False, beta=0.1, use_bias_correction_kl=False, **SHAPE, **loss("grpo", "sequence"))

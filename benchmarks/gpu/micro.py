@@ -77,21 +77,23 @@ def _row_runs(
         "grad": lambda: backend.grad(work, ids, stats, a, None, transform, out),
         "grad_entropy": lambda: backend.grad(work, ids, stats, a, b, transform, out),
     }
-    sizes = {"stats": 4, "stats_no_entropy": 4, "grad": 6, "grad_entropy": 6, "fused": 6, "fused_no_gradient": 4}
+    sizes = {"stats": 4, "stats_no_entropy": 4, "grad": 6, "grad_entropy": 6}
+    sizes |= {"fused": 6, "fused_no_gradient": 4, "single_pass": 6}
     return runs, sizes
 
 
 def _fused_runs(
     backend: Any, logits: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
 ) -> dict[str, Callable[[], Any]]:
-    from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform
+    from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, SinglePassRowBackend
 
-    if not isinstance(backend, FusedRowBackend):
+    if not (isinstance(backend, FusedRowBackend) and isinstance(backend, SinglePassRowBackend)):
         raise Absence("this backend does not fuse")
     transform, loss = LogitTransform(), _clipped_loss(torch.full_like(logits[:, 0], -2.0))
     return {
         "fused": lambda: backend.fused(logits, ids, transform, loss, out),
         "fused_no_gradient": lambda: backend.fused(logits, ids, transform, loss, None),
+        "single_pass": lambda: backend.single_pass(logits, ids, transform, out, entropy=True),
     }
 
 

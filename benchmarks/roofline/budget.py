@@ -13,6 +13,7 @@ The limit is the products that the case cannot do without, at the same rate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +37,8 @@ ODD_V = 151665
 class Shape:
     """A call: N tokens in sequences of `t`, all counted by a mask; bf16 hidden states, on-policy dapo, or scoring."""
 
-    name: str
-    most: float  # what the ratio to the products is to stay below
+    name: str = ""
+    most: float = math.inf  # what the ratio to the products is to stay below
     n: int = 8192
     h: int = 4096
     v: int = 151936
@@ -70,8 +71,8 @@ SHAPES = (
 )
 
 
-def noted(shape: Shape) -> Tape:
-    """What a step of `shape` does."""
+def noted(shape: Shape, **options: Any) -> Tape:
+    """What a step of `shape` does; `options` are `grpo_loss`'s."""
     batch = shape.n // shape.t
     with taped(autocast=shape.autocast) as tape:
         hidden = tensor(batch, shape.t, shape.h, dtype=torch.bfloat16).requires_grad_(not shape.score)
@@ -84,7 +85,7 @@ def noted(shape: Shape) -> Tape:
         weight.requires_grad_(not shape.frozen)
         advantages = torch.ones(batch)
         advantages[: int(batch * shape.zero_share)] = 0.0
-        torch.autograd.backward(grpo_loss(hidden, weight, ids, mask, OnGPU(advantages)).loss)
+        torch.autograd.backward(grpo_loss(hidden, weight, ids, mask, OnGPU(advantages), **options).loss)
     return tape
 
 

@@ -54,7 +54,7 @@ class PolicyLoss(torch.autograd.Function):
         assert stats.entropies is not None
         ctx.request, ctx.like = request, Like.of(head)
         if grads is not None:
-            ctx.save_for_backward(*grads, grads.row_factor, first.graded)
+            ctx.save_for_backward(*grads, first.graded)
         elif request.engine in RECOMPUTING:
             known = (stats.logps, stats.max_logit, stats.log_sum, stats.entropies)
             ctx.save_for_backward(*head, *known, done.a, done.b)
@@ -103,8 +103,7 @@ class LinearLogprob(torch.autograd.Function):
         if request.engine not in ("score", "score_dot"):
             stored = Gradients() if grads is None else grads
             known = (stats.logps, stats.max_logit, stats.log_sum, stats.entropies)
-            used = first.used or (None, None)
-            ctx.save_for_backward(*head, *stored, stored.row_factor, first.graded, *known, *used)
+            ctx.save_for_backward(*head, *stored, first.graded, *known, *(first.used or (None, None)))
         n = hidden.shape[0]
         extras = [spread(stats.extras[name], request.rows, n) for name in request.extras]
         entropies = None if stats.entropies is None else spread(stats.entropies, request.rows, n)
@@ -125,8 +124,8 @@ def _gradient(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> t
     request: Request = ctx.request
     rows = request.rows
     saved = ctx.saved_tensors
-    head, stored, graded = Head(*saved[:5]), Gradients(*saved[5:11]), saved[11]
-    known, expected = RowStats(*saved[12:16]), saved[16:]
+    head, stored, graded = Head(*saved[:5]), Gradients(*saved[5:10]), saved[10]
+    known, expected = RowStats(*saved[11:15]), saved[15:]
     dtype = request.config.accumulator
     g = known.logps.new_zeros(len(rows)) if d_logps is None else d_logps[rows.positions].to(dtype)
     h = None if d_entropies is None else d_entropies[rows.positions].to(dtype)
@@ -134,7 +133,7 @@ def _gradient(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> t
         total, places = second_pass(head, request, known, g, h)
         return returned(total, ctx.like, request, places)
     if request.engine == "frozen":  # what is stored is d logp / d hidden, row by row
-        stored, factor = stored.times_rows(g[graded]), None
+        factor = g[graded, None]
         rest = Remainder(g.index_fill(0, graded, 0.0), h)
         complete = h is None and graded.shape[0] == len(rows)  # then there is nothing to ask the device for
         left = not complete and rest.size(g, h)[0]
@@ -148,9 +147,8 @@ def _gradient(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> t
     if not left:
         return returned(stored, ctx.like, request, graded, factor)
     more, places = second_pass(head, request, known, rest.a, rest.b)
-    total = _merge(
-        scaled(stored, factor), graded, more, places, len(rows), None if rest.b is not None else (g / rest.a)[places]
-    )
+    ratio = None if rest.b is not None else (g / rest.a)[places]
+    total = _merge(_scaled(stored, factor), graded, more, places, len(rows), ratio)
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, ctx.like, request, every)
 
@@ -167,23 +165,9 @@ class Like:
         return Like(head.hidden.shape[0], tuple(None if x is None else x.dtype for x in head))
 
 
-def scaled(stored: Gradients, factor: Tensor | None = None) -> Gradients:
-    """`stored` times `factor` (), and all that it is still to be multiplied by, in its own dtype."""
-    of_rows, of_all = _factors(stored, factor)
-    rows = (x if x is None else _times(x, of_rows, x.dtype) for x in (stored.hidden, stored.u))
-    others = (x if x is None else _times(x, of_all, x.dtype) for x in (stored.weight, stored.bias, stored.b))
-    (hidden, u), (weight, bias, b) = rows, others
-    return Gradients(hidden, weight, bias, u, b)
-
-
-def _factors(grads: Gradients, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What the rows (m, K) are to be multiplied by, (m, 1) or (), and all else, (); None: nothing."""
-    if factor is not None and is_one(factor):  # as for `loss.backward()`
-        factor = None
-    if grads.row_factor is None:
-        return factor, factor
-    of_rows = grads.row_factor if factor is None else grads.row_factor * factor
-    return of_rows[:, None], factor
+def _scaled(stored: Gradients, factor: Tensor) -> Gradients:
+    """`stored` times `factor`, () or (m, 1), in its own dtype."""
+    return stored.apply(lambda x: _times(x, factor, x.dtype))
 
 
 def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -191,7 +175,7 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
 
     On a GPU one pass over the numbers does both; on a CPU torch would make a temporary of the size of `x`.
     """
-    if factor is None:
+    if factor is None or (factor.dim() == 0 and is_one(factor)):  # as for `loss.backward()`
         return x.to(dtype)
     if x.dtype == dtype or not x.is_cuda:
         return (x * factor if _graph_is_kept() else x.mul_(factor)).to(dtype)
@@ -232,22 +216,21 @@ def _merge(
 def returned(
     grads: Gradients, like: Like, request: Request, places: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients times `factor` in the shapes and dtypes of the head's tensors, each rounded once.
+    """Gradients times `factor`, () or (m, 1), in the shapes and dtypes of the head's tensors, each rounded once.
 
     Their rows stand at `places` among those of the call. Of a sharded head each rank has what its own columns give to a
     row: the ranks' parts are added up.
     """
-    of_rows, of_all = _factors(grads, factor)
     rows, shard = request.rows, request.config.shard
 
     def whole(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         if name not in ("hidden", "u"):
-            return _times(x, of_all, dtype)
+            return _times(x, factor, dtype)
         if shard is not None:  # of all rows of the call: their number is the same on every rank
-            summed = shard.sum_(all_rows(_times(x, of_rows, x.dtype), places, len(rows)))
+            summed = shard.sum_(all_rows(_times(x, factor, x.dtype), places, len(rows)))
             return all_rows(summed.to(dtype), rows.positions, like.positions)
         positions = rows.positions if places.shape == rows.positions.shape else rows.positions[places]
-        return all_rows(_times(x, of_rows, dtype), positions, like.positions)
+        return all_rows(_times(x, factor, dtype), positions, like.positions)
 
     pairs = zip(("hidden", "weight", "bias", "u", "b"), grads, like.dtypes, strict=True)
     return tuple(None if x is None or dtype is None else whole(name, x, dtype) for name, x, dtype in pairs)

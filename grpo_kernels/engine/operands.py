@@ -159,17 +159,10 @@ class Gradients:
     bias: Tensor | None = None  # (V,)
     u: Tensor | None = None  # (n, r), a row for each row of the sweep
     b: Tensor | None = None  # (V, r)
-    row_factor: Tensor | None = (
-        None  # (n,), what rows of `hidden`, then the only gradient, are still to be multiplied by
-    )
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Gradients:
         """`change` of each gradient that is there."""
         return Gradients(*(None if x is None else change(x) for x in self))
-
-    def times_rows(self, factor: Tensor) -> Gradients:
-        """These, which are of the hidden states alone, once their rows are multiplied by `factor` (n,)."""
-        return replace(self, row_factor=factor if self.row_factor is None else self.row_factor * factor)
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.hidden, self.weight, self.bias, self.u, self.b))

@@ -142,7 +142,8 @@ def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) 
     done = finish(first.stats)
     if request.engine == "frozen" and first.grads is not None:  # what came is d logp / d hidden, row by row
         assert done.b is None
-        first = replace(first, grads=first.grads.times_rows(done.a[first.graded]))
+        assert first.grads.hidden is not None
+        first.grads.hidden.mul_(done.a[first.graded, None])
     return first, done
 
 

@@ -105,7 +105,7 @@ def padded_rows(n: int, *, on_gpu: bool = False) -> int:
     The vendor library picks its kernel by the number of rows, and the bits of a row must not depend on how many others
     there are. On a CPU the choice matters below `FEW_ROWS`. On a GPU a whole tile costs no more than a part of it.
     """
-    return -(-n // TILE_ROWS) * TILE_ROWS if on_gpu else max(n, FEW_ROWS)
+    return -(-n // TILE_ROWS) * TILE_ROWS if on_gpu else max(n, FEW_ROWS) if n > 0 else 0
 
 
 def row_width(vocab: int, *, on_gpu: bool = False) -> int:

@@ -268,13 +268,16 @@ class _Sums:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
     def gradients(self, row_factor: Tensor | None) -> Gradients:
+        """All of them; `row_factor` (n,) is what d hidden, then the only one, is still to be multiplied by."""
         if not self._rows:
             self._allocate()
         if self._scale is not None:
             self._rescale(1.0 / self._scale)
         rows = [None if x is None else x[: self._n] for x in self._rows]
         (hidden, u), (weight, b) = ((*x, None)[:2] for x in (rows, self._matrices))
-        return Gradients(hidden, weight, self._bias, u, b, row_factor)
+        if row_factor is not None and hidden is not None:
+            hidden.mul_(row_factor[:, None])
+        return Gradients(hidden, weight, self._bias, u, b)
 
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):

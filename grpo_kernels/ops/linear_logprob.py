@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.functions import Like, returned, scaled
+from grpo_kernels.engine.functions import Like, returned
 from grpo_kernels.engine.operands import Head, Rows, Wants
 from grpo_kernels.engine.passes import RECOMPUTING, Request, all_rows, first_pass, second_pass, spread
 from grpo_kernels.engine.plan import Coupling
@@ -92,7 +92,7 @@ def run(
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
         return new() if x is None or not wanted else spread(x, rows, ids.numel()).view(ids.shape)
 
-    slopes = None if grads is None else scaled(grads).hidden
+    slopes = None if grads is None else grads.hidden
     return Results(
         logps=per_token(stats.logps),
         entropies=per_token(stats.entropies),

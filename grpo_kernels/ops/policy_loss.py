@@ -15,7 +15,6 @@ from torch import Tensor
 
 from grpo_kernels.call import plan_loss
 from grpo_kernels.config import config_of
-from grpo_kernels.engine.functions import scaled
 from grpo_kernels.engine.operands import Head, Wants
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, all_rows, loss_pass, spread
 from grpo_kernels.metrics import metric_names
@@ -86,7 +85,7 @@ def run(*arguments: Any) -> Results:
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
         return new() if x is None or not wanted else spread(x, rows, n).view(given.completion_ids.shape)
 
-    d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (*scaled(grads),)[:3]
+    d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
     if d_hidden is not None:
         d_hidden = all_rows(d_hidden, rows.positions[first.graded], n).view(given.hidden.shape)
     recomputes = given.engine in RECOMPUTING

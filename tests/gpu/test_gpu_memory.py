@@ -63,7 +63,7 @@ def test_the_peak_is_within_the_documented_budget(
     """The workspace; one pass: d hidden and d weight in fp32; two passes: d weight in fp32; and the gradients."""
     n, h, v = (8192, 1024, 151_936) if device.type == "cuda" else (64, 16, 300)
     if device.type == "cpu":
-        workspace = 2**16 if workspace else None
+        workspace = 2**17 if workspace else None
     hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
     weight.requires_grad_(engine != "frozen")
     options = {"engine": engine, "backend": backend, "workspace_bytes": workspace}
@@ -74,7 +74,9 @@ def test_the_peak_is_within_the_documented_budget(
     d_hidden, d_weight = 4 * n * h, 4 * v * h
     stored = {"one_pass": d_hidden + d_weight, "two_pass": d_hidden + d_weight, "lean": d_hidden, "frozen": d_hidden}
     returned = 2 * n * h + (2 * v * h if engine != "frozen" else 0)
-    rounding = ROUNDING if device.type == "cuda" else 0
+    rounding = ROUNDING
+    if device.type == "cpu":  # Triton's interpreter keeps what it was launched with last until it is collected
+        rounding = 4 * n * v if backend == "triton" else 0
     limit = workspace + stored[engine] + returned + 2 * n * h + VECTORS * 8 * n + rounding
     peak = peak_of(lambda: step(hidden, weight, ids, **options), device)
     assert peak <= limit, f"{peak / MIB:.0f} MiB, allowed {limit / MIB:.0f}"
