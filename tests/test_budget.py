@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.roofline import budget, pins, report
+from benchmarks.roofline import budget
 from benchmarks.roofline.budget import SHAPES, Shape
 from benchmarks.roofline.devices import DEVICES
 from benchmarks.roofline.tape import Event
@@ -23,10 +23,6 @@ def test_a_step_is_near_its_products(shape: Shape) -> None:
     found = budget.budget(shape)
     assert 1.0 < found.ratio <= shape.most
     assert found.products == pytest.approx(found.limit, rel=0.03)  # nothing but what the case needs is multiplied
-
-
-def test_the_document_is_what_these_counts_give() -> None:
-    assert report.FILE.read_text() == report.report(pins.read())
 
 
 def test_rows_that_are_not_aligned_would_show() -> None:
