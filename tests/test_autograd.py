@@ -305,3 +305,17 @@ def test_function_transforms_raise() -> None:
     for call in (lambda x: both({**given, "hidden": x})[0].sum(), lambda x: losses("auto", {**given, "hidden": x})):
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(call)(given["hidden"])
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "frozen"])
+def test_gradients_of_a_kept_graph_share_no_memory(engine: str) -> None:
+    """What the caller does to one is no affair of the next, nor of what is stored."""
+    given = head(torch.float32, frozen="weight bias" if engine == "frozen" else "")
+    leaves = [x for x in given.values() if x.requires_grad]
+    loss = grpo_loss(**batch(given), engine=engine).loss
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    want = [x.clone() for x in first]
+    for x in first:
+        x.zero_()
+    for got, right in zip(torch.autograd.grad(loss, leaves), want, strict=True):
+        assert torch.equal(got, right)

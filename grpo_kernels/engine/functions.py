@@ -175,8 +175,10 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
 
     On a GPU one pass over the numbers does both; on a CPU torch would make a temporary of the size of `x`.
     """
-    if factor is None or (factor.dim() == 0 and is_one(factor)):  # as for `loss.backward()`
+    if factor is None:
         return x.to(dtype)
+    if factor.dim() == 0 and is_one(factor):  # as for `loss.backward()`
+        return x.to(dtype, copy=_graph_is_kept())  # what is stored is not the caller's
     if x.dtype == dtype or not x.is_cuda:
         return (x * factor if _graph_is_kept() else x.mul_(factor)).to(dtype)
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
