@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.aggregate import check_num_items, token_weights
+from grpo_kernels.agreement import Agreement
 from grpo_kernels.backends.rows import FusedRowBackend, RowStats
 from grpo_kernels.batch import Tokens, read_tokens
-from grpo_kernels.checks import check_config, check_head, check_terms
+from grpo_kernels.checks import check_config, check_gather, check_head, check_terms
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
-from grpo_kernels.engine.operands import Coefficients, HeadConfig, Wants
+from grpo_kernels.described import describe_tokens, described_options
+from grpo_kernels.engine.operands import Coefficients, HeadConfig, Rows, Wants
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, Gather, Request
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.engine.shard import Shard
 from grpo_kernels.evaluation import Evaluation
-from grpo_kernels.head import head_config, pick_engine, read_rows, wanted
+from grpo_kernels.head import head_config, of_shard, pick_engine, read_rows, wanted
 from grpo_kernels.lora import LoRA, check_lora
 from grpo_kernels.metrics import Metrics, loss_metrics
 from grpo_kernels.objective import PolicyObjective
 from grpo_kernels.sampling import check_sampling
-from grpo_kernels.span import check_sequence_group, common_engine, spanned
+from grpo_kernels.sharding import LocalHead, describe_shard, described_head, divided, local_head, sharding_group
+from grpo_kernels.span import check_span, describe_part, spanned
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +44,7 @@ class LossCall:
     tokens: Tokens
     request: Request
     objective: Objective
+    head: LocalHead  # the tensors that are multiplied
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """The loss and its gradient, from the statistics of all rows."""
@@ -88,46 +91,69 @@ def plan_loss(
     wants: Wants | None = None,
     dtype: torch.dtype | None = None,
     lora: LoRA | None = None,
-    shard: Shard | None = None,
-    gather: Gather = nullcontext,
+    process_group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    gather: Gather | None = None,
     sequence_group: ProcessGroup | None = None,
 ) -> LossCall:
     """Check the arguments of `grpo_loss` and plan its call; `wants` and `dtype` are read off the tensors if not given.
 
     Raises:
-        TypeError, ValueError: a wrong argument; the message names it.
+        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
-    check_config(config)
-    check_terms(config, ref_per_token_logps, objective)
-    check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
-    check_sequence_group(sequence_group, cu_seqlens, objective)
-    check_head(hidden, weight, bias, ranks=(3,) if cu_seqlens is None else (2,))
-    check_lora(lora, hidden, weight)
-    check_num_items(num_items_in_batch)
-    wants = wanted(hidden, weight, bias, lora) if wants is None else wants
-    head = head_config(hidden, weight, wants, config, backend, workspace_bytes, dtype, shard, engine=engine)
-    tokens = read_tokens(
-        hidden,
-        completion_ids,
-        completion_mask,
-        advantages,
-        cu_seqlens=cu_seqlens,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio,
-        dtype=head.accumulator,
-    )
-    inv_t = 1.0 / config.temperature
-    rows = read_rows("completion_ids", tokens.ids, tokens.layout.positions, weight.shape[0], inv_t, shard)
+    process_group = sharding_group(hidden, weight, process_group)
+    per_token = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+    }
+    with Agreement("sequence_group", sequence_group, "grpo_loss") as parts:
+        with Agreement("process_group", process_group, "grpo_loss") as ranks:
+            tensors = local_head(hidden, weight, bias, lora, process_group, vocab_size)
+            check_config(config)
+            check_terms(config, ref_per_token_logps, objective)
+            check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
+            check_span(sequence_group, cu_seqlens, objective)
+            check_head(*tensors[:3], ranks=(3,) if cu_seqlens is None else (2,))
+            check_lora(tensors.lora, tensors.hidden, tensors.weight)
+            check_num_items(num_items_in_batch)
+            check_gather(gather)
+            wants = wanted(*tensors) if wants is None else wants
+            head = head_config(*tensors[:2], wants, config, backend, workspace_bytes, dtype, engine=engine)
+            tokens = read_tokens(
+                tensors.hidden,
+                completion_ids,
+                completion_mask,
+                advantages,
+                cu_seqlens=cu_seqlens,
+                **per_token,
+                dtype=head.accumulator,
+            )
+            rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
+            options = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
+            options |= described_options(config, objective, num_items_in_batch)
+            inputs = {"hidden": tensors.hidden, "advantages": advantages, **per_token}
+            if ranks:
+                describe_shard(ranks, tensors, wants, head, vocab_size)
+                describe_tokens(ranks, tokens, inputs, options)
+        tensors, shard = divided(tensors, ranks, vocab_size)
+        head = of_shard(head, shard, tensors.weight, wants, workspace_bytes)
+        rows = read_rows("completion_ids", rows, tensors.weight.shape[0], shard)
+        if parts:
+            parts.same(described_head(tensors, wants, head, own_rows=shard is not None))
+            describe_part(parts, tokens, inputs, options)
     if sequence_group is not None:
-        others = (num_items_in_batch is not None, objective is not None, *astuple(wants))
-        tokens = spanned(tokens, sequence_group, config, engine, others)
-    weights = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
-    policy = _objective(config, objective, tokens, weights)
-    engine = common_engine(_engine(policy, wants, head, engine, only_logps=lora is None), tokens.layout.span)
+        tokens = spanned(tokens, sequence_group)
+    with Agreement("sequence_group", sequence_group, "the engine of grpo_loss") as parts:
+        weights = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
+        policy = _objective(config, objective, tokens, weights)
+        engine = _engine(policy, wants, head, engine, only_logps=lora is None)
+        parts.say({"lean": engine == "lean"})
+    if any(parts.every.get("lean", ())):  # a rank is short of memory
+        engine = "lean"
     graded = policy.may_have_gradient() if engine in STORING else None
-    request = Request(rows=rows, config=head, wants=wants, engine=engine, graded=graded, gather=gather)
+    request = Request(rows=rows, config=head, wants=wants, engine=engine, graded=graded, gather=gather or nullcontext)
     if engine == "one_pass":
 
         def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
@@ -137,7 +163,7 @@ def plan_loss(
         fuses = isinstance(head.backend, FusedRowBackend) and shard is None  # which joins the ranks in between
         token_loss = policy.token_loss() if fuses else None
         request = replace(request, coefficients=coefficients, token_loss=token_loss)
-    return LossCall(config, tokens, request, policy)
+    return LossCall(config, tokens, request, policy, tensors)
 
 
 def _objective(

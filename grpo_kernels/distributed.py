@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,27 +30,28 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
     return parts
 
 
-def agree(
-    argument: str,
-    own: Mapping[str, int | str],
-    process_group: ProcessGroup,
-    device: torch.device,
-    *,
-    may_differ: tuple[str, ...] = (),
-) -> dict[str, list[int]]:
-    """Each name with the values of all ranks, as integers: of a string its checksum. On a GPU the host waits for them.
+def check_group(name: str, process_group: Any) -> None:
+    """Raise TypeError unless `process_group` is a process group that this rank is in, or None."""
+    if process_group is None:
+        return
+    import torch.distributed as dist
 
-    Raises:
-        ValueError: on all ranks, about `argument`, if they differ in something that is not among `may_differ`.
-    """
-    numbers = [zlib.crc32(x.encode()) if isinstance(x, str) else int(x) for x in own.values()]
-    table = gather_stacked(torch.tensor(numbers, device=device), process_group).T.tolist()
-    every = dict(zip(own, table, strict=True))
-    for name, values in every.items():
-        if name not in may_differ and len(set(values)) > 1:
-            what = f"{name} (its checksum)" if isinstance(own[name], str) else name
-            raise ValueError(f"{argument}: expected the same call on every rank, got as {what} {values}")
-    return every
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"{name}: expected a torch.distributed.ProcessGroup that this rank is in, got "
+            f"{type(process_group).__name__}"
+        )
+
+
+def group_device(process_group: ProcessGroup) -> torch.device:
+    """Where a tensor has to be for the ranks to exchange it: a GPU if the group serves it, whatever a call is given."""
+    import torch.distributed as dist
+
+    if torch.accelerator.is_available() and (here := torch.accelerator.current_accelerator()) is not None:
+        served = dict(x.split(":") for x in dist.get_backend_config(process_group).split(","))  # cpu:gloo,cuda:nccl
+        if served.get(here.type, "gloo") != "gloo":
+            return here
+    return torch.device("cpu")
 
 
 def gather_rows(x: Tensor, process_group: ProcessGroup | None) -> tuple[Tensor, int]:

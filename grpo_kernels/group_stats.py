@@ -1,7 +1,7 @@
 """What the advantage estimators are made of: checked inputs, group statistics that skip NaN, discounted sums.
 
-Checks of the data (not of shapes and options) are reduced over the process group first, so that every rank raises where
-one has to, and none is left waiting in a collective.
+Checks come first, within an `Agreement` of the ranks, so that every rank raises where one has to, and none is left
+waiting in a collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.distributed import all_reduce, gather_rows
+from grpo_kernels.agreement import Agreement
+from grpo_kernels.distributed import all_reduce, gather_uneven
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,14 +134,25 @@ def one_group(rows: int, device: torch.device, process_group: ProcessGroup | Non
     return Groups(torch.zeros(rows, dtype=torch.int64, device=device), 1, process_group)
 
 
-def sample_groups(
+class Grouping(NamedTuple):
+    """How this rank's rows are put into groups: by ids, or so many consecutive ones."""
+
+    rows: int
+    device: torch.device
+    ids: Tensor | None  # (rows,) int64
+    num_generations: int | None
+
+
+def check_grouping(
     rows: int,
     num_generations: int | None,
     group_ids: Tensor | Sequence[int] | None,  # (rows,)
     device: torch.device,
-    process_group: ProcessGroup | None,
-) -> Groups:
-    """Groups of ``num_generations`` consecutive rows over all ranks, or of the rows of equal ``group_ids``."""
+    ranks: Agreement,
+) -> Grouping:
+    """Checked: groups of ``num_generations`` consecutive rows over all ranks, or of the rows of equal ``group_ids``."""
+    ranks.say({"rows": rows})
+    ranks.same({"num_generations": num_generations, "whether there are group_ids": group_ids is not None})
     if (num_generations is None) == (group_ids is None):
         given = "neither" if group_ids is None else "both"
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {given}")
@@ -149,36 +161,56 @@ def sample_groups(
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
         expect_shape("group_ids", ids, (rows,), "(B,)")
-        all_ids, start = gather_rows(ids.to(torch.int64), process_group)
-        unique, index = all_ids.unique(return_inverse=True)
-        return Groups(index[start : start + rows], len(unique), process_group)
+        return Grouping(rows, device, ids.to(torch.int64), None)
     if isinstance(num_generations, bool) or not isinstance(num_generations, int):
         raise TypeError(f"num_generations: expected an int, got {type(num_generations).__name__}")
     if num_generations < 1:
         raise ValueError(f"num_generations: expected at least 1, got {num_generations}")
-    all_rows, start = gather_rows(torch.zeros(rows, device=device), process_group)
-    if len(all_rows) % num_generations:
-        raise ValueError(f"num_generations: expected a divisor of the {len(all_rows)} rewards, got {num_generations}")
+    return Grouping(rows, device, None, num_generations)
+
+
+def sample_groups(grouping: Grouping, ranks: Agreement) -> Groups:
+    """The groups of all ranks, once those agree. A collective where they go by ids.
+
+    Raises:
+        ValueError: on all ranks: the rows are not a multiple of ``num_generations``.
+    """
+    rows, device, ids, num_generations = grouping
+    sizes, start = [rows], 0
+    if ranks.group is not None:
+        sizes = ranks.every["rows"]
+        start = sum(sizes[: torch.distributed.get_rank(ranks.group)])
+    if ids is not None:
+        all_ids = ids if ranks.group is None else gather_uneven(ids, sizes, ranks.group)
+        unique, index = all_ids.unique(return_inverse=True)
+        return Groups(index[start : start + rows], len(unique), ranks.group)
+    assert num_generations is not None
+    if sum(sizes) % num_generations:
+        raise ValueError(f"num_generations: expected a divisor of the {sum(sizes)} rewards, got {num_generations}")
     index = torch.arange(start, start + rows, device=device) // num_generations
-    return Groups(index, len(all_rows) // num_generations, process_group)
+    return Groups(index, sum(sizes) // num_generations, ranks.group)
 
 
 def reward_table(
     rewards: Tensor,  # (B,) or (B, F)
     reward_weights: Tensor | Sequence[float] | None,  # (F,)
-    process_group: ProcessGroup | None,
+    ranks: Agreement,
 ) -> tuple[Tensor, Tensor]:
     """Checked rewards as (B, F) and weights as (F,), both wide."""
     real_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
     table = wide(rewards if rewards.dim() == 2 else rewards[:, None])
-    require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row", process_group)
+    require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
+    ranks.same({"F of rewards": table.shape[1], "dtype of rewards": rewards.dtype})
     if reward_weights is None:
-        return table, table.new_ones(table.shape[1])
-    weights = wide(torch.as_tensor(reward_weights, device=table.device))
-    expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
-    require_all(weights.isfinite(), weights, "reward_weights", "finite values", None)
+        weights = table.new_ones(table.shape[1])
+    else:
+        weights = wide(torch.as_tensor(reward_weights, device=table.device))
+        expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
+        require_all(weights.isfinite(), weights, "reward_weights", "finite values")
+    if ranks:
+        ranks.same_values({"reward_weights": weights})
     return table, weights
 
 
@@ -217,31 +249,28 @@ def bool_mask(mask: Tensor) -> Tensor:
     return mask != 0
 
 
-def counted_values(name: str, x: Tensor, mask: Tensor, process_group: ProcessGroup | None) -> Tensor:
+def counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
     """(B, T), wide: ``x`` where the mask counts, 0 elsewhere. Raises for a number that counts and is not finite."""
     expect_shape(name, x, mask.shape, "(B, T)")
-    require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions", process_group)
+    require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
     return torch.where(mask, wide(x), 0.0)
 
 
-def token_rewards(rewards: Tensor, mask: Tensor, process_group: ProcessGroup | None) -> Tensor:
+def token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """(B, T), wide, 0 where masked: rewards (B, T) as they are, rewards (B,) at each row's last counted position."""
     real_tensor("rewards", rewards)
     if rewards.dim() == 2:
-        return counted_values("rewards", rewards, mask, process_group)
+        return counted_values("rewards", rewards, mask)
     expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
-    return counted_values("rewards", rewards[:, None].expand(mask.shape), last_counted(mask), process_group)
+    return counted_values("rewards", rewards[:, None].expand(mask.shape), last_counted(mask))
 
 
-def require_all(ok: Tensor, x: Tensor, name: str, expected: str, process_group: ProcessGroup | None) -> None:
-    """ValueError, on every rank, if ``ok`` is not all true; it shows the first entry of ``x`` where it is not."""
+def require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
+    """ValueError if ``ok`` is not all true; it shows the first entry of ``x`` where it is not."""
     bad = (~ok).nonzero()
-    if int(all_reduce(torch.tensor(len(bad), device=ok.device), "sum", process_group)) == 0:
-        return
-    if len(bad) == 0:
-        raise ValueError(f"{name}: expected {expected}, got others on another rank of process_group")
-    first = tuple(bad[0].tolist())
-    raise ValueError(f"{name}: expected {expected}, got {x[first].item()} at {first}")
+    if len(bad):
+        first = tuple(bad[0].tolist())
+        raise ValueError(f"{name}: expected {expected}, got {x[first].item()} at {first}")
 
 
 def real_tensor(name: str, x: object) -> None:

@@ -78,11 +78,11 @@ def plan_rows(
     wants: Wants | None = None,
     dtype: torch.dtype | None = None,
     lora: LoRA | None = None,
-    shard: Shard | None = None,
 ) -> tuple[HeadConfig, Rows, Wants]:
     """Check the arguments of `linear_logprob_with`: how to project, which rows, and the gradients wanted.
 
     `wants` and `dtype` are read off the tensors and autocast if not given. Only at its end does it wait for the device.
+    The ids are as they came: `read_rows` looks at them.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
@@ -103,13 +103,12 @@ def plan_rows(
         logits_dtype=logits_dtype,
     )
     wants = wanted(hidden, weight, bias, lora) if wants is None else wants
-    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype, shard, engine=engine)
+    config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype, engine=engine)
     positions = counted_positions(mask, ids)
     inv_t: float | Tensor = 1.0 / spec.temperature
     if per_row:
         inv_t = row_temperatures(temperature, ids, positions, config.accumulator)
-    rows = read_rows("ids", ids.detach().reshape(-1)[positions], positions, weight.shape[0], inv_t, shard)
-    return config, rows, wants
+    return config, Rows(positions, ids.detach().reshape(-1)[positions].long(), inv_t), wants
 
 
 def head_config(
@@ -120,11 +119,10 @@ def head_config(
     backend: str,
     workspace_bytes: int | None,
     dtype: torch.dtype | None = None,
-    shard: Shard | None = None,
     *,
     engine: str,
 ) -> HeadConfig:
-    """How rows are projected: the head's options of `spec`, and `dtype`, by default `compute_dtype`.
+    """How rows of a whole head are projected: the options of `spec`, and `dtype`, by default `compute_dtype`.
 
     `engine` is the one asked for: only where it is ``"auto"`` is it looked at whether memory is short.
     """
@@ -133,10 +131,9 @@ def head_config(
     if dtype is None:
         dtype = compute_dtype(hidden, weight)
     warn_if_promoted(hidden, weight, dtype)
-    asks_tight = engine == "auto"
-    room = Room.of(weight, wants, dtype, workspace_bytes, asks_tight=asks_tight) if shard is None else shard.room
+    room = Room.of(weight, wants, dtype, workspace_bytes, asks_tight=engine == "auto")
     if workspace_bytes is None:
-        workspace_bytes = default_workspace(widest_part(weight, shard), wants, ample=room.ample)
+        workspace_bytes = default_workspace(weight, wants, ample=room.ample)
     chosen, _ = choose_backend(backend, hidden.device, dtype)
     return HeadConfig(
         backend=chosen,
@@ -145,9 +142,19 @@ def head_config(
         scale=float(spec.logit_scale),
         softcap=spec.final_logit_softcapping,
         round_logits=spec.logits_dtype == "input" and dtype.itemsize < 4,
-        shard=shard,
         room=room,
     )
+
+
+def of_shard(
+    config: HeadConfig, shard: Shard | None, weight: Tensor, wants: Wants, workspace_bytes: int | None
+) -> HeadConfig:
+    """`config` where this rank's `weight` is `shard` of the head: planned by what is the same on all ranks."""
+    if shard is None:
+        return config
+    if workspace_bytes is None:
+        workspace_bytes = default_workspace(widest_part(weight, shard), wants, ample=shard.room.ample)
+    return replace(config, shard=shard, room=shard.room, workspace_bytes=workspace_bytes)
 
 
 def pick_engine(
@@ -171,21 +178,14 @@ def pick_engine(
     )
 
 
-def read_rows(
-    name: str,
-    ids: Tensor,
-    positions: Tensor,
-    vocab: int,
-    inv_temperature: float | Tensor,
-    shard: Shard | None = None,
-) -> Rows:
-    """The rows to project, given the ids (n,) at `positions` (n,); `vocab` is this rank's, if there is a shard."""
-    ids = ids.long()
+def read_rows(name: str, rows: Rows, vocab: int, shard: Shard | None = None) -> Rows:
+    """`rows`, once their ids have been looked at; `vocab` is this rank's, if there is a shard."""
+    ids = rows.ids
     invalid = check_counted_ids(name, ids, vocab if shard is None else shard.vocab)
     start, marked = 0 if shard is None else shard.start, None
     if invalid is not None:
         ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
-    return Rows(positions, ids - start if start else ids, inv_temperature, invalid, marked)
+    return replace(rows, ids=ids - start if start else ids, invalid=invalid, marked=marked)
 
 
 def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None = None) -> Wants:

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.agreement import Agreement, described
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.checks import check_gather, check_shape, check_tensor, is_dtensor
 from grpo_kernels.engine.functions import LinearLogprob
-from grpo_kernels.engine.operands import Coefficients
+from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.passes import Gather, Request
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.head import head_of, pick_engine, plan_rows
+from grpo_kernels.head import head_of, of_shard, pick_engine, plan_rows, read_rows
 from grpo_kernels.lora import LoRA
-from grpo_kernels.sharding import localise
+from grpo_kernels.sharding import describe_shard, divided, local_head, sharding_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,15 +178,21 @@ def linear_logprob_with(
             return compiled.linear_logprob(hidden, weight, ids, **options, engine=engine)
         options |= {"expected": expected, "engine": engine, "gather": gather, **apart}
         return compiled.eagerly(linear_logprob_with, hidden, weight, ids, **options)
-    check_gather(gather)
-    head = (hidden, weight, bias, lora)
-    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, engine, backend, workspace_bytes)
-    options["bias"] = bias
-    config, rows, wants = plan_rows(hidden, weight, ids, **options, engine=engine, lora=lora, shard=shard)
-    if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and "entropy" not in outputs)):
-        pair = "(a, b)" if "entropy" in outputs else "(a, None) since there is no entropy"
-        raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
-    coefficients, graded, expects_entropy = _read_expected(expected, ids, rows.positions, config.accumulator)
+    process_group = sharding_group(hidden, weight, process_group)
+    with Agreement("process_group", process_group, "linear_logprob") as ranks:
+        check_gather(gather)
+        head = local_head(hidden, weight, bias, lora, process_group, vocab_size)
+        given = {**options, "bias": head.bias, "lora": head.lora, "engine": engine}
+        config, rows, wants = plan_rows(head.hidden, head.weight, ids, **given)
+        _check_pair(expected, entropy="entropy" in outputs)
+        coefficients, graded, expects_entropy = _read_expected(expected, ids, rows.positions, config.accumulator)
+        if ranks:
+            describe_shard(ranks, head, wants, config, vocab_size)
+            kind = (coefficients is not None, graded is not None, expects_entropy)
+            _describe(ranks, rows, graded, {**options, "hidden": described(head.hidden), "engine": engine}, kind)
+    head, shard = divided(head, ranks, vocab_size)
+    config = of_shard(config, shard, head.weight, wants, workspace_bytes)
+    rows = read_rows("ids", rows, head.weight.shape[0], shard)
     coupling = Coupling.COUPLED if coefficients is None else Coupling.TOKEN
     only_logps = set(outputs) <= {"entropy"} and lora is None
     engine = pick_engine(
@@ -202,11 +209,35 @@ def linear_logprob_with(
         graded=graded,
         gather=nullcontext if gather is None else gather,
     )
-    logps, entropies, *extras = LinearLogprob.apply(*head_of(hidden, weight, bias, lora), request)
+    logps, entropies, *extras = LinearLogprob.apply(*head_of(*head), request)
     results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
     if entropies is not None:
         results["entropy"] = entropies
     return {name: x.view(ids.shape) for name, x in results.items()}
+
+
+def _describe(
+    ranks: Agreement, rows: Rows, graded: Tensor | None, options: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
+    """Say which positions are scored and how, and for which of them a gradient is expected."""
+    apart = {"bias", "mask", "temperature"}
+    inv_t = rows.inv_temperature
+    ranks.same({name: x for name, x in options.items() if name not in apart})
+    ranks.same({"temperature": "one a position" if isinstance(inv_t, Tensor) else 1.0 / inv_t})
+    ranks.same({"expected (coefficients, graded, of the entropy)": expected})
+    ranks.same_bits("mask", rows.positions)
+    ranks.same_bits("ids", rows.ids)
+    if isinstance(inv_t, Tensor):
+        ranks.same_values({"temperatures": inv_t[:, 0]})
+    if graded is not None:
+        ranks.same_bits("expected: where it is not 0", graded)
+
+
+def _check_pair(expected: Any, *, entropy: bool) -> None:
+    """Raise ValueError for a tuple that is not (a, b), or that has a b although there is no entropy."""
+    if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and not entropy)):
+        pair = "(a, b)" if entropy else "(a, None) since there is no entropy"
+        raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
 
 
 def _read_expected(

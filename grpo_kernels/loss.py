@@ -17,7 +17,6 @@ numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call import plan_loss
-from grpo_kernels.checks import check_config, check_gather, is_dtensor
+from grpo_kernels.checks import check_config, is_dtensor
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
@@ -35,7 +34,6 @@ from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head import head_of
 from grpo_kernels.lora import LoRA
 from grpo_kernels.metrics import Metrics
-from grpo_kernels.sharding import localise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -151,18 +149,16 @@ def grpo_loss(
         apart: dict[str, Any] = {"lora": lora, "process_group": process_group, "vocab_size": vocab_size}
         apart |= {"sequence_group": sequence_group, "objective": objective, "gather": gather}
         return _compiled_loss(tensors, options, apart)
-    check_gather(gather)
-    head = (hidden, weight, bias, lora)
-    hidden, weight, bias, lora, shard = localise(*head, process_group, vocab_size, engine, backend, workspace_bytes)
-    options |= {"bias": bias, "objective": objective, "lora": lora, "shard": shard, "gather": gather or nullcontext}
-    call = plan_loss(hidden, weight, *tensors[2:], **options, sequence_group=sequence_group)
+    options |= {"objective": objective, "lora": lora, "process_group": process_group, "vocab_size": vocab_size}
+    options |= {"sequence_group": sequence_group, "gather": gather}
+    call = plan_loss(*tensors, **options)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 
     def finish(stats: RowStats) -> Evaluation:
         done.append((stats, call.evaluate(stats)))
         return done[0][1]
 
-    loss, logps, entropies = PolicyLoss.apply(*head_of(hidden, weight, bias, lora), call.request, finish)
+    loss, logps, entropies = PolicyLoss.apply(*head_of(*call.head), call.request, finish)
     shape = completion_ids.shape
     return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
 

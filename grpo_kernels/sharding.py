@@ -6,16 +6,16 @@ the same on every rank, and get their whole gradient there. Padding rows at the 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from grpo_kernels.agreement import Agreement, described
 from grpo_kernels.checks import is_dtensor
-from grpo_kernels.distributed import agree
+from grpo_kernels.distributed import check_group
 from grpo_kernels.engine.memory import Room
-from grpo_kernels.engine.operands import Wants
+from grpo_kernels.engine.operands import HeadConfig, Wants
 from grpo_kernels.engine.shard import Shard
 from grpo_kernels.lora import LoRA, check_kind
 
@@ -23,128 +23,128 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def localise(
+_NAMES = {"u": "lora.a or lora.input", "b": "lora.b"}  # of what `Wants` calls otherwise
+
+
+class LocalHead(NamedTuple):
+    """The head's tensors of this rank, plain ones."""
+
+    hidden: Tensor  # (..., H)
+    weight: Tensor  # (V_r, H)
+    bias: Tensor | None  # (V_r,)
+    lora: LoRA | None
+
+    def first_rows(self, count: int) -> LocalHead:
+        """The head's first `count` ids."""
+        if self.weight.shape[0] == count:
+            return self
+
+        def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
+            return x[:count] if isinstance(x, Tensor) and x.shape[:1] == self.weight.shape[:1] else x
+
+        lora = None if self.lora is None else replace(self.lora, b=first(self.lora.b))
+        return LocalHead(self.hidden, self.weight[:count], first(self.bias), lora)
+
+
+def sharding_group(hidden: Any, weight: Any, process_group: Any) -> ProcessGroup | None:
+    """The group over which the head is divided: `process_group`, or that of the DTensors hidden and weight; or None.
+
+    Raises:
+        TypeError, ValueError: no group; a DTensor that is not sharded once, by rows.
+    """
+    check_group("process_group", process_group)
+    if process_group is None and is_dtensor(hidden) and is_dtensor(weight):
+        return _sharding_group(weight)
+    group: ProcessGroup | None = process_group
+    return group
+
+
+def local_head(
     hidden: Any,  # (..., H)
     weight: Any,  # (V_r, H)
     bias: Any,  # (V_r,)
     lora: LoRA | None,
-    process_group: ProcessGroup | None,
+    group: ProcessGroup | None,
     vocab_size: int | None,
-    engine: str,
-    backend: str,
-    workspace_bytes: int | None,
-) -> tuple[Any, Any, Any, LoRA | None, Shard | None]:
-    """hidden, weight, bias and adapter as plain tensors of this rank's rows; and the shard, None for a whole head.
-
-    Sharded, all ranks gather a few integers first, which on a GPU waits for the device: the sizes of the shards, and
-    whether they agree on the call.
-
-    Args:
-        process_group: over which the head is divided. None: it is whole; or weight and hidden are DTensors, sharded by
-            rows and replicated, and say it themselves.
-        vocab_size: ids of the head; its rows from there on are padding and do not exist. None: all do.
-        engine, backend, workspace_bytes: those asked for, by which rows are divided into chunks: alike on all ranks.
+) -> LocalHead:
+    """hidden, weight, bias and adapter as this rank has them; of a whole head without the rows beyond `vocab_size`.
 
     Raises:
-        TypeError, ValueError: a wrong argument; what the ranks do not agree on; raised on all of them.
+        TypeError, ValueError: a wrong argument.
     """
-    if process_group is None and is_dtensor(hidden) and is_dtensor(weight):
-        process_group = _sharding_group(weight)
     if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1):
         raise ValueError(f"vocab_size: expected an int > 0, got {vocab_size!r}")
     check_kind(lora)
-    if process_group is None:
+    if group is None:
+        head = LocalHead(hidden, weight, bias, lora)
         if vocab_size is None or not isinstance(weight, Tensor) or weight.dim() == 0:
-            return hidden, weight, bias, lora, None
+            return head
         if vocab_size > weight.shape[0]:
             raise ValueError(f"vocab_size: expected at most the {weight.shape[0]} rows of weight, got {vocab_size}")
-        return hidden, *_first_rows(vocab_size, weight, bias, lora), None
-    import torch.distributed as dist
-
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
-    hidden = _local("hidden", hidden, process_group, sharded=False)
-    weight = _local("weight", weight, process_group, sharded=True)
-    bias = _local("bias", bias, process_group, sharded=True)
+        return head.first_rows(vocab_size)
     if lora is not None:
-        a, b = (_local(f"lora.{x}", getattr(lora, x), process_group, sharded=x == "b") for x in "ab")
-        lora = replace(lora, a=a, b=b, input=_local("lora.input", lora.input, process_group, sharded=False))
-    matrices = (hidden, weight, *(() if lora is None else (lora.a, lora.b)))
-    if not all(isinstance(x, Tensor) and x.dim() >= 2 for x in matrices):
-        return hidden, weight, bias, lora, None  # the checks to come say what is wrong
-    shard = _agreed(hidden, weight, bias, lora, process_group, vocab_size, engine, backend, workspace_bytes)
-    return hidden, *_first_rows(shard.sizes[shard.rank], weight, bias, lora), shard if len(shard.sizes) > 1 else None
+        a, b = (_local(f"lora.{x}", getattr(lora, x), group, sharded=x == "b") for x in "ab")
+        lora = replace(lora, a=a, b=b, input=_local("lora.input", lora.input, group, sharded=False))
+    head = LocalHead(
+        _local("hidden", hidden, group, sharded=False),
+        _local("weight", weight, group, sharded=True),
+        _local("bias", bias, group, sharded=True),
+        lora,
+    )
+    if isinstance(head.weight, Tensor) and head.weight.dim() == 2 and head.weight.shape[0] == 0:
+        raise ValueError("weight: expected at least one row of the vocabulary on every rank, got none")
+    return head
 
 
-def _agreed(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora: LoRA | None,
-    process_group: ProcessGroup,
-    vocab_size: int | None,
-    engine: str,
-    backend: str,
-    workspace_bytes: int | None,
-) -> Shard:
-    """The shard, once all ranks have told each other what they were called with."""
+def describe_shard(ranks: Agreement, head: LocalHead, wants: Wants, config: HeadConfig, vocab_size: int | None) -> None:
+    """Say what of the head decides how its rows are divided, and which collectives there are."""
+    ranks.same(described_head(head, wants, config, own_rows=True))
+    ranks.same({"vocab_size": vocab_size})
+    ranks.say({"rows of weight": head.weight.shape[0], "tight": config.room.tight, "ample": config.room.ample})
+
+
+def described_head(head: LocalHead, wants: Wants, config: HeadConfig, *, own_rows: bool) -> dict[str, Any]:
+    """The head's tensors but for `hidden`, whether they train, and how rows are projected.
+
+    Args:
+        own_rows: whether each rank has rows of the head of its own.
+    """
+    rows = (0,) if own_rows else ()
+    lora = head.lora
+    return {
+        "weight": described(head.weight, own=rows),
+        "bias": described(head.bias, own=rows),
+        "lora.a": described(None if lora is None else lora.a),
+        "lora.b": described(None if lora is None else lora.b, own=rows),
+        "lora.input": lora is not None and lora.input is not None,
+        "lora.scaling": None if lora is None else lora.scaling,
+        **{f"gradients wanted of {_NAMES.get(x.name, x.name)}": getattr(wants, x.name) for x in fields(wants)},
+        "dtype of the products (autocast)": str(config.compute_dtype),
+        "the backend that serves": config.backend.name,
+    }
+
+
+def divided(head: LocalHead, ranks: Agreement, vocab_size: int | None) -> tuple[LocalHead, Shard | None]:
+    """This rank's rows of the head, without padding, and which those are, once the ranks agree; None: they are all.
+
+    Raises:
+        ValueError: on all ranks: `vocab_size` does not fit the shards.
+    """
+    if ranks.group is None:
+        return head, None
     import torch.distributed as dist
 
-    budget = workspace_bytes if isinstance(workspace_bytes, int) else None
-    own = _described(hidden, weight, bias, lora, budget, engine)
-    own |= {
-        "vocab_size": vocab_size or 0,
-        "engine": str(engine),
-        "backend": str(backend),
-        "workspace_bytes": budget or 0,
-    }
-    every = agree("process_group", own, process_group, hidden.device, may_differ=("rows of weight", "tight", "ample"))
-    sizes, vocab = every["rows of weight"], sum(every["rows of weight"])
+    sizes, rank = ranks.every["rows of weight"], dist.get_rank(ranks.group)
     if vocab_size is not None:
-        if vocab_size > vocab:
-            raise ValueError(f"vocab_size: expected at most the {vocab} rows of all shards, got {vocab_size}")
+        if vocab_size > sum(sizes):
+            raise ValueError(f"vocab_size: expected at most the {sum(sizes)} rows of all shards, got {vocab_size}")
         starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
         sizes = [min(size, max(0, vocab_size - start)) for size, start in zip(sizes, starts, strict=True)]
     if min(sizes) == 0:
         raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
-    room = Room(tight=any(every["tight"]), ample=all(every["ample"]))
-    return Shard(process_group, dist.get_rank(process_group), tuple(sizes), room)
-
-
-def _described(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None, workspace_bytes: int | None, engine: str
-) -> dict[str, int | str]:
-    """What of the tensors decides how rows are divided, and which collectives there are."""
-    device = hidden.device.type
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    tensors = {"hidden": hidden, "weight": weight, "bias": bias}
-    tensors |= {f"lora.{name}": getattr(lora, name, None) for name in ("a", "b", "input")}
-    grad = torch.is_grad_enabled()
-    trains = {name: isinstance(x, Tensor) and x.requires_grad and grad for name, x in tensors.items()}
-    wants = Wants(hidden=trains["hidden"], weight=trains["weight"])
-    room = Room.of(weight, wants, cast or weight.dtype, workspace_bytes, asks_tight=engine == "auto")
-    return {
-        "rows of weight": weight.shape[0],
-        "positions of hidden": hidden.shape[:-1].numel(),
-        "H of hidden": hidden.shape[-1],
-        "bytes of an element of hidden": hidden.element_size(),
-        "bytes of an element of weight": weight.element_size(),
-        "r of lora (0: none)": 0 if lora is None else lora.a.shape[0],
-        **{f"gradients wanted of {name}": wanted for name, wanted in trains.items()},
-        "autocast's dtype": str(cast),
-        "tight": room.tight,
-        "ample": room.ample,
-    }
-
-
-def _first_rows(count: int, weight: Tensor, bias: Any, lora: LoRA | None) -> tuple[Tensor, Any, LoRA | None]:
-    if weight.shape[0] == count:
-        return weight, bias, lora
-
-    def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
-        return x[:count] if isinstance(x, Tensor) and x.shape[:1] == weight.shape[:1] else x
-
-    return weight[:count], first(bias), None if lora is None else replace(lora, b=first(lora.b))
+    room = Room(tight=any(ranks.every["tight"]), ample=all(ranks.every["ample"]))
+    shard = Shard(ranks.group, rank, tuple(sizes), room)
+    return head.first_rows(sizes[rank]), shard if len(sizes) > 1 else None
 
 
 def _sharding_group(weight: Any) -> ProcessGroup:

@@ -8,6 +8,7 @@ not on how many tokens it has, nor on its memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.distributed import agree, gather_stacked, gather_uneven
+from grpo_kernels.agreement import Agreement, described
+from grpo_kernels.distributed import gather_stacked, gather_uneven
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from grpo_kernels.batch import Tokens
-    from grpo_kernels.config import LossConfig
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,10 @@ class Span:
         return gather_uneven(x, self.sizes, self.group)
 
 
-def check_sequence_group(sequence_group: Any, cu_seqlens: Any, objective: Any) -> None:
-    """Raise unless `sequence_group` is a process group and goes with the other arguments."""
+def check_span(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any) -> None:
+    """Raise unless the other arguments go with a `sequence_group`."""
     if sequence_group is None:
         return
-    from torch.distributed import ProcessGroup
-
-    if not isinstance(sequence_group, ProcessGroup):
-        raise TypeError(
-            "sequence_group: expected a torch.distributed.ProcessGroup that this rank is in, got "
-            f"{type(sequence_group).__name__}"
-        )
     if cu_seqlens is not None:
         raise ValueError(
             "cu_seqlens: expected None with a sequence_group, whose ranks hold (B, T_local) parts of sequences, got "
@@ -77,39 +71,24 @@ def check_sequence_group(sequence_group: Any, cu_seqlens: Any, objective: Any) -
         )
 
 
-def spanned(tokens: Tokens, group: ProcessGroup, config: LossConfig, engine: str, others: tuple[bool, ...]) -> Tokens:
-    """`tokens` of this rank as a part of the sequences that the ranks of `group` share. A collective.
+def describe_part(
+    parts: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None], options: Mapping[str, Any]
+) -> None:
+    """Say what must be alike on ranks that hold parts of the same sequences; `inputs` as they came."""
+    parts.same({"sequences of completion_ids": tokens.layout.batch, **options})
+    parts.same({f"dtype and shape of {name}": described(x, own=(1,)) for name, x in inputs.items()})
+    whole = {
+        "advantages": inputs["advantages"] if tokens.advantages_per_sequence else None,
+        "importance_sampling_ratio": tokens.sequence_ratio,
+    }
+    for name, x in whole.items():
+        parts.same_values({name: None if x is None else x.detach().reshape(-1)})
 
-    Args:
-        engine: the engine asked for.
-        others: what else must be alike on all ranks.
 
-    Raises:
-        ValueError: on all ranks, if they were given what cannot be one loss.
-    """
+def spanned(tokens: Tokens, group: ProcessGroup) -> Tokens:
+    """`tokens` of this rank as a part of the sequences that the ranks of `group` share. A collective."""
     import torch.distributed as dist
 
-    layout = tokens.layout
-    given = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
-    own: dict[str, int | str] = {
-        "sequences of completion_ids": layout.batch,
-        "config": config.key,
-        "engine": str(engine),
-        **{f"whether there is {name}": getattr(tokens, name) is not None for name in given},
-        "whether importance_sampling_ratio is one a sequence": tokens.sequence_ratio is not None,
-        "whether advantages are one a sequence": tokens.advantages_per_sequence,
-        "gradients wanted, num_items_in_batch, objective": sum(x << i for i, x in enumerate(others)),
-    }
-    agree("sequence_group", own, group, layout.positions.device)
-    counts = layout.lengths
+    layout, counts = tokens.layout, tokens.layout.lengths
     counts = gather_stacked(counts, group) if layout.batch > 0 else counts.new_zeros(dist.get_world_size(group), 0)
     return replace(tokens, layout=replace(layout, span=Span(group, dist.get_rank(group), counts)))
-
-
-def common_engine(engine: str, span: Span | None) -> str:
-    """`engine`, or ``"lean"`` if another rank of the span is so short of memory that it takes that. A collective."""
-    if span is None:
-        return engine
-    own = {"lean": engine == "lean"}
-    every = agree("sequence_group", own, span.group, span.counts.device, may_differ=("lean",))
-    return "lean" if any(every["lean"]) else engine

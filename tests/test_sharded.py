@@ -204,7 +204,7 @@ def check_errors(rank: int, world_size: int) -> None:
     hidden, weight, ids = head_of(head)
     part = weight[slice(*spans(23, world_size)[rank])]
     calls: dict[str, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = {
-        "positions of hidden": (hidden[rank:], part, ids[rank:], {}),
+        "got hidden = ": (hidden[rank:], part, ids[rank:], {}),
         "gradients wanted of weight": (hidden, part if rank else part.detach(), ids, {}),
         "backend": (hidden, part, ids, {"backend": "torch" if rank else "cpp"}),
         "engine": (hidden, part, ids, {"engine": "lean" if rank else "auto"}),
@@ -218,7 +218,7 @@ def check_errors(rank: int, world_size: int) -> None:
             linear_logprob(*given, **options, process_group=group)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
-        pytest.raises(ValueError, match="autocast's dtype"),
+        pytest.raises(ValueError, match="autocast"),
     ):
         linear_logprob(hidden.float(), part.float(), ids, process_group=group)
     with pytest.raises(TypeError, match="process_group: expected"):
@@ -289,11 +289,11 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_outputs_dtensors_errors_and_traffic(world_size: int) -> None:
-    """A few integers, then three numbers and an entropy a row, a chunk at a time; in the backward d hidden, once."""
+    """What the ranks say before a call, then three numbers and an entropy a row, a chunk at a time; in the backward d hidden, once."""
     sent = run_ranks(check_all, world_size)[0]
     for engine, counts in sent.items():
         agreed, *gathered, summed = counts
-        assert agreed < 20, engine
+        assert agreed < 200, engine
         assert sum(gathered) == 4 * 64, engine
         assert summed == 64 * 8, engine
     assert len(sent["one_pass"]) > 4, "expected several chunks"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
-from grpo_kernels.distributed import all_reduce
+from grpo_kernels.agreement import Agreement
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,8 +29,8 @@ def remax_advantages(
     """
     mask = stats.bool_mask(completion_mask)
     stats.expect_shape("baselines", baselines, mask.shape[:1], "(B,)")
-    stats.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row", None)
-    result = _rewards_to_go(rewards, mask, None) - stats.wide(baselines)[:, None]
+    stats.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row")
+    result = _rewards_to_go(rewards, mask) - stats.wide(baselines)[:, None]
     dtype = torch.promote_types(stats.float_dtype(rewards), stats.float_dtype(baselines))
     return torch.where(mask, result.nan_to_num(nan=0.0), 0.0).to(dtype)
 
@@ -62,21 +62,29 @@ def optimal_token_baseline(
     denominator (a sum of 0 means a baseline of 0), and no special rule holds for a group of one.
     Raises ValueError for infinite rewards, and numbers that count and are not finite.
     """
-    if not isinstance(handle_zero_tail, bool):
-        raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
-    mask = stats.bool_mask(completion_mask)
-    to_go = _rewards_to_go(rewards, mask, process_group)
-    logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask, process_group).clamp(max=0.0)
-    squares = stats.counted_values("sum_pi_squared", sum_pi_squared, mask, process_group)
-    groups = stats.sample_groups(len(mask), num_generations, group_ids, mask.device, process_group)
+    with Agreement(
+        "process_group", process_group, "optimal_token_baseline", handle_zero_tail=handle_zero_tail
+    ) as ranks:
+        if not isinstance(handle_zero_tail, bool):
+            raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
+        mask = stats.bool_mask(completion_mask)
+        to_go = _rewards_to_go(rewards, mask)
+        logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask).clamp(max=0.0)
+        squares = stats.counted_values("sum_pi_squared", sum_pi_squared, mask)
+        factor = importance_sampling_ratio
+        if factor is not None:
+            factor = stats.counted_values("importance_sampling_ratio", factor, mask).square()
+        grouping = stats.check_grouping(len(mask), num_generations, group_ids, mask.device, ranks)
+        ranks.same({"whether there is importance_sampling_ratio": factor is not None})
+        ranks.say({"columns": mask.shape[1]})
+    groups = stats.sample_groups(grouping, ranks)
     others = (squares - torch.exp(2 * logps)).clamp(min=0.0)  # squared probabilities of the tokens not chosen
     energy = torch.where(mask, torch.expm1(logps).square() + others, 0.0)
-    if importance_sampling_ratio is not None:
-        name = "importance_sampling_ratio"
-        energy = energy * stats.counted_values(name, importance_sampling_ratio, mask, process_group).square()
+    if factor is not None:
+        energy = energy * factor
 
     order, inside = stats.counted_first(mask)
-    width = int(all_reduce(torch.tensor(mask.shape[1], device=mask.device), "max", process_group))
+    width = max(ranks.every.get("columns", [mask.shape[1]]))
     returns = _widened(torch.where(inside, to_go.gather(1, order), stats.NAN), width, stats.NAN)
     weights = _widened(energy.cumsum(dim=1).gather(1, order), width, 0.0)
     centred, total = stats.deviations(returns, groups, weights)
@@ -88,7 +96,7 @@ def optimal_token_baseline(
     return result.to(stats.float_dtype(rewards))
 
 
-def _rewards_to_go(rewards: Tensor, mask: Tensor, process_group: ProcessGroup | None) -> Tensor:
+def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     """(B, T), wide: the sum of a row's counted rewards from each position on; NaN all along an unscored row."""
     stats.real_tensor("rewards", rewards)
     if rewards.dim() == 2:
@@ -97,8 +105,7 @@ def _rewards_to_go(rewards: Tensor, mask: Tensor, process_group: ProcessGroup | 
     else:
         stats.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
         per_token = torch.where(stats.last_counted(mask), stats.wide(rewards)[:, None], 0.0)
-    finite = "finite values, or NaN for an unscored row"
-    stats.require_all(~per_token.isinf(), per_token, "rewards", finite, process_group)
+    stats.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
     unscored = per_token.isnan().any(dim=1, keepdim=True)
     return torch.where(unscored, stats.NAN, stats.discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
+from grpo_kernels.agreement import Agreement
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,12 +44,15 @@ def group_advantages(
     https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
     Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
     """
-    stats.one_of("scale", scale, ("group", "batch", "none"))
-    stats.one_of("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
-    correction = stats.std_correction(std)
-    stats.in_interval("epsilon", epsilon)
-    table, weights = stats.reward_table(rewards, reward_weights, process_group)
-    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    own = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
+    with Agreement("process_group", process_group, "group_advantages", **own) as ranks:
+        stats.one_of("scale", scale, ("group", "batch", "none"))
+        stats.one_of("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
+        correction = stats.std_correction(std)
+        stats.in_interval("epsilon", epsilon)
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+    groups = stats.sample_groups(grouping, ranks)
     batch = stats.one_group(len(table), table.device, process_group)
 
     if aggregation == "sum_then_normalize":
@@ -81,9 +85,12 @@ def rloo_advantages(
     Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0. ``normalize``
     divides by (sample std over the batch + ``epsilon``). Source: https://arxiv.org/abs/2402.14740
     """
-    stats.in_interval("epsilon", epsilon)
-    table, weights = stats.reward_table(rewards, reward_weights, process_group)
-    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    own = {"normalize": normalize, "epsilon": epsilon}
+    with Agreement("process_group", process_group, "rloo_advantages", **own) as ranks:
+        stats.in_interval("epsilon", epsilon)
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+    groups = stats.sample_groups(grouping, ranks)
     moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
     result = moments.centred * moments.scored / (moments.scored - 1)  # 0 / 0 = NaN, unscored, where n = 1
     if normalize:
@@ -111,11 +118,14 @@ def passk_advantages(
     as in ``group_advantages``. Source: https://arxiv.org/abs/2503.19595; verl's ``grpo_passk``, which refuses groups of
     one.
     """
-    stats.one_of("scale", scale, ("group", "none"))
-    correction = stats.std_correction(std)
-    stats.in_interval("epsilon", epsilon)
-    table, weights = stats.reward_table(rewards, reward_weights, process_group)
-    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    own = {"scale": scale, "std": std, "epsilon": epsilon}
+    with Agreement("process_group", process_group, "passk_advantages", **own) as ranks:
+        stats.one_of("scale", scale, ("group", "none"))
+        correction = stats.std_correction(std)
+        stats.in_interval("epsilon", epsilon)
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+    groups = stats.sample_groups(grouping, ranks)
     total = stats.weighted_sum(table, weights)
     is_best = total == stats.group_extremes(total, groups, "max")[groups.of_row]
     best = stats.group_sums(is_best.to(total.dtype), groups)[groups.of_row]
@@ -142,10 +152,12 @@ def opo_advantages(
     Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0 (verl's: its
     reward). Source: https://arxiv.org/abs/2505.23585
     """
-    mask = stats.bool_mask(completion_mask)
-    table, weights = stats.reward_table(rewards, reward_weights, process_group)
-    stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
-    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    with Agreement("process_group", process_group, "opo_advantages") as ranks:
+        mask = stats.bool_mask(completion_mask)
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+    groups = stats.sample_groups(grouping, ranks)
     lengths = mask.sum(dim=1, keepdim=True).to(table.dtype)
     result, _ = stats.deviations(stats.weighted_sum(table, weights), groups, lengths)
     return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
@@ -166,8 +178,10 @@ def gpg_advantages(
     them. (verl counts the rewards that are 0 instead, so that there the scale depends on what reward stands for wrong.)
     Groups, weights, NaN and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2504.02546
     """
-    table, weights = stats.reward_table(rewards, reward_weights, process_group)
-    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    with Agreement("process_group", process_group, "gpg_advantages") as ranks:
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+    groups = stats.sample_groups(grouping, ranks)
     moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
     scored = ~moments.centred.isnan()
     counts = torch.cat([scored, scored & (moments.std > 0)], dim=1).to(table.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
+from grpo_kernels.agreement import Agreement
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,17 +37,19 @@ def process_advantages(
     Groups as in ``group_advantages``. Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
     """
-    correction = stats.std_correction(std)
-    stats.in_interval("epsilon", epsilon)
-    given, ends = stats.step_table(step_rewards, step_ends)
-    batch_size, steps = given.shape
-    mask = _process_mask(completion_mask, length, batch_size, given.device)
-    x = stats.wide(given)
-    stats.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step", process_group)
-    in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
-    stats.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})", process_group)
-
-    groups = stats.sample_groups(batch_size, num_generations, group_ids, x.device, process_group)
+    with Agreement("process_group", process_group, "process_advantages", std=std, epsilon=epsilon) as ranks:
+        correction = stats.std_correction(std)
+        stats.in_interval("epsilon", epsilon)
+        given, ends = stats.step_table(step_rewards, step_ends)
+        batch_size, steps = given.shape
+        mask = _process_mask(completion_mask, length, batch_size, given.device)
+        x = stats.wide(given)
+        stats.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
+        in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
+        stats.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
+        ranks.same({"dtype of step_rewards": given.dtype})
+        grouping = stats.check_grouping(batch_size, num_generations, group_ids, x.device, ranks)
+    groups = stats.sample_groups(grouping, ranks)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     moments = stats.moments(x.reshape(-1, 1), by_step, correction)
     normalised = stats.divide(moments.centred, moments.std + epsilon).nan_to_num(nan=0.0).view(batch_size, steps)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
+from grpo_kernels.agreement import Agreement
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,26 +36,29 @@ def gae(
     applies ``whiten``, over all ranks of ``process_group``; the returns keep their scale.
     Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted positions.
     """
-    stats.in_interval("gamma", gamma, 1)
-    stats.in_interval("lam", lam, 1)
-    mask = stats.bool_mask(completion_mask)
-    stats.expect_shape("values", values, mask.shape, "(B, T)")
-    r = stats.token_rewards(rewards, mask, process_group)
-    v = stats.counted_values("values", values, mask, process_group)
+    own = {"gamma": gamma, "lam": lam, "whiten_advantages": whiten_advantages}
+    with Agreement("process_group", process_group, "gae", **own):
+        stats.in_interval("gamma", gamma, 1)
+        stats.in_interval("lam", lam, 1)
+        mask = stats.bool_mask(completion_mask)
+        stats.expect_shape("values", values, mask.shape, "(B, T)")
+        r = stats.token_rewards(rewards, mask)
+        v = stats.counted_values("values", values, mask)
+        if last_value is not None:
+            stats.expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
+            finite = last_value.isfinite() | ~mask.any(dim=1)
+            stats.require_all(finite, last_value, "last_value", "finite values")
     order, inside = stats.counted_first(mask)
     v_packed = v.gather(1, order)
     next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
     if last_value is not None:
-        stats.expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
         is_last = stats.last_counted(mask).gather(1, order)
-        finite = last_value.isfinite() | ~mask.any(dim=1)
-        stats.require_all(finite, last_value, "last_value", "finite values", process_group)
         next_v = torch.where(is_last, stats.wide(last_value)[:, None], next_v)
     delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
     advantages = torch.zeros_like(v).scatter(1, order, stats.discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked
     if whiten_advantages:
-        advantages = whiten(advantages, mask, process_group=process_group)
+        advantages = _whitened(advantages, mask, process_group)
     dtype = torch.promote_types(stats.float_dtype(rewards), stats.float_dtype(values))
     return advantages.to(dtype), returns.to(dtype)
 
@@ -81,25 +85,27 @@ def reinforce_plus_plus(
     without a score get 0 and are left out of mean and std. Masked positions are jumped over.
     Source: https://arxiv.org/abs/2501.03262
     """
-    stats.in_interval("gamma", gamma, 1)
-    stats.in_interval("epsilon", epsilon)
-    if not math.isfinite(beta):
-        raise ValueError(f"beta: expected a finite number, got {beta}")
-    mask = stats.bool_mask(completion_mask)
-    table, weights = stats.reward_table(rewards, reward_weights, process_group)
-    stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
-    total = stats.weighted_sum(table, weights)
-    if num_generations is not None or group_ids is not None:
-        groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
-        total = stats.moments(total, groups, 0).centred
-    mask = mask & ~total.isnan()
-    x = torch.where(stats.last_counted(mask), total, 0.0)
-    if per_token_kl is not None:
-        stats.expect_shape("per_token_kl", per_token_kl, mask.shape, "(B, T)")
-        x = x - beta * stats.counted_values("per_token_kl", per_token_kl, mask, process_group)
-    order, _ = stats.counted_first(mask)
+    own = {"gamma": gamma, "beta": beta, "epsilon": epsilon, "whether there is per_token_kl": per_token_kl is not None}
+    grouping = None
+    with Agreement("process_group", process_group, "reinforce_plus_plus", **own) as ranks:
+        stats.in_interval("gamma", gamma, 1)
+        stats.in_interval("epsilon", epsilon)
+        if not math.isfinite(beta):
+            raise ValueError(f"beta: expected a finite number, got {beta}")
+        mask = stats.bool_mask(completion_mask)
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
+        total = stats.weighted_sum(table, weights)
+        scored = mask & ~total.isnan()
+        penalty = 0.0 if per_token_kl is None else beta * stats.counted_values("per_token_kl", per_token_kl, scored)
+        if num_generations is not None or group_ids is not None:
+            grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+    if grouping is not None:
+        total = stats.moments(total, stats.sample_groups(grouping, ranks), 0).centred
+    x = torch.where(stats.last_counted(scored), total, 0.0) - penalty
+    order, _ = stats.counted_first(scored)
     returns = torch.zeros_like(x).scatter(1, order, stats.discounted_sums(x.gather(1, order), gamma))
-    return whiten(returns, mask, epsilon=epsilon, process_group=process_group).to(stats.float_dtype(rewards))
+    return _whitened(returns, scored, process_group, epsilon=epsilon).to(stats.float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -120,14 +126,16 @@ def gdpo_advantages(
     Groups, weights, NaN and errors as there; both std are of samples (n - 1).
     Source: https://arxiv.org/abs/2601.05242
     """
-    stats.in_interval("epsilon", epsilon)
-    mask = stats.bool_mask(completion_mask)
-    table, weights = stats.reward_table(rewards, reward_weights, process_group)
-    stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B, F) or (B,)")
-    groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
+    with Agreement("process_group", process_group, "gdpo_advantages", epsilon=epsilon) as ranks:
+        stats.in_interval("epsilon", epsilon)
+        mask = stats.bool_mask(completion_mask)
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B, F) or (B,)")
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+    groups = stats.sample_groups(grouping, ranks)
     total = stats.summed_z_scores(table, weights, groups, 1, epsilon)
     mask = mask & ~total.isnan()
-    result = whiten(total.expand(mask.shape), mask, std="sample", process_group=process_group)
+    result = _whitened(total.expand(mask.shape), mask, process_group, correction=1)
     return result.to(stats.float_dtype(rewards))
 
 
@@ -145,13 +153,29 @@ def whiten(
 
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
-    correction = stats.std_correction(std)
-    stats.in_interval("epsilon", epsilon)
-    mask = stats.bool_mask(completion_mask)
-    stats.expect_shape("x", x, mask.shape, "(B, T)")
-    counted = stats.counted_values("x", x, mask, process_group)
-    flat = torch.where(mask, counted, stats.NAN).reshape(-1, 1)
+    own = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon}
+    with Agreement("process_group", process_group, "whiten", **own):
+        correction = stats.std_correction(std)
+        stats.in_interval("epsilon", epsilon)
+        mask = stats.bool_mask(completion_mask)
+        stats.expect_shape("x", x, mask.shape, "(B, T)")
+        counted = stats.counted_values("x", x, mask)
+    result = _whitened(counted, mask, process_group, correction=correction, epsilon=epsilon, shift_mean=shift_mean)
+    return result.to(stats.float_dtype(x))
+
+
+def _whitened(
+    x: Tensor,  # (B, T), finite where the mask counts
+    mask: Tensor,  # (B, T) bool
+    process_group: ProcessGroup | None,
+    *,
+    correction: int = 0,
+    epsilon: float = 1e-8,
+    shift_mean: bool = True,
+) -> Tensor:
+    """`whiten` of what is known to be right, in the dtype of `x`."""
+    flat = torch.where(mask, x, stats.NAN).reshape(-1, 1)
     moments = stats.moments(flat, stats.one_group(len(flat), x.device, process_group), correction)
     numerator = moments.centred if shift_mean else flat
     result = stats.divide(numerator, moments.std + epsilon).view(mask.shape)
-    return torch.where(mask, result, 0.0).to(stats.float_dtype(x))
+    return torch.where(mask, result, 0.0)

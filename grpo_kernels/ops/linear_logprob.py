@@ -17,7 +17,7 @@ from grpo_kernels.engine.functions import Like, returned
 from grpo_kernels.engine.operands import Head, Rows, Wants
 from grpo_kernels.engine.passes import RECOMPUTING, Request, all_rows, first_pass, second_pass, spread
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.head import head_config, pick_engine, plan_rows
+from grpo_kernels.head import head_config, pick_engine, plan_rows, read_rows
 from grpo_kernels.ops.results import Empty
 
 
@@ -76,6 +76,7 @@ def run(
         wants=Wants(*settings.wants),
         dtype=settings.dtype,
     )
+    rows = read_rows("ids", rows, weight.shape[0])
     entropy, extras = "entropy" in outputs, tuple(name for name in outputs if name != "entropy")
     engine = pick_engine(
         Coupling.COUPLED,

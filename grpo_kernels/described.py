@@ -1,0 +1,51 @@
+"""What the arguments of a loss are to the other ranks of a group: dtypes and shapes, options, checksums of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from grpo_kernels.agreement import Agreement, described
+from grpo_kernels.batch import Tokens
+from grpo_kernels.config import LossConfig
+
+
+def described_options(
+    config: LossConfig, objective: Callable[..., Any] | None, num_items_in_batch: float | Tensor | None
+) -> dict[str, Any]:
+    """The options of a loss. A `num_items_in_batch` on a device is not looked at."""
+    if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device.type == "cpu":
+        num_items_in_batch = num_items_in_batch.item()
+    if not isinstance(num_items_in_batch, Tensor) and num_items_in_batch is not None:
+        num_items_in_batch = float(num_items_in_batch)
+    return {
+        **{x.name: getattr(config, x.name) for x in fields(config)},
+        "num_items_in_batch": described(num_items_in_batch),
+        "objective": _named(objective),
+    }
+
+
+def describe_tokens(
+    ranks: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None], options: Mapping[str, Any]
+) -> None:
+    """Say the per-token inputs of ranks that all have the same: `inputs` as they came, `tokens` what counts of them."""
+    ranks.same(options)
+    ranks.same({f"dtype and shape of {name}": described(x) for name, x in inputs.items()})
+    ranks.same({"positions of hidden": tokens.layout.shape})
+    ranks.same_bits("completion_mask", tokens.layout.positions, tokens.layout.sequence)
+    ranks.same_bits("completion_ids", tokens.ids)
+    ranks.same_values({name: getattr(tokens, name) for name in inputs if name != "hidden"})
+
+
+def _named(objective: Callable[..., Any] | None) -> str | None:
+    """The function's name; of a dataclass its numbers too."""
+    if objective is None:
+        return None
+    name: str = getattr(objective, "__qualname__", type(objective).__qualname__)
+    if not is_dataclass(objective):
+        return name
+    values = {x.name: getattr(objective, x.name) for x in fields(objective)}
+    return f"{name}({', '.join(f'{k}={x}' for k, x in values.items() if isinstance(x, (int, float)))})"
