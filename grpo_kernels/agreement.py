@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # of a tensor's sum of sizes, for its weighted sum: ranks that
 SHOWN = 3  # differences in a message
 PARTS = ("", ": its zeros", ": what is not finite", ": its size")  # of what is said of a float tensor
 
-_HEADER = 3  # which call, how many before it, whether it is refused
+_HEADER = 4  # which call, how many before it, whether it is refused, what it speaks of
 _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -109,7 +109,9 @@ class Agreement:
         filled = _HEADER + len(numbers)
         room = FIELDS - len(numbers) - sum(map(len, on_device))
         assert room >= 0, "more fields than there is room for"
-        said = [_number(self._call + self._argument), self._before, int(error is not None), *numbers, *[0] * room]
+        about = _number([*self._own]) if error is None else 0
+        said = [_number(self._call + self._argument), self._before, int(error is not None), about]
+        said += [*numbers, *[0] * room]
         said += struct.unpack(f"{TEXT_BYTES // 8}q", text.ljust(TEXT_BYTES, b"\0"))
         own = torch.tensor(said, device=device)
         own = torch.cat([own[:filled], *on_device, own[filled:]])
@@ -120,7 +122,7 @@ class Agreement:
         import torch.distributed as dist
 
         rank = dist.get_rank(self.group)
-        calls, before, refused = table[:, :_HEADER].T.tolist()
+        calls, before, refused, about = table[:, :_HEADER].T.tolist()
         others = _others(calls, rank)
         if others:
             raise self._error(f"{self._call} here, on rank {rank}, and another call on {_ranks(others)}")
@@ -131,26 +133,35 @@ class Agreement:
             raise ValueError(f"{self._argument}: rank {first} refuses the call of {self._call}: {said}")
         if len(set(before)) > 1:
             raise self._error(f"calls out of step: as many before this one as {before}; a rank left one half-done")
-        names = [*self._own, *(name for names, _ in self._on_device for name in names)]
-        columns = table[:, _HEADER : _HEADER + len(names)].T
-        self.every = dict(zip(names, columns.tolist(), strict=True))
-        self._settle_values(columns, names)
-        differ = {name: _others(x, rank) for name, x in self.every.items() if name not in self._may_differ}
+        if others := _others(about, rank):
+            raise self._error(f"other inputs of {self._call} on {_ranks(others)} than on rank {rank}")
+        columns = table[:, _HEADER : -TEXT_BYTES // 8].T
+        self._compare_named([*self._own], columns, rank)
+        on_device = [name for names, _ in self._on_device for name in names]  # the same, now that all else is
+        self._compare_named(on_device, columns[len(self._own) :], rank)
+
+    def _compare_named(self, names: list[str], columns: Tensor, rank: int) -> None:
+        """Raises on every rank if one of `columns` (>= names, R) differs that must not; else `every` has them."""
+        columns = columns[: len(names)]
+        every = dict(zip(names, columns.tolist(), strict=True))
+        self._settle_values(every, columns)
+        self.every |= every
+        differ = {name: _others(x, rank) for name, x in every.items() if name not in self._may_differ}
         found = [self._difference(name, others, rank) for name, others in differ.items() if others]
         if found:
             more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise self._error("; ".join(found[:SHOWN]) + more)
 
-    def _settle_values(self, columns: Tensor, names: list[str]) -> None:
+    @staticmethod
+    def _settle_values(every: dict[str, list[int]], columns: Tensor) -> None:
         """Sums that differ by no more than rounding become the same."""
-        for name in names:
+        places = {name: i for i, name in enumerate(every)}
+        for name in places:
             size_name = name + PARTS[-1]
-            if size_name not in self.every:
-                continue
-            sums, sizes = (columns[names.index(x)].view(torch.float64) for x in (name, size_name))
-            close = (sums - sums[0]).abs() <= TOLERANCE * sizes.max()
-            self.every[name] = [0 if is_close else 1 for is_close in close.tolist()]
-            self.every[size_name] = [0] * len(sizes)
+            if size_name in places:
+                sums, sizes = (columns[places[x]].view(torch.float64) for x in (name, size_name))
+                close = (sums - sums[0]).abs() <= TOLERANCE * sizes.max()
+                every[name], every[size_name] = (~close).long().tolist(), [0] * len(sizes)
 
     def _difference(self, name: str, others: list[int], rank: int) -> str:
         """One difference, in words."""

@@ -35,7 +35,8 @@ def describe_tokens(
     ranks.same(options)
     ranks.same({f"dtype and shape of {name}": described(x) for name, x in inputs.items()})
     ranks.same({"positions of hidden": tokens.layout.shape})
-    ranks.same_bits("completion_mask", tokens.layout.positions, tokens.layout.sequence)
+    ranks.same_bits("completion_mask", tokens.layout.positions)
+    ranks.same_bits("cu_seqlens", tokens.layout.sequence)
     ranks.same_bits("completion_ids", tokens.ids)
     ranks.same_values({name: getattr(tokens, name) for name in inputs if name != "hidden"})
 

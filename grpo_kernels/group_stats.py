@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,6 +143,12 @@ class Grouping(NamedTuple):
     num_generations: int | None
 
 
+def describe_grouping(rows: int, num_generations: Any, group_ids: Any, ranks: Agreement) -> None:
+    """Say how many rows there are and what their groups go by, if they have any."""
+    ranks.say({"rows": rows})
+    ranks.same({"num_generations": num_generations, "whether there are group_ids": group_ids is not None})
+
+
 def check_grouping(
     rows: int,
     num_generations: int | None,
@@ -151,8 +157,7 @@ def check_grouping(
     ranks: Agreement,
 ) -> Grouping:
     """Checked: groups of ``num_generations`` consecutive rows over all ranks, or of the rows of equal ``group_ids``."""
-    ranks.say({"rows": rows})
-    ranks.same({"num_generations": num_generations, "whether there are group_ids": group_ids is not None})
+    describe_grouping(rows, num_generations, group_ids, ranks)
     if (num_generations is None) == (group_ids is None):
         given = "neither" if group_ids is None else "both"
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {given}")

@@ -174,12 +174,11 @@ def refused_on_all_ranks(rank: int, world_size: int) -> None:
     hidden, weight, ids = torch.ones(3, 8), torch.ones(5, 8), torch.zeros(3, dtype=torch.long)
     a, b = torch.ones(2, 8), torch.ones(5, 2)
     differs = "^process_group: expected the same call on every rank, got "
+    x = hidden.clone().requires_grad_(rank == 1)
     wrong = {
         differs + r"gradients wanted of lora\.a or lora\.input \[0, 1\]": LoRA(a.clone().requires_grad_(rank == 1), b),
         differs + r"gradients wanted of lora\.b \[0, 1\]": LoRA(a, b.clone().requires_grad_(rank == 1)),
-        differs + r"gradients wanted of lora\.a or .*\[0, 1\]$": LoRA(
-            a, b, 1.0, hidden.clone().requires_grad_(rank == 1)
-        ),
+        differs + r"gradients wanted of lora\.a or .*\[0, 1\]$": LoRA(a, b, 1.0, x),
         differs + r"lora\.a = torch\.float32 \([12], 8\) on rank [01], another": LoRA(a[rank:], b[:, rank:]),
         differs + r"lora\.a = (None|torch\.float32 \(2, 8\)) on rank": None if rank else LoRA(a, b),
         r"^lora: expected a LoRA, got tuple": (a, b),

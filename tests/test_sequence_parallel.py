@@ -142,7 +142,7 @@ def _refusals(case: Case, rank: int) -> None:
         (
             {"num_items_in_batch": 5.0 if rank else None},
             ValueError,
-            differs + "num_items_in_batch = (5.0|None) on rank",
+            differs + "num_items_in_batch = (5.0|None)",
         ),
         ({"old_per_token_logps": None} if rank else {}, ValueError, differs + "dtype and shape of old_"),
         ({"engine": "lean" if rank else "auto"}, ValueError, differs + "engine"),

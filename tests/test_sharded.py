@@ -289,7 +289,7 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_outputs_dtensors_errors_and_traffic(world_size: int) -> None:
-    """What the ranks say before a call, then three numbers and an entropy a row, a chunk at a time; in the backward d hidden, once."""
+    """What ranks say first; three numbers and an entropy a row, a chunk at a time; in the backward d hidden, once."""
     sent = run_ranks(check_all, world_size)[0]
     for engine, counts in sent.items():
         agreed, *gathered, summed = counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ def gae(
     applies ``whiten``, over all ranks of ``process_group``; the returns keep their scale.
     Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted positions.
     """
-    own = {"gamma": gamma, "lam": lam, "whiten_advantages": whiten_advantages}
+    own: dict[str, Any] = {"gamma": gamma, "lam": lam, "whiten_advantages": whiten_advantages}
+    own["whether there is last_value"] = last_value is not None
     with Agreement("process_group", process_group, "gae", **own):
         stats.in_interval("gamma", gamma, 1)
         stats.in_interval("lam", lam, 1)
@@ -98,7 +99,9 @@ def reinforce_plus_plus(
         total = stats.weighted_sum(table, weights)
         scored = mask & ~total.isnan()
         penalty = 0.0 if per_token_kl is None else beta * stats.counted_values("per_token_kl", per_token_kl, scored)
-        if num_generations is not None or group_ids is not None:
+        if num_generations is None and group_ids is None:
+            stats.describe_grouping(len(table), None, None, ranks)
+        else:
             grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
     if grouping is not None:
         total = stats.moments(total, stats.sample_groups(grouping, ranks), 0).centred
@@ -153,7 +156,7 @@ def whiten(
 
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
-    own = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon}
+    own = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon, "dtype of x": getattr(x, "dtype", None)}
     with Agreement("process_group", process_group, "whiten", **own):
         correction = stats.std_correction(std)
         stats.in_interval("epsilon", epsilon)

@@ -76,7 +76,7 @@ def of_a_loss(call: str) -> list[Mismatch]:
         differs("num_items_in_batch", call=call, both={"num_items_in_batch": 4.0}, num_items_in_batch=5.0),
         differs("presence of num_items_in_batch", call=call, num_items_in_batch=5.0),
         differs("objective", call=call, objective=lambda own: surrogate),
-        differs("vocab_size", "vocab_size|vocab", call=call, vocab_size=7),
+        differs("vocab_size", r"vocab_size|\[0, V\) = \[0, 7\)", call=call, vocab_size=7),
         differs("dtype of hidden", call=call, both=HALF, hidden=as_dtype("hidden", torch.float16)),
         differs(
             "dtype of hidden and weight",
