@@ -17,7 +17,7 @@ from grpo_kernels.batch import Tokens, read_tokens
 from grpo_kernels.checks import check_config, check_gather, check_head, check_terms
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
-from grpo_kernels.described import describe_tokens, described_options
+from grpo_kernels.described import describe_options, describe_tokens
 from grpo_kernels.engine.operands import Coefficients, HeadConfig, Rows, Wants
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, Gather, Request
 from grpo_kernels.engine.plan import Coupling
@@ -131,18 +131,20 @@ def plan_loss(
                 dtype=head.accumulator,
             )
             rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
-            options = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
-            options |= described_options(config, objective, num_items_in_batch)
+            asked = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
+            options = (config, objective, num_items_in_batch, asked)
             inputs = {"hidden": tensors.hidden, "advantages": advantages, **per_token}
             if ranks:
                 describe_shard(ranks, tensors, wants, head, vocab_size)
-                describe_tokens(ranks, tokens, inputs, options)
+                describe_options(ranks, *options)
+                describe_tokens(ranks, tokens, inputs)
         tensors, shard = divided(tensors, ranks, vocab_size)
         head = of_shard(head, shard, tensors.weight, wants, workspace_bytes)
         rows = read_rows("completion_ids", rows, tensors.weight.shape[0], shard)
         if parts:
             parts.same(described_head(tensors, wants, head, own_rows=shard is not None))
-            describe_part(parts, tokens, inputs, options)
+            describe_options(parts, *options)
+            describe_part(parts, tokens, inputs)
     if sequence_group is not None:
         tokens = spanned(tokens, sequence_group)
     with Agreement("sequence_group", sequence_group, "the engine of grpo_loss") as parts:

@@ -13,26 +13,24 @@ from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
 
 
-def described_options(
-    config: LossConfig, objective: Callable[..., Any] | None, num_items_in_batch: float | Tensor | None
-) -> dict[str, Any]:
-    """The options of a loss. A `num_items_in_batch` on a device is not looked at."""
-    if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device.type == "cpu":
-        num_items_in_batch = num_items_in_batch.item()
-    if not isinstance(num_items_in_batch, Tensor) and num_items_in_batch is not None:
-        num_items_in_batch = float(num_items_in_batch)
-    return {
-        **{x.name: getattr(config, x.name) for x in fields(config)},
-        "num_items_in_batch": described(num_items_in_batch),
-        "objective": _named(objective),
-    }
-
-
-def describe_tokens(
-    ranks: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None], options: Mapping[str, Any]
+def describe_options(
+    ranks: Agreement,
+    config: LossConfig,
+    objective: Callable[..., Any] | None,
+    num_items_in_batch: float | Tensor | None,
+    asked: Mapping[str, Any],
 ) -> None:
+    """Say the options of a loss; `asked` are how it is to be computed."""
+    ranks.same({**asked, **{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)})
+    if isinstance(num_items_in_batch, Tensor):
+        ranks.same({"num_items_in_batch": "a tensor"})
+        ranks.same_values({"num_items_in_batch, the tensor": num_items_in_batch.detach().reshape(1)})
+    else:
+        ranks.same({"num_items_in_batch": None if num_items_in_batch is None else float(num_items_in_batch)})
+
+
+def describe_tokens(ranks: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> None:
     """Say the per-token inputs of ranks that all have the same: `inputs` as they came, `tokens` what counts of them."""
-    ranks.same(options)
     ranks.same({f"dtype and shape of {name}": described(x) for name, x in inputs.items()})
     ranks.same({"positions of hidden": tokens.layout.shape})
     ranks.same_bits("completion_mask", tokens.layout.positions)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.agreement import Agreement
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call import plan_loss
 from grpo_kernels.checks import check_config, is_dtensor
@@ -158,7 +159,9 @@ def grpo_loss(
         done.append((stats, call.evaluate(stats)))
         return done[0][1]
 
-    loss, logps, entropies = PolicyLoss.apply(*head_of(*call.head), call.request, finish)
+    # which may raise on one rank alone, before the others' metrics
+    with Agreement("sequence_group", None if objective is None else sequence_group, "the objective of grpo_loss"):
+        loss, logps, entropies = PolicyLoss.apply(*head_of(*call.head), call.request, finish)
     shape = completion_ids.shape
     return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
 

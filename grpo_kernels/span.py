@@ -71,11 +71,9 @@ def check_span(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: 
         )
 
 
-def describe_part(
-    parts: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None], options: Mapping[str, Any]
-) -> None:
+def describe_part(parts: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> None:
     """Say what must be alike on ranks that hold parts of the same sequences; `inputs` as they came."""
-    parts.same({"sequences of completion_ids": tokens.layout.batch, **options})
+    parts.same({"sequences of completion_ids": tokens.layout.batch})
     parts.same({f"dtype and shape of {name}": described(x, own=(1,)) for name, x in inputs.items()})
     whole = {
         "advantages": inputs["advantages"] if tokens.advantages_per_sequence else None,

@@ -35,6 +35,15 @@ def surrogate(tokens: Any) -> torch.Tensor:
     return -tokens.advantages * tokens.logps
 
 
+@token_level
+def broken(tokens: Any) -> torch.Tensor:
+    """One of another shape."""
+    return surrogate(tokens)[:0]
+
+
+broken.__qualname__ = surrogate.__qualname__  # the ranks' are of one name
+
+
 def as_dtype(name: str, dtype: torch.dtype) -> Any:
     """The rank's own tensor in another dtype."""
     return lambda own: own[name].detach().to(dtype).requires_grad_(own[name].requires_grad)
@@ -208,6 +217,7 @@ def of_split_sequences() -> list[Mismatch]:
             both={"importance_sampling_ratio": torch.ones(2, 3)},
             importance_sampling_ratio=torch.ones(2),
         ),
+        alone("an objective that raises", "sequence loss", both={"objective": surrogate}, objective=lambda own: broken),
         alone("cu_seqlens", "sequence loss", cu_seqlens=torch.tensor([0, 3])),
         alone(
             "an objective of whole sequences",
