@@ -47,9 +47,11 @@ def at_most(seconds: int) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, end)
     signal.alarm(seconds)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def give_away(world: World, path: Path) -> None:
@@ -308,11 +310,13 @@ def held_lock(world: World) -> Iterator[int]:
         return ""
 
     ((pid, _),) = children(1, hold)
-    while not (folder / "held").exists():
-        time.sleep(0.01)
-    yield pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    try:
+        while not (folder / "held").exists():
+            time.sleep(0.01)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_lock_is_waited_for_so_long_and_no_longer(world):
