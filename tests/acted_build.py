@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from grpo_kernels.backends.cpp_rows import build
 
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 GOOD, EMPTY = "a library", "without ops"  # what the acted loader takes
+GOOD_NAME = f"{hashlib.sha256(GOOD.encode()).hexdigest()[:16]}.so"
 LOAD = """
 from grpo_kernels.backends.cpp_rows.build import load
 print(load().origin, load().path, sep="\\n")
@@ -31,6 +36,22 @@ with warnings.catch_warnings(record=True) as caught:
         logps, _ = linear_logprob(hidden, weight, ids, backend={backend!r})
 print(json.dumps([[str(x.message) for x in caught if x.category is RuntimeWarning], logps.tolist()]))
 """
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """What hangs fails."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def start(code: str, **environment: object) -> subprocess.Popen[str]:
