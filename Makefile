@@ -10,6 +10,8 @@ STAMP       := $(VENV)/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 CONSTRAINTS := requirements/constraints.txt
 PEERS       := requirements/peers.txt
 ZERO3       := requirements/zero3.txt
+BENCH       := requirements/bench.txt
+BENCH_PATH  := $(abspath $(VENV)/bench)
 EXTRAS      := trl,demo,bench,test,dev
 
 # The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
@@ -53,14 +55,21 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS) $(ZERO3)
 	@DS_BUILD_OPS=0 $(PIP) install --quiet --no-deps --no-build-isolation --upgrade --target $(VENV)/zero3 -r $(ZERO3)
 	@touch $@
 
+# The peers of `make bench` alone, once their adapters have passed their tests with them.
+$(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
+	@echo "installing the benchmarks' other peers into $(BENCH_PATH)"
+	@$(PIP) install --quiet --no-deps --upgrade --target $(BENCH_PATH) -r $(BENCH)
+	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_bench_peers.py -k "unsloth or cce" </dev/null
+	@touch $@
+
 test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(TIME_LIMIT) $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS) </dev/null
 
 demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
 	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
 
-bench: $(STAMP)  ## the head on a CPU, ours and every peer, in one run: JSON, docs/benchmarks.md, plots (BENCH_ARGS=--help)
-	$(PY) -m benchmarks --plot $(BENCH_ARGS) </dev/null
+bench: $(BENCH_PATH)/.installed  ## the head on a CPU, ours and every peer, in one run: JSON, docs/benchmarks.md, plots (BENCH_ARGS=--help)
+	PYTHONPATH=$(BENCH_PATH) $(PY) -m benchmarks --plot $(BENCH_ARGS) </dev/null
 
 lint: $(STAMP)  ## style, format and types
 	$(PY) -m ruff check .

@@ -105,7 +105,8 @@ def _library() -> str:
     library = build.load()
     if library.refusal:
         return "none"
-    return f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
+    found = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
+    return f"{found}; {library.warning}" if library.warning else found
 
 
 def _default_workspace() -> str:

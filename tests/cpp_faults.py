@@ -117,7 +117,9 @@ FAULTS = [
     Fault("subnormal results of exp lost", VECTOR, "splat<Float>(-105.0f)", "splat<Float>(-87.3f)", ELEMENTARY),
     Fault("exp overflows in its factor", VECTOR, "half = whole >> 1;", "half = whole;", ELEMENTARY),
     Fault("tanh without its series", VECTOR, "magnitude(x) < 0.625f", "magnitude(x) < 0.0f", ELEMENTARY),
-    Fault("products and sums fused", "grpo_kernels/backends/cpp_rows/build.py", "contract=off", "contract=fast", ROWS),
+    Fault(
+        "products and sums fused", "grpo_kernels/backends/cpp_rows/compiler.py", "contract=off", "contract=fast", ROWS
+    ),
     # memory
     Fault(
         "a row's tail read as a whole vector",

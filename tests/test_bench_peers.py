@@ -1,13 +1,22 @@
-"""Every peer of the benchmarks on small cases: its result is right, or it says why there is none."""
+"""Every peer of the benchmarks on small cases: its result is right, or it says why there is none.
+
+Two peers whose licences are not permissive are installed by `make bench` alone, which runs their tests with them. Where
+they are not, what stands in for them has the same names and arguments (tests/stand_ins), so that the adapters' calls
+are tested everywhere.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +24,7 @@ import torch
 from benchmarks.cases import BenchCase, Inputs, make_inputs
 from benchmarks.child import ROOT, environment
 from benchmarks.events import Absence
-from benchmarks.providers import PROVIDERS, Forward, Outcome, build, linear_ce, verl
+from benchmarks.providers import PROVIDERS, Forward, Outcome, build, forgotten, linear_ce, verl
 from benchmarks.reference import errors, is_right, reference
 
 CPU = torch.device("cpu")
@@ -43,12 +52,22 @@ PACKAGES = {  # import name, distribution
     "unsloth": ("unsloth_zoo", "unsloth_zoo"),
     "cce": ("cut_cross_entropy", "cut-cross-entropy"),
 }
+STAND_INS = Path(__file__).with_name("stand_ins")
+STOOD_IN_FOR = ("unsloth", "cce")
 ON_A_CPU = ("linear_ce", "liger_ce", "liger_torch", "verl_torch", "unsloth")
 NO_SOFTCAP = ("linear_ce", "liger_ce", "liger_torch", "verl_torch")
 ONE_DTYPE = ("liger_ce", "liger_torch", "verl_torch")  # of hidden states and weight
 GIVES_ENTROPY = ("liger_ce", "liger_torch", "verl_torch", "unsloth")
 NEEDS_A_GPU = {"verl_triton": "Triton", "cce": "Triton", "quack": "H100", "quack/chunked": "H100"}
 HAS_LINEAR_CE = hasattr(torch.nn.functional, "linear_cross_entropy")
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Last on the path, where what is installed is found before them; forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(STAND_INS)])
+    with forgotten("unsloth_zoo"), forgotten("cut_cross_entropy"):
+        yield
 
 
 def run(forward: Forward) -> Outcome:
@@ -64,7 +83,7 @@ def assert_right(outcome: Outcome, inputs: Inputs) -> None:
 
 
 def is_installed(name: str) -> bool:
-    if name not in PACKAGES:
+    if name not in PACKAGES or name in STOOD_IN_FOR:
         return True
     try:
         metadata.version(PACKAGES[name][1])
@@ -141,6 +160,37 @@ def test_needs_a_gpu_and_says_so(name: str):
         pytest.skip(f"{name} is not installed")
     with pytest.raises(Absence, match=f"{NEEDS_A_GPU[name]}.*GPU|GPU.*{NEEDS_A_GPU[name]}"):
         build(name, make_inputs(TOY, CPU))
+
+
+@pytest.mark.parametrize("case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")])
+def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch):
+    """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does without Triton."""
+    monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
+    for module in [x for x in sys.modules if x.partition(".")[0] == "cut_cross_entropy"]:
+        monkeypatch.delitem(sys.modules, module)
+    package = importlib.import_module("cut_cross_entropy.linear_cross_entropy")
+    monkeypatch.setattr(package, "LCE_IMPL_DEFAULT", package.LinearCrossEntropyImpl.TORCH_COMPILE)
+    inputs = make_inputs(case, CPU)
+    outcome = run(build("cce", inputs))
+    assert_right(outcome, inputs)
+    assert outcome.note == "0, impl=torch_compile, no entropy"
+
+
+@pytest.mark.parametrize("target", ["test", "demo", "lint", "parity", "bench"])
+def test_only_bench_installs_what_is_not_permissive(target: str, tmp_path: Path):
+    """In an environment that is still to be made."""
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", target]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = set(re.findall(r"-r (requirements/\S+)", said))
+    named = {
+        line.partition("==")[0] for file in files for line in (ROOT / file).read_text().splitlines() if "==" in line
+    }
+    assert "verl" in named
+    assert {PACKAGES[name][1] for name in STOOD_IN_FOR} & named == (
+        {PACKAGES[name][1] for name in STOOD_IN_FOR} if target == "bench" else set()
+    )
+    in_pyproject = (ROOT / "pyproject.toml").read_text() + (ROOT / "requirements/constraints.txt").read_text()
+    assert not any(PACKAGES[name][1] in in_pyproject for name in STOOD_IN_FOR)
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -3,100 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import stat
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
-import grpo_kernels
 from grpo_kernels import backends, report
-from grpo_kernels.backends.cpp_rows import build
+from grpo_kernels.backends.cpp_rows import build, cache, compiler
+from tests.acted_build import GOOD, LOAD, LOSS, World, lines, script, start
 
-CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 CPU = torch.device("cpu")
-GOOD = "a library"  # what the acted loader takes
 WAYS_OUT = ("CXX", "make wheel", "upgrade torch", "install grpo_kernels again", "WSL", "TORCH_EXTENSIONS_DIR")
-LOAD = """
-from grpo_kernels.backends.cpp_rows.build import load
-print(load().origin, load().path, sep="\\n")
-"""
-LOSS = """
-import json, torch, warnings
-from grpo_kernels import linear_logprob
-hidden, weight, ids = torch.ones(5, 3), torch.ones(7, 3), torch.arange(5)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(3):
-        logps, _ = linear_logprob(hidden, weight, ids, backend={backend!r})
-print(json.dumps([[str(x.message) for x in caught if x.category is RuntimeWarning], logps.tolist()]))
-"""
-
-
-def start(code: str, **environment: object) -> subprocess.Popen[str]:
-    """A Python process of its own, in the checkout."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=CHECKOUT,
-        env=os.environ | {name: str(value) for name, value in environment.items()},
-    )
-
-
-def lines(process: subprocess.Popen[str]) -> list[str]:
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    return out.splitlines()
-
-
-def script(path: Path, body: str) -> Path:
-    """A compiler in sh; $out is the file it is to write."""
-    path.write_text(f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{body}\n')
-    path.chmod(0o755)
-    return path
-
-
-@dataclass
-class World:
-    """Folders of its own, and an acted compiler and loader: a process can register the real ops but once."""
-
-    folder: Path
-    patch: pytest.MonkeyPatch
-    attempts: list[Path] = field(default_factory=list)  # what was loaded, or tried
-
-    def __post_init__(self) -> None:
-        self.sources, self.cache, self.prebuilt = (self.folder / name for name in ("csrc", "cache", "prebuilt.so"))
-        self.patch.setenv("TORCH_EXTENSIONS_DIR", str(self.cache))
-        self.sources.mkdir()
-        (self.sources / "ops.cpp").write_text("// 1")
-        (self.sources / "row.h").write_text("// 2")
-        self.patch.setattr(torch.ops, "load_library", self.load)
-        self.compiler(f'printf "{GOOD}" > "$out"')
-
-    def compiler(self, body: str) -> None:
-        self.patch.setenv("CXX", str(script(self.folder / "cxx", body)))
-
-    def load(self, path: str) -> None:
-        self.attempts.append(Path(path))
-        if Path(path).read_text() != GOOD:
-            raise OSError(f"Could not load this library: {path}") from OSError("invalid ELF header")
-
-    def find(self) -> build.Library:
-        return build.load_from(self.prebuilt, self.sources)
-
-    def refusal(self) -> str:
-        with pytest.raises(build.Unavailable) as caught:
-            self.find()
-        return str(caught.value)
 
 
 @pytest.fixture
@@ -105,25 +27,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_fresh_cache_is_filled_once_and_serves_without_a_compiler(tmp_path):
-    strict = shlex.join([*build.compiler(), "-Wall", "-Wextra", "-Werror"])
+    strict = shlex.join([*compiler.compiler(), "-Wall", "-Wextra", "-Werror"])
     origin, path = lines(start(LOAD, TORCH_EXTENSIONS_DIR=tmp_path, CXX=strict))
     assert origin.startswith("built in ")
     assert Path(path).parents[1] == tmp_path / "grpo_kernels"
     for folder in (Path(path).parent, Path(path).parents[1]):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert lines(start(LOAD, TORCH_EXTENSIONS_DIR=tmp_path, CXX="", PATH="")) == ["cached", path]
-
-
-def test_two_processes_at_once(tmp_path):
-    wait = f'echo >> "{tmp_path}/calls"; while [ "$(wc -l < "{tmp_path}/calls")" -lt 2 ]; do sleep 0.1; done'
-    slow = script(tmp_path / "cxx", f'{wait}; cp "{build.load().path}" "$out"')
-    cache = tmp_path / "cache"
-    both = [start(LOAD, TORCH_EXTENSIONS_DIR=cache, CXX=slow) for _ in range(2)]
-    (first, path), (second, other) = map(lines, both)
-    assert first.startswith("built in ")
-    assert second.startswith("built in ")
-    assert path == other
-    assert list(cache.rglob("*")) == [cache / "grpo_kernels", Path(path).parent, Path(path)], "something was left"
 
 
 def test_order_is_prebuilt_cache_compiler(world):
@@ -138,7 +48,10 @@ def test_order_is_prebuilt_cache_compiler(world):
 
 def test_prebuilt_that_does_not_load_is_passed_over(world):
     world.prebuilt.write_text("of another libc")
-    assert world.find().origin.startswith("built in ")
+    found = world.find()
+    assert found.origin.startswith("built in ")
+    assert found.warning.endswith(f"another was built: {world.prebuilt} does not load (invalid ELF header)")
+    assert world.find() == build.Library("cached", found.path)
     world.compiler("exit 1")
     (world.sources / "ops.cpp").write_text("// new")
     assert f"{world.prebuilt} does not load (invalid ELF header); the compiler failed" in world.refusal()
@@ -193,7 +106,7 @@ def without_compiler(world: World) -> None:
 
 def hanging(world: World) -> None:
     world.compiler("exec sleep 60")
-    world.patch.setattr(build, "COMPILER_SECONDS", 0.5)
+    world.patch.setattr(compiler, "COMPILER_SECONDS", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +114,7 @@ def hanging(world: World) -> None:
     [
         (without_compiler, "no C++ compiler: any of c++, g++, clang++ is not on PATH"),
         (lambda w: w.patch.setenv("CXX", "no-such -O3"), "no C++ compiler: no-such, which CXX names, is not on PATH"),
+        (lambda w: w.patch.setenv("CXX", 'g++ "'), "expected a command in CXX, got 'g++ \"' (No closing quotation)"),
         (lambda w: w.compiler("echo last words >&2; exit 3"), "the compiler failed (exit status 3)"),
         (lambda w: w.compiler("echo last words >&2; exit 3"), "\n  last words"),
         (lambda w: w.compiler("exit 0"), "the compiler failed (exit status 0)"),
@@ -217,7 +131,7 @@ def test_each_failure_names_its_reason_and_a_way_out(world, spoil, expected):
     assert expected in said
     assert any(way in said for way in WAYS_OUT)
     assert not world.attempts
-    assert not list(world.folder.glob("cache/**/tmp*")), "something was left"
+    assert not list(world.folder.glob(f"cache/**/{cache.PREFIX}*")), "something was left"
 
 
 def test_no_home_is_needed_with_a_prebuilt_library_only(world):
@@ -264,6 +178,18 @@ def test_forced_backend_fails_loudly(refused):
         backends.choose_backend("cpp", CPU)
     with pytest.raises(ValueError, match="it serves CPU tensors, and these are meta tensors"):
         backends.choose_backend("cpp", torch.device("meta"))
+
+
+def test_warning_of_the_cache_comes_once_and_is_in_the_report(monkeypatch, cpp_library):
+    monkeypatch.setattr(build, "load", lambda: build.Library("built", warning="not safe; remove it"))
+    backends._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in ("cpp", "auto"):
+            assert backends.choose_backend(name, CPU)[0].name == "cpp"
+    assert [str(x.message) for x in caught] == ["grpo_kernels: not safe; remove it"]
+    backends._warn_once.cache_clear()
+    assert report.collect()["backend"]["C++ library"].endswith(", built; not safe; remove it")
 
 
 def test_report_of_a_refusal_warns_of_nothing(refused):

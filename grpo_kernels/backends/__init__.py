@@ -50,7 +50,10 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
     if name == wanted:
         raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
     if wanted == "cpp":
-        _warn_once(refusal)
+        _warn_once(
+            "on the CPU, losses and log-probabilities run in torch operations, slower than in C++ "
+            f'(backend="torch" asks for this without a warning): {refusal}'
+        )
     return _backend("torch"), f"not {wanted}: {refusal}"
 
 
@@ -64,13 +67,8 @@ def _reason(chosen: str, device: torch.device) -> str:
 
 
 @functools.cache
-def _warn_once(refusal: str) -> None:
-    warnings.warn(
-        "grpo_kernels: on the CPU, losses and log-probabilities run in torch operations, slower than in C++ "
-        f'(backend="torch" asks for this without a warning): {refusal}',
-        RuntimeWarning,
-        stacklevel=3,
-    )
+def _warn_once(message: str) -> None:
+    warnings.warn(f"grpo_kernels: {message}", RuntimeWarning, stacklevel=3)
 
 
 def _cpp_refusal(device: torch.device) -> str | None:
@@ -79,7 +77,10 @@ def _cpp_refusal(device: torch.device) -> str | None:
         return f"it serves CPU tensors, and these are {device.type} tensors"
     from grpo_kernels.backends.cpp_rows.build import load  # not at import, and not where it is not wanted
 
-    return load().refusal
+    library = load()
+    if library.warning:
+        _warn_once(library.warning)
+    return library.refusal
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, *, interpreted: bool) -> str | None:

@@ -2,7 +2,7 @@
 
 In this order: the one beside this file (in a wheel made by ``make wheel``), the cache, a compiler. A cached file is
 named by its own digest, since loading a truncated library kills the process, and is moved into its place when it is
-complete, so processes need no lock.
+complete. What others could have written is not loaded (`cache`): then the process builds one for itself alone.
 
 ``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is; with ``--into DIR`` it is built there.
 """
@@ -14,44 +14,58 @@ import functools
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-NAME = "grpo_kernels_cpp"  # the library, and the namespace of its ops
-FLAGS = (
-    "-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden",
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",  # the same bits on every instruction set
-    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI of torch 2.11
-)  # fmt: skip
-COMPILERS = ("c++", "g++", "clang++")
-COMPILER_SECONDS = 300.0
+from grpo_kernels.backends.cpp_rows.cache import (
+    Untrusted,
+    check_folder,
+    digest,
+    libraries,
+    locked,
+    make_folder,
+    work_folder,
+)
+from grpo_kernels.backends.cpp_rows.compiler import (
+    FLAGS,
+    NAME,
+    OR_WHEEL,
+    Unavailable,
+    compile_library,
+    source_files,
+)
+
+LOCK_SECONDS = 120.0  # for another process's build, which takes some 6; then this one builds too
+OPS = {"stats": 15, "grad": 16, "fused": 32, "isa": 1}  # what `CppRows` calls, and with how many arguments
 PACKAGE = Path(__file__).resolve().parents[2]
 PREBUILT = Path(__file__).resolve().with_name(f"{NAME}.so")
-OR_WHEEL = "or install a wheel made by `make wheel`"
 _lock = threading.Lock()
 
 
-class Unavailable(Exception):
-    """Why the library cannot be had, and the way to fix that."""
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # a thread that was building has no twin in the child, to release it
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass(frozen=True)
 class Library:
     """What `load` came to."""
 
-    origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "loaded before"
-    path: Path | None = None  # unknown if it was loaded before
+    origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "built in 3.1 s for this process alone", "loaded before"
+    path: Path | None = None  # unknown if it was loaded before; none if it was for this process alone
     refusal: str | None = None  # why there is none, and the way to fix that
+    warning: str | None = None  # what was there and not used, and the way to fix that
 
 
 def load() -> Library:
@@ -62,9 +76,9 @@ def load() -> Library:
 
 @functools.cache
 def _load_once() -> Library:
-    if hasattr(getattr(torch.ops, NAME), "isa"):  # someone's own build, such as one with sanitizers
-        return Library("loaded before")
     try:
+        if has_ops("the library that was loaded before"):  # someone's own build, such as one with sanitizers
+            return Library("loaded before")
         return load_from(PREBUILT, source_folder())
     except Unavailable as why:
         return Library(refusal=str(why))
@@ -77,31 +91,130 @@ def load_from(prebuilt: Path, sources: Path) -> Library:
         Unavailable: none of them works.
     """
     check_platform()
-    troubles = []
+    troubles: list[str] = []
     try:
-        for path, origin in _candidates(prebuilt, sources):
-            try:
-                torch.ops.load_library(str(path))
-                return Library(origin, path)
-            except OSError as error:
-                troubles.append(f"{path} does not load ({error.__cause__ or error})")
-        troubles.append(f"try another compiler (CXX), {OR_WHEEL}")
-    except (Unavailable, OSError) as why:
+        if prebuilt.is_file() and _loads(prebuilt, troubles):
+            return Library("prebuilt", prebuilt)
+        try:
+            return _from_cache(sources, troubles)
+        except Untrusted as why:
+            troubles.append(str(why))
+            return _for_this_process(sources, troubles)
+    except (Unavailable, Untrusted, OSError) as why:
         troubles.append(str(why))
     raise Unavailable("; ".join(troubles))
 
 
-def _candidates(prebuilt: Path, sources: Path) -> Iterator[tuple[Path, str]]:
-    """Libraries and where they come from; what one would need is not touched if the one before it loads."""
-    if prebuilt.is_file():
-        yield prebuilt, "prebuilt"
-    folder = cache_folder() / cache_key(sources)
-    for path in folder.glob("*.so"):
-        if path.stem == _digest(path):
-            yield path, "cached"
+def _from_cache(sources: Path, troubles: list[str]) -> Library:
+    """Load what is in the cache, or build it there, one process at a time.
+
+    Raises:
+        Untrusted: others can write there; nothing of it was loaded.
+        Unavailable: nothing there works.
+    """
+    root = cache_folder()
+    folder = Path(os.path.realpath(root.parent), root.name, cache_key(sources))
+    tried: set[Path] = set()
+
+    def find() -> Library | None:
+        check_folder(folder, made=2)
+        for path in libraries(folder, troubles):
+            if path not in tried and _loads(path, troubles):
+                return Library("cached", path)
+            tried.add(path)
+        return None
+
+    try:
+        if found := find():
+            return found
+        make_folder(folder)
+        check_folder(folder, made=2)
+        with locked(folder / "lock", LOCK_SECONDS):
+            if found := find():
+                return found
+            start = time.perf_counter()
+            path = _build_into(folder, sources)
+    except OSError as error:
+        fix = f"set TORCH_EXTENSIONS_DIR to a directory that can be, {OR_WHEEL}"
+        raise Unavailable(f"the cache {root} cannot be written ({error}); {fix}") from None
+    origin = f"built in {time.perf_counter() - start:.1f} s"
+    said = "; ".join(troubles)
+    _load_built(path, troubles)
+    return Library(origin, path, warning=f"a C++ library is not used, and another was built: {said}" if said else None)
+
+
+def _build_into(folder: Path, sources: Path) -> Path:
+    """A new library in `folder`, whose name is its digest."""
+    with work_folder(folder) as work:
+        output = work / f"{NAME}.so"
+        compile_library(sources, output)
+        output.chmod(output.stat().st_mode & ~0o022)
+        path = folder / f"{digest(output)}.so"
+        if path.is_dir() and not path.is_symlink():  # which cannot be replaced by a file
+            path.rename(work / "found there")
+        return output.replace(path)
+
+
+def _for_this_process(sources: Path, troubles: list[str]) -> Library:
+    """Build where nobody else can write, load it, and leave nothing; the last of `troubles` is why not in the cache."""
+    reason = troubles[-1]
+    place = Path(os.path.realpath(tempfile.gettempdir()))
+    check_folder(place, made=0)
     start = time.perf_counter()
-    built = _build_into_cache(sources, folder)
-    yield built, f"built in {time.perf_counter() - start:.1f} s"
+    with work_folder(place) as work:
+        output = work / f"{NAME}.so"
+        compile_library(sources, output)
+        origin = f"built in {time.perf_counter() - start:.1f} s for this process alone"
+        _load_built(output, troubles)
+    cost = "the C++ library was compiled for this process alone, as it will be for each, since its cache is not safe"
+    return Library(origin, warning=f"{cost}: {reason}")
+
+
+def _load_built(path: Path, troubles: list[str]) -> None:
+    if not _loads(path, troubles):
+        raise Unavailable(f"try another compiler (CXX), {OR_WHEEL}")
+
+
+def _loads(path: Path, troubles: list[str]) -> bool:
+    """Whether `path` could be loaded, and has the ops; if not, `troubles` gets the reason.
+
+    Raises:
+        Unavailable: no other file in its place can help.
+    """
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        said = str(error.__cause__ or error)
+        if path.parent != PREBUILT.parent and "failed to map segment" in said and "memory" not in said:
+            fix = f"set TORCH_EXTENSIONS_DIR elsewhere, {OR_WHEEL}"
+            raise Unavailable(f"{path.parent} is mounted noexec ({said}); {fix}") from None
+        troubles.append(f"{path} does not load ({said})")
+        return False
+    if not has_ops(str(path)):
+        troubles.append(f"{path} has none of the ops {', '.join(OPS)}")
+        return False
+    return True
+
+
+def has_ops(source: str) -> bool:
+    """Whether `OPS` are there, for the CPU.
+
+    Raises:
+        Unavailable: some or others of their names are, of `source`. They stand in the way of another library's, whose
+            loading would end the process.
+    """
+    namespace = getattr(torch.ops, NAME)
+    found: dict[str, int | None] = {}
+    for name in OPS:
+        if hasattr(namespace, name):
+            overloads = [getattr(getattr(namespace, name), each) for each in getattr(namespace, name).overloads()]
+            served = torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"{NAME}::{name}", "CPU")
+            found[name] = len(overloads[0]._schema.arguments) if len(overloads) == 1 and served else None
+    if found and found != OPS:
+        raise Unavailable(
+            f"{source}: expected the ops {OPS} (name: arguments), got {found}; remove it and start again, {OR_WHEEL}"
+        )
+    return bool(found)
 
 
 def check_platform() -> None:
@@ -127,73 +240,11 @@ def cache_folder() -> Path:
         raise Unavailable(f"no place for a cache ({error}); set TORCH_EXTENSIONS_DIR or HOME, {OR_WHEEL}") from None
 
 
-def source_files(folder: Path) -> list[Path]:
-    """What is compiled and what that includes, in one order."""
-    files = [path for path in sorted(folder.glob("*")) if path.suffix in (".cpp", ".h", ".inl")]
-    if not any(path.suffix == ".cpp" for path in files):
-        raise Unavailable(f"its sources are not in {folder}; install grpo_kernels again")
-    return files
-
-
 def cache_key(sources: Path) -> str:
     """Of all that the library depends on: its sources, how and for what they are compiled."""
     target = (FLAGS, torch.__version__, platform.machine(), platform.libc_ver())
     contents = [(path.name, path.read_bytes()) for path in source_files(sources)]
     return hashlib.sha256(repr((target, contents)).encode()).hexdigest()[:16]
-
-
-def compiler() -> list[str]:
-    """The command that runs the C++ compiler: $CXX, or one on PATH."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    found = list(filter(None, map(shutil.which, named[:1] or COMPILERS)))
-    if not found:
-        sought = f"{named[0]}, which CXX names," if named else f"any of {', '.join(COMPILERS)}"
-        raise Unavailable(f"no C++ compiler: {sought} is not on PATH; install one, name one in CXX, {OR_WHEEL}")
-    return [found[0], *named[1:]]
-
-
-def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
-    """Compile every .cpp in `sources` in one call to the shared library `output`, with `extra` flags after `FLAGS`.
-
-    Raises:
-        Unavailable: no compiler, one that fails, or one that takes too long.
-    """
-    torch_folder = Path(torch.__file__).parent
-    command = [
-        *compiler(), *FLAGS, *extra, "-isystem", str(torch_folder / "include"),
-        *(str(path) for path in source_files(sources) if path.suffix == ".cpp"), "-o", str(output),
-        f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10",
-        *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []),
-    ]  # fmt: skip
-    fix = f"try another compiler (CXX), {OR_WHEEL}. The command was:\n  {shlex.join(command)}"
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMPILER_SECONDS, errors="replace"
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"the compiler took more than {COMPILER_SECONDS:g} s; {fix}") from None
-    except OSError as error:
-        raise Unavailable(f"the compiler does not run ({error}); {fix}") from None
-    if done.returncode != 0 or not output.is_file():
-        said = "".join(f"\n  {line}" for line in done.stderr.splitlines()[-8:])
-        raise Unavailable(f"the compiler failed (exit status {done.returncode}); {fix}{said}")
-
-
-def _build_into_cache(sources: Path, folder: Path) -> Path:
-    try:
-        for each in (folder.parent, folder):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)  # what others could write would be run
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            output = Path(work, f"{NAME}.so")
-            compile_library(sources, output)
-            return output.replace(folder / f"{_digest(output)}.so")
-    except OSError as error:
-        fix = f"set TORCH_EXTENSIONS_DIR to a directory that can be, {OR_WHEEL}"
-        raise Unavailable(f"the cache {folder.parent} cannot be written ({error}); {fix}") from None
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,7 +254,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).into
     try:
         if folder is None:
-            path = load_from(PREBUILT, source_folder()).path
+            library = load_from(PREBUILT, source_folder())
+            if library.warning:
+                print(library.warning, file=sys.stderr)
+            if library.path is None:
+                return 1
+            path = library.path
         else:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder.absolute() / f"{NAME}.so"

@@ -1,0 +1,106 @@
+"""The C++ compiler: which one, how it is called, and how it is stopped."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+NAME = "grpo_kernels_cpp"  # the library, and the namespace of its ops
+FLAGS = (
+    "-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",  # the same bits on every instruction set
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI of torch 2.11
+)  # fmt: skip
+COMPILERS = ("c++", "g++", "clang++")
+COMPILER_SECONDS = 300.0
+OR_WHEEL = "or install a wheel made by `make wheel`"
+
+
+class Unavailable(Exception):
+    """Why the library cannot be had, and the way to fix that."""
+
+
+def source_files(folder: Path) -> list[Path]:
+    """What is compiled and what that includes, in one order."""
+    files = [path for path in sorted(folder.glob("*")) if path.suffix in (".cpp", ".h", ".inl")]
+    if not any(path.suffix == ".cpp" for path in files):
+        raise Unavailable(f"its sources are not in {folder}; install grpo_kernels again")
+    return files
+
+
+def compiler() -> list[str]:
+    """The command that runs the C++ compiler: $CXX, or one on PATH."""
+    words = os.environ.get("CXX", "")
+    try:
+        named = shlex.split(words)
+    except ValueError as error:
+        raise Unavailable(f"no C++ compiler: expected a command in CXX, got {words!r} ({error}); mend it") from None
+    found = list(filter(None, map(shutil.which, named[:1] or COMPILERS)))
+    if not found:
+        sought = f"{named[0]}, which CXX names," if named else f"any of {', '.join(COMPILERS)}"
+        raise Unavailable(f"no C++ compiler: {sought} is not on PATH; install one, name one in CXX, {OR_WHEEL}")
+    return [found[0], *named[1:]]
+
+
+def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
+    """Compile every .cpp in `sources` in one call to the shared library `output`, with `extra` flags after `FLAGS`.
+
+    Raises:
+        Unavailable: no compiler, one that fails, or one that takes too long.
+    """
+    torch_folder = Path(torch.__file__).parent
+    command = [
+        *compiler(), *FLAGS, *extra, "-isystem", str(torch_folder / "include"),
+        *(str(path) for path in source_files(sources) if path.suffix == ".cpp"), "-o", str(output),
+        f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10",
+        *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []),
+    ]  # fmt: skip
+    fix = f"try another compiler (CXX), {OR_WHEEL}. The command was:\n  {shlex.join(command)}"
+    try:
+        status, said = _run(command)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"the compiler took more than {COMPILER_SECONDS:g} s; {fix}") from None
+    except OSError as error:
+        raise Unavailable(f"the compiler does not run ({error}); {fix}") from None
+    if status != 0 or not output.is_file():
+        last = "".join(f"\n  {line}" for line in said.splitlines()[-8:])
+        raise Unavailable(f"the compiler failed (exit status {status}); {fix}{last}")
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Its exit status and what it said; what it started ends with it, if it takes too long or we are interrupted."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            said = process.communicate(timeout=COMPILER_SECONDS)[1]
+        except BaseException:
+            if process.returncode is None:  # not waited for, so that its id is still its own
+                _end(process.pid)
+            raise
+    return process.returncode, said
+
+
+def _end(group: int) -> None:
+    """End all processes of `group`; at the first signal a compiler still removes its temporary files."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGTERM)
+        try:
+            time.sleep(0.2)
+        finally:
+            os.killpg(group, signal.SIGKILL)

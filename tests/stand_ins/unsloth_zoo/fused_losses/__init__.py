@@ -1,0 +1,1 @@
+raise ImportError("expected nobody to run the package's __init__")

@@ -1,0 +1,35 @@
+"""The names and arguments that the adapter uses, in plain torch operations of our own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _use_triton(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def fused_linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    mask: Tensor | None,
+    logit_softcapping: float,
+    return_entropy: bool,
+    entropy_requires_grad: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities (B, T), 0 where `mask` (bool) is false, and entropies (B, T) without a gradient."""
+    assert not entropy_requires_grad
+    logits = hidden.float() @ weight.float().T
+    if logit_softcapping:
+        logits = logit_softcapping * torch.tanh(logits / logit_softcapping)
+    log_probs = logits.log_softmax(-1)
+    found = log_probs.gather(-1, ids[..., None])[..., 0]
+    if mask is not None:
+        assert mask.dtype == torch.bool
+        found = torch.where(mask, found, 0)
+    if not return_entropy:
+        return found
+    return found, -(log_probs.exp() * log_probs).sum(-1).detach()
