@@ -49,11 +49,11 @@ ENTRIES = CALLS | {"kept_set", "from_logps", "head_parameters", "modules", "inte
 ENTRIES |= {"report", "selfcheck", "__main__"}
 # per-token numbers, no vocabulary
 POLICY = {"objective", "evaluation", "surrogates", "custom", "objectives", "aggregate", "metrics", "batch"}
-POLICY |= {"log_ratio", "masks", "sampling", "span"}
+POLICY |= {"log_ratio", "masks", "sampling", "span", "described"}
 HEAD = {"engine", "backends"}  # the vocabulary, no policy
 NEVER = {
     **dict.fromkeys(POLICY, HEAD | ENTRIES),
-    **dict.fromkeys(("config", "presets", "checks", "distributed", "token_loss"), HEAD | ENTRIES | POLICY),
+    **dict.fromkeys(("config", "presets", "checks", "distributed", "agreement", "token_loss"), HEAD | ENTRIES | POLICY),
     **dict.fromkeys(("advantages", "rewards", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}),
     "lora": HEAD | ENTRIES | POLICY,
     "sharding": ENTRIES | POLICY | {"backends"},
