@@ -260,12 +260,14 @@ class PolicyObjective:
         """The KL estimate a token, and its part of a = d loss / d logp, beta included."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
-        kl, d_kl = surrogates.kl_estimate(config, logps, self.tokens.ref_per_token_logps)
+        kl, d_kl, d_corrected = surrogates.kl_estimate(config, logps, self.tokens.ref_per_token_logps)
         if not config.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
-        kl, d_kl = surrogates.times(ratio, kl), surrogates.times(ratio, d_kl)
-        return kl, log_ratio.to_logps(weights * kl) + weights * d_kl
+        kl, a = surrogates.times(ratio, kl), weights * surrogates.times(ratio, d_corrected)
+        if log_ratio.is_shared:  # then it moves by a part of this token's logp, and of the others'
+            a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
+        return kl, a
 
     def _entropy_bonus(self, entropies: Tensor, keep: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """``entropy_coef`` times the mean entropy of the kept tokens, and d loss / d entropy."""

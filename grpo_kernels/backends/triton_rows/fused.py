@@ -167,12 +167,11 @@ def fused_kernel(
         loss = weight * loss
         a = weight * d_log_ratio + weight * a
     if ref_ptr is not None:
-        kl, d_kl = ESTIMATOR(logp, tl.load(ref_ptr + rows))
+        kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:
             ratio = exp(log_ratio)
             kl = times(ratio, kl)
-            d_kl = times(ratio, d_kl)
-            a += beta * weight * kl  # d ratio / d logp = ratio
+            d_kl = times(ratio, d_corrected)
         loss += beta * weight * kl
         a += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=counts)
