@@ -162,7 +162,9 @@ def grpo_loss(
         done.append((stats, call.evaluate(stats)))
         return done[0][1]
 
-    loss, logps, entropies = PolicyLoss.apply(*head_of(hidden, weight, bias, lora), call.request, finish)
+    loss, logps, entropies = PolicyLoss.apply(
+        *head_of(hidden, weight, bias, lora, call.request.rows), call.request, finish
+    )
     shape = completion_ids.shape
     return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
 

@@ -152,7 +152,9 @@ FAULTS = [
     Fault("k3's derivative", TOKEN, ", -std::expm1(d)", ", -d", SURROGATES),
     Fault("gate on the loss alone", TOKEN, "times(s.d_log_ratio, token.gate)", "s.d_log_ratio", SURROGATES),
     Fault("ratio's share of the KL gradient", TOKEN, "found.corrected_slope", "found.slope", SURROGATES),
-    Fault("KL gradient not corrected", TOKEN, "times(ratio, found.corrected_slope)", "found.corrected_slope", SURROGATES),
+    Fault(
+        "KL gradient not corrected", TOKEN, "times(ratio, found.corrected_slope)", "found.corrected_slope", SURROGATES
+    ),
     Fault("KL without its weight", TOKEN, "factor = c.beta * token.weight", "factor = c.beta", SURROGATES),
     Fault("on-policy NaN lost", TOKEN, "if (std::isnan(logp)) terms.loss", "if (false) terms.loss", ROWS),
 ]
