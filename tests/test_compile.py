@@ -240,6 +240,33 @@ def test_linear_logprob(name: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("name", ["dapo on-policy", "gspo", "frozen"])
+def test_an_upstream_gradient_of_a_loss_that_is_nan(name: str) -> None:
+    """It reaches what counts, and no masked position."""
+    config, names, trains, _ = LOSSES[name]
+    given = batch(2, 5, *names, trains=trains) | {"config": config}
+    found = results(compiled(grpo_loss)[0], given, float("nan"))["hidden"].isnan().any(-1)
+    assert torch.equal(found, given["completion_mask"])
+
+
+@pytest.mark.parametrize("name", ["both", "frozen"])
+def test_an_upstream_gradient_that_is_nan_where_masked(name: str) -> None:
+    options, trains, *_ = LOGPROBS[name]
+    given = batch(2, 5, trains=trains)
+    counted = given["completion_mask"].clone()
+    assert not counted.all()
+
+    def gradients(function: Callable[..., Any], masked: float) -> list[Tensor]:
+        found = function(given["hidden"], given["weight"], given["completion_ids"], mask=counted, **options)
+        leaves = [x for x in (given["hidden"], given["weight"]) if x.requires_grad]
+        return list(torch.autograd.grad(found["logps"], leaves, torch.where(counted, 1.0, masked)))
+
+    for x, y in zip(
+        gradients(compiled(linear_logprob_with)[0], torch.nan), gradients(linear_logprob_with, 0.0), strict=True
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
 def test_one_op_in_the_forward_and_none_in_the_backward_of_one_pass() -> None:
     """And no number among the inputs: it would be one that a graph was made for."""
     ops: dict[str, list[str]] = {}
