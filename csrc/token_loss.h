@@ -90,9 +90,9 @@ Surrogated<T> surrogate(const LossConstants<T>& c, T log_ratio, T advantage, T l
     case Surrogate::cispo: return cispo(c, log_ratio, advantage, logp);
     case Surrogate::sapo: return sapo(c, log_ratio, advantage);
     case Surrogate::linear: return {times(logp, advantage), T(0), advantage};
-    case Surrogate::constant: break;  // the loss is known, and left out, unless it is NaN
+    case Surrogate::constant: break;  // the loss is known, and left out
   }
-  return {log_ratio, T(0), advantage};
+  return {T(0), T(0), advantage};
 }
 
 template <class T>
@@ -111,10 +111,12 @@ Estimated<T> estimate_kl(Estimator estimator, T logp, T ref) {
 
 template <class T>
 TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
-  const T log_ratio = logp - (token.on_policy ? logp : token.old);
+  const T log_ratio = token.on_policy ? T(0) : logp - token.old;
   Surrogated<T> s = surrogate(c, log_ratio, token.advantage, logp);
   TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0)};
-  if (!token.on_policy) {
+  if (token.on_policy) {  // weight and gate are in a already
+    terms.loss += logp - logp;  // NaN where there is no finite log-probability: nothing else would tell
+  } else {
     if (token.has_gate) {
       s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};
     }
@@ -132,7 +134,7 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
     const T factor = c.beta * token.weight;
     terms.loss += factor * terms.kl, terms.a += factor * slope;
   }
-  if (std::isnan(logp)) terms.loss = terms.a = logp;  // on-policy nothing else would tell
+  if (std::isnan(logp)) terms.loss = terms.a = terms.log_ratio = logp;
   return terms;
 }
 

@@ -156,6 +156,9 @@ FAULTS = [
         "KL gradient not corrected", TOKEN, "times(ratio, found.corrected_slope)", "found.corrected_slope", SURROGATES
     ),
     Fault("KL without its weight", TOKEN, "factor = c.beta * token.weight", "factor = c.beta", SURROGATES),
-    Fault("on-policy NaN lost", TOKEN, "if (std::isnan(logp)) terms.loss", "if (false) terms.loss", ROWS),
+    Fault("on-policy NaN lost", TOKEN, "terms.loss += logp - logp;", "", SURROGATES),
+    Fault(
+        "on-policy NaN without its gradient", TOKEN, "if (std::isnan(logp)) terms.loss", "if (false) terms.loss", ROWS
+    ),
 ]
 CPP_FAULTS = [replace(fault, name=f"C++: {fault.name}") for fault in FAULTS]

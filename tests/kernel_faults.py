@@ -111,7 +111,7 @@ FAULTS = [
         "is_id = (ids >= 0) & (ids < V)",
         "ids = tl.where(ids < 0, 0, ids)\n    is_id = (ids >= 0) & (ids < V)",
     ),
-    Fault("on-policy NaN lost", FUSED, "log_ratio = logp - logp", "log_ratio = tl.zeros_like(logp)", CATALOGUE),
+    Fault("on-policy NaN lost", FUSED, "loss += logp - logp", "loss += 0.0 * weight", CATALOGUE),
     Fault(
         "first tile of the gradient left out",
         FUSED,

@@ -46,8 +46,8 @@ def sapo(log_ratio, advantage, logp, clip_low, clip_high, delta, tau_pos, tau_ne
 
 @triton.jit
 def constant(log_ratio, advantage, logp, clip_low, clip_high, delta, tau_pos, tau_neg):
-    """On-policy, where d loss / d logp is known: `advantage`. So is the loss, which is left out, unless it is NaN."""
-    return log_ratio, tl.zeros_like(logp), advantage
+    """On-policy, where d loss / d logp is known: `advantage`. So is the loss, which is left out."""
+    return tl.zeros_like(logp), tl.zeros_like(logp), advantage
 
 
 @triton.jit
