@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from grpo_kernels.backends.rows import RowStats
@@ -60,6 +61,26 @@ class LossOutput:
     entropies: Tensor
     metrics: Metrics
     engine: str
+
+
+def _flatten(out: LossOutput) -> tuple[list[Any], str]:
+    return [out.loss, out.per_token_logps, out.entropies, out.metrics], out.engine
+
+
+def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], str]:
+    found, engine = _flatten(out)
+    names = (field.name for field in fields(LossOutput))
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], engine
+
+
+# DDP with static_graph=True drops, in silence, the gradients of an output that is not known to be made of tensors.
+pytree.register_pytree_node(
+    LossOutput,
+    _flatten,
+    lambda found, engine: LossOutput(*found, engine),
+    serialized_type_name="grpo_kernels.LossOutput",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
 
 
 def grpo_loss(

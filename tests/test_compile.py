@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from functorch.compile import make_boxed_compiler
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo_kernels import GRPOLoss, LossConfig, grpo_loss, linear_logprob_with
+from grpo_kernels import GRPOLoss, LossConfig, LossOutput, grpo_loss, linear_logprob_with
 
 H, V = 8, 19
 BOTH, HIDDEN = (True, True, True), (True, False, False)
@@ -349,13 +351,38 @@ def test_custom_objective_breaks_the_graph() -> None:
 
 
 def test_exported_graph_runs() -> None:
+    """Also of a module that returns the loss's output as it is, written to a file and read again."""
+
     class Loss(nn.Module):
-        def forward(self, given: Case) -> Tensor:
-            return grpo_loss(**given, config=LOSSES["gspo"][0]).loss
+        def forward(self, given: Case) -> LossOutput:
+            return grpo_loss(**given, config=LOSSES["gspo"][0])
 
     given = {name: x.detach() for name, x in batch(2, 5, *LOSSES["gspo"][1]).items()}
-    exported = torch.export.export(Loss(), (given,))
-    assert torch.equal(exported.module()(given), Loss()(given))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Loss(), (given,)), file)
+    file.seek(0)
+    want, again = Loss()(given), torch.export.load(file).module()
+    assert_same_bits(results(lambda **_: again(given), given), results(lambda **_: want, given))
+
+
+def test_an_output_is_a_pytree() -> None:
+    """Of its tensors: what maps over them gives an output again, with all of its metrics."""
+    config = LOSSES["grpo, all terms"][0]
+    out = grpo_loss(**batch(2, 5, *EVERY), config=config)
+    leaves, spec = pytree.tree_flatten(out)
+    assert len(leaves) == 3 + 2 * len(out.metrics.pairs) + len(out.metrics) - len(out.metrics.pairs)
+    assert all(isinstance(x, Tensor) for x in leaves)
+    paths = pytree.tree_flatten_with_path(out)[0]
+    assert len({pytree.keystr(path) for path, _ in paths}) == len(leaves)
+    doubled = pytree.tree_map(lambda x: x.detach().double(), out)
+    read = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert isinstance(hash(spec), int)
+    for again in (doubled, pytree.tree_unflatten(leaves, read)):
+        assert isinstance(again, LossOutput) and again.engine == out.engine
+        assert [*again.metrics] == [*out.metrics] and [*again.metrics.pairs] == [*out.metrics.pairs]
+    assert doubled.metrics.pairs["kl"][1].dtype == torch.float64
+    total, count = out.metrics.pairs["kl"]
+    assert doubled.metrics["kl"] == total.double() / count.double()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own
