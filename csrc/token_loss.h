@@ -90,30 +90,33 @@ Surrogated<T> surrogate(const LossConstants<T>& c, T log_ratio, T advantage, T l
     case Surrogate::cispo: return cispo(c, log_ratio, advantage, logp);
     case Surrogate::sapo: return sapo(c, log_ratio, advantage);
     case Surrogate::linear: return {times(logp, advantage), T(0), advantage};
-    case Surrogate::constant: break;  // the loss is known, and left out, unless it is NaN
+    case Surrogate::constant: break;  // the loss is known, and left out
   }
-  return {log_ratio, T(0), advantage};
+  return {T(0), T(0), advantage};
 }
 
-// KL(policy || reference) and its derivative in logp
 template <class T>
-void estimate_kl(Estimator estimator, T logp, T ref, T& kl, T& d_kl) {
+struct Estimated {
+  T kl, slope, corrected_slope;
+};
+
+// KL(policy || reference), its derivative in logp, and over r that of r * kl, where r moves with logp: kl + slope
+template <class T>
+Estimated<T> estimate_kl(Estimator estimator, T logp, T ref) {
   const T d = ref - logp;
-  if (estimator == Estimator::k1) {
-    kl = -d, d_kl = T(1);
-  } else if (estimator == Estimator::k2) {
-    kl = d * d / T(2), d_kl = -d;
-  } else {
-    kl = std::expm1(d) - d, d_kl = -std::expm1(d);
-  }
+  if (estimator == Estimator::k1) return {-d, T(1), T(1) - d};
+  if (estimator == Estimator::k2) return {d * d / T(2), -d, d * (d / T(2) - T(1))};
+  return {std::expm1(d) - d, -std::expm1(d), -d};
 }
 
 template <class T>
 TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
-  const T log_ratio = logp - (token.on_policy ? logp : token.old);
+  const T log_ratio = token.on_policy ? T(0) : logp - token.old;
   Surrogated<T> s = surrogate(c, log_ratio, token.advantage, logp);
   TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0)};
-  if (!token.on_policy) {
+  if (token.on_policy) {  // weight and gate are in a already
+    terms.loss += logp - logp;  // NaN where there is no finite log-probability: nothing else would tell
+  } else {
     if (token.has_gate) {
       s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};
     }
@@ -121,17 +124,17 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
     terms.a = token.weight * s.d_log_ratio + token.weight * s.d_logp;
   }
   if (c.estimator != Estimator::none) {
-    T d_kl;
-    estimate_kl(c.estimator, logp, token.ref, terms.kl, d_kl);
-    const T factor = c.beta * token.weight;
+    const Estimated<T> found = estimate_kl(c.estimator, logp, token.ref);
+    T slope = found.slope;
+    terms.kl = found.kl;
     if (c.corrects_kl) {
       const T ratio = std::exp(log_ratio);
-      terms.kl = times(ratio, terms.kl), d_kl = times(ratio, d_kl);
-      terms.a += factor * terms.kl;  // d ratio / d logp = ratio
+      terms.kl = times(ratio, found.kl), slope = times(ratio, found.corrected_slope);
     }
-    terms.loss += factor * terms.kl, terms.a += factor * d_kl;
+    const T factor = c.beta * token.weight;
+    terms.loss += factor * terms.kl, terms.a += factor * slope;
   }
-  if (std::isnan(logp)) terms.loss = terms.a = logp;  // on-policy nothing else would tell
+  if (std::isnan(logp)) terms.loss = terms.a = terms.log_ratio = logp;
   return terms;
 }
 

@@ -95,7 +95,8 @@ def policy_loss(
     loss = done.loss
     if wants.hidden or wants.head:
         if engine in STORING:
-            loss = _StoredGradient.apply(hidden, weight, bias, loss, done.d_hidden, done.d_weight, done.d_bias)
+            stored = (done.d_hidden, done.d_weight, done.d_bias)
+            loss = _StoredGradient.apply(hidden, weight, bias, completion_mask, loss, *stored)
         else:
             gradients = [wants.hidden, wants.weight, wants.bias]
             settings = logprob_op.Settings(*(*head, engine, backend, workspace_bytes, dtype, gradients))
@@ -173,7 +174,7 @@ def linear_logprob(
     logps, entropies = done.logps, done.entropies if entropy else None
     if wants.hidden or wants.head:
         if engine == "frozen":
-            logps = _StoredSlopes.apply(hidden, logps, done.slopes)
+            logps = _StoredSlopes.apply(hidden, mask, logps, done.slopes)
         else:
             logps, entropies = _SecondPass.apply(
                 hidden, weight, bias, ids, mask, temperatures, logps, entropies, done.max_logit, done.log_sum, settings
@@ -198,7 +199,10 @@ def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine:
 
 
 class _StoredGradient(torch.autograd.Function):
-    """A loss with its gradient: ``forward(ctx, hidden, weight, bias, loss, d_hidden, d_weight, d_bias)`` -> loss."""
+    """A loss with its gradient.
+
+    ``forward(ctx, hidden, weight, bias, mask, loss, d_hidden, d_weight, d_bias)`` -> loss.
+    """
 
     @staticmethod
     def forward(
@@ -206,36 +210,44 @@ class _StoredGradient(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        mask: Tensor | None,
         loss: Tensor,
         *gradients: Tensor,
     ) -> Tensor:
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(mask, *gradients)
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad
+        needed, (mask, *stored) = ctx.needs_input_grad, ctx.saved_tensors
+        of_rows = d_loss if mask is None else _where_counted(d_loss, mask)[..., None]
         gradients = [
-            (x * d_loss).to(dtype) if wanted else None
-            for x, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, needed[:3], strict=True)
+            (x * factor).to(dtype) if wanted else None
+            for x, factor, dtype, wanted in zip(stored, (of_rows, d_loss, d_loss), ctx.dtypes, needed[:3], strict=True)
         ]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 class _StoredSlopes(torch.autograd.Function):
-    """Log-probabilities with their slopes: ``forward(ctx, hidden, logps, slopes)`` -> logps."""
+    """Log-probabilities with their slopes: ``forward(ctx, hidden, mask, logps, slopes)`` -> logps."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, logps: Tensor, slopes: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, mask: Tensor | None, logps: Tensor, slopes: Tensor) -> Tensor:
         ctx.dtype = hidden.dtype
-        ctx.save_for_backward(slopes)
+        ctx.save_for_backward(mask, slopes)
         return logps.clone()
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        return (slopes * d_logps.to(slopes.dtype)[..., None]).to(ctx.dtype), None, None
+        mask, slopes = ctx.saved_tensors
+        factor = _where_counted(d_logps.to(slopes.dtype), mask)
+        return (slopes * factor[..., None]).to(ctx.dtype), None, None, None
+
+
+def _where_counted(upstream: Tensor, mask: Tensor | None) -> Tensor:
+    """`upstream`, 0 where masked: what is stored is 0 there, but 0 * NaN is not."""
+    return upstream if mask is None else torch.where(mask.ne(0), upstream, 0.0)
 
 
 class _SecondPass(torch.autograd.Function):

@@ -96,6 +96,7 @@ def policy_loss_from_logps(
     return LossOutput(loss, scores[0], scores[1], metrics, "given")
 
 
+@first_order
 class _GivenLoss(torch.autograd.Function):
     """``forward(ctx, logps, entropies, done, layout)`` -> the loss () of an evaluation that carries its gradient."""
 
@@ -106,7 +107,6 @@ class _GivenLoss(torch.autograd.Function):
         return done.loss.clone()
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         found = [None if x is None else ctx.layout.spread(d_loss * x) for x in ctx.saved_tensors]
         return *(None if x is None else x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), None, None

@@ -199,9 +199,9 @@ def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | Non
     return replace(found, u=x.requires_grad or lora.a.requires_grad, b=lora.b.requires_grad)
 
 
-def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None) -> Head:
-    """The head's tensors as the engines take them."""
-    u = None if lora is None else lora.project(hidden).flatten(0, -2)
+def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRA | None, rows: Rows) -> Head:
+    """The head's tensors as the engines take them, for `rows`."""
+    u = None if lora is None else lora.project(hidden, rows.positions)
     return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, u, None if lora is None else lora.b)
 
 

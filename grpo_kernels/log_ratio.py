@@ -24,6 +24,11 @@ class LogRatio:
         self._counts = counts.clamp(min=1).to(log_ratio.dtype)
         self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether R is one a sequence."""
+        return self._tokens is not None
+
     def to_logps(self, d_log_ratio: Tensor) -> Tensor:
         """d loss / d logp through R, given d loss / d R, (n,) each."""
         if self._tokens is None:

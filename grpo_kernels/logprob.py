@@ -209,7 +209,7 @@ def linear_logprob_with(
         graded=graded,
         gather=nullcontext if gather is None else gather,
     )
-    logps, entropies, *extras = LinearLogprob.apply(*head_of(*head), request)
+    logps, entropies, *extras = LinearLogprob.apply(*head_of(*head, rows), request)
     results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
     if entropies is not None:
         results["entropy"] = entropies

@@ -31,11 +31,18 @@ class LoRA:
     scaling: float = 1.0
     input: Tensor | None = None
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """u = scaling * x @ a.T, (..., r), in a dtype that holds both; within autocast in its dtype, as in PEFT."""
-        x = hidden if self.input is None else self.input
+    def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """u = scaling * x @ a.T, (N, r), 0 but at `positions` (n,): of the N that `hidden` (..., H) has.
+
+        The others are not read: NaN there would reach the gradient of `a`, also times 0. In a dtype that holds both;
+        within autocast in its dtype, as in PEFT.
+        """
+        x = (hidden if self.input is None else self.input).reshape(-1, hidden.shape[-1])
+        n = x.shape[0]
+        x = x if len(positions) == n else x.index_select(0, positions)
         dtype = torch.promote_types(x.dtype, self.a.dtype)
-        return self.scaling * (x.to(dtype) @ self.a.to(dtype).t())
+        u = self.scaling * (x.to(dtype) @ self.a.to(dtype).t())
+        return u if len(positions) == n else u.new_zeros(n, u.shape[1]).index_copy(0, positions, u)
 
 
 def check_kind(lora: Any) -> None:

@@ -17,10 +17,11 @@ numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from grpo_kernels.agreement import Agreement
@@ -59,6 +60,26 @@ class LossOutput:
     entropies: Tensor
     metrics: Metrics
     engine: str
+
+
+def _flatten(out: LossOutput) -> tuple[list[Any], str]:
+    return [out.loss, out.per_token_logps, out.entropies, out.metrics], out.engine
+
+
+def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], str]:
+    found, engine = _flatten(out)
+    names = (field.name for field in fields(LossOutput))
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], engine
+
+
+# DDP with static_graph=True drops, in silence, the gradients of an output that is not known to be made of tensors.
+pytree.register_pytree_node(
+    LossOutput,
+    _flatten,
+    lambda found, engine: LossOutput(*found, engine),
+    serialized_type_name="grpo_kernels.LossOutput",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
 
 
 def grpo_loss(
@@ -161,7 +182,7 @@ def grpo_loss(
 
     # which may raise on one rank alone, before the others' metrics
     with Agreement("sequence_group", None if objective is None else sequence_group, "the objective of grpo_loss"):
-        loss, logps, entropies = PolicyLoss.apply(*head_of(*call.head), call.request, finish)
+        loss, logps, entropies = PolicyLoss.apply(*head_of(*call.head, call.request.rows), call.request, finish)
     shape = completion_ids.shape
     return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
 

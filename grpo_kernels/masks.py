@@ -7,17 +7,17 @@ from torch import Tensor
 
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
+from grpo_kernels.quantile import quantile
 
 
 def keep_high_entropy(config: LossConfig, tokens: Tokens, entropies: Tensor) -> Tensor | None:
     """(n,) bool: the `top_entropy_quantile` of highest entropy (https://arxiv.org/abs/2506.01939); None: all."""
-    quantile = config.top_entropy_quantile
-    if quantile == 1.0:
+    if config.top_entropy_quantile == 1.0:
         return None
     every = tokens.layout.of_all_ranks(entropies)
     if every.numel() == 0:
         return torch.zeros_like(entropies, dtype=torch.bool)
-    return entropies >= torch.quantile(every, 1 - quantile)
+    return entropies >= quantile(every, 1 - config.top_entropy_quantile)
 
 
 def keep_on_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | None:

@@ -6,9 +6,11 @@ Everything stays on the device: nothing here waits for it. Names and definitions
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from grpo_kernels.batch import Layout, Tokens
@@ -54,6 +56,36 @@ class Metrics(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self)})"
+
+
+_Names = tuple[tuple[str, ...], tuple[str, ...]]  # of the pairs and the extremes
+
+
+def _flatten(metrics: Metrics) -> tuple[list[Any], _Names]:
+    pairs = [x for pair in metrics.pairs.values() for x in pair]
+    return [*pairs, *metrics._extremes.values()], ((*metrics.pairs,), (*metrics._extremes,))
+
+
+def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Names]:
+    leaves, names = _flatten(metrics)
+    keys = [*(f"{name}[{i}]" for name in names[0] for i in range(2)), *names[1]]
+    return [(pytree.MappingKey(key), x) for key, x in zip(keys, leaves, strict=True)], names
+
+
+def _unflatten(leaves: Iterable[Any], names: _Names) -> Metrics:
+    found = iter(leaves)
+    return Metrics({name: (next(found), next(found)) for name in names[0]}, dict(zip(names[1], found, strict=True)))
+
+
+pytree.register_pytree_node(
+    Metrics,
+    _flatten,
+    _unflatten,
+    serialized_type_name="grpo_kernels.Metrics",
+    to_dumpable_context=lambda names: names,
+    from_dumpable_context=lambda names: tuple(tuple(x) for x in names),  # JSON knows lists only
+    flatten_with_keys_fn=_flatten_with_keys,
+)
 
 
 def metric_names(

@@ -11,7 +11,8 @@ keep_t is the off-policy and the top-entropy mask (masks.py), is_t the importanc
 (sampling.py); neither touches the KL term.
 The gradient is two numbers a token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t, and is written out here:
 ``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Where old logps are absent they are
-the current ones, held constant, and R is 0.
+the current ones, held constant, and R is 0, whatever they are; but a token without a finite log-probability, which the
+policy cannot have sampled, makes the loss NaN.
 
 The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and k2 are ours).
 """
@@ -108,7 +109,7 @@ class PolicyObjective:
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
         if not self.on_policy or self._lacks_ratio:
             return part._per_token(logps, None)[1], b
-        a = self._at_ratio_one.a[index]
+        a = torch.where(torch.isnan(logps), logps, self._at_ratio_one.a[index])
         if self.config.beta != 0.0:
             a = a + part._kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
         return a, b
@@ -177,7 +178,8 @@ class PolicyObjective:
         if self._lacks_ratio:
             complete = PolicyObjective(config, with_sampling_ratio(config, tokens, logps), weights)
             return complete._per_token(logps, keep_entropy)
-        token_log_ratio = logps - (logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps)
+        old = tokens.old_per_token_logps
+        token_log_ratio = torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         log_ratio = self._log_ratio(token_log_ratio, keep_entropy)
         (loss, d_log_ratio, d_logps), phi = self._surrogate(log_ratio.value, token_log_ratio, logps)
 
@@ -186,6 +188,8 @@ class PolicyObjective:
             gate = self._gate(on_policy_keep, keep_entropy)
             if gate is not None:
                 loss, d_log_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_log_ratio, d_logps))
+        if old is None:
+            loss = loss + (logps - logps)  # NaN, where the gradient need not tell
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
         kl = None
@@ -260,12 +264,14 @@ class PolicyObjective:
         """The KL estimate a token, and its part of a = d loss / d logp, beta included."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
-        kl, d_kl = surrogates.kl_estimate(config, logps, self.tokens.ref_per_token_logps)
+        kl, d_kl, d_corrected = surrogates.kl_estimate(config, logps, self.tokens.ref_per_token_logps)
         if not config.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
-        kl, d_kl = surrogates.times(ratio, kl), surrogates.times(ratio, d_kl)
-        return kl, log_ratio.to_logps(weights * kl) + weights * d_kl
+        kl, a = surrogates.times(ratio, kl), weights * surrogates.times(ratio, d_corrected)
+        if log_ratio.is_shared:  # then it moves by a part of this token's logp, and of the others'
+            a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
+        return kl, a
 
     def _entropy_bonus(self, entropies: Tensor, keep: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """``entropy_coef`` times the mean entropy of the kept tokens, and d loss / d entropy."""

@@ -70,14 +70,18 @@ def sequence_mean(log_ratio: Tensor, advantages: Tensor) -> Surrogate:
     return loss, loss, torch.zeros_like(loss)
 
 
-def kl_estimate(config: LossConfig, logps: Tensor, ref_logps: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(policy || reference) a token and its derivative in logp (http://joschu.net/blog/kl-approx.html)."""
+def kl_estimate(config: LossConfig, logps: Tensor, ref_logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(policy || reference) a token, ``kl``, and its derivative in logp (http://joschu.net/blog/kl-approx.html).
+
+    The third is the derivative of ``r kl`` over r, where the ratio r moves with logp, ``kl + kl'``: written out, since
+    of k3, whose two parts grow as e^d, the sum is but ``-d``.
+    """
     d = ref_logps - logps
     if config.kl_estimator == "k1":
-        return -d, torch.ones_like(d)
+        return -d, torch.ones_like(d), 1 - d
     if config.kl_estimator == "k2":
-        return d.square() / 2, -d
-    return torch.expm1(d) - d, -torch.expm1(d)
+        return d.square() / 2, -d, d * (d / 2 - 1)
+    return torch.expm1(d) - d, -torch.expm1(d), -d
 
 
 def times(x: Tensor, factor: Tensor) -> Tensor:

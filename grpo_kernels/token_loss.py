@@ -9,7 +9,7 @@ in `surrogates`::
 
 On-policy the policy term's a is known beforehand, and there are two surrogates of its own for that: ``"constant"``,
 whose loss is known as well and left out here, and ``"linear"``, whose loss is a * logp. Both find a in `advantages`.
-R is then logp - logp: 0, or NaN where the log-probability is not finite, which must surface in the loss.
+R is then 0; the loss is NaN where the log-probability is not finite, and a, too, where that is NaN.
 Written by `objective.PolicyObjective.token_loss`; it knows no vocabulary, and its readers know no policy.
 """
 

@@ -150,12 +150,17 @@ FAULTS = [
     Fault("temperatures of SAPO swapped", TOKEN, "advantage > T(0) ?", "advantage <= T(0) ?", SURROGATES),
     Fault("0 * inf", TOKEN, "factor == T(0) && !std::isnan(x) ?", "false ?", SURROGATES),
     Fault("NaN lost by a factor of 0", TOKEN, "factor == T(0) && !std::isnan(x)", "factor == T(0)", SURROGATES),
-    Fault("k2's derivative", TOKEN, "d_kl = -d;", "d_kl = d;", SURROGATES),
-    Fault("k3's derivative", TOKEN, "d_kl = -std::expm1(d)", "d_kl = -d", SURROGATES),
+    Fault("k2's derivative", TOKEN, "T(2), -d,", "T(2), d,", SURROGATES),
+    Fault("k3's derivative", TOKEN, ", -std::expm1(d)", ", -d", SURROGATES),
     Fault("gate on the loss alone", TOKEN, "times(s.d_log_ratio, token.gate)", "s.d_log_ratio", SURROGATES),
-    Fault("ratio's share of the KL gradient", TOKEN, "terms.a += factor * terms.kl;", "", SURROGATES),
-    Fault("KL gradient not corrected", TOKEN, "d_kl = times(ratio, d_kl)", "d_kl = d_kl", SURROGATES),
+    Fault("ratio's share of the KL gradient", TOKEN, "found.corrected_slope", "found.slope", SURROGATES),
+    Fault(
+        "KL gradient not corrected", TOKEN, "times(ratio, found.corrected_slope)", "found.corrected_slope", SURROGATES
+    ),
     Fault("KL without its weight", TOKEN, "factor = c.beta * token.weight", "factor = c.beta", SURROGATES),
-    Fault("on-policy NaN lost", TOKEN, "if (std::isnan(logp)) terms.loss", "if (false) terms.loss", ROWS),
+    Fault("on-policy NaN lost", TOKEN, "terms.loss += logp - logp;", "", SURROGATES),
+    Fault(
+        "on-policy NaN without its gradient", TOKEN, "if (std::isnan(logp)) terms.loss", "if (false) terms.loss", ROWS
+    ),
 ]
 CPP_FAULTS = [replace(fault, name=f"C++: {fault.name}") for fault in FAULTS]

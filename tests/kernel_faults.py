@@ -103,7 +103,7 @@ FAULTS = [
         "d_log_ratio = times(d_log_ratio, gate)",
         "d_log_ratio = times(d_log_ratio, 1.0)",
     ),
-    Fault("ratio's share of the KL gradient", FUSED, "a += beta * weight * kl  #", "a += 0.0 * kl  #"),
+    Fault("ratio's share of the KL gradient", FUSED, "times(ratio, d_corrected)", "times(ratio, d_kl)"),
     Fault("KL without its weight", FUSED, "loss += beta * weight * kl", "loss += beta * kl"),
     Fault(
         "an id that does not exist",
@@ -111,7 +111,7 @@ FAULTS = [
         "is_id = (ids >= 0) & (ids < V)",
         "ids = tl.where(ids < 0, 0, ids)\n    is_id = (ids >= 0) & (ids < V)",
     ),
-    Fault("on-policy NaN lost", FUSED, "log_ratio = logp - logp", "log_ratio = tl.zeros_like(logp)", CATALOGUE),
+    Fault("on-policy NaN lost", FUSED, "loss += logp - logp", "loss += 0.0 * weight", CATALOGUE),
     Fault(
         "first tile of the gradient left out",
         FUSED,

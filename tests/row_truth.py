@@ -122,11 +122,10 @@ def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, t
     size = advantages.abs() * (1 + logps.abs()) * (1 + ratio) * (1 if loss.old is None else weights)
     if loss.ref is None:
         return {"loss": (policy, size), "a": (a, size)}
-    kl, d_kl = surrogates.kl_estimate(config, logps, loss.ref.double())
+    kl, d_kl, d_corrected = surrogates.kl_estimate(config, logps, loss.ref.double())
     kl_size = (1 + (loss.ref - logps).abs().exp() + (loss.ref - logps).square()) * (1 + log_ratio.exp())
     if loss.corrects_kl:
-        kl, d_kl = log_ratio.exp() * kl, log_ratio.exp() * d_kl
-        a = a + loss.beta * weights * kl
+        kl, d_kl = log_ratio.exp() * kl, log_ratio.exp() * d_corrected
     size = size + loss.beta * weights * kl_size
     return {
         "loss": (policy + loss.beta * weights * kl, size),

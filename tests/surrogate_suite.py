@@ -82,21 +82,56 @@ def differentiated(name: str, config: Any, log_ratio: Tensor, advantages: Tensor
 
 
 def estimates(name: str, logps: Tensor, ref: Tensor) -> Tensor:
-    """A KL estimate and its derivative in logp by `grpo_kernels.surrogates`: (2, n)."""
+    """A KL estimate and its two derivatives in logp by `grpo_kernels.surrogates`: (3, n)."""
     return torch.stack(surrogates.kl_estimate(SimpleNamespace(kl_estimator=name), logps, ref))  # type: ignore[arg-type]
 
 
 def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
-    """The same, written down anew in float64, and its derivative by autograd."""
+    """The same, written down anew in float64: the derivatives, of kl and of r * kl where r is 1, by autograd."""
     leaf = logps.double().clone().requires_grad_()
     d = ref.double() - leaf
     kl = {"k1": -d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[name]
-    return torch.stack([kl.detach(), *torch.autograd.grad(kl.sum(), leaf)])
+    corrected = kl * (leaf - leaf.detach()).exp()
+    slopes = [torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (kl, corrected)]
+    return torch.stack([kl.detach(), *slopes])
 
 
 class FusedSuite:
     kernels: FusedRowBackend
     device = DEVICE
+
+    @pytest.mark.parametrize("log_ratio", [None, -3.0, 0.3])
+    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+    def test_corrected_kl_gradient_however_far_the_reference(self, estimator: str, log_ratio: float | None) -> None:
+        """r (kl + kl') to 1e-6. Of k3 that is -r d, of which nothing is left where two parts of e^d are added up."""
+        raw = torch.randn(12, 3, device=self.device)
+        ids = torch.zeros(12, dtype=torch.long, device=self.device)
+        logps = self.kernels.stats(raw, ids, LogitTransform(), entropy=False).logps
+        distances = [-90.0, -16.0, -1e-3, 1e-3, 0.3, 4.0, 10.0, 16.0, 30.0, 60.0, 88.0, 300.0]  # e^88 is the last
+        shape = lambda x: x.view(12, 1)  # noqa: E731
+        tokens = read_tokens(
+            torch.zeros(12, 1, 1, device=self.device),
+            shape(ids),
+            None,
+            torch.zeros(12, device=self.device),
+            old_per_token_logps=None if log_ratio is None else shape(logps - log_ratio),
+            ref_per_token_logps=shape(logps + torch.tensor(distances, device=self.device)),
+            dtype=torch.float32,
+        )
+        config = LossConfig(beta=0.5, kl_estimator=estimator)
+        made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
+        loss = made.token_loss()
+        assert loss is not None
+        fused = self.kernels.fused(raw, ids, LogitTransform(), loss, None)
+        found = {"fused": fused.extras["a"], "evaluated": made.evaluate(logps, logps).a}
+        found["in part"] = made.coefficients(torch.arange(12, device=self.device), logps, logps)[0]
+        at = logps.double()
+        assert tokens.ref_per_token_logps is not None
+        d = tokens.ref_per_token_logps.double() - at
+        r = torch.ones_like(at) if tokens.old_per_token_logps is None else (at - tokens.old_per_token_logps).exp()
+        want = 0.5 * made.weights.double() * r * {"k1": 1 - d, "k2": d * d / 2 - d, "k3": -d}[estimator]
+        for name, x in found.items():
+            torch.testing.assert_close(x.double(), want, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
     @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
     @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])

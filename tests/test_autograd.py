@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -288,16 +289,40 @@ TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "entropy": lambda given: both(given)[1].sum(),
     "one_pass": lambda given: losses("one_pass", given),
     "two_pass": lambda given: losses("two_pass", given),
+    "lean": lambda given: losses("lean", given),
+    "frozen": lambda given: losses("frozen", given),
 }
 
 
 @pytest.mark.parametrize("of", TWICE)
 def test_double_backward_raises(of: str) -> None:
     """24. A penalty on a gradient is an error, never a constant."""
-    given = head()
+    given = head(frozen="weight bias" if of == "frozen" else "")
     loss = TWICE[of](given)
     with pytest.raises(RuntimeError, match="twice"):
         penalty(loss, given).backward()
+
+
+@pytest.mark.parametrize("of", TWICE)
+def test_double_backward_raises_whatever_is_asked_for(of: str) -> None:
+    """24. Autograd looks only where the inputs named are: the upstream gradient, too, is among them."""
+    given, scale = head(frozen="weight bias" if of == "frozen" else ""), torch.tensor(2.0).requires_grad_()
+    leaves = [x for x in given.values() if x.requires_grad]
+    gradients = torch.autograd.grad(TWICE[of](given) * scale, leaves, create_graph=True)
+    for gradient, asked in itertools.product(gradients, (*leaves, scale)):
+        whole = gradient.square().sum() + asked.square().sum()
+        with pytest.raises(RuntimeError, match="twice"):
+            torch.autograd.grad(whole, asked, allow_unused=True, retain_graph=True)
+
+
+def test_what_refuses_to_be_differentiated_keeps_nothing() -> None:
+    given = head()
+    hidden = given["hidden"] * 1.0
+    loss, seen = grpo_loss(**batch(given | {"hidden": hidden}), engine="one_pass").loss, weakref.ref(hidden)
+    del hidden
+    assert seen() is None
+    torch.autograd.grad(loss, given["hidden"], create_graph=True)[0].sum()
+    assert seen() is None
 
 
 def test_function_transforms_raise() -> None:

@@ -226,6 +226,33 @@ def test_banned_vocabulary() -> None:
     assert bool(logps.isnan().all() and entropies.isnan().all())
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [("grpo", "token"), ("grpo", "sequence"), *((x, "token") for x in ("cispo", "vespo", "gmpo"))],
+)
+def test_banned_target_on_policy(loss_type: str, level: str) -> None:
+    """15. The loss is NaN, since no policy samples what it bans; the ratio is 1, and the gradient what it tends to."""
+    case = make_case("banned", mask="holes", old=False, bias=True, **kind(loss_type, level))
+    case = case.but(advantages=torch.tensor([1.0, -0.5, 0.0]))
+    banned, ids, bias = 3, case.completion_ids.clone(), case.bias.clone()
+    ids[ids == banned] = banned + 1
+    ids[case.completion_mask.cumsum(1) == 1] = banned  # the first that counts of each sequence
+    bias[banned] = -1e4  # and no other token notices
+    case = case.but(completion_ids=ids, bias=bias)
+    out, limit = run(case)
+    assert bool(out.loss.isfinite())
+    bias[banned] = -INF
+    for engine in ("one_pass", "two_pass", "lean", "frozen"):
+        frozen = {"weight", "bias"} if engine == "frozen" else set()
+        out, grads = run(case.but(bias=bias, frozen=frozenset(frozen)), engine)
+        assert out.engine == engine
+        assert bool(out.loss.isnan()) and float(out.metrics["ratio"]) == 1.0
+        for name in limit.keys() - frozen:
+            assert_close(
+                grads[name], limit[name], rtol=1e-5, atol=1e-6, msg=lambda m, e=engine, n=name: f"{e} {n}: {m}"
+            )
+
+
 WHERE_NAN_SURFACES = [
     (name, *loss)
     for name in ("hidden", "advantages", *PER_TOKEN[:2], "importance_sampling_ratio")

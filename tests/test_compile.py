@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from functorch.compile import make_boxed_compiler
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo_kernels import GRPOLoss, LossConfig, grpo_loss, linear_logprob_with
+from grpo_kernels import GRPOLoss, LossConfig, LossOutput, grpo_loss, linear_logprob_with
 
 H, V = 8, 19
 BOTH, HIDDEN = (True, True, True), (True, False, False)
@@ -240,6 +242,33 @@ def test_linear_logprob(name: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("name", ["dapo on-policy", "gspo", "frozen"])
+def test_an_upstream_gradient_of_a_loss_that_is_nan(name: str) -> None:
+    """It reaches what counts, and no masked position."""
+    config, names, trains, _ = LOSSES[name]
+    given = batch(2, 5, *names, trains=trains) | {"config": config}
+    found = results(compiled(grpo_loss)[0], given, float("nan"))["hidden"].isnan().any(-1)
+    assert torch.equal(found, given["completion_mask"])
+
+
+@pytest.mark.parametrize("name", ["both", "frozen"])
+def test_an_upstream_gradient_that_is_nan_where_masked(name: str) -> None:
+    options, trains, *_ = LOGPROBS[name]
+    given = batch(2, 5, trains=trains)
+    counted = given["completion_mask"].clone()
+    assert not counted.all()
+
+    def gradients(function: Callable[..., Any], masked: float) -> list[Tensor]:
+        found = function(given["hidden"], given["weight"], given["completion_ids"], mask=counted, **options)
+        leaves = [x for x in (given["hidden"], given["weight"]) if x.requires_grad]
+        return list(torch.autograd.grad(found["logps"], leaves, torch.where(counted, 1.0, masked)))
+
+    for x, y in zip(
+        gradients(compiled(linear_logprob_with)[0], torch.nan), gradients(linear_logprob_with, 0.0), strict=True
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
 def test_one_op_in_the_forward_and_none_in_the_backward_of_one_pass() -> None:
     """And no number among the inputs: it would be one that a graph was made for."""
     ops: dict[str, list[str]] = {}
@@ -322,13 +351,38 @@ def test_custom_objective_breaks_the_graph() -> None:
 
 
 def test_exported_graph_runs() -> None:
+    """Also of a module that returns the loss's output as it is, written to a file and read again."""
+
     class Loss(nn.Module):
-        def forward(self, given: Case) -> Tensor:
-            return grpo_loss(**given, config=LOSSES["gspo"][0]).loss
+        def forward(self, given: Case) -> LossOutput:
+            return grpo_loss(**given, config=LOSSES["gspo"][0])
 
     given = {name: x.detach() for name, x in batch(2, 5, *LOSSES["gspo"][1]).items()}
-    exported = torch.export.export(Loss(), (given,))
-    assert torch.equal(exported.module()(given), Loss()(given))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Loss(), (given,)), file)
+    file.seek(0)
+    want, again = Loss()(given), torch.export.load(file).module()
+    assert_same_bits(results(lambda **_: again(given), given), results(lambda **_: want, given))
+
+
+def test_an_output_is_a_pytree() -> None:
+    """Of its tensors: what maps over them gives an output again, with all of its metrics."""
+    config = LOSSES["grpo, all terms"][0]
+    out = grpo_loss(**batch(2, 5, *EVERY), config=config)
+    leaves, spec = pytree.tree_flatten(out)
+    assert len(leaves) == 3 + 2 * len(out.metrics.pairs) + len(out.metrics) - len(out.metrics.pairs)
+    assert all(isinstance(x, Tensor) for x in leaves)
+    paths = pytree.tree_flatten_with_path(out)[0]
+    assert len({pytree.keystr(path) for path, _ in paths}) == len(leaves)
+    doubled = pytree.tree_map(lambda x: x.detach().double(), out)
+    read = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert isinstance(hash(spec), int)
+    for again in (doubled, pytree.tree_unflatten(leaves, read)):
+        assert isinstance(again, LossOutput) and again.engine == out.engine
+        assert [*again.metrics] == [*out.metrics] and [*again.metrics.pairs] == [*out.metrics.pairs]
+    assert doubled.metrics.pairs["kl"][1].dtype == torch.float64
+    total, count = out.metrics.pairs["kl"]
+    assert doubled.metrics["kl"] == total.double() / count.double()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from grpo_kernels import LMHeadLogProb, LossConfig, attach, grpo_loss
+from grpo_kernels import GRPOLoss, LMHeadLogProb, LossConfig, LossOutput, attach, grpo_loss
 from tests import parallel_cases as cases
 from tests.case_builder import Case
 from tests.parallel_cases import LOSSES, SETUPS, TIED, Run, relative_error, truth
@@ -250,3 +250,37 @@ def logprobs_truth(entropy: bool) -> Gradients:
         per_token = (3.0 * logps).square() - (entropies if entropy else 0.0)
         (per_token * batch.completion_mask).sum().div(2).backward()
     return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+class ReturnsTheOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 11, bias=False)
+        for i, x in enumerate(self.parameters()):
+            nn.init.normal_(x, generator=torch.Generator().manual_seed(i))
+        self.loss = GRPOLoss(loss_type="grpo")
+
+    def forward(self, x: Tensor) -> LossOutput:
+        ids = torch.arange(10).view(2, 5)
+        return self.loss(self.body(x), self.head.weight, ids, None, torch.tensor([1.0, -0.5]))
+
+
+def static_graph_gradients(module: nn.Module, rank: int) -> list[Tensor]:
+    """Two steps: the first is where DDP learns the graph."""
+    for step in range(2):
+        module.zero_grad()
+        out = module(torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(10 * step + rank)))
+        assert isinstance(out, LossOutput) and out.metrics.pairs["rows/projected"][1] == 10
+        out.loss.backward()
+    return [x.grad.clone() for x in module.parameters() if x.grad is not None]
+
+
+def run_static_graph(rank: int, world_size: int) -> list[Tensor]:
+    return static_graph_gradients(nn.parallel.DistributedDataParallel(ReturnsTheOutput(), static_graph=True), rank)
+
+
+def test_an_output_of_ddp_with_a_static_graph_keeps_its_gradients() -> None:
+    alone = [static_graph_gradients(ReturnsTheOutput(), rank) for rank in range(2)]
+    want = [torch.stack(x).mean(0) for x in zip(*alone, strict=True)]
+    for found in run_ranks(run_static_graph, 2):
+        torch.testing.assert_close(found, want)

@@ -112,6 +112,8 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
     assert d_logps.tolist() == [[-6.0, 0.0]] and d_entropies.tolist() == [[-1.5, 0.0]]
     with pytest.raises(RuntimeError, match="differentiating twice"):
         d_logps.sum().backward()
+    with pytest.raises(RuntimeError, match="differentiating twice"):
+        torch.autograd.grad(d_logps.sum(), entropies, allow_unused=True)
     assert out.per_token_logps.tolist() == [[-1.5, 0.0]] and not out.per_token_logps.requires_grad
 
 

@@ -142,7 +142,10 @@ def test_backward_again_gives_the_same_and_differentiating_it_raises() -> None:
     again = torch.autograd.grad(logps.sum(), wanted, create_graph=True)
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     with pytest.raises(RuntimeError, match="differentiating twice"):
-        again[0].sum().backward()
+        again[0].sum().backward(retain_graph=True)
+    for leaf in wanted:
+        with pytest.raises(RuntimeError, match="differentiating twice"):
+            torch.autograd.grad(again[0].sum(), leaf, allow_unused=True, retain_graph=True)
 
 
 def test_autocast_rounds_the_operands_and_nothing_else() -> None:

@@ -112,6 +112,32 @@ def test_what_dropout_left_is_what_the_adapter_sees() -> None:
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("where", ["hidden", "input"])
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean", "linear_logprob"])
+def test_what_is_masked_reaches_no_gradient(engine: str, where: str) -> None:
+    """NaN there is not read: 0 times it would be NaN in all of the gradient of `a`."""
+    g = torch.Generator().manual_seed(5)
+    ids, mask = torch.randint(50, (2, 5), generator=g), torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    weight = torch.randn(50, 16, generator=g)
+    states = {name: torch.randn(2, 5, 16, generator=g) for name in ("hidden", "input")}
+
+    def gradients(masked: float) -> list[Tensor]:
+        a, b = (x.float().requires_grad_() for x in factors(50, 16))
+        filled = {where: torch.where(mask[..., None] != 0, states[where], masked)}
+        hidden, seen = (x.clone().requires_grad_() for x in (states | filled).values())
+        lora = LoRA(a, b, SCALING, input=seen if where == "input" else None)
+        if engine == "linear_logprob":
+            logps, entropies = linear_logprob(hidden, weight, ids, mask=mask, lora=lora)
+            assert entropies is not None
+            loss = logps.sum() + entropies.sum()
+        else:
+            loss = grpo_loss(hidden, weight, ids, mask, torch.tensor([1.0, -0.5]), engine=engine, lora=lora).loss
+        return list(torch.autograd.grad(loss, (a, b, hidden, seen)[: 4 if where == "input" else 3]))
+
+    for x, y in zip(gradients(torch.nan), gradients(0.0), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize(("trains_head", "products"), [(False, 4), (True, 6)])
 def test_no_product_of_the_two_factors_is_made(trains_head: bool, products: int) -> None:
     """Besides the head's products there are three of the adapter's B and three of its A, each of rank r."""

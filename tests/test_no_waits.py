@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import Expectation, LoRA, LossConfig, grpo_loss, linear_logprob
 from tests.pretend_gpu import OnGPU, Waits, here, pretended
 
 B, T, H, V = 2, 5, 8, 19
@@ -194,6 +194,26 @@ def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if loss.requires_grad:
             torch.autograd.backward(loss)
     assert (forward, len(waits) - forward) == documented
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "some"])
+def test_an_adapter_costs_no_wait(mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch, capturing=mask is None) as waits:
+        given = batch(trains=HIDDEN)
+        lora = LoRA(OnGPU(torch.randn(3, H)).requires_grad_(), OnGPU(torch.randn(V, 3)))
+        logps, _ = linear_logprob(
+            given["hidden"],
+            given["weight"],
+            given["completion_ids"],
+            mask=None if mask is None else OnGPU(mask),
+            lora=lora,
+            entropy=False,
+            engine="two_pass",
+            backend="torch",
+        )
+        torch.autograd.backward(logps.sum())
+        assert len(waits) == (0 if mask is None else 2)  # as without one
+        assert lora.a.grad is not None
 
 
 def test_captured_linear_logprob(monkeypatch: pytest.MonkeyPatch) -> None:

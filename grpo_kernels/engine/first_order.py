@@ -1,43 +1,72 @@
-"""Backwards that are not differentiable themselves, and say so.
+"""Functions whose gradients are not differentiable themselves, and say so.
 
-``torch.autograd.function.once_differentiable`` raises only if an upstream gradient itself requires grad; a gradient
-penalty on ``loss.backward(create_graph=True)`` would pass through it as a constant, silently.
+``torch.autograd.function.once_differentiable`` raises only if an upstream gradient itself requires grad: a gradient
+penalty on ``loss.backward(create_graph=True)`` would pass through it as a constant, silently. And autograd visits what
+leads to the tensors that it is asked for, and nothing else: an error that does not lead to them is passed by as well.
+So the error is tied to everything that the gradient depends on.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-Backward = Callable[..., tuple[Tensor | None, ...]]
+F = TypeVar("F", bound=type[torch.autograd.Function])
 
 
-def first_order(backward: Backward) -> Backward:
-    """Mark a Function's backward: its results raise when they are differentiated."""
+def first_order(function: F) -> F:
+    """Decorate a Function: the gradients that it returns raise when they are differentiated, in whatever."""
+    forward: Callable[..., Any] = function.forward
+    backward: Callable[..., tuple[Tensor | None, ...]] = function.backward
+
+    @functools.wraps(forward)
+    def tied(ctx: Any, *inputs: Any) -> Any:
+        wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        with torch.enable_grad():
+            ctx.tie = _Tie.apply(*wanted) if wanted else None
+        return forward(ctx, *inputs)
 
     @functools.wraps(backward)
-    def wrapper(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         differentiable = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
         if not differentiable:
             return gradients
-        return tuple(None if x is None else _Refusal.apply(x.requires_grad_()) for x in gradients)
+        ties = [x for x in (ctx.tie, *upstream) if x is not None and x.requires_grad]
+        return tuple(None if x is None else _Refusal.apply(x, *ties) for x in gradients)
 
-    return wrapper
+    function.forward, function.backward = staticmethod(tied), staticmethod(once)  # type: ignore[assignment]
+    return function
+
+
+class _Tie(torch.autograd.Function):
+    """Nothing, made of the inputs of a forward: what leads to them later without keeping any of their memory."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *others: Tensor) -> Tensor:
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _refuse()
 
 
 class _Refusal(torch.autograd.Function):
-    """The identity, whose derivative is an error."""
+    """The identity of a gradient, whose derivative is an error; `ties` are what the gradient depends on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *ties: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None]:
-        raise RuntimeError("grpo_kernels: differentiating twice is not supported")
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _refuse()
+
+
+def _refuse() -> tuple[Tensor | None, ...]:
+    raise RuntimeError("grpo_kernels: differentiating twice is not supported")

@@ -29,6 +29,7 @@ from grpo_kernels.engine.passes import (
 from grpo_kernels.engine.remainder import Remainder, split_off
 
 
+@first_order
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
@@ -63,7 +64,6 @@ class PolicyLoss(torch.autograd.Function):
         return done.loss.clone(), logps, entropies  # what is returned gets attached to the graph, `done` must not
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         request, saved = ctx.request, ctx.saved_tensors
         if request.engine in RECOMPUTING:
@@ -76,6 +76,7 @@ class PolicyLoss(torch.autograd.Function):
         return *returned(Gradients(*stored), ctx.like, request, graded, d_loss), None, None
 
 
+@first_order
 class LinearLogprob(torch.autograd.Function):
     """Log-probabilities and entropies, both differentiable.
 
@@ -111,7 +112,6 @@ class LinearLogprob(torch.autograd.Function):
         return spread(stats.logps, request.rows, n), entropies, *extras
 
     @staticmethod
-    @first_order
     def backward(
         ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None, *d_extras: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -97,6 +97,7 @@ def _in_order(kept: Tensor, ids: Tensor, width: int, vocab: int) -> tuple[Tensor
     return torch.where(padding, ids[:, None], kept), padding
 
 
+@first_order
 class KeptSetLogprob(torch.autograd.Function):
     """``forward(ctx, hidden, weight, bias, kept, sets)`` -> logps (N,), entropies (N,) or None; `kept` (N, K)."""
 
@@ -137,7 +138,6 @@ class KeptSetLogprob(torch.autograd.Function):
         return logps, entropies
 
     @staticmethod
-    @first_order
     def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         sets, (hidden, weight, *saved) = ctx.sets, ctx.saved_tensors
         wants, new = sets.wants, hidden.new_zeros

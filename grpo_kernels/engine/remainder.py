@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.engine.operands import Coefficients
+from grpo_kernels.quantile import quantile_of_numbers
 
 FAR_TOO_LARGE = 64.0  # times what came: more than six bits of what is stored would cancel
 
@@ -41,12 +42,13 @@ def split_off(g: Tensor, h: Tensor | None, expected: Coefficients) -> tuple[Tens
     """
     a, b = expected
     ratios = torch.cat([g / a, *([] if h is None or b is None else [h / b])])  # nan or inf where a = 0
-    c = torch.nan_to_num(_quantile(torch.where(torch.isfinite(ratios), ratios, torch.nan), 0.5), nan=0.0)
+    c = torch.nan_to_num(quantile_of_numbers(torch.where(torch.isfinite(ratios), ratios, torch.nan), 0.5), nan=0.0)
 
     def remainder(upstream: Tensor, coefficient: Tensor) -> Tensor:
         fit, eps = c * coefficient, torch.finfo(upstream.dtype).eps
         finite, size = torch.isfinite(upstream), upstream.abs()
-        typical = torch.nan_to_num(_quantile(torch.where(finite & (size > 0), size, torch.nan), 0.75), nan=0.0)
+        sizes = torch.where(finite & (size > 0), size, torch.nan)
+        typical = torch.nan_to_num(quantile_of_numbers(sizes, 0.75), nan=0.0)
         rounding = 8 * eps * torch.maximum(torch.maximum(size, fit.abs()), typical)
         return torch.where(finite & ((upstream - fit).abs() <= rounding), 0.0, upstream - fit)
 
@@ -54,11 +56,6 @@ def split_off(g: Tensor, h: Tensor | None, expected: Coefficients) -> tuple[Tens
         return c, Remainder(remainder(g, a), None)
     zeros = torch.zeros_like(g)
     return c, Remainder(remainder(g, a), remainder(zeros if h is None else h, zeros if b is None else b))
-
-
-def _quantile(x: Tensor, q: float) -> Tensor:
-    """One of the values, ignoring NaN; NaN if there is none."""
-    return torch.nanquantile(x, q, interpolation="lower") if x.numel() > 0 else x.new_full((), torch.nan)
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -151,14 +151,16 @@ def fused_kernel(
     weight = tl.load(weights_ptr + rows)
     beta = tl.cast(beta, tl.float32)
     b = tl.cast(b, tl.float32)
-    log_ratio = logp - logp  # on-policy 0, or NaN where there is no log-probability
+    log_ratio = tl.where(logp == logp, 0.0, logp)
     if old_ptr is not None:
         log_ratio = logp - tl.load(old_ptr + rows)
     loss, d_log_ratio, a = SURROGATE(
         log_ratio, advantage, logp, tl.cast(clip_low, tl.float32), tl.cast(clip_high, tl.float32),
         tl.cast(delta, tl.float32), tl.cast(tau_pos, tl.float32), tl.cast(tau_neg, tl.float32),
     )  # fmt: skip
-    if old_ptr is not None:  # else weight and gate are in a already
+    if old_ptr is None:  # weight and gate are in a already
+        loss += logp - logp  # NaN where there is no finite log-probability: nothing else would tell
+    else:
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + rows)
             loss = times(loss, gate)
@@ -167,12 +169,11 @@ def fused_kernel(
         loss = weight * loss
         a = weight * d_log_ratio + weight * a
     if ref_ptr is not None:
-        kl, d_kl = ESTIMATOR(logp, tl.load(ref_ptr + rows))
+        kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:
             ratio = exp(log_ratio)
             kl = times(ratio, kl)
-            d_kl = times(ratio, d_kl)
-            a += beta * weight * kl  # d ratio / d logp = ratio
+            d_kl = times(ratio, d_corrected)
         loss += beta * weight * kl
         a += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=counts)

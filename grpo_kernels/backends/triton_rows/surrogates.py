@@ -46,8 +46,8 @@ def sapo(log_ratio, advantage, logp, clip_low, clip_high, delta, tau_pos, tau_ne
 
 @triton.jit
 def constant(log_ratio, advantage, logp, clip_low, clip_high, delta, tau_pos, tau_neg):
-    """On-policy, where d loss / d logp is known: `advantage`. So is the loss, which is left out, unless it is NaN."""
-    return log_ratio, tl.zeros_like(logp), advantage
+    """On-policy, where d loss / d logp is known: `advantage`. So is the loss, which is left out."""
+    return tl.zeros_like(logp), tl.zeros_like(logp), advantage
 
 
 @triton.jit
@@ -58,23 +58,26 @@ def linear(log_ratio, advantage, logp, clip_low, clip_high, delta, tau_pos, tau_
 
 @triton.jit
 def k1(logp, ref):
-    """KL(policy || reference) and its derivative in logp: with d = ref - logp, ``-d``."""
+    """With d = ref - logp, KL(policy || reference), ``-d``; its derivative in logp; and the sum of the two.
+
+    That is, over r, the derivative of r * kl where the ratio r moves with logp.
+    """
     d = ref - logp
-    return -d, tl.full(d.shape, 1.0, tl.float32)
+    return -d, tl.full(d.shape, 1.0, tl.float32), 1.0 - d
 
 
 @triton.jit
 def k2(logp, ref):
     """``d^2 / 2``"""
     d = ref - logp
-    return d * d / 2.0, -d
+    return d * d / 2.0, -d, d * (d / 2.0 - 1.0)
 
 
 @triton.jit
 def k3(logp, ref):
     """``e^d - 1 - d``"""
     d = ref - logp
-    return expm1(d) - d, -expm1(d)
+    return expm1(d) - d, -expm1(d), -d
 
 
 @triton.jit
