@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def check_group(name: str, group: Any) -> None:
+    """Raise TypeError unless `group` is a process group, or None."""
+    if group is None:
+        return
+    from torch.distributed import ProcessGroup
+
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{name}: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "
+            f"{type(group).__name__}"
+        )
 
 
 def all_reduce(x: Tensor, op: str, process_group: ProcessGroup | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
-from grpo_kernels.distributed import all_reduce
+from grpo_kernels.distributed import all_reduce, check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,14 +60,22 @@ def optimal_token_baseline(
     Source: https://arxiv.org/abs/2602.07078. It is verl's ``tir_optimal_token_baseline`` and, where the masks have no
     holes, its ``optimal_token_baseline``; but w_k >= 0 here whatever the rounding of pi near 1, nothing is added to the
     denominator (a sum of 0 means a baseline of 0), and no special rule holds for a group of one.
-    Raises ValueError for infinite rewards, and numbers that count and are not finite.
+    Raises ValueError for infinite rewards, and numbers that count and are not finite, or are impossible by more than
+    rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1], as their logarithms are.
     """
+    check_group("process_group", process_group)
     if not isinstance(handle_zero_tail, bool):
         raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
     mask = stats.bool_mask(completion_mask)
     to_go = _rewards_to_go(rewards, mask, process_group)
-    logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask, process_group).clamp(max=0.0)
+    logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask, process_group)
+    at_most = _slack(old_per_token_logps)
+    stats.require_all(logps <= at_most, logps, "old_per_token_logps", "log-probabilities, at most 0", process_group)
+    logps = logps.clamp(max=0.0)
     squares = stats.counted_values("sum_pi_squared", sum_pi_squared, mask, process_group)
+    possible = (squares >= 0) & (squares <= 1 + _slack(sum_pi_squared))
+    expected = "sums of squared probabilities, in [0, 1] (not their logarithms)"
+    stats.require_all(possible, squares, "sum_pi_squared", expected, process_group)
     groups = stats.sample_groups(len(mask), num_generations, group_ids, mask.device, process_group)
     others = (squares - torch.exp(2 * logps)).clamp(min=0.0)  # squared probabilities of the tokens not chosen
     energy = torch.where(mask, torch.expm1(logps).square() + others, 0.0)
@@ -101,6 +109,11 @@ def _rewards_to_go(rewards: Tensor, mask: Tensor, process_group: ProcessGroup | 
     stats.require_all(~per_token.isinf(), per_token, "rewards", finite, process_group)
     unscored = per_token.isnan().any(dim=1, keepdim=True)
     return torch.where(unscored, stats.NAN, stats.discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
+
+
+def _slack(x: Tensor) -> float:
+    """What rounding may add to a number that is at most 0 or 1; 16-bit logits of 20 have steps of 1/8."""
+    return 0.1 if x.dtype.itemsize == 2 else 1e-3
 
 
 def _widened(x: Tensor, width: int, fill: float) -> Tensor:

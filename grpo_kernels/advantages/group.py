@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
+from grpo_kernels.distributed import check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +44,7 @@ def group_advantages(
     https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
     Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
     """
+    check_group("process_group", process_group)
     stats.one_of("scale", scale, ("group", "batch", "none"))
     stats.one_of("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
     correction = stats.std_correction(std)
@@ -81,6 +83,7 @@ def rloo_advantages(
     Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0. ``normalize``
     divides by (sample std over the batch + ``epsilon``). Source: https://arxiv.org/abs/2402.14740
     """
+    check_group("process_group", process_group)
     stats.in_interval("epsilon", epsilon)
     table, weights = stats.reward_table(rewards, reward_weights, process_group)
     groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
@@ -111,6 +114,7 @@ def passk_advantages(
     as in ``group_advantages``. Source: https://arxiv.org/abs/2503.19595; verl's ``grpo_passk``, which refuses groups of
     one.
     """
+    check_group("process_group", process_group)
     stats.one_of("scale", scale, ("group", "none"))
     correction = stats.std_correction(std)
     stats.in_interval("epsilon", epsilon)
@@ -142,6 +146,7 @@ def opo_advantages(
     Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0 (verl's: its
     reward). Source: https://arxiv.org/abs/2505.23585
     """
+    check_group("process_group", process_group)
     mask = stats.bool_mask(completion_mask)
     table, weights = stats.reward_table(rewards, reward_weights, process_group)
     stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
@@ -166,6 +171,7 @@ def gpg_advantages(
     them. (verl counts the rewards that are 0 instead, so that there the scale depends on what reward stands for wrong.)
     Groups, weights, NaN and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2504.02546
     """
+    check_group("process_group", process_group)
     table, weights = stats.reward_table(rewards, reward_weights, process_group)
     groups = stats.sample_groups(len(table), num_generations, group_ids, table.device, process_group)
     moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)

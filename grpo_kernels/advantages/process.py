@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
+from grpo_kernels.distributed import check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,6 +37,7 @@ def process_advantages(
     Groups as in ``group_advantages``. Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
     """
+    check_group("process_group", process_group)
     correction = stats.std_correction(std)
     stats.in_interval("epsilon", epsilon)
     given, ends = stats.step_table(step_rewards, step_ends)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
+from grpo_kernels.distributed import check_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,6 +36,7 @@ def gae(
     applies ``whiten``, over all ranks of ``process_group``; the returns keep their scale.
     Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted positions.
     """
+    check_group("process_group", process_group)
     stats.in_interval("gamma", gamma, 1)
     stats.in_interval("lam", lam, 1)
     mask = stats.bool_mask(completion_mask)
@@ -81,6 +83,7 @@ def reinforce_plus_plus(
     without a score get 0 and are left out of mean and std. Masked positions are jumped over.
     Source: https://arxiv.org/abs/2501.03262
     """
+    check_group("process_group", process_group)
     stats.in_interval("gamma", gamma, 1)
     stats.in_interval("epsilon", epsilon)
     if not math.isfinite(beta):
@@ -120,6 +123,7 @@ def gdpo_advantages(
     Groups, weights, NaN and errors as there; both std are of samples (n - 1).
     Source: https://arxiv.org/abs/2601.05242
     """
+    check_group("process_group", process_group)
     stats.in_interval("epsilon", epsilon)
     mask = stats.bool_mask(completion_mask)
     table, weights = stats.reward_table(rewards, reward_weights, process_group)
@@ -145,6 +149,7 @@ def whiten(
 
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
+    check_group("process_group", process_group)
     correction = stats.std_correction(std)
     stats.in_interval("epsilon", epsilon)
     mask = stats.bool_mask(completion_mask)
