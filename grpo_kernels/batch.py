@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import check_ids, check_mask, check_shape, check_tensor
+from grpo_kernels.checks import check_ids, check_mask, check_mask_values, check_shape, check_tensor
 
 if TYPE_CHECKING:
     from grpo_kernels.span import Span
@@ -106,11 +106,22 @@ class Tokens:
         return self.ids.shape[0]
 
 
-def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
-    """Where `mask` is not 0, as places (n,) in it flattened: waits for the device to say how many. None: all."""
+def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
+    """Where `mask` is not 0, as places (n,) in it flattened: waits for the device, once, to say how many. None: all.
+
+    Raises:
+        ValueError: there is NaN in the mask `name`.
+    """
     if mask is None:
         return torch.arange(ids.numel(), device=ids.device)
-    return mask.detach().reshape(-1).ne(0).nonzero()[:, 0]
+    mask = mask.detach().reshape(-1)
+    counts = mask.ne(0)
+    if not mask.is_floating_point():
+        return counts.nonzero()[:, 0]
+    found = torch.stack([counts.sum(), mask.isnan().sum(), mask.isneginf().sum()])
+    n, nans, minus_infs = found.tolist()  # the one wait, which `nonzero` would be
+    check_mask_values(name, has_nan=nans > 0, has_minus_inf=minus_infs > 0)
+    return (~counts).to(torch.uint8).argsort(stable=True)[:n]
 
 
 def read_tokens(
@@ -153,7 +164,7 @@ def read_tokens(
         check_tensor("importance_sampling_ratio", ratio, like=hidden, floating=True)
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
-    positions = counted_positions(completion_mask, completion_ids)
+    positions = counted_positions("completion_mask", completion_mask, completion_ids)
     layout = Layout(positions, *places(positions), batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:  # (B,) where that could also be (N,), but (B, T) where it could be (B, 1)

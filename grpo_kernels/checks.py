@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +12,12 @@ from torch import Tensor
 from grpo_kernels.config import LossConfig
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """A warning of what is no error but likely not meant: one in a process."""
+    warnings.warn(f"grpo_kernels: {message}", UserWarning, stacklevel=3)
 
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
@@ -102,11 +110,19 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
-    """Raise unless `mask` is a real tensor of the shape of `ids`, without NaN (not looked at outside a CPU)."""
+    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` is for what stands in it."""
     check_tensor(name, mask, like=ids)
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
-    if mask.device.type == "cpu" and mask.is_floating_point() and bool(mask.isnan().any()):
+
+
+def check_mask_values(name: str, *, has_nan: bool, has_minus_inf: bool) -> None:
+    """Raise ValueError if a mask has NaN, which is neither 0 nor not; warn, once, of the -inf of another kind of mask."""
+    if has_nan:
         raise ValueError(f"{name}: expected 0 or a number that is not, got nan")
+    if has_minus_inf:
+        warn_once(
+            f"{name}: -inf counts, as all but 0 does. In an additive attention mask it is 0 that counts: pass mask == 0"
+        )
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:

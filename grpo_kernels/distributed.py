@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+def check_group(name: str, group: Any) -> None:
+    """Raise TypeError unless `group` is a process group, or None."""
+    if group is None:
+        return
+    from torch.distributed import ProcessGroup
+
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{name}: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "
+            f"{type(group).__name__}"
+        )
+
+
 def all_reduce(x: Tensor, op: str, process_group: ProcessGroup | None) -> Tensor:
     """``x`` reduced over the group's ranks; ``op`` is "sum", "min" or "max". Reduces in place and returns ``x``."""
     if process_group is None:
@@ -28,19 +41,6 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
     parts = x.new_empty(dist.get_world_size(process_group), *x.shape)
     dist.all_gather([*parts.unbind(0)], x.contiguous(), group=process_group)
     return parts
-
-
-def check_group(name: str, process_group: Any) -> None:
-    """Raise TypeError unless `process_group` is a process group that this rank is in, or None."""
-    if process_group is None:
-        return
-    import torch.distributed as dist
-
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(
-            f"{name}: expected a torch.distributed.ProcessGroup that this rank is in, got "
-            f"{type(process_group).__name__}"
-        )
 
 
 def group_device(process_group: ProcessGroup) -> torch.device:

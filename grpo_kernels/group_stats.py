@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.agreement import Agreement
+from grpo_kernels.checks import check_mask_values
 from grpo_kernels.distributed import all_reduce, gather_uneven
 
 if TYPE_CHECKING:
@@ -211,12 +212,22 @@ def reward_table(
     if reward_weights is None:
         weights = table.new_ones(table.shape[1])
     else:
-        weights = wide(torch.as_tensor(reward_weights, device=table.device))
+        weights = wide(_numbers("reward_weights", reward_weights)).to(table.device)
         expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
         require_all(weights.isfinite(), weights, "reward_weights", "finite values")
     if ranks:
         ranks.same_values({"reward_weights": weights})
     return table, weights
+
+
+def _numbers(name: str, x: Tensor | Sequence[float]) -> Tensor:
+    """`x` as a tensor; Python's numbers in float64, whatever torch's default dtype is."""
+    if isinstance(x, Tensor):
+        return x
+    try:
+        return torch.as_tensor(x, dtype=torch.float64)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name}: expected a tensor or a list of numbers, got {x!r:.80}") from error
 
 
 def step_table(
@@ -247,10 +258,13 @@ def _padded(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) ->
 
 
 def bool_mask(mask: Tensor) -> Tensor:
-    """``completion_mask`` as (B, T) bool: non-zero counts."""
+    """``completion_mask`` as (B, T) bool: non-zero counts. Raises for NaN; warns, once, of -inf."""
     real_tensor("completion_mask", mask)
     if mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
+    if mask.is_floating_point():
+        has_nan, has_minus_inf = bool(mask.isnan().any()), bool(mask.isneginf().any())
+        check_mask_values("completion_mask", has_nan=has_nan, has_minus_inf=has_minus_inf)
     return mask != 0
 
 

@@ -104,7 +104,7 @@ def plan_rows(
     )
     wants = wanted(hidden, weight, bias, lora) if wants is None else wants
     config = head_config(hidden, weight, wants, spec, backend, workspace_bytes, dtype, engine=engine)
-    positions = counted_positions(mask, ids)
+    positions = counted_positions("mask", mask, ids)
     inv_t: float | Tensor = 1.0 / spec.temperature
     if per_row:
         inv_t = row_temperatures(temperature, ids, positions, config.accumulator)

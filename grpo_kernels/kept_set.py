@@ -121,7 +121,7 @@ def _read_sets(
 ) -> KeptSets:
     """Look at the sets and plan the work."""
     dtype = compute_dtype(hidden, weight)
-    positions = counted_positions(mask, ids)
+    positions = counted_positions("mask", mask, ids)
     inv_t: float | Tensor = 1.0 / spec.temperature
     if isinstance(temperature, Tensor):
         inv_t = row_temperatures(temperature, ids, positions, accumulator_of(dtype))

@@ -116,8 +116,9 @@ def grpo_loss(
         hidden: hidden states that predict `completion_ids` (aligned: nothing is shifted here), floating.
         weight, bias: the head.
         completion_ids: integers; those that count must lie in [0, V).
-        completion_mask: bool, int or float; non-zero counts. None: every position does, without waiting for the device
-            to say how many.
+        completion_mask: bool, int or float; whatever is not 0 counts, negative numbers too, and NaN is refused (-inf, of
+            an additive attention mask, counts with a warning). None: every position does, without waiting for the
+            device to say how many.
         advantages: one a sequence or one a token; packed with N = B, one a sequence.
         old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
         ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0.

@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
+import math
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.loop_thread import failure, run_together
+
 __all__ = ["compute_rewards", "reward_names"]
 
 RewardFunc = Callable[..., Any]  # an nn.Module is one too
-_T = TypeVar("_T")
 _AS_THEY_ARE = ("trainer_state", "log_extra", "log_metric")  # what TRL passes beside the columns
 _SHOWN = 80  # characters of a prompt or completion in a warning
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def compute_rewards(
@@ -46,7 +48,10 @@ def compute_rewards(
     except TRL's ``trainer_state``, ``log_extra`` and ``log_metric``, which are handed on as they are.
 
     Warns, naming the row, where every function returned None. Raises RuntimeError naming the function if one raises
-    (its own error chained), ValueError if it does not return B numbers, TypeError or ValueError for wrong arguments.
+    (its own error chained), ValueError if it does not return B numbers within float32's range, TypeError or ValueError
+    for wrong arguments. SystemExit and KeyboardInterrupt pass through a Python function as they are: they may be a
+    signal to the process. No signal reaches an async function, so there they are errors like any other, as is a loop
+    that it stops; the next call has a new one.
     """
     funcs = _as_list(reward_funcs)
     names = reward_names(funcs)
@@ -59,24 +64,16 @@ def compute_rewards(
             if isinstance(func, nn.Module):
                 return _model_rewards(func, tokenizer, inputs)
             value = func(**inputs)
-            return _run(_awaited(value)) if inspect.isawaitable(value) else value
-
-    async def score_all(selected: list[int]) -> list[Any]:
-        async def score_async(i: int) -> Any:
-            with _named(names[i]):
-                return await funcs[i](**inputs)
-
-        return await asyncio.gather(*map(score_async, selected), return_exceptions=True)
+        return run_together([(name, lambda: value)])[0] if inspect.isawaitable(value) else value
 
     if len(prompts) == 0:
-        return torch.empty(0, len(funcs), device=device)
+        return torch.empty(0, len(funcs), dtype=torch.float32, device=device)
     is_async = [_is_async(func) for func in funcs]
     returned = [None if is_async[i] else score(funcs[i], names[i], tokenizers[i]) for i in range(len(funcs))]
     concurrent = [i for i in range(len(funcs)) if is_async[i]]
     if concurrent:
-        for i, value in zip(concurrent, _run(score_all(concurrent)), strict=True):
-            if isinstance(value, BaseException):
-                raise value
+        values = run_together([(names[i], functools.partial(funcs[i], **inputs)) for i in concurrent])
+        for i, value in zip(concurrent, values, strict=True):
             returned[i] = value
     table = [_column(value, name, len(prompts)) for value, name in zip(returned, names, strict=True)]
     rewards = torch.tensor(table, dtype=torch.float32).T.contiguous()
@@ -190,8 +187,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _named(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
-        raise RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+    except (Exception, asyncio.CancelledError) as error:
+        raise failure(name, error) from error
 
 
 def _is_async(func: Any) -> bool:
@@ -200,48 +197,16 @@ def _is_async(func: Any) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
 
-async def _awaited(value: Awaitable[_T]) -> _T:
-    return await value
-
-
-class _LoopThread(threading.Thread):
-    """A daemon thread that runs one event loop for the rest of the process."""
-
-    def __init__(self) -> None:
-        super().__init__(name="grpo-kernels-rewards", daemon=True)
-        self.loop = asyncio.new_event_loop()
-        self.start()
-
-    def run(self) -> None:
-        self.loop.run_forever()
-
-
-_loop_thread: _LoopThread | None = None
-_starting = threading.Lock()
-
-
-def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """The coroutine's result, from the loop thread; it is started on first use and again after a fork."""
-    global _loop_thread
-    with _starting:
-        if _loop_thread is None or not _loop_thread.is_alive():
-            _loop_thread = _LoopThread()
-    if threading.current_thread() is _loop_thread:
-        coroutine.close()
-        raise RuntimeError("compute_rewards: called inside an async reward function, whose loop it would wait for")
-    future = asyncio.run_coroutine_threadsafe(coroutine, _loop_thread.loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
 def _column(values: Any, name: str, length: int) -> list[float]:
     """What a function returned, as ``length`` floats."""
     returned = type(values).__name__
     if hasattr(values, "tolist"):  # tensors, arrays, series
-        values = values.tolist()
+        try:
+            values = values.tolist()
+        except (RuntimeError, TypeError, ValueError) as error:  # a meta tensor, a sparse one
+            raise ValueError(
+                f"reward function {name!r}: expected a list of {length} rewards, got a {returned} without them: {error}"
+            ) from error
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"reward function {name!r}: expected a list of {length} rewards, got {returned}")
     if len(values) != length:
@@ -252,12 +217,18 @@ def _column(values: Any, name: str, length: int) -> list[float]:
 def _number(value: Any, name: str, row: int) -> float:
     if value is None:
         return float("nan")
+    expected = "a number or None"
     try:
         if not isinstance(value, (str, bytes)):
-            return float(value)
+            number = float(value)
+            if abs(number) <= _LARGEST or not math.isfinite(number):
+                return number
+            expected = "a number within float32's range or None"
+    except OverflowError:
+        expected = "a number within float32's range or None"
     except (TypeError, ValueError, RuntimeError):
         pass
-    raise ValueError(f"reward function {name!r}: expected a number or None for row {row}, got {_shortened(value)}")
+    raise ValueError(f"reward function {name!r}: expected {expected} for row {row}, got {_shortened(value)}")
 
 
 def _warn_unscored(rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> None:
@@ -272,5 +243,8 @@ def _warn_unscored(rewards: Tensor, prompts: Sequence[Any], completions: Sequenc
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of an int with more digits than Python writes
+        text = f"{type(value).__name__} that cannot be written"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -485,6 +485,11 @@ INF = torch.tensor([0.0, math.inf])
         (ValueError, r"x: .* \(2, 3\), got \(8,\)", lambda: adv.whiten(R8, M)),
         (ValueError, "x: expected finite .* got inf", lambda: adv.whiten(M / 0, M)),
         (ValueError, r"rewards: .* \(2,\), got \(8,\)", lambda: adv.reinforce_plus_plus(R8, M)),
+        (TypeError, "reward_weights: expected a tensor or a list of numbers, got 'ab'",
+         lambda: adv.group_advantages(R8[:, None], 2, reward_weights="ab")),
+        (TypeError, r"reward_weights: .* got \[None, 1\]",
+         lambda: adv.rloo_advantages(R8[:, None], 2, reward_weights=[None, 1])),
+        (ValueError, "completion_mask: expected 0 or a number that is not, got nan", lambda: adv.whiten(M, M * NAN)),
         (ValueError, "beta: expected a finite number, got nan", lambda: adv.reinforce_plus_plus(M[:, 0], M, beta=NAN)),
         (ValueError, "per_token_kl: .* got nan",
          lambda: adv.reinforce_plus_plus(M[:, 0], M, per_token_kl=M * NAN)),
@@ -495,6 +500,29 @@ INF = torch.tensor([0.0, math.inf])
 def test_wrong_arguments(error, message, call):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_weights_in_a_list_are_not_rounded():
+    rewards = random_rewards(2, 8, 2, nan_share=0.0)
+    expected = adv.group_advantages(rewards, 4, reward_weights=torch.tensor([0.1, 1 / 3], dtype=torch.float64))
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = adv.group_advantages(rewards, 4, reward_weights=[0.1, 1 / 3])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+WITH_GROUP = [name for name in adv.__all__ if "process_group" in inspect.signature(getattr(adv, name)).parameters]
+
+
+@pytest.mark.parametrize("name", WITH_GROUP)
+def test_what_is_no_process_group_is_refused(name):
+    """First of all: the other arguments are none either."""
+    estimate = getattr(adv, name)
+    others = [x for x in inspect.signature(estimate).parameters.values() if x.default is x.empty]
+    with pytest.raises(TypeError, match=r"^process_group: expected a torch.distributed.ProcessGroup .* got str"):
+        estimate(*[None] * len(others), process_group="x")
 
 
 # groups that span ranks

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
+import signal
+import sys
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -124,7 +128,12 @@ def test_warning_names_the_rows_nobody_scored():
 
 
 def test_empty_batch():
-    assert compute_rewards([lengths, nothing], [], []).shape == (0, 2)
+    torch.set_default_dtype(torch.float16)
+    try:
+        empty = compute_rewards([lengths, nothing], [], [])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (empty.shape, empty.dtype) == ((0, 2), torch.float32)
 
 
 def test_device():
@@ -202,6 +211,117 @@ def test_a_failing_async_function_is_named_and_the_next_call_works():
         compute_rewards([async_lengths, judge], PROMPTS, COMPLETIONS)
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert compute_rewards(async_lengths, PROMPTS, COMPLETIONS).shape == (3, 1)
+
+
+async def exits(**kwargs):
+    sys.exit(3)
+
+
+async def interrupts(**kwargs):
+    raise KeyboardInterrupt
+
+
+async def cancels(**kwargs):
+    raise asyncio.CancelledError
+
+
+async def stops_its_loop(**kwargs):
+    asyncio.get_running_loop().stop()
+    return [1.0] * len(PROMPTS)
+
+
+async def stops_its_loop_and_waits(**kwargs):
+    asyncio.get_running_loop().stop()
+    await asyncio.Event().wait()
+
+
+async def exits_in_a_task(**kwargs):
+    await asyncio.create_task(exits())
+
+
+async def exits_in_a_callback(**kwargs):
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    await asyncio.Event().wait()
+
+
+ENDS = {
+    exits: ("raised SystemExit: 3", SystemExit),
+    interrupts: ("raised KeyboardInterrupt", KeyboardInterrupt),
+    cancels: ("raised CancelledError", asyncio.CancelledError),
+    stops_its_loop: ("the event loop was stopped", None),
+    stops_its_loop_and_waits: ("the event loop was stopped", None),
+    exits_in_a_task: ("the event loop was ended by SystemExit: 3", SystemExit),
+    exits_in_a_callback: ("the event loop was ended by SystemExit: 3", SystemExit),
+}
+
+
+@pytest.mark.parametrize("disguised", [False, True])
+@pytest.mark.parametrize("func", ENDS, ids=lambda func: func.__name__)
+def test_every_end_of_an_async_function_reaches_the_caller(func, disguised):
+    """In another thread, so that a caller who waits for ever is a failure and not the end of the test run."""
+    given = functools.wraps(func)(lambda **kwargs: func(**kwargs)) if disguised else func
+    caught = []
+
+    def call():
+        try:
+            compute_rewards([given, async_lengths], PROMPTS, COMPLETIONS)
+        except BaseException as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(10)
+    assert not caller.is_alive()
+    how, cause = ENDS[func]
+    assert type(caught[0]) is RuntimeError
+    assert re.match(f"reward functions? '{func.__name__}'.*{how}", str(caught[0]))
+    assert type(caught[0].__cause__) is (cause or type(None))
+    assert compute_rewards(async_lengths, PROMPTS, COMPLETIONS)[:, 0].tolist() == [2.0, 6.0, 2.0]
+
+
+def test_what_runs_on_a_loop_that_is_stopped_is_cancelled():
+    cleaned = threading.Event()
+
+    async def waits(**kwargs):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+
+    with pytest.raises(RuntimeError, match="reward functions 'waits', 'stops_its_loop': the event loop was stopped"):
+        compute_rewards([waits, stops_its_loop], PROMPTS, COMPLETIONS)
+    assert cleaned.wait(10)
+
+
+def test_an_interrupted_caller_cancels_its_functions():
+    cancelled = threading.Event()
+
+    async def judge(**kwargs):
+        await asyncio.sleep(0.05)  # until the caller waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # SIGINT may be ignored here
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compute_rewards(judge, PROMPTS, COMPLETIONS)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert cancelled.wait(10)
+    assert compute_rewards(async_lengths, PROMPTS, COMPLETIONS).shape == (3, 1)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_signal_during_a_python_function_ends_the_process(error):
+    def judge(**kwargs):
+        raise error
+
+    with pytest.raises(error):
+        compute_rewards(judge, PROMPTS, COMPLETIONS)
 
 
 def test_nested_async_calls_raise_instead_of_waiting_for_themselves():
@@ -327,6 +447,12 @@ def test_a_failing_function_is_named_and_its_error_chained():
         ([1.0, 2.0, 3j], "expected a number or None for row 2, got 3j"),
         (torch.zeros(3, 2), r"expected a number or None for row 0, got \[0.0, 0.0\]"),
         ([torch.zeros(2), 0.0, 0.0], "expected a number or None for row 0, got tensor"),
+        ([1.0, 10**400, 1.0], "expected a number within float32's range or None for row 1, got 1000"),
+        ([1.0, 1.0, 10**5000], "expected a number within float32's range or None for row 2, got int that cannot be"),
+        ([1.0, 1.0, -1e39], r"expected a number within float32's range or None for row 2, got -1e\+39"),
+        (torch.zeros(3, device="meta"), "expected a list of 3 rewards, got a Tensor without them: Cannot copy out of"),
+        (torch.zeros(3).to_sparse(), "expected a list of 3 rewards, got a Tensor without them: "),
+        ([torch.zeros((), device="meta")] * 3, "expected a number or None for row 0, got tensor"),
     ],
 )
 def test_wrong_returns_name_the_function(returned, message):

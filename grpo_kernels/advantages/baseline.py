@@ -60,7 +60,8 @@ def optimal_token_baseline(
     Source: https://arxiv.org/abs/2602.07078. It is verl's ``tir_optimal_token_baseline`` and, where the masks have no
     holes, its ``optimal_token_baseline``; but w_k >= 0 here whatever the rounding of pi near 1, nothing is added to the
     denominator (a sum of 0 means a baseline of 0), and no special rule holds for a group of one.
-    Raises ValueError for infinite rewards, and numbers that count and are not finite.
+    Raises ValueError for infinite rewards, and numbers that count and are not finite, or are impossible by more than
+    rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1], as their logarithms are.
     """
     with Agreement(
         "process_group", process_group, "optimal_token_baseline", handle_zero_tail=handle_zero_tail
@@ -69,8 +70,14 @@ def optimal_token_baseline(
             raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
         mask = stats.bool_mask(completion_mask)
         to_go = _rewards_to_go(rewards, mask)
-        logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask).clamp(max=0.0)
+        logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask)
+        possible = logps <= _slack(old_per_token_logps)
+        stats.require_all(possible, logps, "old_per_token_logps", "log-probabilities, at most 0")
+        logps = logps.clamp(max=0.0)
         squares = stats.counted_values("sum_pi_squared", sum_pi_squared, mask)
+        possible = (squares >= 0) & (squares <= 1 + _slack(sum_pi_squared))
+        expected = "sums of squared probabilities, in [0, 1] (not their logarithms)"
+        stats.require_all(possible, squares, "sum_pi_squared", expected)
         factor = importance_sampling_ratio
         if factor is not None:
             factor = stats.counted_values("importance_sampling_ratio", factor, mask).square()
@@ -108,6 +115,11 @@ def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     stats.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
     unscored = per_token.isnan().any(dim=1, keepdim=True)
     return torch.where(unscored, stats.NAN, stats.discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
+
+
+def _slack(x: Tensor) -> float:
+    """What rounding may add to a number that is at most 0 or 1; 16-bit logits of 20 have steps of 1/8."""
+    return 0.1 if x.dtype.itemsize == 2 else 1e-3
 
 
 def _widened(x: Tensor, width: int, fill: float) -> Tensor:
