@@ -31,14 +31,20 @@ PRELOADED = [
 ]
 
 
+def server_context() -> Any:
+    """The fork server that has everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def run_ranks(task: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """``[task(rank, world_size, *args) for each rank]``, each in a process of its own, within one gloo group.
 
     Raises:
         AssertionError: a rank raised (its traceback is the message), or did not return in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server_context()
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -1,0 +1,1 @@
+"""Attacks on the library, seeded and bounded by time: `python -m tests.fuzz`."""

@@ -1,0 +1,146 @@
+"""The right calls that ranks make together, and whether what each rank got is its part of the whole result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels import advantages as adv
+from grpo_kernels import grpo_loss, linear_logprob_with
+
+Arguments = dict[str, Any]
+ROWS = (4, 6)  # of the head, on each rank
+COLUMNS = (2, 1)  # of each sequence
+SAMPLES = (3, 1)  # rewards
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, what one process would give it, and what of that each rank gives it."""
+
+    function: Callable[..., Any]
+    whole: Callable[[], Arguments]
+    part: Callable[[Arguments, int], Arguments]
+    part_of_result: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] = lambda whole, rank: whole
+
+    def right_part(self, both: Mapping[str, Any], rank: int) -> Arguments:
+        """What the rank gives, if all do right; `both` is what this call has besides the usual."""
+        return self.part(self.whole() | dict(both), rank)
+
+    def assert_right(self, both: Mapping[str, Any], rank: int) -> None:
+        """Make the right call, which has to give the rank's part of what one process gets from the whole."""
+        want = results(self.function(**(self.whole() | dict(both))))
+        got = results(self.function(**self.right_part(both, rank)))
+        for name, x in self.part_of_result(want, rank).items():
+            torch.testing.assert_close(
+                got[name], x, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def results(output: Any) -> dict[str, Tensor]:
+    """What of an output can be compared, by name."""
+    if isinstance(output, Tensor):
+        return {"result": output}
+    if isinstance(output, tuple):
+        return dict(zip(("advantages", "returns"), output, strict=True))
+    if isinstance(output, dict):
+        return output
+    return {"logps": output.per_token_logps, "loss": output.loss, "policy_loss": output.metrics["policy_loss"]}
+
+
+def cut(x: Tensor, sizes: tuple[int, ...], rank: int, dim: int = 0) -> Tensor:
+    """The rank's piece, a leaf if the whole is one."""
+    return x.detach().split(sizes, dim)[rank].clone().requires_grad_(x.requires_grad)
+
+
+def _loss() -> Arguments:
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(2, 3, 4, generator=g), torch.randn(10, 4, generator=g)
+    return {
+        "hidden": hidden.requires_grad_(),
+        "weight": weight.requires_grad_(),
+        "completion_ids": torch.randint(10, (2, 3), generator=g),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "advantages": torch.tensor([1.0, -0.5]),
+    }
+
+
+def _logprob() -> Arguments:
+    given = _loss()
+    return {"hidden": given["hidden"], "weight": given["weight"], "ids": given["completion_ids"]}
+
+
+def _shard(whole: Arguments, rank: int) -> Arguments:
+    """The head's rows divided."""
+    part = whole | {"process_group": dist.group.WORLD, "hidden": whole["hidden"].detach().requires_grad_()}
+    for name in ("weight", "bias"):
+        if part.get(name) is not None:
+            part[name] = cut(part[name], ROWS, rank)
+    if part.get("lora") is not None:
+        part["lora"] = replace(part["lora"], b=cut(part["lora"].b, ROWS, rank))
+    return part
+
+
+def _columns(whole: Arguments, rank: int) -> Arguments:
+    """Every sequence divided."""
+    tokens = {k: x for k, x in whole.items() if isinstance(x, Tensor) and x.shape[:2] == (2, 3)}
+    tokens = {
+        k: cut(x, COLUMNS, rank, 1) if x.is_floating_point() else x.split(COLUMNS, 1)[rank] for k, x in tokens.items()
+    }
+    return whole | tokens | {"sequence_group": dist.group.WORLD}
+
+
+def _own_columns(whole: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
+    return {"logps": whole["logps"].split(COLUMNS, 1)[rank], "policy_loss": whole["policy_loss"]}
+
+
+def _samples(whole: Arguments, rank: int) -> Arguments:
+    """The completions divided."""
+    rows = {k: x.split(SAMPLES)[rank] for k, x in whole.items() if isinstance(x, Tensor) and len(x) == sum(SAMPLES)}
+    return whole | rows | {"process_group": dist.group.WORLD}
+
+
+def _own_samples(whole: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
+    return {name: x.split(SAMPLES)[rank] for name, x in whole.items()}
+
+
+REWARDS = torch.tensor([1.0, 0.0, 0.25, 2.0])
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]])
+VALUES = torch.linspace(-1.0, 1.0, 12).view(4, 3)
+PAIRS: Arguments = {"rewards": REWARDS, "num_generations": 2}
+STEPS = torch.tensor([[0.5, 1.0], [0.0, 0.25], [1.0, 0.0], [0.75, 0.5]])
+ENDS = torch.tensor([[0, 1], [0, 0], [1, 2], [0, 1]])
+
+
+def _estimator(function: Callable[..., Any], **whole: Any) -> Call:
+    return Call(function, lambda: dict(whole), _samples, _own_samples)
+
+
+CALLS = {
+    "loss": Call(grpo_loss, _loss, _shard),
+    "logprob": Call(linear_logprob_with, _logprob, _shard),
+    "sequence loss": Call(grpo_loss, _loss, _columns, _own_columns),
+    "group": _estimator(adv.group_advantages, **PAIRS),
+    "rloo": _estimator(adv.rloo_advantages, **PAIRS),
+    "passk": _estimator(adv.passk_advantages, **PAIRS),
+    "gpg": _estimator(adv.gpg_advantages, **PAIRS),
+    "opo": _estimator(adv.opo_advantages, **PAIRS, completion_mask=MASK),
+    "gdpo": _estimator(adv.gdpo_advantages, **PAIRS, completion_mask=MASK),
+    "process": _estimator(
+        adv.process_advantages, step_rewards=STEPS, step_ends=ENDS, num_generations=2, completion_mask=MASK
+    ),
+    "gae": _estimator(
+        adv.gae, rewards=REWARDS, values=VALUES, completion_mask=MASK, whiten_advantages=True
+    ),
+    "reinforce++": _estimator(adv.reinforce_plus_plus, rewards=REWARDS, completion_mask=MASK),
+    "whiten": _estimator(adv.whiten, x=VALUES, completion_mask=MASK),
+    "otb": _estimator(
+        adv.optimal_token_baseline, **PAIRS, completion_mask=MASK, old_per_token_logps=VALUES - 2.0,
+        sum_pi_squared=VALUES.square() * 0.1 + 0.2,
+    ),
+}  # fmt: skip

@@ -1,0 +1,335 @@
+"""What one rank of a group may do that does not go with what the others do: one table, and what each kind must raise.
+
+Every kind must raise TypeError or ValueError on every rank within ten seconds, in words that name what differs, and
+leave the group fit for the next call. Of what one rank refuses alone, the others' error says which rank that was.
+`FITTING` is what ranks may well differ in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from grpo_kernels import LoRA, LossConfig, token_level
+from tests.fuzz.rank_calls import VALUES
+from tests.fuzz.rank_kinds import Mismatch, alone, config, differs, fits
+
+NAN = math.nan
+OLD = {"old_per_token_logps": torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.25, -3.0]])}
+HALF = {"hidden": torch.ones(2, 3, 4, dtype=torch.bfloat16), "weight": torch.ones(10, 4, dtype=torch.bfloat16)}
+REF = {"config": LossConfig(beta=0.1), "ref_per_token_logps": -torch.ones(2, 3)}
+BIAS = torch.linspace(-1.0, 1.0, 10)
+ADAPTER = LoRA(torch.ones(2, 4), torch.ones(10, 2), 0.5)
+PACKED = {
+    "hidden": torch.ones(6, 4, requires_grad=True), "completion_ids": torch.arange(6), "completion_mask": torch.ones(6),
+    "cu_seqlens": torch.tensor([0, 2, 6]),
+}  # fmt: skip
+PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+
+
+@token_level
+def surrogate(tokens: Any) -> torch.Tensor:
+    """An objective of one's own."""
+    return -tokens.advantages * tokens.logps
+
+
+def as_dtype(name: str, dtype: torch.dtype) -> Any:
+    """The rank's own tensor in another dtype."""
+    return lambda own: own[name].detach().to(dtype).requires_grad_(own[name].requires_grad)
+
+
+def ones_like(name: str, dims: int = 2) -> Any:
+    """Ones of the shape of the rank's own tensor, of its first dimensions."""
+    return lambda own: torch.ones(own[name].shape[:dims])
+
+
+def frozen(name: str) -> Any:
+    """The rank's own tensor without gradient."""
+    return lambda own: own[name].detach()
+
+
+def longer(name: str, dim: int) -> Any:
+    """The rank's own tensor, one entry longer."""
+    return lambda own: (
+        torch.cat([own[name], own[name].narrow(dim, 0, 1)], dim).detach().requires_grad_(own[name].requires_grad)
+    )
+
+
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.5}, {"final_logit_softcapping": 5.0}, {"logit_scale": 0.5}, {"loss_type": "grpo"},
+    {"loss_type": "vespo"}, {"importance_sampling_level": "sequence"}, {"epsilon": 0.3}, {"entropy_coef": 0.1},
+    {"top_entropy_quantile": 0.5}, {"logits_dtype": "input"}, {"off_policy_mask_threshold": 0.5},
+)  # fmt: skip
+
+
+def of_a_loss(call: str) -> list[Mismatch]:
+    """What a loss has, whichever group its ranks share."""
+    kinds = [config(call, {}, **fields) for fields in CONFIGS]
+    kinds += [differs(f"presence of {name}", name, call, **{name: ones_like("completion_ids")}) for name in PER_TOKEN]
+    kinds += [
+        differs("absence of old_per_token_logps", call=call, both=OLD, old_per_token_logps=None),
+        differs("advantages 0", "advantages|graded", call, advantages=torch.zeros(2)),
+        differs("advantages a token", call=call, advantages=ones_like("completion_ids")),
+        differs("engine", call=call, engine="lean"),
+        differs("num_items_in_batch", call=call, both={"num_items_in_batch": 4.0}, num_items_in_batch=5.0),
+        differs("presence of num_items_in_batch", call=call, num_items_in_batch=5.0),
+        differs("objective", call=call, objective=lambda own: surrogate),
+        differs("vocab_size", "vocab_size|vocab", call=call, vocab_size=7),
+        differs("dtype of hidden", call=call, both=HALF, hidden=as_dtype("hidden", torch.float16)),
+        differs(
+            "dtype of hidden and weight",
+            "hidden|weight",
+            call,
+            hidden=as_dtype("hidden", torch.float64),
+            weight=as_dtype("weight", torch.float64),
+        ),
+        differs("dtype of weight", "weight", call, weight=as_dtype("weight", torch.float64)),
+        differs(
+            "dtype of old_per_token_logps",
+            call=call,
+            both=OLD,
+            old_per_token_logps=as_dtype("old_per_token_logps", torch.float64),
+        ),
+        differs("hidden is frozen", "hidden|gradients", call, hidden=frozen("hidden")),
+        differs("weight is frozen", "weight|gradients", call, weight=frozen("weight")),
+        Mismatch("no_grad", {}, "hidden|weight|gradients", call, no_grad=True),
+        differs(
+            "H of hidden and weight", "hidden|weight|H", call, hidden=longer("hidden", 2), weight=longer("weight", 1)
+        ),
+        differs(
+            "one more sequence",
+            "hidden|completion_ids|sequences|positions|shape",
+            call=call,
+            hidden=longer("hidden", 0),
+            completion_ids=longer("completion_ids", 0),
+            completion_mask=None,
+            advantages=torch.ones(3),
+        ),
+        alone("completion_ids a list", call, completion_ids=[[1, 2, 3], [4, 5, 6]]),
+        alone("completion_ids out of range", call, completion_ids=lambda own: own["completion_ids"] + 100),
+        alone("completion_ids of another shape", call, completion_ids=lambda own: own["completion_ids"].flatten()),
+        alone("completion_mask a list", call, completion_mask=[[1, 1, 1], [1, 1, 0]]),
+        alone("completion_mask NaN", call, completion_mask=lambda own: own["completion_mask"] * NAN),
+        alone("completion_mask of another shape", call, completion_mask=torch.ones(2, 9)),
+        alone("hidden (H,)", call, hidden=torch.ones(4)),
+        alone("hidden a list", call, hidden=[1.0]),
+        alone("weight of integers", call, weight=lambda own: own["weight"].detach().long()),
+        alone("weight None", call, weight=None),
+        alone("bias of another shape", call, bias=torch.ones(3)),
+        alone("lora a string", call, lora="adapter"),
+        alone("advantages of another shape", call, advantages=torch.ones(5)),
+        alone("advantages None", call, advantages=None),
+        alone("old_per_token_logps of another shape", call, old_per_token_logps=torch.ones(9, 9)),
+        alone("old_per_token_logps a list", call, both=OLD, old_per_token_logps=[1.0]),
+        alone("ref_per_token_logps missing", call, both=REF, ref_per_token_logps=None),
+        alone("num_items_in_batch NaN", call, num_items_in_batch=NAN),
+        alone("num_items_in_batch -1", call, both={"num_items_in_batch": 4.0}, num_items_in_batch=-1),
+        alone("config a dict", call, config={"beta": 0.1}),
+        alone("engine unknown", call, engine="fast"),
+        alone("backend unknown", call, backend="fortran"),
+        alone("workspace_bytes a string", call, workspace_bytes="much"),
+        alone("vocab_size 0", call, vocab_size=0),
+        alone("gather a string", call, gather="all"),
+        alone("objective a string", call, objective="ppo"),
+    ]
+    return kinds
+
+
+def of_a_sharded_head() -> list[Mismatch]:
+    """process_group: all but the head's rows is the same on every rank."""
+    counted = "mask|counted"
+    return [
+        *of_a_loss("loss"),
+        differs("completion_mask counts one less", counted, completion_mask=torch.tensor([[1, 1, 0], [1, 1, 0]])),
+        differs(
+            "completion_mask counts others",
+            f"{counted}|ids|checksum",
+            completion_mask=torch.tensor([[1, 1, 1], [1, 0, 1]]),
+        ),
+        differs("completion_mask None", counted, completion_mask=None),
+        differs("completion_ids", "ids", completion_ids=lambda own: (own["completion_ids"] + 1) % 10),
+        differs("one advantage 0", "advantages|graded", advantages=torch.tensor([1.0, 0.0])),
+        differs("bias", bias=lambda own: BIAS[: len(own["weight"])]),
+        differs("bias is frozen", "bias|gradients", both={"bias": BIAS.clone().requires_grad_()}, bias=frozen("bias")),
+        differs("lora", lora=lambda own: LoRA(torch.ones(2, 4), torch.ones(len(own["weight"]), 2))),
+        differs(
+            "lora.scaling", "lora", both={"lora": ADAPTER}, lora=lambda own: LoRA(own["lora"].a, own["lora"].b, 0.25)
+        ),
+        differs("backend", backend="torch", both={"backend": "cpp"}),
+        differs("workspace_bytes", workspace_bytes=4000),
+        differs(
+            "shape (3, 2)",
+            "completion_ids|shape|sequences|hidden",
+            advantages=torch.ones(3),
+            completion_mask=None,
+            hidden=lambda own: own["hidden"].view(3, 2, 4),
+            completion_ids=lambda own: own["completion_ids"].view(3, 2),
+        ),
+        differs("packed", "cu_seqlens|shape|completion_ids", advantages=torch.ones(2), **PACKED),
+        differs(
+            "cu_seqlens",
+            "cu_seqlens|sequences|checksum",
+            both=PACKED | {"advantages": torch.ones(6)},
+            cu_seqlens=torch.tensor([0, 3, 6]),
+        ),
+        Mismatch("another function", {}, "function|call|linear_logprob|grpo_loss", other_call="logprob"),
+        differs("outputs", call="logprob", outputs=("entropy", "is_top1")),
+        differs("no entropy", "outputs|entropy", "logprob", outputs=()),
+        differs("temperature", call="logprob", temperature=0.5),
+        differs("a temperature a token", "temperature", "logprob", temperature=torch.full((2, 3), 0.5)),
+        differs("soft-cap", call="logprob", final_logit_softcapping=5.0),
+        differs("logit_scale", call="logprob", logit_scale=2.0),
+        differs("logits_dtype", call="logprob", logits_dtype="input"),
+        differs("mask", "mask|counted", "logprob", mask=torch.tensor([[1, 1, 1], [1, 1, 0]])),
+        differs("ids", call="logprob", ids=lambda own: (own["ids"] + 1) % 10),
+        differs("expected", call="logprob", expected=torch.ones(2, 3)),
+        alone("ids out of range", "logprob", ids=torch.full((2, 3), 99)),
+        alone("mask NaN", "logprob", mask=torch.full((2, 3), NAN)),
+        alone("temperature 0", "logprob", temperature=0.0),
+        alone("outputs unknown", "logprob", outputs=("surprise",)),
+        alone("expected of another shape", "logprob", expected=torch.ones(5)),
+        alone("logits_dtype unknown", "logprob", logits_dtype="int4"),
+    ]
+
+
+def of_split_sequences() -> list[Mismatch]:
+    """sequence_group: all but the tokens is the same on every rank."""
+    return [
+        *of_a_loss("sequence loss"),
+        differs("V of weight", "weight|V|vocab", "sequence loss", weight=longer("weight", 0)),
+        differs("bias", call="sequence loss", bias=BIAS),
+        differs("lora", call="sequence loss", lora=ADAPTER),
+        differs(
+            "importance_sampling_ratio one a sequence",
+            "importance_sampling_ratio",
+            "sequence loss",
+            both={"importance_sampling_ratio": torch.ones(2, 3)},
+            importance_sampling_ratio=torch.ones(2),
+        ),
+        alone("cu_seqlens", "sequence loss", cu_seqlens=torch.tensor([0, 3])),
+        alone(
+            "an objective of whole sequences",
+            "sequence loss",
+            both={"objective": surrogate},
+            objective=lambda own: lambda tokens: tokens.logps,
+        ),
+    ]
+
+
+def of_estimators() -> list[Mismatch]:
+    """advantages: all but the rows is the same on every rank."""
+    two = {"rewards": torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.25, 0.25], [2.0, 1.0]])}
+    form = "num_generations|group_ids|groups"
+    ids = {"num_generations": None, "group_ids": lambda own: torch.arange(len(own["rewards"]))}
+    bad_rewards = {
+        "a list": [1.0, 0.0],
+        "infinite": torch.full((3,), math.inf),
+        "3-D": torch.ones(1, 1, 1),
+        "complex": torch.ones(3, dtype=torch.complex64),
+    }
+    return [
+        *(alone(f"rewards {what}", "group", rewards=x) for what, x in bad_rewards.items()),
+        differs("std", call="group", std="population"),
+        differs("scale batch", "scale", "group", scale="batch"),
+        differs("scale none", "scale", "group", scale="none"),
+        differs("aggregation", call="group", both=two, aggregation="normalize_then_sum"),
+        differs("epsilon", call="group", epsilon=0.1),
+        differs("num_generations", form, "group", num_generations=4),
+        differs("group form", form, "group", **ids),
+        differs("F of rewards", "rewards|F|shape", "group", rewards=lambda own: own["rewards"][:, None].expand(-1, 2)),
+        differs("dtype float64 of rewards", "rewards|dtype", "group", rewards=as_dtype("rewards", torch.float64)),
+        differs("dtype bfloat16 of rewards", "rewards|dtype", "group", rewards=as_dtype("rewards", torch.bfloat16)),
+        differs("dtype int64 of rewards", "rewards|dtype", "group", rewards=as_dtype("rewards", torch.int64)),
+        differs("presence of reward_weights", "reward_weights", "group", reward_weights=[2.0]),
+        differs("reward_weights", call="group", both=two | {"reward_weights": [1.0, 2.0]}, reward_weights=[2.0, 1.0]),
+        Mismatch("another estimator", {}, "function|call|advantages|estimator", "group", other_call="gpg"),
+        Mismatch("whitening instead", {}, "function|call|advantages|estimator|whiten", "group", other_call="whiten"),
+        differs("normalize", call="rloo", normalize=True),
+        differs("epsilon of rloo", "epsilon", "rloo", both={"normalize": True}, epsilon=0.1),
+        differs("group form of rloo", form, "rloo", **ids),
+        differs("scale of passk", "scale", "passk", scale="none"),
+        differs("std of passk", "std", "passk", std="population"),
+        differs("num_generations of gpg", form, "gpg", num_generations=1),
+        differs("num_generations of opo", form, "opo", num_generations=4),
+        differs("F of gdpo", "rewards|F|shape", "gdpo", rewards=lambda own: own["rewards"][:, None].expand(-1, 2)),
+        differs("epsilon of gdpo", "epsilon", "gdpo", epsilon=0.1),
+        differs("std of process", "std", "process", std="sample"),
+        differs("epsilon of process", "epsilon", "process", epsilon=0.1),
+        differs("num_generations of process", form, "process", num_generations=4),
+        differs("gamma of gae", "gamma", "gae", gamma=0.5),
+        differs("lam of gae", "lam", "gae", lam=0.5),
+        differs("whiten_advantages of gae", "whiten_advantages", "gae", whiten_advantages=False),
+        differs("last_value of gae", "last_value", "gae", last_value=ones_like("values", 1)),
+        differs("beta of reinforce++", "beta", "reinforce++", both={"per_token_kl": VALUES}, beta=0.5),
+        differs(
+            "per_token_kl of reinforce++", "per_token_kl", "reinforce++", per_token_kl=ones_like("completion_mask")
+        ),
+        differs("group form of reinforce++", form, "reinforce++", num_generations=2),
+        differs("shift_mean of whiten", "shift_mean", "whiten", shift_mean=False),
+        differs("std of whiten", "std", "whiten", std="sample"),
+        differs("epsilon of whiten", "epsilon", "whiten", epsilon=0.1),
+        differs("dtype of whiten", "x|dtype", "whiten", x=as_dtype("x", torch.float64)),
+        differs("handle_zero_tail of otb", "handle_zero_tail", "otb", handle_zero_tail=False),
+        differs(
+            "ratio of otb", "importance_sampling_ratio", "otb", importance_sampling_ratio=ones_like("completion_mask")
+        ),
+        alone("std unknown", "group", std="robust"),
+        alone("scale unknown", "group", scale="all"),
+        alone("aggregation unknown", "group", aggregation="median"),
+        alone("epsilon -1", "group", epsilon=-1.0),
+        alone("epsilon a string", "group", epsilon="small"),
+        alone("num_generations 0", "group", num_generations=0),
+        alone("num_generations True", "group", num_generations=True),
+        alone("both group forms", "group", group_ids=lambda own: torch.arange(len(own["rewards"]))),
+        alone("group_ids of floats", "group", num_generations=None, both=GROUPED, group_ids=ones_like("rewards", 1)),
+        alone("group_ids of another length", "group", both=GROUPED, group_ids=torch.arange(7)),
+        alone("reward_weights of another length", "group", reward_weights=[1.0, 2.0, 3.0]),
+        alone("reward_weights NaN", "group", both={"reward_weights": [2.0]}, reward_weights=[NAN]),
+        alone("completion_mask NaN", "opo", completion_mask=lambda own: own["completion_mask"] * NAN),
+        alone("completion_mask 1-D", "opo", completion_mask=torch.ones(3)),
+        alone("values NaN", "gae", values=lambda own: own["values"] * NAN),
+        alone("values of another shape", "gae", values=torch.ones(1, 7)),
+        alone("gamma 2", "gae", gamma=2.0),
+        alone("last_value infinite", "gae", last_value=lambda own: torch.full((len(own["values"]),), math.inf)),
+        alone("step_ends out of range", "process", step_ends=lambda own: own["step_ends"] + 100),
+        alone(
+            "per_token_kl infinite",
+            "reinforce++",
+            both={"per_token_kl": VALUES},
+            per_token_kl=lambda own: own["per_token_kl"] * math.inf,
+        ),
+        alone("x infinite", "whiten", x=lambda own: own["x"] * math.inf),
+        alone("handle_zero_tail a string", "otb", handle_zero_tail="yes"),
+    ]
+
+
+GROUPED = {"num_generations": None, "group_ids": torch.tensor([0, 1, 0, 1])}
+MISMATCHES = {
+    "process_group": of_a_sharded_head(),
+    "sequence_group": of_split_sequences(),
+    "advantages": of_estimators(),
+}
+FITTING = {
+    "process_group": [
+        fits("types of numbers", both={"num_items_in_batch": 4}, num_items_in_batch=4.0),
+        fits("strides of hidden", hidden=lambda own: own["hidden"].mT.contiguous().mT.detach().requires_grad_()),
+        fits("a mask of bool", completion_mask=lambda own: own["completion_mask"].bool()),
+    ],
+    "sequence_group": [
+        fits("nothing counts here", "sequence loss", completion_mask=lambda own: own["completion_mask"] * 0),
+        fits(
+            "a mask of ones",
+            "sequence loss",
+            both={"completion_mask": None},
+            completion_mask=ones_like("completion_ids"),
+        ),
+    ],
+    "advantages": [
+        fits("no rows here", "group", both=GROUPED, rewards=torch.ones(0), group_ids=torch.ones(0, dtype=torch.long)),
+        fits("nothing scored here", "group", rewards=lambda own: own["rewards"] * NAN),
+        fits("other ids of groups", "group", both=GROUPED, group_ids=lambda own: own["group_ids"] + 7),
+        fits("nothing counts here", "whiten", completion_mask=lambda own: own["completion_mask"] * 0),
+    ],
+}
