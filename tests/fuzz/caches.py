@@ -67,8 +67,8 @@ def draw(random_: random.Random) -> Options:
     return {name: x for name, x in options.items() if x is not None}
 
 
-# What lies in the place of a library; `put` writes a file whose name is its digest, as the cache's are.
 def put(folder: Path, content: bytes, stem: str | None = None) -> Path:
+    """A file whose name is its digest, as the cache's are, or another one."""
     path = folder / f"{stem or hashlib.sha256(content).hexdigest()[:16]}.so"
     path.write_bytes(content)
     return path
@@ -108,7 +108,6 @@ PLANTED: dict[str, Callable[[Path, bytes], Path]] = {
     "link to a FIFO": _special(lambda path: (os.mkfifo(f"{path}.pipe"), path.symlink_to(f"{path}.pipe"))),
     "link to a device": _special(lambda path: path.symlink_to("/dev/zero")),
 }
-HAS_CODE = ("foreign library", "link to a foreign library")
 PLACES: dict[str, Callable[[Path], str]] = {
     "with spaces": lambda folder: str(folder / "a b 'c' \"d\""),
     "not ASCII": lambda folder: str(folder / "ключ 鍵"),

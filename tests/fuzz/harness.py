@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,7 @@ def error_of(category: Category, options: Options) -> Exception | None:
 def told(error: Exception) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text if len(text) < 600 else text[:600] + ' ...'}"
+    return f"{type(error).__name__}: {text if len(text) < 700 else f'{text[:200]} ... {text[-500:]}'}"
 
 
 def minimised(category: Category, options: Options, error: Exception) -> tuple[Options, Exception]:
@@ -116,16 +116,16 @@ def fuzz(
     seconds: float,
     start: int,
     *,
-    most: int | None = None,
+    most: Mapping[str, int] | None = None,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Tally]:
-    """Trials of all categories in turn, each in its share of the time, until `seconds` are over or each had `most`."""
+    """Trials of all categories, each in its share of the time, until `seconds` are over or each had its `most`."""
     tallies = {category.name: Tally() for category in categories}
     streams = {category.name: seeds(start) for category in categories}
     end = time.monotonic() + seconds
     try:
         while time.monotonic() < end:
-            open_ones = [x for x in categories if most is None or tallies[x.name].trials < most]
+            open_ones = [x for x in categories if most is None or tallies[x.name].trials < most[x.name]]
             if not open_ones:
                 break
             category = min(open_ones, key=lambda x: tallies[x.name].seconds / x.share)
