@@ -59,9 +59,8 @@ def head_options(draw: random.Random) -> dict[str, object]:
     }
 
 
-def random_case(seed: int) -> Case:
-    """Shapes B 0-6, T 0-14, H 1-40, V 1-200, any loss, any head, often with garbage where masked."""
-    draw = random.Random(f"grpo_kernels {seed}")
+def case_options(draw: random.Random) -> dict[str, object]:
+    """What `make_case` takes: shapes B 0-6, T 0-14, H 1-40, V 1-200, any loss, any head."""
     shape = {"b": draw.choice((0, 1, 2, 3, 4, 6)), "t": draw.choice((0, 1, 2, 5, 7, 11, 14))}
     shape |= {"h": draw.choice((1, 3, 8, 16, 31, 40)), "v": draw.choice((1, 2, 7, 33, 64, 129, 200))}
     if draw.random() < 0.8:
@@ -70,8 +69,13 @@ def random_case(seed: int) -> Case:
     if not shape["b"] * shape["t"]:
         mask = "ragged"
     workspace = draw.choice((2**29, 2**29, 4 * shape["v"], 20 * shape["v"], 200 * shape["v"]))
-    options = {**loss_options(draw), **head_options(draw)}
-    case = make_case(f"random/{seed}", mask=mask, workspace=workspace, **shape, **options)
+    return {"mask": mask, "workspace": workspace, **shape, **loss_options(draw), **head_options(draw)}
+
+
+def random_case(seed: int) -> Case:
+    """Any loss and head, often with garbage where masked."""
+    draw = random.Random(f"grpo_kernels {seed}")
+    case = make_case(f"random/{seed}", **case_options(draw))
     if draw.random() < 0.3:
         case = with_garbage(case, draw)
     return case

@@ -129,6 +129,8 @@ WRONG: dict[str, Callable[[], tuple[Any, Tensor | None, Tensor | None]]] = {
     "a and b of different scale": lambda: ((A, 3 * B), A, B),
     "tiny": lambda: (A * 1e-30, torch.randn(N), None),
     "huge": lambda: (A * 1e30, torch.randn(N), None),
+    "the largest there is": lambda: (A.sign() * torch.finfo(torch.float32).max, torch.randn(N), None),
+    "beyond float32": lambda: (A.double() * 1e300, torch.randn(N), None),
     "nothing comes": lambda: (A, torch.zeros(N), None),
     "zero": lambda: (torch.zeros(N), A, None),
     "zero, and nothing comes": lambda: (torch.zeros(N), torch.zeros(N), None),

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -68,11 +69,12 @@ class RankPool:
                     died[rank] = process.exitcode
         if len(found) == self.world_size:
             return [found[rank] for rank in range(self.world_size)]
+        words = self._words()
         hung = [rank for rank in range(self.world_size) if rank not in found and rank not in died]
         returned = {rank: result if error is None else error for rank, (result, error) in found.items()}
         self.close()
         what = [f"ranks {hung} did not return within {seconds:g} s"] if hung else []
-        what += [f"rank {rank} died, exit code {code}" for rank, code in died.items()]
+        what += [f"rank {rank} died, exit code {code}: {words[rank]}" for rank, code in died.items()]
         raise RankFailure(f"{'; '.join(what)}; the others: {returned}")
 
     def _start(self) -> None:
@@ -87,6 +89,12 @@ class RankPool:
             theirs.close()
             self._ranks.append((process, ours))
         self._collect(START_SECONDS)  # each says that it is there
+
+    def _words(self) -> list[str]:
+        """The end of what each rank wrote to its stderr."""
+        assert self._folder is not None
+        files = [Path(self._folder.name) / f"store.{rank}" for rank in range(self.world_size)]
+        return [" ".join(file.read_text(errors="replace").split())[-300:] if file.exists() else "" for file in files]
 
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""
@@ -108,6 +116,7 @@ class RankPool:
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.dup2(os.open(f"{store}.{rank}", os.O_CREAT | os.O_WRONLY), 2)  # gloo's last words among them
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     dist.barrier()

@@ -1,0 +1,23 @@
+"""All categories of attack."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from tests.fuzz.caches import CACHE
+from tests.fuzz.estimators import ADVANTAGES
+from tests.fuzz.expectations import EXPECTED
+from tests.fuzz.losses import LOSS
+from tests.fuzz.ranks import RANKS
+from tests.fuzz.rewards import REWARDS
+
+ALL = (LOSS, EXPECTED, ADVANTAGES, RANKS, CACHE, REWARDS)
+
+
+def prepare() -> None:
+    """Make Triton's interpreter exact, where it is what Triton's kernels run in."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from tests import interpreter
+
+        interpreter.prepare()

@@ -1,0 +1,156 @@
+"""Random losses, heads, engines, backends and layouts against the float64 reference: all outputs and gradients."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import LoRA, LossConfig, grpo_loss
+from tests.case_builder import Case, make_case, seeded
+from tests.fuzz.harness import Category, Options
+from tests.random_cases import case_options, with_garbage
+from tests.reference import head, on_grid, reference_loss
+from tests.run_case import allowed_engines, arguments
+from tests.test_differential import packed
+from tests.test_sampling import MODES, PREFIX, given_ratio
+from tests.tolerance import assert_matches, bounds_of
+
+OWN = ("name", "engine", "backend", "packed", "strides", "garbage", "scale", "lora", "no_mask")
+HAS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
+TRITON_SHARE = 0.06  # the interpreter takes a hundred times as long
+TRITON_SHAPE = {"b": 2, "t": 4, "h": 8, "v": 33}
+
+
+def draw(random_: random.Random) -> Options:
+    """Options of `make_case`, and how it is called."""
+    sometimes = lambda p, value: value if random_.random() < p else None  # noqa: E731
+    options = {k: x for k, x in case_options(random_).items() if x is not None}
+    backend = "cpp" if random_.random() < 0.6 else "torch"
+    if HAS_INTERPRETER and random_.random() < TRITON_SHARE:
+        backend = "triton"
+        options |= TRITON_SHAPE
+        options["dtype"] = torch.float32
+    if options["loss_type"] != "gmpo" and "ratio" not in options and random_.random() < 0.25:
+        options |= {"sampling": True, PREFIX + "correction": True, PREFIX + "mode": random_.choice(MODES)}
+        options |= {PREFIX + "clip_max": random_.choice((1.1, 3.0)), PREFIX + "clip_min": random_.choice((None, 0.7))}
+    own: Options = {
+        "engine": sometimes(0.8, random_.randrange(60)),
+        "backend": backend,
+        "packed": sometimes(0.25, True),
+        "strides": sometimes(0.2, True),
+        "garbage": sometimes(0.3, random_.randrange(10**6)),
+        "scale": sometimes(0.3, random_.choice((-3.0, 0.25, 17.0))),
+        "lora": sometimes(0.1, random_.randint(1, 4)),
+        "no_mask": sometimes(0.5, True),
+    }
+    if own["lora"]:
+        options["dtype"] = torch.float64  # its own bounds are of a merged head, which float32 would round
+        options.pop("frozen", None)
+    if options["dtype"] == torch.float16:
+        own["scale"] = None  # below 2^-14 it rounds to a fixed step, which the bounds would scale
+    name = f"fuzz/{random_.getrandbits(40)}"
+    return {"name": name, **options, **{k: x for k, x in own.items() if x is not None}}
+
+
+def build(options: Options) -> tuple[Case, Case, LoRA | None]:
+    """The case for the library; the one for the reference, whose head is merged with the adapter and whose sampler's
+    ratio is ready made; the adapter."""
+    case = make_case(options.get("name", "fuzz"), **{k: x for k, x in options.items() if k not in OWN})
+    same, adapter = case, None
+    if "lora" in options and case.hidden.dtype == torch.float64:
+        adapter = lora_of(case, options["lora"])
+        same = same.but(weight=case.weight + adapter.scaling * adapter.b.detach() @ adapter.a.detach())
+    if case.config.get(PREFIX + "correction") and case.sampling_per_token_logps is not None:
+        scored = head(same)
+        logps = on_grid(scored.logps.detach(), scored.counted)
+        same = given_ratio(same, logps if case.old_per_token_logps is None else case.old_per_token_logps)
+        if case.config.get(PREFIX + "mode", "sequence_mask").startswith("sequence"):
+            same = same.but(importance_sampling_ratio=same.importance_sampling_ratio[:, 0])  # (B, 1) could be (B, T)
+    for name in [name for name in same.config if name.startswith(PREFIX)]:
+        del same.config[name]
+    if "garbage" in options:
+        case = with_garbage(case, random.Random(options["garbage"]))
+    return case, same, adapter
+
+
+def engine_of(options: Options, case: Case) -> str:
+    """One that is exact for the case, or the library's choice."""
+    allowed = allowed_engines(case)
+    mode = case.config.get(PREFIX + "mode", "sequence_mask")
+    if case.config.get(PREFIX + "correction"):  # of the ratio that is made here
+        couples = mode.startswith("sequence") and case.old_per_token_logps is None
+        allowed -= {"one_pass"} if couples or case.config.get("loss_type") == "vespo" else set()
+    if "lora" in options:
+        allowed -= {"frozen", "score"}
+    return sorted(allowed)[options["engine"] % len(allowed)] if "engine" in options and allowed else "auto"
+
+
+def with_strides(x: Any) -> Any:
+    """The same numbers, laid out otherwise."""
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return x
+    wider = torch.full((*x.shape[:-1], x.shape[-1] + 3), 7, dtype=x.dtype)
+    wider[..., 1:-2] = x.detach()
+    return wider[..., 1:-2].requires_grad_(x.requires_grad)
+
+
+def check(options: Options) -> None:
+    """The library on the case, by one engine of one backend."""
+    case, same, adapter = build(options)
+    given = arguments(case)
+    if "no_mask" in options and bool((case.completion_mask != 0).all()):
+        given["completion_mask"] = None
+    if "strides" in options:
+        given = {name: with_strides(x) for name, x in given.items()}
+    call, stays = given, None
+    if "packed" in options and case.completion_ids.shape[1]:
+        call, stays = packed(case, given)
+        if int(stays.sum()) == len(stays):  # (N,) would be (B,)
+            call, stays = given, None
+    backend = options.get("backend", "auto")
+    if backend == "triton" and case.hidden.dtype == torch.float64:
+        backend = "torch"  # Triton's kernels have no float64
+    out = grpo_loss(
+        **call, config=LossConfig(**case.config), engine=engine_of(options, case), backend=backend, lora=adapter,
+        workspace_bytes=case.workspace_bytes,
+    )  # fmt: skip
+    scale = options.get("scale", 1.0)
+    if out.loss.requires_grad:
+        (out.loss * scale).backward()
+    grads = {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
+    want = reference_loss(same)
+    assert_matches(padded(out, stays), grads, want, same, bounds_of(want, same), scale)
+    if adapter is not None:
+        up = scale * adapter.scaling
+        for name, got, exact in (
+            ("lora.a", adapter.a.grad, up * adapter.b.detach().T @ want.d_weight),
+            ("lora.b", adapter.b.grad, up * want.d_weight @ adapter.a.detach().T),
+        ):
+            off = float((got - exact).abs().max()) if got is not None else float("nan")
+            assert off <= 1e-9 * (1.0 + float(exact.abs().max())), f"d {name}: off by {off:.3g}"
+
+
+def lora_of(case: Case, rank: int) -> LoRA:
+    """An adapter that changes the logits by about as much as there is."""
+    g = seeded(case.name + "/lora")
+    vocab, width = case.weight.shape
+    a, b = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((rank, width), (vocab, rank)))
+    return LoRA(a.requires_grad_(), b.requires_grad_(), 0.3 / width**0.5)
+
+
+def padded(out: Any, stays: Tensor | None) -> Any:
+    """A packed output as (B, T)."""
+    if stays is None:
+        return out
+    grid = lambda x: x.new_zeros(stays.shape).masked_scatter(stays, x)  # noqa: E731
+    return SimpleNamespace(
+        loss=out.loss, per_token_logps=grid(out.per_token_logps), entropies=grid(out.entropies), metrics=out.metrics
+    )
+
+
+LOSS = Category("loss", draw, check, share=4.0)

@@ -1,0 +1,107 @@
+"""The attack itself: half a minute of it, and whether it finds, replays and minimises what is planted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import call
+from tests.fuzz import __main__ as command
+from tests.fuzz import categories, harness
+from tests.fuzz.harness import Category
+from tests.fuzz.losses import LOSS
+
+SECONDS = 30.0
+MOST = {"loss": 50, "expected": 60, "advantages": 100, "ranks": 15, "cache": 4, "rewards": 25}
+START = 20240203
+
+
+def test_half_a_minute_of_it_finds_nothing() -> None:
+    tallies = harness.fuzz(categories.ALL, SECONDS, START, most=MOST)
+    assert all(tally.trials > 0 for tally in tallies.values()), harness.table(tallies)
+    failures = [failure for tally in tallies.values() for failure in tally.failures]
+    assert not failures, "\n".join([harness.table(tallies), *map(str, failures)])
+
+
+@pytest.fixture
+def heavier_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault: under DAPO each token weighs a thousandth too much."""
+    right = call.token_weights
+
+    def wrong(config: Any, *rest: Any) -> Tensor:
+        weights = right(config, *rest)
+        return weights * 1.001 if config.loss_type == "dapo" else weights
+
+    monkeypatch.setattr(call, "token_weights", wrong)
+
+
+def first_failure() -> harness.Failure:
+    """Of the first sixty seeds."""
+    seeds = itertools.islice(harness.seeds(START), 60)
+    return next(failure for seed in seeds if (failure := harness.trial(LOSS, seed)) is not None)
+
+
+def test_a_planted_fault_is_found_replayed_and_minimised(
+    heavier_weights: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = first_failure()
+    seed = failure.seed
+    assert command.main(["--replay", f"loss:{seed}"]) == 1
+    told = capsys.readouterr().out
+    assert f"loss:{seed} failed: AssertionError" in told
+    assert f"python -m tests.fuzz --replay loss:{seed}" in told
+    assert len(failure.smallest) <= 4 < len(failure.options)  # DAPO is what is chosen where nothing is
+    assert failure.smallest.get("loss_type", "dapo") == "dapo"
+    monkeypatch.undo()
+    assert command.main(["--replay", f"loss:{seed}"]) == 0
+    assert f"loss:{seed} passes" in capsys.readouterr().out
+
+
+def test_minimised_keeps_what_the_failure_needs() -> None:
+    def check(options: dict[str, int]) -> None:
+        if options.get("a", 0) + options.get("b", 0) > 4:
+            raise ValueError("too much")
+        if "c" not in options:
+            raise TypeError("another failure")
+
+    draw = lambda draw: {"c": 1, "d": 2, "a": draw.randint(3, 4), "b": 2, "e": 5}  # noqa: E731
+    category = Category("sums", draw, check)
+    failure = harness.trial(category, 7)
+    assert failure is not None and failure.smallest.keys() == {"a", "b"}
+    assert failure.smallest_error == "ValueError: too much"
+    assert category.options(7) == draw(random.Random("sums 7"))
+
+
+def test_each_category_gets_its_share_and_a_seed_is_replayed() -> None:
+    seen: dict[str, list[float]] = {"odd": [], "even": []}
+    made = [
+        Category(name, lambda draw: {"x": draw.random()}, lambda options, name=name: seen[name].append(options["x"]))
+        for name in seen
+    ]
+    tallies = harness.fuzz(made, 60.0, 3, most={"odd": 5, "even": 8})
+    assert {name: tally.trials for name, tally in tallies.items()} == {"odd": 5, "even": 8}
+    first = next(harness.seeds(3))
+    assert made[0].options(first)["x"] == seen["odd"][0]
+    assert "even               8         0" in harness.table(tallies)
+
+
+def test_an_unknown_category_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--category", "lost"], ["--replay", "lost:1"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+        assert "no category 'lost'; there are loss, expected" in capsys.readouterr().err
+
+
+def test_random_trials_cover_what_they_are_to_cover() -> None:
+    """Of 600 drawn: every loss type, backend and layout."""
+    drawn = [LOSS.options(seed) for seed in range(600)]
+    assert len({x["loss_type"] for x in drawn}) == 9
+    assert {x["backend"] for x in drawn} >= {"torch", "cpp"}
+    for name in ("packed", "strides", "garbage", "scale", "lora", "no_mask", "engine", "sampling", "bias", "frozen"):
+        assert sum(bool(x.get(name)) for x in drawn) >= 20, name
+    assert {x["dtype"] for x in drawn} == {torch.float32, torch.float64, torch.bfloat16, torch.float16}
