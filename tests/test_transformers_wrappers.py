@@ -260,3 +260,59 @@ def test_wrong_arguments_are_named() -> None:
             causal_lm_loss(model, GRPOLoss(), ids, attention_mask, mask, advantages, **{name: 1})
     with pytest.raises(ValueError, match=r"loss_fn: expected final_logit_softcapping = 0\.7 as in the model"):
         causal_lm_loss(model, GRPOLoss(final_logit_softcapping=3.0), ids, attention_mask, mask, advantages)
+
+
+def test_names_that_nothing_reads_are_refused_before_the_model_runs() -> None:
+    """transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the on-policy one."""
+    model = tiny.text_model("llama")
+    calls: list[None] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(None))
+    ids, attention_mask = text_batch()
+    batch = (ids, attention_mask, last_columns(attention_mask))
+    loss = (model, GRPOLoss(), *batch, torch.ones(3))
+    for name, got in (
+        ("old_logps", r"a name that nothing there reads; did you mean old_per_token_logps\?"),
+        ("num_items", r"a name that nothing there reads; did you mean num_items_in_batch\?"),
+        ("mask", r"a name that nothing there reads; did you mean attention_mask or completion_mask\?"),
+        ("output_hidden_state", r"a name that nothing there reads; did you mean output_hidden_states\?"),
+        ("wandb", "a name that nothing there reads$"),
+        ("temperature", r"a field of LossConfig: set it on the loss, GRPOLoss\(temperature=\.\.\.\)"),
+        ("beta", r"a field of LossConfig: set it on the loss, GRPOLoss\(beta=\.\.\.\)"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected an input of LlamaForCausalLM or the loss, got {got}"):
+            causal_lm_loss(*loss, **{name: None})
+    for name, got in (
+        ("temprature", r"did you mean temperature\?"),
+        ("num_items_in_batch", "a name that nothing there reads"),
+        ("old_per_token_logps", "a name that nothing there reads"),
+        ("epsilon", "a field of LossConfig"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected an input of LlamaForCausalLM, got .*{got}"):
+            completion_logprobs(model, *batch, **{name: None})
+    assert not calls
+
+
+def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
+    class Weighs(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, weigh: float = 1.0, **inputs: Any) -> Any:
+            return self.module(*args, **inputs)
+
+    ids, attention_mask = text_batch()
+    batch = (ids, attention_mask, last_columns(attention_mask))
+    model = tiny.text_model("granitemoe")
+    want = completion_logprobs(model, *batch)[0]
+    names = {"weigh": 2.0, "output_attentions": False, "position_ids": None, "use_cache": False, "return_dict": True}
+    torch.testing.assert_close(completion_logprobs(Weighs(model), *batch, **names)[0], want)
+    with pytest.raises(TypeError, match="weigh: expected an input of GraniteMoeForCausalLM, got"):
+        completion_logprobs(model, *batch, weigh=2.0)
+    adapted = peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
+    mixed = completion_logprobs(adapted, *batch, adapter_names=["default", "__base__", "default"])[0]
+    torch.testing.assert_close(mixed[::2], completion_logprobs(adapted, *batch)[0][::2])
+    with adapted.disable_adapter():
+        torch.testing.assert_close(mixed[1], completion_logprobs(adapted, *batch)[0][1])
+    with pytest.raises(TypeError, match=r"adapter_name: .* did you mean adapter_names\?"):
+        completion_logprobs(adapted, *batch, adapter_name="default")
