@@ -85,6 +85,47 @@ def test_accelerate_places_what_the_head_is_given() -> None:
     assert_as_model(model, ids, last_columns(attention_mask), attention_mask=attention_mask)
 
 
+def test_a_head_that_accelerate_has_offloaded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny.text_model("llama")
+    ids, attention_mask = text_batch()
+    want, _ = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask))
+    d_want = torch.autograd.grad(want.sum(), model.model.norm.weight)
+    accelerate.cpu_offload(model.lm_head, execution_device="cpu")
+    assert model.lm_head.weight.is_meta
+    got, _ = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), model.model.norm.weight), d_want)
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def test_hooks_on_the_head() -> None:
+    """What they do before it happens; after it there are scores, which they may look at and not change."""
+    model = tiny.text_model("llama")
+    ids, attention_mask = text_batch()
+    args = (ids, attention_mask, last_columns(attention_mask))
+    seen: list[Tensor] = []
+    handles = [
+        model.lm_head.register_forward_pre_hook(lambda module, given: (1.5 * given[0],)),
+        model.lm_head.register_forward_hook(lambda module, given, output: seen.append(output)),
+    ]
+    for _ in range(2):  # the second time without the check of the logits
+        assert_as_model(model, ids, args[2], attention_mask=attention_mask)
+    assert seen
+    handles.append(model.lm_head.register_forward_hook(double))
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"expected forward hooks on its head that change nothing, got .*\.double"):
+            completion_logprobs(model, *args)
+    for handle in handles:
+        handle.remove()
+    model = peft_model(tiny.text_model("llama"), target_modules=["lm_head"])
+    with pytest.raises(ValueError, match="expected its head to be given hidden states alone, got adapter_names"):
+        completion_logprobs(model, *args, adapter_names=["default", "__base__", "default"])
+
+
 def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> None:
     model = tiny.text_model("qwen2", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")
