@@ -33,9 +33,9 @@ def check_hooks(lm_head: nn.Module) -> None:
                 continue
             found = foreign_hooks(module, attribute)
             if found:
+                where = f"lm_head.{path}" if path else "lm_head"
                 raise TypeError(
-                    f"{f'lm_head.{path}' if path else 'lm_head'}: expected no {kind}, since a head that scores makes no "
-                    f"logits, got {', '.join(found)}"
+                    f"{where}: expected no {kind}, since a head that scores makes no logits, got {', '.join(found)}"
                 )
 
 
