@@ -103,7 +103,7 @@ class _Attached(_Scores):
 
 
 def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
-    cls = type(lm_head)
+    cls: Any = type(lm_head)
     if is_parametrized(lm_head) and len(cls.__bases__) == 1:
         # a class of this object alone, which `remove_parametrizations` takes away: it has to stay in front
         own = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
@@ -112,14 +112,14 @@ def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
 
 
 @cache
-def _attached(cls: type[nn.Module]) -> type[nn.Module]:
+def _attached(cls: Any) -> type[nn.Module]:  # Any: to mypy a class of modules is not hashable
     if cls is nn.Linear:
         return LMHeadLogProb
     names = {"_before": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (_Attached, cls), names)
 
 
-def _reattached(cls: type[nn.Module]) -> nn.Module:
+def _reattached(cls: Any) -> Any:
     return cls.__new__(_attached(cls))
 
 
