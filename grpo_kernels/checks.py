@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_kernels.config import LossConfig
 
@@ -164,3 +165,27 @@ def is_dtensor(x: Any) -> bool:
 def is_one(x: Tensor) -> bool:
     """Whether x () is known to be 1: on a CPU. On a GPU the question would wait for the device; the answer is no."""
     return x.device.type == "cpu" and x.item() == 1.0
+
+
+def is_fake(*tensors: Any) -> bool:
+    """Whether one of them is of a ``FakeTensorMode``: shapes and dtypes without data."""
+    return any(isinstance(x, FakeTensor) for x in tensors)
+
+
+def check_fake(
+    hidden: Any, weight: Any, bias: Any, ids: tuple[str, Any], mask: tuple[str, Any], **refused: Any
+) -> None:
+    """Raise unless a call with fake tensors can say what it would return.
+
+    Args:
+        ids, mask: with their names.
+        refused: name -> argument, of those that have to be None.
+    """
+    for name, x in refused.items():
+        if x is not None:
+            raise ValueError(f"{name}: expected None with fake tensors, which have no data, got one")
+    check_head(hidden, weight, bias)
+    check_ids(*ids, hidden)
+    if mask[1] is not None:
+        check_tensor(*mask, like=hidden)
+        check_shape(*mask, ("that of the ids", tuple(ids[1].shape)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_kernels.agreement import Agreement, described
 from grpo_kernels.backends.rows import RowStats
-from grpo_kernels.checks import check_gather, check_shape, check_tensor, is_dtensor
+from grpo_kernels.checks import check_fake, check_gather, check_shape, check_tensor, is_dtensor, is_fake
 from grpo_kernels.engine.functions import LinearLogprob
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.passes import Gather, Request
@@ -168,12 +168,16 @@ def linear_logprob_with(
         "backend": backend,
         "workspace_bytes": workspace_bytes,
     }
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling or is_fake(hidden, weight):
         from grpo_kernels import compiled  # not at import: it loads the compiler
 
         if expected is not None and engine == "one_pass":  # an expectation only buys speed
             engine = "auto"
         apart = {"lora": lora, "process_group": process_group, "vocab_size": vocab_size}
+        if not compiling:
+            check_fake(hidden, weight, bias, ("ids", ids), ("mask", mask), lora=lora, process_group=process_group)
+            apart, gather = {}, None  # no shape depends on what is left
         if gather is None and all(x is None for x in apart.values()) and not is_dtensor(weight):
             return compiled.linear_logprob(hidden, weight, ids, **options, engine=engine)
         options |= {"expected": expected, "engine": engine, "gather": gather, **apart}
@@ -247,7 +251,9 @@ def _read_expected(
     if expected is None:
         return None, None, False
 
-    def usable(x: Tensor) -> Tensor:  # what is not finite, or not times a weight, cannot be scaled: expect nothing there
+    def usable(
+        x: Tensor,
+    ) -> Tensor:  # what is not finite, or not times a weight, cannot be scaled: expect nothing there
         x = x.to(dtype)
         return torch.where(x.abs() <= torch.finfo(dtype).max ** 0.5, x, 0.0)
 

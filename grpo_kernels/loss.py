@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from grpo_kernels.agreement import Agreement
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call import plan_loss
-from grpo_kernels.checks import check_config, is_dtensor
+from grpo_kernels.checks import check_config, check_fake, check_gather, is_dtensor, is_fake
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _DEFAULT = LossConfig()
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
 class LossOutput:
     """What `grpo_loss` returns.
 
@@ -168,12 +168,16 @@ def grpo_loss(
         "backend": backend,
         "workspace_bytes": workspace_bytes,
     }
+    apart: dict[str, Any] = {"lora": lora, "process_group": process_group, "sequence_group": sequence_group}
+    apart |= {"objective": objective}
     if torch.compiler.is_compiling():
-        apart: dict[str, Any] = {"lora": lora, "process_group": process_group, "vocab_size": vocab_size}
-        apart |= {"sequence_group": sequence_group, "objective": objective, "gather": gather}
-        return _compiled_loss(tensors, options, apart)
-    options |= {"objective": objective, "lora": lora, "process_group": process_group, "vocab_size": vocab_size}
-    options |= {"sequence_group": sequence_group, "gather": gather}
+        return _compiled_loss(tensors, options, {**apart, "vocab_size": vocab_size, "gather": gather})
+    if is_fake(hidden, weight):  # no shape depends on the other two
+        check_gather(gather)
+        named = ("completion_ids", completion_ids), ("completion_mask", completion_mask)
+        check_fake(hidden, weight, bias, *named, **apart)
+        return _compiled_loss(tensors, options, {})
+    options |= {**apart, "vocab_size": vocab_size, "gather": gather}
     call = plan_loss(*tensors, **options)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 

@@ -33,8 +33,20 @@ class Metrics(Mapping[str, Tensor]):
             ``clip_ratio/low_min`` and ``clip_ratio/high_max``, of the sequences, and ``sampling/.../min`` and ``max``.
     """
 
-    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], extremes: dict[str, Tensor]) -> None:
-        self.pairs, self._extremes = pairs, extremes
+    def __init__(self, pairs: Mapping[str, Any], extremes: dict[str, Tensor] | None = None) -> None:
+        """`pairs` alone is name -> value: so Lightning's Fabric and others copy a mapping, ``type(x)(its items)``."""
+        self._lost = extremes is None
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
+        self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
+
+    @property
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        if self._lost:
+            raise RuntimeError(
+                "metrics: expected those that the loss made, got a copy that a wrapper of the module (Lightning's "
+                "Fabric) made of their means: return out.metrics.pairs beside the loss from the module's forward"
+            )
+        return self._pairs
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         """The pairs (K, 2) and the extremes (E,), each in one tensor."""
@@ -44,15 +56,15 @@ class Metrics(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._extremes:
             return self._extremes[name]
-        total, count = self.pairs[name]
+        total, count = self._pairs[name]
         return total / count.clamp(min=1)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.pairs
+        yield from self._pairs
         yield from self._extremes
 
     def __len__(self) -> int:
-        return len(self.pairs) + len(self._extremes)
+        return len(self._pairs) + len(self._extremes)
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(self)})"

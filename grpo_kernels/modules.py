@@ -10,30 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from grpo_kernels.config import LossConfig
+from grpo_kernels.head_hooks import check_hooks, run_pre_hooks
 from grpo_kernels.head_parameters import divided_modules, linear_of, parameters_of
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import LossOutput, grpo_loss
 
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
-_METHODS = ("logprobs", "loss")
 _HOOKED = "_grpo_kernels_hooked"  # the head's attribute that FSDP2's hooks are put around
 
 
-class LMHeadLogProb(nn.Linear):
-    """A language model's head that also scores: drop-in for its ``nn.Linear``, with the same arguments and state dict.
-
-    ``head(hidden)`` are the logits. `logprobs` and `loss` never build them, and are right wherever the head's
-    parameters are plain, or divided by FSDP2 (the head as a unit of its own, in a unit with other modules, or within
-    the forward of the unit it belongs to) or DeepSpeed ZeRO-3. Tensor parallel heads: pass ``process_group=``.
-    """
+class _Scores(nn.Module):
+    """The methods, in the class and not on the object, so that a copy or a replica scores with its own weight."""
 
     def logprobs(
         self,
@@ -83,11 +79,55 @@ class LMHeadLogProb(nn.Linear):
         return _score(self, hidden, grpo_loss, (completion_ids, completion_mask, advantages), options)
 
 
+class LMHeadLogProb(_Scores, nn.Linear):
+    """A language model's head that also scores: drop-in for its ``nn.Linear``, with the same arguments and state dict.
+
+    ``head(hidden)`` are the logits. `logprobs` and `loss` never build them, and are right wherever the head's
+    parameters are plain, parametrized, made by a hook before the forward (``spectral_norm``, ``prune``), or divided by
+    FSDP2 (the head as a unit of its own, in a unit with other modules, or within the forward of the unit it belongs to)
+    or DeepSpeed ZeRO-3. Tensor parallel heads: pass ``process_group=``. Forward and backward hooks, which would be
+    handed logits, are refused with a TypeError.
+    """
+
+
+class _Attached(_Scores):
+    """In front of another class of head, by `_attached`; copied and pickled as that class, attached again."""
+
+    _before: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(protocol)
+        if "_before" not in vars(type(self)):  # a class that was made of this one: parametrized, say
+            return made
+        return _reattached, (self._before,), *made[2:]
+
+
+def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
+    cls: Any = type(lm_head)
+    if is_parametrized(lm_head) and len(cls.__bases__) == 1:
+        # a class of this object alone, which `remove_parametrizations` takes away: it has to stay in front
+        own = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        return type(cls.__name__, (_attached(cls.__bases__[0]),), own)
+    return _attached(cls)
+
+
+@cache
+def _attached(cls: Any) -> type[nn.Module]:  # Any: to mypy a class of modules is not hashable
+    if cls is nn.Linear:
+        return LMHeadLogProb
+    names = {"_before": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_Attached, cls), names)
+
+
+def _reattached(cls: Any) -> Any:
+    return cls.__new__(_attached(cls))
+
+
 def attach(lm_head: nn.Module) -> LMHeadLogProb:
     """Give an existing head the methods of `LMHeadLogProb`: ``attach(model.lm_head).loss(hidden, ids, ...)``.
 
-    Nothing else changes: same object, class, forward and state dict. It may be called before or after ``fully_shard``
-    and ``deepspeed.initialize``.
+    Same object, forward and state dict; its class becomes a subclass of what it was, so that copies and replicas score
+    with their own weight. It may be called before or after ``fully_shard`` and ``deepspeed.initialize``.
 
     Args:
         lm_head: an ``nn.Linear``, or PEFT's LoRA layer around one. Of the latter, `logprobs` and `loss` take the base
@@ -97,26 +137,45 @@ def attach(lm_head: nn.Module) -> LMHeadLogProb:
         `lm_head` itself; to a type checker it is a `LMHeadLogProb`.
 
     Raises:
-        TypeError: another kind of module, or a linear layer with a forward of its own.
+        TypeError: another kind of module, a linear layer with a forward of its own, or hooks that would be handed
+            logits. `logprobs` and `loss` look again.
     """
-    if not isinstance(lm_head, LMHeadLogProb):
-        for module in (lm_head, linear_of(lm_head)):
-            if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's changes no number
-                raise TypeError(
-                    "lm_head: expected an nn.Linear with its own forward, got one whose forward was replaced"
-                )
-        for name in _METHODS:
-            setattr(lm_head, name, partial(getattr(LMHeadLogProb, name), lm_head))
+    _check(lm_head)
+    if not isinstance(lm_head, _Scores):
+        lm_head.__class__ = _attached_class(lm_head)
     return cast(LMHeadLogProb, lm_head)
+
+
+def _check(lm_head: nn.Module) -> None:
+    for module in (lm_head, linear_of(lm_head)):
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's changes no number
+            raise TypeError("lm_head: expected an nn.Linear with its own forward, got one whose forward was replaced")
+    check_hooks(lm_head)
+
+
+def _check_present(lm_head: nn.Module) -> None:
+    """Raise where accelerate has taken the weight away until the head's own forward."""
+    linear = linear_of(lm_head)
+    if hasattr(linear, "_hf_hook") and linear.weight.is_meta:
+        raise ValueError(
+            "lm_head: expected its weight on a device, got it offloaded by accelerate: leave the head on a device "
+            "(device_map), or use causal_lm_loss and completion_logprobs of grpo_kernels.integrations.transformers, "
+            "which score within its forward"
+        )
 
 
 def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: tuple[Any, ...], options: Any) -> Any:
     """``function(hidden, weight, *args, **options)`` with the head's parameters, which are whole meanwhile."""
     if options.get("bias") is not None:
         raise ValueError("bias: expected None, since it is lm_head's own, got another")
+    _check(head)
+    _check_present(head)
+    divided = divided_modules(head)
     done: list[Any] = []
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
+        if not hooks_have_run:
+            hidden = run_pre_hooks(head, hidden)
         weight, options["bias"], adapter = parameters_of(head, hidden)
         if adapter is not None:
             if options.get("lora") is not None:
@@ -129,7 +188,9 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
         done.append({name: x.clone() for name, x in found.items()})  # no views: FSDP2 warns of them
         return tuple(done[0].values())
 
-    if _is_fsdp_module(head):
+    is_unit = _is_fsdp_module(head)
+    hooks_have_run = not is_unit and head in divided  # by its own call, in `within_forwards`
+    if is_unit:
         # FSDP2's mixed precision rounds what it finds among the arguments and results of a forward: old
         # log-probabilities, advantages. It does not look into a function. Results it has to see, to hook the backward
         # to them; it may return others, rounded, and those are not used.
@@ -140,7 +201,6 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
             register_fsdp_forward_method(head, _HOOKED)
         getattr(head, _HOOKED)(hidden, compute)
         return done[0]
-    divided = divided_modules(head)
     if not divided:
         compute(hidden)
         return done[0]

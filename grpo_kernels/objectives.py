@@ -15,6 +15,7 @@ dppo_tv   -min(e^R, c) A logp where |p - p_old| is in bounds, the ratio a consta
 dppo_kl   the same with the KL of (p, 1 - p)                                       https://arxiv.org/abs/2602.04879
 clip_cov  PPO's, but 0 for some of the tokens of high covariance                   https://arxiv.org/abs/2505.22617
 kl_cov    -e^R A, + coef |R| for the tokens of highest covariance                  https://arxiv.org/abs/2505.22617
+gspo      PPO's, the ratio s a sequence's in value and a token's in gradient       https://arxiv.org/abs/2507.18071
 geo_mean  -A exp(mean of the clipped R), one ratio a sequence                      https://arxiv.org/abs/2507.20673
 ========= ======================================================================= ============================
 
@@ -49,9 +50,10 @@ from grpo_kernels.config import check_number
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.surrogates import times
 
-__all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "kl_cov"]
+__all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"]
 
 LARGEST_LOG_RATIO = 20.0  # verl's clamp of R where the ratio is a constant
+LARGEST_SEQUENCE_LOG_RATIO = 10.0  # and of mean R in gspo, beyond which there is no gradient
 
 
 class _Objective:
@@ -190,7 +192,8 @@ class clip_cov(_Objective):
             raise TypeError(f"generator: expected a torch.Generator on the CPU, got {self.generator!r}")
 
     def __call__(self, tokens: TokenInputs) -> Tensor:
-        loss, clipped = _clipped(tokens, 1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        log_ratio = tokens.logps - tokens.old_per_token_logps
+        loss, clipped = _clipped(log_ratio, tokens.advantages, 1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
         covariance = _covariance(tokens)
         eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & tokens.mask & ~clipped
         places = eligible.flatten().nonzero()[:, 0]
@@ -234,6 +237,25 @@ class kl_cov(_Objective):
 
 
 @dataclass(frozen=True)
+class gspo(_Objective):
+    """GSPO-token: PPO's clipped loss of ``s = exp(sg[mean R] + logp - sg[logp])``, sg a constant, at most e^10.
+
+    Advantages and importance sampling ratios may be one a token. Where both are one a sequence its gradient is that of
+    ``importance_sampling_level="sequence"``, which also has metrics of the ratio and can be compiled: prefer that then.
+    """
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+
+    def __call__(self, tokens: TokenInputs) -> Tensor:
+        own = tokens.logps - tokens.logps.detach()
+        mean = _sequence_mean(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
+        log_ratio = (own + mean).clamp(max=LARGEST_SEQUENCE_LOG_RATIO)
+        loss, _ = _clipped(log_ratio, tokens.advantages, 1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        return _corrected(loss, tokens)
+
+
+@dataclass(frozen=True)
 class geo_mean(_Objective):
     """GMPO with an importance sampling ratio: ``-A exp(mean of the clipped R)``, clipped one-sidedly by the sign of A.
 
@@ -267,9 +289,8 @@ def _times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     return torch.exp(torch.where(nothing, 0.0, log_ratio)) * advantages
 
 
-def _clipped(tokens: TokenInputs, low: float, high: float) -> tuple[Tensor, Tensor]:
+def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """PPO's ``-min(e^R A, clip(e^R, low, high) A)``, and where it is the bound; the ratio beyond it is never used."""
-    log_ratio, advantages = tokens.logps - tokens.old_per_token_logps, tokens.advantages
     bound = torch.where(advantages > 0, torch.full_like(log_ratio, high), torch.full_like(log_ratio, low))
     ratio = torch.exp(log_ratio.detach())
     beyond = torch.where(advantages > 0, ratio > bound, ratio < bound) & (advantages != 0)

@@ -332,6 +332,16 @@ def test_function_transforms_raise() -> None:
             torch.func.grad(call)(given["hidden"])
 
 
+@pytest.mark.parametrize("of", TWICE)
+def test_several_gradients_at_once_raise(of: str) -> None:
+    given = head()
+    loss, leaves = TWICE[of](given), [x for x in given.values() if x.requires_grad]
+    upstream = torch.ones(3, dtype=loss.dtype)
+    with pytest.raises(RuntimeError, match=r"grpo_kernels: several gradients at once \(is_grads_batched=True"):
+        torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=True)
+    assert all(x is not None for x in torch.autograd.grad(loss, leaves))  # one after the other
+
+
 @pytest.mark.parametrize("engine", ["one_pass", "frozen"])
 def test_gradients_of_a_kept_graph_share_no_memory(engine: str) -> None:
     """What the caller does to one is no affair of the next, nor of what is stored."""

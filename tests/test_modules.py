@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing import assert_close
 
 from grpo_kernels import LMHeadLogProb, LoRA, LossConfig, attach, grpo_loss, linear_logprob
@@ -128,6 +129,134 @@ def test_a_forward_that_was_put_on_the_head_itself_is_not_left_out_in_silence() 
     head = nn.Linear(H, V)
     hooks = pytest.importorskip("accelerate.hooks")
     assert attach(hooks.add_hook_to_module(head, hooks.ModelHook())) is head
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(2)
+    return nn.Linear(H, V, dtype=torch.float64)
+
+
+def with_pre_hook(hook: Callable[..., Any], **options: Any) -> nn.Linear:
+    head = linear()
+    head.register_forward_pre_hook(hook, **options)
+    return head
+
+
+# whose weight, or input, something makes before the forward
+MADE: dict[str, Callable[[], nn.Module]] = {
+    "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
+    "weight_norm": lambda: parametrizations.weight_norm(linear()),
+    "spectral_norm, by a hook": lambda: nn.utils.spectral_norm(linear()),
+    "pruned": lambda: prune.random_unstructured(linear(), "weight", 0.3),
+    "input": lambda: with_pre_hook(lambda module, args: 1.5 * args[0]),
+    "input, as a tuple": lambda: with_pre_hook(lambda module, args: (args[0].tanh(),)),
+    "input, with names": lambda: with_pre_hook(lambda m, args, kwargs: ((-args[0],), kwargs), with_kwargs=True),
+    "observed": lambda: with_pre_hook(lambda m, args, kwargs: None, with_kwargs=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("case", MADE)
+def test_what_happens_before_the_forward_happens_before_a_score(case: str) -> None:
+    """Scores, gradients and state, a step and a training forward later: a weight made before is stale."""
+    ours, theirs = attach(MADE[case]()), MADE[case]()
+    theirs.load_state_dict(ours.state_dict())
+    for head in (ours, theirs):
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.mul_(1.3).add_(0.1)
+    hidden = states()
+    logps, _ = ours.logprobs(hidden, IDS)
+    want = plain_logps(theirs, hidden)
+    assert_close(logps, want, rtol=1e-12, atol=1e-12)
+    found, expected = (
+        torch.autograd.grad(x.sum(), [hidden, *head.parameters()]) for x, head in ((logps, ours), (want, theirs))
+    )
+    assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-12)  # one power iteration, not two
+
+
+def test_parametrizations_can_be_put_on_and_taken_off_around_attach() -> None:
+    head, hidden = attach(parametrizations.weight_norm(linear())), states()
+    parametrize.remove_parametrizations(head, "weight")
+    assert type(head) is LMHeadLogProb
+    assert_close(head.logprobs(hidden, IDS)[0], plain_logps(linear(), hidden))
+    parametrizations.spectral_norm(head).eval()
+    assert_close(head.logprobs(hidden, IDS)[0], plain_logps(head, hidden))
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_hook", "forward hook"),
+        ("register_full_backward_hook", "backward hook"),
+        ("register_full_backward_pre_hook", "backward pre-hook"),
+    ],
+)
+def test_hooks_that_would_be_handed_logits_are_refused_by_name(maker: str, register: str, kind: str) -> None:
+    head = MAKERS[maker]()
+    handle = getattr(head, register)(double)
+    message = rf"lm_head: expected no {kind}, .*got tests\.test_modules\.double"
+    with pytest.raises(TypeError, match=message):
+        attach(head)
+    for call in (lambda: head.logprobs(states(), IDS), lambda: head.loss(states(), IDS, MASK, ADVANTAGES)):
+        with pytest.raises(TypeError, match=message):
+            call()
+    handle.remove()
+    assert attach(head).logprobs(states(), IDS)[0].requires_grad
+
+
+def test_pre_hooks_that_give_more_than_hidden_states_are_refused() -> None:
+    head = attach(with_pre_hook(lambda m, args, kwargs: (args, {"names": 1}), with_kwargs=True))
+    with pytest.raises(TypeError, match=r"lm_head: expected its forward pre-hooks to give one input, got .*'names'\]"):
+        head.logprobs(states(), IDS)
+
+
+@pytest.mark.parametrize("make", [linear, lambda: peft_head(2), module], ids=["linear", "PEFT", "LMHeadLogProb"])
+def test_a_copy_or_replica_scores_with_its_own_weight(make: Callable[[], Any]) -> None:
+    head, hidden = attach(make()), states()
+    base = getattr(head, "base_layer", head)
+    before, _ = head.logprobs(hidden, IDS)
+    replica = head._replicate_for_data_parallel()  # as nn.DataParallel makes them
+    for other in (copy.copy(head), replica):
+        linear_of_other = getattr(other, "base_layer", other)
+        if linear_of_other is base:  # a module of a module; DataParallel replicates each of them
+            linear_of_other = base._replicate_for_data_parallel()
+            other._modules = {**other._modules, "base_layer": linear_of_other}
+        linear_of_other._parameters = dict(linear_of_other._parameters)
+        linear_of_other.weight = nn.Parameter(2 * base.weight.detach())
+        linear_of_other.bias = base.bias
+        assert_close(other.logprobs(hidden, IDS)[0], plain_logps(other, hidden))
+        assert float((other.logprobs(hidden, IDS)[0] - before).abs().max().detach()) > 0.1
+    assert_close(head.logprobs(hidden, IDS)[0], before)
+
+
+def test_pefts_layer_stays_what_it_is_and_can_be_saved() -> None:
+    head, hidden = peft_head(2), states()
+    before = type(head)
+    assert isinstance(attach(head), before)
+    stream = io.BytesIO()
+    torch.save(head, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    assert type(loaded) is type(head)
+    assert_close(loaded.logprobs(hidden, IDS)[0], head.logprobs(hidden, IDS)[0])
+    head.base_layer.register_forward_pre_hook(lambda module, args: args)
+    with pytest.raises(TypeError, match=r"lm_head\.base_layer: expected no forward pre-hook, .*lambda"):
+        head.logprobs(hidden, IDS)
+
+
+def test_a_head_that_accelerate_has_offloaded_is_told_what_to_do() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    head = linear()
+    accelerate.cpu_offload(head, execution_device="cpu")
+    with pytest.raises(ValueError, match=r"lm_head: expected its weight on a device, .*device_map.*causal_lm_loss"):
+        attach(head).logprobs(states(), IDS)
 
 
 def test_wrong_arguments_are_named_as_by_the_functions() -> None:

@@ -33,6 +33,7 @@ OURS: dict[str, dict[str, Any]] = {
         "clip_ratio_low": 0.4, "clip_ratio_high": 0.6, "clip_cov_ratio": 0.1, "clip_cov_lb": -0.5, "clip_cov_ub": 1.5
     },
     "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7},
+    "gspo": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15},
     "geo_mean": {"clip_ratio_low": 0.4, "clip_ratio_high": 0.2},
 }  # fmt: skip
 TOKEN_LEVEL = {"gpg", "dro", "cispo", "dppo_tv", "dppo_kl"}
@@ -214,6 +215,34 @@ def test_losses_that_the_config_has(name: str, fields: dict[str, Any], options: 
         loss, gradient = with_gradient(name, given, mode, options=options)
         # their sequence means divide by the length plus 1e-8
         agree(evaluate(None, given, LossConfig(**fields), None), loss, gradient, 1e-12 if name == "vanilla" else 1e-6)
+
+
+def test_gspo_is_the_ratio_of_a_sequence_where_nothing_is_one_a_token() -> None:
+    """Elsewhere GSPO and GSPO-token have different gradients, and verl's is the second."""
+    sequence = LossConfig(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.1, epsilon_high=0.15)
+    clipped = []
+    for seed in range(4):
+        for weighted, per_token in ((True, True), (False, True), (True, False), (False, False)):
+            given = batch(seed, per_token=per_token, weighted=weighted)
+            found = evaluate(ours("gspo"), given, *MODES["seq-mean-token-mean"]).a
+            other = evaluate(None, given, sequence, None).a
+            if weighted or per_token:
+                assert (found - other).abs().max() > 0.3 * found.abs().max()
+            else:
+                torch.testing.assert_close(found, other)
+                clipped.append(int((found[given["advantages"][given["mask"]] != 0] == 0).sum()))
+    assert max(clipped) > 5
+    assert min(clipped) < 20
+
+
+def test_gspo_has_no_gradient_above_a_ratio_of_e_to_the_10() -> None:
+    given = single("gspo", [-1.0, -2.0], [-15.0, -12.0], [-1.0, -1.0])
+    loss, gradient = with_gradient("gspo", given)
+    losses, own = per_token(objectives.gspo(), given)
+    assert not own.any()
+    assert not gradient.any()
+    torch.testing.assert_close(losses, torch.full((1, 2), torch.e**10))
+    torch.testing.assert_close(losses.mean(), loss)
 
 
 @pytest.mark.parametrize("kind", ["ppo_clip", "reinforce"])

@@ -46,7 +46,7 @@ HEAVY = (
 # layer -> the layers it must not import; a layer is the first name below grpo_kernels
 CALLS = {"head", "call", "ops", "compiled", "logprob", "loss"}  # one call, each on those before it
 ENTRIES = CALLS | {"kept_set", "from_logps", "head_parameters", "modules", "integrations", "advantages", "rewards"}
-ENTRIES |= {"report", "selfcheck", "__main__"}
+ENTRIES |= {"head_hooks", "report", "selfcheck", "__main__"}
 # per-token numbers, no vocabulary
 POLICY = {"objective", "evaluation", "surrogates", "custom", "objectives", "aggregate", "metrics", "batch"}
 POLICY |= {"log_ratio", "masks", "sampling", "span", "described"}
@@ -67,8 +67,8 @@ NEVER = {
     "logprob": POLICY | ENTRIES - {"head", "compiled"},
     "loss": ENTRIES - {"head", "call", "compiled"},
     "expectation": ENTRIES - {"logprob"},
-    "head_parameters": POLICY | ENTRIES,
-    "modules": POLICY | ENTRIES - {"head_parameters", "logprob", "loss"},
+    **dict.fromkeys(("head_hooks", "head_parameters"), POLICY | ENTRIES),
+    "modules": POLICY | ENTRIES - {"head_hooks", "head_parameters", "logprob", "loss"},
     "kept_set": POLICY - {"batch"} | ENTRIES - {"head", "compiled"},
     "from_logps": ENTRIES - {"loss", "compiled"},
     "integrations": {"report", "selfcheck", "__main__"},

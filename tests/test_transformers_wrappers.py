@@ -85,6 +85,47 @@ def test_accelerate_places_what_the_head_is_given() -> None:
     assert_as_model(model, ids, last_columns(attention_mask), attention_mask=attention_mask)
 
 
+def test_a_head_that_accelerate_has_offloaded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny.text_model("llama")
+    ids, attention_mask = text_batch()
+    want, _ = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask))
+    d_want = torch.autograd.grad(want.sum(), model.model.norm.weight)
+    accelerate.cpu_offload(model.lm_head, execution_device="cpu")
+    assert model.lm_head.weight.is_meta
+    got, _ = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), model.model.norm.weight), d_want)
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def test_hooks_on_the_head() -> None:
+    """What they do before it happens; after it there are scores, which they may look at and not change."""
+    model = tiny.text_model("llama")
+    ids, attention_mask = text_batch()
+    args = (ids, attention_mask, last_columns(attention_mask))
+    seen: list[Tensor] = []
+    handles = [
+        model.lm_head.register_forward_pre_hook(lambda module, given: (1.5 * given[0],)),
+        model.lm_head.register_forward_hook(lambda module, given, output: seen.append(output)),
+    ]
+    for _ in range(2):  # the second time without the check of the logits
+        assert_as_model(model, ids, args[2], attention_mask=attention_mask)
+    assert seen
+    handles.append(model.lm_head.register_forward_hook(double))
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"expected forward hooks on its head that change nothing, got .*\.double"):
+            completion_logprobs(model, *args)
+    for handle in handles:
+        handle.remove()
+    model = peft_model(tiny.text_model("llama"), target_modules=["lm_head"])
+    with pytest.raises(ValueError, match="expected its head to be given hidden states alone, got adapter_names"):
+        completion_logprobs(model, *args, adapter_names=["default", "__base__", "default"])
+
+
 def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> None:
     model = tiny.text_model("qwen2", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")
@@ -260,3 +301,59 @@ def test_wrong_arguments_are_named() -> None:
             causal_lm_loss(model, GRPOLoss(), ids, attention_mask, mask, advantages, **{name: 1})
     with pytest.raises(ValueError, match=r"loss_fn: expected final_logit_softcapping = 0\.7 as in the model"):
         causal_lm_loss(model, GRPOLoss(final_logit_softcapping=3.0), ids, attention_mask, mask, advantages)
+
+
+def test_names_that_nothing_reads_are_refused_before_the_model_runs() -> None:
+    """transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the on-policy one."""
+    model = tiny.text_model("llama")
+    calls: list[None] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(None))
+    ids, attention_mask = text_batch()
+    batch = (ids, attention_mask, last_columns(attention_mask))
+    loss = (model, GRPOLoss(), *batch, torch.ones(3))
+    for name, got in (
+        ("old_logps", r"a name that nothing there reads; did you mean old_per_token_logps\?"),
+        ("num_items", r"a name that nothing there reads; did you mean num_items_in_batch\?"),
+        ("mask", r"a name that nothing there reads; did you mean attention_mask or completion_mask\?"),
+        ("output_hidden_state", r"a name that nothing there reads; did you mean output_hidden_states\?"),
+        ("wandb", "a name that nothing there reads$"),
+        ("temperature", r"a field of LossConfig: set it on the loss, GRPOLoss\(temperature=\.\.\.\)"),
+        ("beta", r"a field of LossConfig: set it on the loss, GRPOLoss\(beta=\.\.\.\)"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected an input of LlamaForCausalLM or the loss, got {got}"):
+            causal_lm_loss(*loss, **{name: None})
+    for name, got in (
+        ("temprature", r"did you mean temperature\?"),
+        ("num_items_in_batch", "a name that nothing there reads"),
+        ("old_per_token_logps", "a name that nothing there reads"),
+        ("epsilon", "a field of LossConfig"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected an input of LlamaForCausalLM, got .*{got}"):
+            completion_logprobs(model, *batch, **{name: None})
+    assert not calls
+
+
+def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
+    class Weighs(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, weigh: float = 1.0, **inputs: Any) -> Any:
+            return self.module(*args, **inputs)
+
+    ids, attention_mask = text_batch()
+    batch = (ids, attention_mask, last_columns(attention_mask))
+    model = tiny.text_model("granitemoe")
+    want = completion_logprobs(model, *batch)[0]
+    names = {"weigh": 2.0, "output_attentions": False, "position_ids": None, "use_cache": False, "return_dict": True}
+    torch.testing.assert_close(completion_logprobs(Weighs(model), *batch, **names)[0], want)
+    with pytest.raises(TypeError, match="weigh: expected an input of GraniteMoeForCausalLM, got"):
+        completion_logprobs(model, *batch, weigh=2.0)
+    adapted = peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
+    mixed = completion_logprobs(adapted, *batch, adapter_names=["default", "__base__", "default"])[0]
+    torch.testing.assert_close(mixed[::2], completion_logprobs(adapted, *batch)[0][::2])
+    with adapted.disable_adapter():
+        torch.testing.assert_close(mixed[1], completion_logprobs(adapted, *batch)[0][1])
+    with pytest.raises(TypeError, match=r"adapter_name: .* did you mean adapter_names\?"):
+        completion_logprobs(adapted, *batch, adapter_name="default")

@@ -85,6 +85,38 @@ def test_patch_and_unpatch() -> None:
     assert trl_utils._ChunkedLogProbFunction is THEIRS
 
 
+@pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_rounded_as_trls_are(kept_in: torch.dtype) -> None:
+    """TRL rounds logits, and the head before, to the dtype of the hidden states; ours only if they are asked to."""
+    hidden, weight, _, ids = _head_inputs()
+    hidden, weight = (
+        x.detach().to(dtype).requires_grad_() for x, dtype in ((hidden, torch.bfloat16), (weight, kept_in))
+    )
+    given = (hidden, weight, None, ids, 0.7, 32, 5.0, 0.5, ("log_probs", "entropy"))
+    logits = 5 * torch.tanh(0.5 * (hidden.double() @ weight.double().t()) / 5) / 0.7
+    exact = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0].detach()
+
+    def errors() -> list[float]:
+        ours, theirs = (op.apply(*given)[0] for op in (trl_utils._ChunkedLogProbFunction, THEIRS))
+        gradients = [torch.autograd.grad(x.sum(), weight)[0] for x in (ours, theirs)]
+        assert [x.dtype for x in gradients] == [kept_in, kept_in]
+        torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
+        return [float((ours.detach().double() - x).abs().max()) for x in (theirs.detach().double(), exact)]
+
+    with patch_trl(logits_dtype="input") as done:
+        assert done
+        from_theirs, from_exact = errors()
+        assert from_theirs < 1e-5 < 1e-3 < from_exact
+        with pytest.raises(ValueError, match="logits_dtype: expected 'input', that of the patch in force, got 'float"):
+            patch_trl()
+    with patch_trl():
+        from_theirs, from_exact = errors()
+        assert from_exact < 1e-5 < 1e-3 < from_theirs
+    with pytest.raises(ValueError, match="logits_dtype: expected one of float32, input, got 'bfloat16'"):
+        patch_trl(logits_dtype="bfloat16")
+    assert trl_utils._ChunkedLogProbFunction is THEIRS
+
+
 class _Renamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, ids: Any, scale: float) -> Any: ...

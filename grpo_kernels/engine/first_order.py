@@ -32,6 +32,11 @@ def first_order(function: F) -> F:
 
     @functools.wraps(backward)
     def once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if any(x is not None and _is_batched(x) for x in upstream):
+            raise RuntimeError(
+                "grpo_kernels: several gradients at once (is_grads_batched=True, vectorize=True, vmap over a backward) "
+                "are not supported: ask for one after the other"
+            )
         differentiable = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
@@ -54,6 +59,11 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         return _refuse()
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether vmap, which torch has two of, is looking at one of many."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(x) or torch._C._functorch.is_batchedtensor(x))
 
 
 class _Refusal(torch.autograd.Function):

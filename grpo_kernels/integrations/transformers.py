@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.integrations.transformers_call import Batch, run_scored
 from grpo_kernels.integrations.transformers_head import HeadSpec, causal_lm, describe_head
+from grpo_kernels.integrations.transformers_inputs import check_names
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 
@@ -59,17 +60,20 @@ def completion_logprobs(
         temperature: the logits are divided by it.
         entropy: whether to compute entropies.
         model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
-            ``use_cache`` is False unless given.
+            ``use_cache`` is False unless given. A name counts as the model's if it is a parameter of its forward, of a
+            wrapper's or of the body's, or one that transformers documents for all models.
 
     Returns:
         logps (B, T) and entropies (B, T), fp32 (fp64 for an fp64 model), 0 where the mask is; the second None if not
         asked for.
 
     Raises:
-        TypeError: the model's head is not one linear layer, or an argument is of the wrong type.
+        TypeError: the model's head is not one linear layer, an argument is of the wrong type, or has a name that
+            nothing reads; before the model runs.
         ValueError: a wrong argument; or the model makes something else of its logits than a scale, a soft-cap, a cut.
         RuntimeError: its forward does not call its head once.
     """
+    check_names(model, model_inputs, ("completion_mask", "temperature", "entropy"), "")
     batch = Batch.of(input_ids, completion_mask)
 
     def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
@@ -117,12 +121,13 @@ def causal_lm_loss(
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
     """
-    batch = Batch.of(input_ids, completion_mask)
     if not isinstance(loss_fn, GRPOLoss):
         raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
     loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
     for name in loss_inputs.keys() - _LOSS_INPUTS:
         raise ValueError(f"{name}: expected none here, where the model and loss_fn decide it, got one")
+    check_names(model, inputs, ("completion_mask", "advantages", "router_aux_loss_coef", *_LOSS_INPUTS), " or the loss")
+    batch = Batch.of(input_ids, completion_mask)
     done: list[LossOutput] = []
 
     def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:

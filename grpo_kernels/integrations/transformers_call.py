@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.checks import check_tensor
+from grpo_kernels.head_hooks import foreign_hooks
 from grpo_kernels.head_parameters import divided_modules, linear_of
 from grpo_kernels.integrations import transformers_head as heads
 from grpo_kernels.integrations.transformers_head import HeadSpec
@@ -113,6 +114,7 @@ class _HeadCall:
         self.head, self.score, self.batch, self.check = head, score, batch, check
         self.project: Callable[..., Tensor] = head.module.forward
         self.scores: list[tuple[torch.Size, torch.dtype]] = []
+        self.rows = torch.empty(0)  # what leaves the head
         self.results: tuple[Tensor, ...] | None = None
         self.probe: _Probe | None = None
         self.logits: Tensor | None = None  # (2, V): what the model made of the probe
@@ -133,10 +135,15 @@ class _HeadCall:
             stack.callback(head.register_forward_hook(self._unpack).remove)
             yield
 
-    def _score(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _score(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """In the place of the head's forward."""
         if self.scores:
             raise RuntimeError(f"model: expected a forward that calls its head once, {self._name()} is called again")
+        if others or named:  # PEFT's adapter_names, say, with which an adapter on the head would be another in each row
+            given = [*(type(x).__name__ for x in others), *named]
+            raise ValueError(
+                f"model: expected its head to be given hidden states alone, got {', '.join(given)} as well"
+            )
         probe = self._own_logits(hidden) if self.check else None
 
         def compute(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -151,6 +158,7 @@ class _HeadCall:
         rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
         if self.probe is not None:
             rows = torch.cat([torch.stack([self.probe.logits, self.probe.rungs]).to(rows.dtype), rows])
+        self.rows = rows.detach()
         return rows[None].clone()  # no view: FSDP2 would lose its hook on it if the model wrote into its logits
 
     @torch.no_grad()
@@ -176,6 +184,9 @@ class _HeadCall:
 
     def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """A hook on the head, after all others: what they have done to the output is on the way of the gradient."""
+        others = foreign_hooks(module)
+        if others and not torch.allclose(output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True):
+            raise TypeError(f"model: expected forward hooks on its head that change nothing, got {', '.join(others)}")
         flat = output[0, 0 if self.probe is None else 2 :].reshape(-1)
         sizes = [shape.numel() for shape, _ in self.scores]
         parts = flat[: sum(sizes)].split(sizes)

@@ -23,7 +23,8 @@ FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
-_WRAPPED = ("_orig_mod", "module", "base_model", "model", "pretrained_model")  # a wrapper's child: compile, DDP, PEFT
+# A wrapper's child: torch.compile, Lightning's Fabric, DDP, PEFT
+_WRAPPED = ("_orig_mod", "_forward_module", "module", "base_model", "model", "pretrained_model")
 
 Constants = tuple[float, float | None, int | None]
 # head -> (what the config said at the time, what its model does, whether a row of logits has been compared too)
@@ -118,19 +119,29 @@ def remember(model: nn.Module, head: HeadSpec, compared: bool) -> None:
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model within PEFT, DDP, DeepSpeed or torch.compile.
+    """The transformers model within PEFT, DDP, DeepSpeed, Fabric or torch.compile.
 
     Raises:
         TypeError: there is none.
     """
-    inner = model
+    return unwrapped(model)[1]
+
+
+def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
+    """(what is around the transformers model, from the outside in; that model).
+
+    Raises:
+        TypeError: as `causal_lm`.
+    """
+    wrappers, inner = [], model
     while not isinstance(inner, PreTrainedModel):
         children = inner._modules if isinstance(inner, nn.Module) else {}
         found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
         if found is None:
             raise TypeError(f"model: expected a transformers model, wrapped or not, got {type(model).__name__}")
+        wrappers.append(inner)
         inner = found
-    return inner
+    return wrappers, inner
 
 
 def inner_head(head: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,8 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
+from grpo_kernels.checks import is_fake
+from grpo_kernels.config import LossConfig
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 
 HOOK = "_ChunkedLogProbFunction"
@@ -81,6 +83,7 @@ class Rows:
 
 
 _rows: ContextVar[Rows | None] = ContextVar("grpo_kernels_trl_rows", default=None)
+_logits_dtype = LossConfig.logits_dtype  # what `patch_trl` was asked for
 
 
 class FusedHead:
@@ -105,29 +108,39 @@ class FusedHead:
         """
         mask, expected, fill = _known(hidden)
         wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
-        found = linear_logprob_with(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            mask=mask,
-            temperature=temperature,
-            final_logit_softcapping=final_logit_softcapping,
-            logit_scale=logit_scale,
-            outputs=wanted,
-            expected=expected,
-            # ZeRO-3 takes the weight apart when the forward is over
-            gather=lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias),
-        )
+        with _operands_as_trls(hidden):
+            found = linear_logprob_with(
+                hidden,
+                weight,
+                targets,
+                bias=bias,
+                mask=mask,
+                temperature=temperature,
+                final_logit_softcapping=final_logit_softcapping,
+                logit_scale=logit_scale,
+                outputs=wanted,
+                expected=expected,
+                logits_dtype=_logits_dtype,
+                # ZeRO-3 takes the weight apart when the forward is over
+                gather=lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias),
+            )
         logps = found["logps"] if mask is None or fill is None else torch.where(mask, found["logps"], fill)
         entropy, log_sum_sq, mean_logits, is_top1 = (found[n] if n in wanted else None for n in OPTIONAL_OUTPUTS)
         return logps, entropy, log_sum_sq, mean_logits, is_top1
 
 
+def _operands_as_trls(hidden: Tensor) -> AbstractContextManager[Any]:
+    """Where TRL's rounding is asked for, a context in which products are in 16 bits if the hidden states are."""
+    kind = hidden.device.type
+    if _logits_dtype != "input" or hidden.dtype.itemsize != 2 or torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, hidden.dtype)
+
+
 def _known(hidden: Tensor) -> tuple[Tensor | None, Expectation | None, Tensor | None]:
     """(mask, expected, fill) of this call's rows, each None if the running trainer said nothing of them."""
     rows = _rows.get()
-    if rows is None:
+    if rows is None or is_fake(hidden):
         return None, None, None
     use_triton = getattr(trl_utils, "_use_triton", None)  # 1.15 has none, and passes the labelled rows alone everywhere
     positions = rows.next_call(hidden.size(0), use_triton is None or use_triton(hidden.device))
@@ -217,24 +230,38 @@ class Patch(int):
             unpatch_trl()
 
 
-def patch_trl() -> Patch:
+def patch_trl(*, logits_dtype: str = "float32") -> Patch:
     """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
 
     Models, configurations and losses stay TRL's; models that already have their fused head use ours from the next call
     on. Calling it again changes nothing.
 
+    Args:
+        logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,
+            rounded to 16 bits where hidden states have no more, as TRL's own are, and an fp32 head before that.
+            For `FusedGRPOTrainer` too, while patched.
+
     Returns:
         a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was left alone. The
         value is also a context manager: ``with patch_trl(): trainer.train()``.
+
+    Raises:
+        ValueError: an unknown `logits_dtype`, or another one than that of the patch that is in force.
     """
-    global _theirs
+    global _theirs, _logits_dtype
+    LossConfig(logits_dtype=logits_dtype)  # which knows the choices
     current = getattr(trl_utils, HOOK, None)
     if current is FusedHead:
+        if logits_dtype != _logits_dtype:
+            raise ValueError(
+                f"logits_dtype: expected {_logits_dtype!r}, that of the patch in force, got {logits_dtype!r}; "
+                "unpatch_trl() comes first"
+            )
         return Patch(True)
     if not compatible():
         warn_incompatible()
         return Patch(False)
-    _theirs = current
+    _theirs, _logits_dtype = current, logits_dtype
     setattr(trl_utils, HOOK, FusedHead)
     done = Patch(True)
     done.undoes = True
@@ -243,7 +270,7 @@ def patch_trl() -> Patch:
 
 def unpatch_trl() -> None:
     """Give TRL its own function back. Without `patch_trl` before, nothing changes."""
-    global _theirs
+    global _theirs, _logits_dtype
     if _theirs is not None and getattr(trl_utils, HOOK, None) is FusedHead:
         setattr(trl_utils, HOOK, _theirs)
-    _theirs = None
+    _theirs, _logits_dtype = None, LossConfig.logits_dtype

@@ -1,0 +1,81 @@
+"""Hooks on a head that scores in place of projecting: what happens before its forward is done, the rest is refused.
+
+A hook before the forward makes the weight (`torch.nn.utils.spectral_norm`, `weight_norm`, `prune`) or another input: it
+is run. One after it would be handed logits, of which there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+# FSDP2's and ZeRO-3's, which `modules` sees to itself, and the one of `causal_lm_loss`
+_KNOWN = ("torch.distributed.", "deepspeed.", "grpo_kernels.")
+_REFUSED = {
+    "_forward_hooks": "forward hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_forward_pre_hooks": "forward pre-hook",
+}
+
+
+def check_hooks(lm_head: nn.Module) -> None:
+    """Raise unless scoring can do what the hooks on `lm_head`, and on what it consists of, would do.
+
+    Raises:
+        TypeError: a forward or backward hook; or a hook of any kind within PEFT's layer.
+    """
+    for path, module in lm_head.named_modules():
+        for attribute, kind in _REFUSED.items():
+            if module is lm_head and attribute == "_forward_pre_hooks":
+                continue
+            found = foreign_hooks(module, attribute)
+            if found:
+                where = f"lm_head.{path}" if path else "lm_head"
+                raise TypeError(
+                    f"{where}: expected no {kind}, since a head that scores makes no logits, got {', '.join(found)}"
+                )
+
+
+def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
+    """The names of the hooks of one kind that are not an engine's or ours."""
+    return [_name(hook) for hook in getattr(module, attribute).values() if not _is_known(hook)]
+
+
+def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
+    """What the hooks before the forward of `lm_head` make of its input.
+
+    Raises:
+        TypeError: they make something else than one input of it.
+    """
+    for key, hook in lm_head._forward_pre_hooks.items():
+        if _is_known(hook):
+            continue
+        args: Any = (hidden,)
+        kwargs: dict[str, Any] = {}
+        if key in lm_head._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(lm_head, args, kwargs) or (args, kwargs)
+        else:
+            found = hook(lm_head, args)
+            args = args if found is None else found if isinstance(found, tuple) else (found,)
+        if len(args) != 1 or kwargs:
+            got = [*(type(x).__name__ for x in args), *kwargs]
+            raise TypeError(f"lm_head: expected its forward pre-hooks to give one input, got {got} from {_name(hook)}")
+        hidden = args[0]
+    return hidden
+
+
+def _is_known(hook: Callable[..., Any]) -> bool:
+    return _origin(hook).startswith(_KNOWN)
+
+
+def _origin(hook: Any) -> str:
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def _name(hook: Any) -> str:
+    """As a person would look for it; a hook may be an object, or a partial."""
+    hook = getattr(hook, "func", hook)
+    return f"{_origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"
