@@ -16,7 +16,7 @@ numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +72,16 @@ def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any
     return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], engine
 
 
+def _unflatten(found: Iterable[Any], engine: str) -> LossOutput:
+    loss, per_token_logps, entropies, metrics = found
+    return LossOutput(loss, per_token_logps, entropies, metrics, engine)
+
+
 # DDP with static_graph=True drops, in silence, the gradients of an output that is not known to be made of tensors.
 pytree.register_pytree_node(
     LossOutput,
     _flatten,
-    lambda found, engine: LossOutput(*found, engine),
+    _unflatten,
     serialized_type_name="grpo_kernels.LossOutput",
     flatten_with_keys_fn=_flatten_with_keys,
 )

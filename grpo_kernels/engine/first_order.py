@@ -45,7 +45,7 @@ def first_order(function: F) -> F:
         ties = [x for x in (ctx.tie, *upstream) if x is not None and x.requires_grad]
         return tuple(None if x is None else _Refusal.apply(x, *ties) for x in gradients)
 
-    function.forward, function.backward = staticmethod(tied), staticmethod(once)  # type: ignore[assignment]
+    function.forward, function.backward = staticmethod(tied), staticmethod(once)  # type: ignore[method-assign]
     return function
 
 
