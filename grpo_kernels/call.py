@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.backends.rows import FusedRowBackend, RowStats
 from grpo_kernels.batch import Tokens, read_tokens
-from grpo_kernels.checks import check_config, check_head, check_terms
+from grpo_kernels.checks import check_config, check_head, check_terms, warn_of_inputs
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.operands import Coefficients, HeadConfig, Wants
@@ -42,6 +42,7 @@ class LossCall:
     tokens: Tokens
     request: Request
     objective: Objective
+    num_items: bool  # whether there is a num_items_in_batch
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """The loss and its gradient, from the statistics of all rows."""
@@ -54,7 +55,8 @@ class LossCall:
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
         """What happened, from the statistics of all rows and what they evaluated to."""
         assert stats.entropies is not None
-        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, self._carried(evaluation).sum())
+        graded = self._carried(evaluation).sum()
+        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, graded, num_items=self.num_items)
 
     def _carried(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""
@@ -118,6 +120,13 @@ def plan_loss(
         importance_sampling_ratio=importance_sampling_ratio,
         dtype=head.accumulator,
     )
+    warn_of_inputs(
+        config,
+        objective,
+        num_items_in_batch=num_items_in_batch,
+        old_per_token_logps=old_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+    )
     inv_t = 1.0 / config.temperature
     rows = read_rows("completion_ids", tokens.ids, tokens.layout.positions, weight.shape[0], inv_t, shard)
     if sequence_group is not None:
@@ -137,7 +146,7 @@ def plan_loss(
         fuses = isinstance(head.backend, FusedRowBackend) and shard is None  # which joins the ranks in between
         token_loss = policy.token_loss() if fuses else None
         request = replace(request, coefficients=coefficients, token_loss=token_loss)
-    return LossCall(config, tokens, request, policy)
+    return LossCall(config, tokens, request, policy, num_items_in_batch is not None)
 
 
 def _objective(
