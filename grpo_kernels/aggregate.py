@@ -50,6 +50,16 @@ def token_weights(
     return one_over(max(float(num_items_in_batch), 1.0))
 
 
+def averaged_over(config: LossConfig, *, num_items: bool) -> str:
+    """What the policy loss of a call is a mean over: its "sequences", its "tokens"; or "nothing" of its own.
+
+    `num_items` says whether there is a ``num_items_in_batch``: calls of one batch then add up.
+    """
+    if config.loss_type in NUM_ITEMS_LOSS_TYPES and num_items:
+        return "nothing"
+    return "tokens" if config.loss_type in (*NUM_ITEMS_LOSS_TYPES, "bnpo") else "sequences"
+
+
 def check_num_items(num_items_in_batch: Any) -> None:
     """Raise unless `num_items_in_batch` is None, a finite number >= 0 or a tensor of one element."""
     if isinstance(num_items_in_batch, Tensor):

@@ -98,6 +98,11 @@ class Tokens:
         return Tokens(**{name: x if x is None or name in whole else x[index] for name, x in values.items()})
 
     @property
+    def present(self) -> tuple[str, ...]:
+        """The names of the inputs that are there."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+    @property
     def given_ratio(self) -> Tensor | None:
         """The importance sampling ratio, (n,), or (B,) where it is one a sequence."""
         return self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
@@ -116,12 +121,15 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
         return torch.arange(ids.numel(), device=ids.device)
     mask = mask.detach().reshape(-1)
     counts = mask.ne(0)
-    if not mask.is_floating_point():
+    if not mask.is_floating_point() or mask.numel() == 0:
         return counts.nonzero()[:, 0]
-    found = torch.stack([counts.sum(), mask.isnan().sum(), mask.isneginf().sum()])
-    n, nans, minus_infs = found.tolist()  # the one wait, which `nonzero` would be
-    check_mask_values(name, has_nan=nans > 0, has_minus_inf=minus_infs > 0)
-    return (~counts).to(torch.uint8).argsort(stable=True)[:n]
+    # NaN or -inf anywhere makes all count, and one more, so that their number, on the host anyway, tells of them
+    odd = ~(mask.amin() > -torch.inf)
+    positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
+    if positions.shape[0] <= mask.shape[0]:
+        return positions
+    check_mask_values(name, has_nan=bool(mask.isnan().any()), has_minus_inf=True)
+    return counts.nonzero()[:, 0]
 
 
 def read_tokens(

@@ -14,7 +14,7 @@ from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.agreement import Agreement
 from grpo_kernels.backends.rows import FusedRowBackend, RowStats
 from grpo_kernels.batch import Tokens, read_tokens
-from grpo_kernels.checks import check_config, check_gather, check_head, check_terms
+from grpo_kernels.checks import check_config, check_gather, check_head, check_terms, warn_of_inputs
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.described import describe_options, describe_tokens
@@ -45,6 +45,7 @@ class LossCall:
     request: Request
     objective: Objective
     head: LocalHead  # the tensors that are multiplied
+    num_items: bool  # whether there is a num_items_in_batch
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """The loss and its gradient, from the statistics of all rows."""
@@ -57,7 +58,8 @@ class LossCall:
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
         """What happened, from the statistics of all rows and what they evaluated to."""
         assert stats.entropies is not None
-        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, self._carried(evaluation).sum())
+        graded = self._carried(evaluation).sum()
+        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, graded, num_items=self.num_items)
 
     def _carried(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""
@@ -130,6 +132,13 @@ def plan_loss(
                 **per_token,
                 dtype=head.accumulator,
             )
+            warn_of_inputs(
+                config,
+                objective,
+                num_items_in_batch=num_items_in_batch,
+                old_per_token_logps=old_per_token_logps,
+                sampling_per_token_logps=sampling_per_token_logps,
+            )
             rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
             asked = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
             options = (config, objective, num_items_in_batch, asked)
@@ -165,7 +174,7 @@ def plan_loss(
         fuses = isinstance(head.backend, FusedRowBackend) and shard is None  # which joins the ranks in between
         token_loss = policy.token_loss() if fuses else None
         request = replace(request, coefficients=coefficients, token_loss=token_loss)
-    return LossCall(config, tokens, request, policy, tensors)
+    return LossCall(config, tokens, request, policy, tensors, num_items_in_batch is not None)
 
 
 def _objective(

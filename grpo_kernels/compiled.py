@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_kernels.aggregate import averaged_over
 from grpo_kernels.config import LossConfig, config_of
 from grpo_kernels.engine.operands import Wants
 from grpo_kernels.engine.passes import STORING
@@ -58,11 +59,12 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Metrics, str]:
     """`grpo_loss`: the fields of its `LossOutput`."""
     wants, dtype = wanted(hidden, weight, bias), compute_dtype(hidden, weight)
-    engine, has_b, head, pair_names, extreme_names = _plan_loss(
+    engine, has_b, head, loss_over, pair_names, extreme_names = _plan_loss(
         config.key,
         old_per_token_logps is None,
         sampling_per_token_logps is not None,
         importance_sampling_ratio is not None,
+        num_items_in_batch is not None,
         wants.hidden,
         wants.weight or wants.bias,
         engine,
@@ -107,7 +109,9 @@ def policy_loss(
             loss = _Coefficients.apply(logps, entropies, loss, done.a, done.b if has_b else None)
     pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, done.pairs.unbind(0), strict=True)}
     extremes = dict(zip(extreme_names, done.extremes.unbind(0), strict=True))
-    return loss, done.logps, done.entropies, Metrics(pairs, extremes), engine
+    sequences = completion_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    metrics = Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
+    return loss, done.logps, done.entropies, metrics, engine
 
 
 @torch.compiler.assume_constant_result  # of strings and bools; a graph must not read the config's numbers
@@ -116,11 +120,14 @@ def _plan_loss(
     on_policy: bool,
     sampled: bool,
     importance_ratio: bool,
+    num_items: bool,
     hidden_trains: bool,
     head_trains: bool,
     engine: str,
-) -> tuple[str, bool, tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
-    """The engine, whether the loss has a gradient in the entropies, the head's options, the names of the metrics."""
+) -> tuple[str, bool, tuple[Any, ...], str, tuple[str, ...], tuple[str, ...]]:
+    """The engine, whether the loss has a gradient in the entropies, the head's options, what the loss is a mean over,
+    the names of the metrics.
+    """
     config = config_of(key)
     known = config.knows_gradient(on_policy=on_policy, sampled=sampled)
     coupled = config.couples_tokens(on_policy=on_policy, sampled=sampled)
@@ -134,7 +141,8 @@ def _plan_loss(
         engine=engine,
     )
     head = (config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
-    return engine, has_b, head, *metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
+    names = metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
+    return engine, has_b, head, averaged_over(config, num_items=num_items), *names
 
 
 def linear_logprob(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -230,8 +231,13 @@ class LossConfig:
 
         Raises:
             ValueError: `args` asks for a loss type this library does not know.
+            TypeError: `args` has none of the fields: it is None, or a mapping of them (whose misspelt keys nobody would
+                see).
         """
         names = {f.name for f in fields(cls) if hasattr(args, f.name)} - {"vllm_importance_sampling_correction"}
+        if not names:
+            hint = "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)" if isinstance(args, Mapping) else ""
+            raise TypeError(f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}")
         found = {name: getattr(args, name) for name in names}
         found = {name: value for name, value in found.items() if value is not None or name in _OPTIONAL}
         if getattr(args, "vllm_importance_sampling_cap", None) is not None:

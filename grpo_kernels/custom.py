@@ -9,20 +9,23 @@
     out = grpo_kernels.grpo_loss(..., objective=reinforce)
 
 The function returns a per-token loss; autograd gives its coefficients; the config's ``loss_type`` gives its normaliser.
-It stands in place of all of the config's terms: ratio, KL, masks and bonus are its own affair.
+It stands in place of all of the config's terms: ratio, KL, masks and bonus are its own affair. What `TokenInputs` does
+not have comes in by a closure: ``extra.flatten()[tokens.index]`` for `extra` of the shape of the ids.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.batch import Tokens
+from grpo_kernels.engine.passes import is_captured
 from grpo_kernels.evaluation import Evaluation
 
 
@@ -33,6 +36,9 @@ class TokenInputs:
     That shape is (B, T), 0 where the mask is, for a function that looks at sequences, and (n,), some of the counted
     tokens, for one that is `token_level`. Only `logps` and `entropies` carry gradient: parameters of the function's own
     get none.
+
+    `index` is where the tokens stand in the flattened batch of the caller: in B * T, or packed in N (T is then the
+    longest sequence). With a `sequence_group` it counts the positions of this rank's own part, (B, T_local).
     """
 
     logps: Tensor
@@ -43,23 +49,47 @@ class TokenInputs:
     ref_per_token_logps: Tensor | None
     sampling_per_token_logps: Tensor | None
     importance_sampling_ratio: Tensor | None
+    index: Tensor = field(default=None)  # type: ignore[assignment]  # int64; not given: `logps` are all of the batch
 
+    def __post_init__(self) -> None:
+        given = cast("Tensor | None", self.index)
+        if given is None:
+            places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
+            object.__setattr__(self, "index", places)
+
+
+TOLERANCE = 1e-3  # of a number, or of the mean size of all: far above rounding
+FEW = 64
+SCATTER, SCATTER_MODULUS = 2_654_435_761, 2**32  # Knuth's multiplicative hash: an order without a pattern
 
 PerTokenLoss = Callable[[TokenInputs], Tensor]
 
 
-def token_level(objective: PerTokenLoss) -> PerTokenLoss:
+def token_level(objective: PerTokenLoss, *, verify: bool = True) -> PerTokenLoss:
     """Declare that `objective`'s loss of a token depends on that token alone: it then gets the one-pass engine.
 
     It is evaluated on some tokens at a time for the gradient and on all of them for the loss, and so must be a function
-    of its argument alone, without randomness.
+    of its argument alone, without randomness. That is verified in the first call of at least two tokens, and once more
+    where other inputs are there or absent: loss and gradient of some tokens without the others have to be what they
+    are among all. It costs one evaluation, and one wait for the device.
+
+    Args:
+        verify: False to be believed, for what agrees only roughly (products in 16 bits, a compiled function).
+
+    Raises:
+        TypeError: no function, or `verify` no bool. ValueError, in a call: the function couples tokens.
     """
+    if not callable(objective):
+        raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
+    if not isinstance(verify, bool):
+        raise TypeError(f"verify: expected a bool, got {verify!r}")
 
     @functools.wraps(objective)
     def declared(tokens: TokenInputs) -> Tensor:
         return objective(tokens)
 
     declared.token_level = True  # type: ignore[attr-defined]
+    declared.verified = set() if verify else None  # type: ignore[attr-defined]
     return declared
 
 
@@ -68,8 +98,12 @@ class CustomObjective:
 
     is_known = False
 
-    def __init__(self, function: PerTokenLoss, tokens: Tokens, weights: Tensor) -> None:
+    def __init__(
+        self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, positions: Tensor | None = None
+    ) -> None:
+        """`positions` (n,) are those of the tokens in the flattened batch; None: of all that count."""
         self.function, self.tokens, self.weights = function, tokens, weights
+        self._positions = tokens.layout.positions if positions is None else positions
 
     @property
     def couples_tokens(self) -> bool:
@@ -81,7 +115,7 @@ class CustomObjective:
         if getattr(self.function, "uses_entropies", True) is False:
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self.evaluate(nothing, nothing).b is not None
+        return self._evaluate(nothing, nothing)[0].b is not None
 
     def may_have_gradient(self) -> None:
         """None: any of its tokens may."""
@@ -89,19 +123,66 @@ class CustomObjective:
 
     def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         """(a, b) of the tokens at `index` (m,) from their own numbers."""
-        part = CustomObjective(self.function, self.tokens.at(index), self.weights[index])
-        result = part.evaluate(logps, entropies)
+        result, _ = self._at(index)._evaluate(logps, entropies)
         return result.a, result.b
+
+    def _at(self, index: Tensor) -> CustomObjective:
+        return CustomObjective(self.function, self.tokens.at(index), self.weights[index], self._positions[index])
 
     def token_loss(self) -> None:
         """None: a row kernel cannot call a function of the user's."""
         return None
 
     def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
-        """The loss and its gradient, by autograd, at `logps`, `entropies`, (n,) each."""
+        """The loss and its gradient, by autograd, at `logps`, `entropies`, (n,) each.
+
+        Raises:
+            ValueError: what the function returns is no loss of each token, or none of that token alone, if it is so
+                declared and has not been seen with these inputs.
+        """
+        result, per_token = self._evaluate(logps, entropies)
+        verified: set[tuple[str, ...]] | None = getattr(self.function, "verified", None)
+        given = self.tokens.present
+        can_tell = len(self.tokens) > 1 and not torch.is_inference_mode_enabled() and not is_captured(logps)
+        if verified is not None and can_tell and given not in verified:
+            verified.update([given] if self._verify(logps, entropies, result, per_token) else [])
+        return result
+
+    def _verify(self, logps: Tensor, entropies: Tensor, whole: Evaluation, per_token: Tensor) -> bool:
+        """Raise unless the tokens of each part have alone what they have among all. False: all gradients are 0, which
+        tells nothing (advantages of 0).
+
+        The parts are a few tokens, whose means are not those of all, and about half of the tokens each; all scattered,
+        so that no pattern of a batch is found in them again.
+        """
+        n = len(self.tokens)
+        order = (torch.arange(1, n + 1, device=logps.device) * SCATTER % SCATTER_MODULUS).argsort()
+        few = max(1, min(n // 3, FEW))
+        differences = []
+        for part in order.tensor_split([few] if n < 3 else [few, few + (n - few) // 2]):
+            alone, own = self._at(part)._evaluate(logps[part], entropies[part])
+            pairs = [(own, per_token), (alone.a, whole.a)]
+            if whole.b is not None or alone.b is not None:
+                nothing = torch.zeros_like(logps)
+                pairs.append((nothing[part] if alone.b is None else alone.b, nothing if whole.b is None else whole.b))
+            differences += [_difference(x, y[part], y) for x, y in pairs]
+        worst, largest = torch.stack([torch.stack(differences).max(), whole.a.abs().max()]).tolist()
+        if worst > TOLERANCE:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise ValueError(
+                f"objective: expected a loss of each token alone, as {name!r} is declared token_level, but with fewer "
+                f"tokens beside them its values or gradients differ by {worst:.1e} of their size. Take the declaration "
+                "off (numbers that belong to a token: extra.flatten()[tokens.index]), or, if it is rounding, pass "
+                "verify=False to token_level"
+            )
+        return bool(largest != 0)
+
+    def _evaluate(self, logps: Tensor, entropies: Tensor) -> tuple[Evaluation, Tensor]:
+        """And the loss of each token, (n,)."""
         if torch.is_inference_mode_enabled():  # there is no gradient to want
-            loss = (self.weights * self._call(logps, entropies)).sum()
-            return Evaluation(loss, torch.zeros_like(logps), None, loss)
+            per_token = self._call(logps, entropies)
+            loss = (self.weights * per_token).sum()
+            return Evaluation(loss, torch.zeros_like(logps), None, loss), per_token
         with torch.enable_grad():
             logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
             per_token = self._call(logps, entropies)
@@ -109,7 +190,8 @@ class CustomObjective:
             if not loss.requires_grad:
                 raise ValueError("objective: expected a loss that depends on tokens.logps or tokens.entropies")
             a, b = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
-        return Evaluation(loss.detach(), torch.zeros_like(logps) if a is None else a, b, loss.detach())
+        result = Evaluation(loss.detach(), torch.zeros_like(logps) if a is None else a, b, loss.detach())
+        return result, per_token.detach()
 
     def _call(self, logps: Tensor, entropies: Tensor) -> Tensor:
         layout, tokens = self.tokens.layout, self.tokens
@@ -130,6 +212,7 @@ class CustomObjective:
             ref_per_token_logps=maybe(tokens.ref_per_token_logps),
             sampling_per_token_logps=maybe(tokens.sampling_per_token_logps),
             importance_sampling_ratio=maybe(tokens.importance_sampling_ratio),
+            index=view(self._positions),
         )
         per_token = self.function(inputs)
         if not isinstance(per_token, Tensor) or per_token.shape != inputs.logps.shape:
@@ -139,3 +222,10 @@ class CustomObjective:
                 f"got {got}"
             )
         return per_token[layout.sequence, layout.column] if self.couples_tokens else per_token
+
+
+def _difference(x: Tensor, y: Tensor, every: Tensor) -> Tensor:
+    """How far x is from y (m,), of the size of y or of the mean size of `every`: () the largest; NaN is NaN's equal."""
+    size = torch.maximum(y.abs(), every.abs().nan_to_num(0.0, 0.0, 0.0).mean())
+    same = (x == y) | (x.isnan() & y.isnan())
+    return torch.where(same, 0.0, ((x - y).abs() / size).nan_to_num(torch.inf)).max()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.batch import Layout, read_tokens
-from grpo_kernels.checks import check_config, check_shape, check_tensor, check_terms
+from grpo_kernels.checks import check_config, check_shape, check_tensor, check_terms, warn_of_inputs
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.first_order import first_order
@@ -81,6 +81,13 @@ def policy_loss_from_logps(
     dtype = accumulator_of(logps.dtype)
     no_ids = torch.zeros_like(logps, dtype=torch.long)  # which no loss reads
     tokens = read_tokens(logps[..., None], no_ids, completion_mask, advantages, **options, dtype=dtype)
+    warn_of_inputs(
+        config,
+        objective,
+        num_items_in_batch=num_items_in_batch,
+        old_per_token_logps=old_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+    )
     weights = token_weights(config, tokens.layout, num_items_in_batch, dtype)
     policy: PolicyObjective | CustomObjective
     if objective is None:
@@ -92,7 +99,8 @@ def policy_loss_from_logps(
     graded = done.a != 0 if done.b is None else (done.a != 0) | (done.b != 0)
     loss = _GivenLoss.apply(logps, entropies, done, tokens.layout)
     scores = [tokens.layout.spread(x) for x in rows]
-    metrics = loss_metrics(config, tokens, rows[1], done, graded.sum())
+    num_items = num_items_in_batch is not None
+    metrics = loss_metrics(config, tokens, rows[1], done, graded.sum(), num_items=num_items)
     return LossOutput(loss, scores[0], scores[1], metrics, "given")
 
 

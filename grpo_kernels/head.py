@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends import check_backend, choose_backend
 from grpo_kernels.backends.rows import STATISTICS, DotRowBackend
 from grpo_kernels.batch import counted_positions
 from grpo_kernels.checks import (
@@ -25,9 +25,17 @@ from grpo_kernels.checks import (
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.memory import Room, default_workspace
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows, Wants
-from grpo_kernels.engine.plan import Coupling, choose_engine
+from grpo_kernels.engine.plan import Coupling, check_engine, choose_engine
 from grpo_kernels.engine.shard import Shard, widest_part
 from grpo_kernels.lora import LoRA, check_lora
+
+
+def check_options(engine: Any, backend: Any, workspace_bytes: Any) -> None:
+    """Raise unless they are what calls take, before there is a call: whether they can serve it, it finds out."""
+    check_engine(engine)
+    check_backend(backend)
+    if workspace_bytes is not None:
+        check_budget(workspace_bytes)
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

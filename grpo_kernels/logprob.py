@@ -77,7 +77,7 @@ def linear_logprob(
         hidden: (..., H) hidden states, aligned with `ids`: the library never shifts.
         weight, bias: the head, (V, H) and (V,).
         ids: (...) integers; read only where the mask counts.
-        mask: (...) bool, int or float; non-zero counts. Without it every position does.
+        mask: (...) bool, int or float; non-zero counts, NaN is refused. Without it every position does.
         temperature: a number, or one a position, shaped like `ids`; a constant, without gradient.
         final_logit_softcapping: cap, or None.
         logit_scale: factor on the logits.

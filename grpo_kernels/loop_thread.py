@@ -78,7 +78,8 @@ def run_together(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[
         thread = _loop_thread
         outcomes = asyncio.run_coroutine_threadsafe(_outcomes(calls), thread.loop)
     try:
-        wait((outcomes, thread.ended), return_when=FIRST_COMPLETED)  # a loop that ended completes nothing
+        ends: list[Future[Any]] = [outcomes, thread.ended]  # a loop that ended completes nothing
+        wait(ends, return_when=FIRST_COMPLETED)
     except BaseException:
         outcomes.cancel()
         raise

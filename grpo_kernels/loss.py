@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from grpo_kernels.agreement import Agreement
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call import plan_loss
-from grpo_kernels.checks import check_config, check_fake, check_gather, is_dtensor, is_fake
+from grpo_kernels.checks import check_config, check_fake, check_gather, check_objective, is_dtensor, is_fake
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
 from grpo_kernels.engine.passes import Gather
 from grpo_kernels.evaluation import Evaluation
-from grpo_kernels.head import head_of
+from grpo_kernels.head import check_options, head_of
 from grpo_kernels.lora import LoRA
 from grpo_kernels.metrics import Metrics
 
@@ -121,8 +121,8 @@ def grpo_loss(
         hidden: hidden states that predict `completion_ids` (aligned: nothing is shifted here), floating.
         weight, bias: the head.
         completion_ids: integers; those that count must lie in [0, V).
-        completion_mask: bool, int or float; whatever is not 0 counts, negative numbers too, and NaN is refused (-inf, of
-            an additive attention mask, counts with a warning). None: every position does, without waiting for the
+        completion_mask: bool, int or float; whatever is not 0 counts, negative numbers too (-inf, of an additive
+            attention mask, with a warning), and NaN is refused. None: every position does, without waiting for the
             device to say how many.
         advantages: one a sequence or one a token; packed with N = B, one a sequence.
         old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
@@ -133,7 +133,8 @@ def grpo_loss(
         importance_sampling_ratio: weight of the policy term to correct for the sampler; ``"vespo"`` takes it into w.
         num_items_in_batch: normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: a number, accumulation and world size
             included, clamped at 1; absent: the counted tokens of this call. The other loss types, and the entropy
-            bonus, are means over this call: under gradient accumulation the caller divides.
+            bonus, are means over this call: under gradient accumulation the caller divides by the number of steps
+            (given all the same, a warning says so).
         config: default `LossConfig()`.
         objective: a per-token loss of your own in place of all of the config's terms, see `grpo_kernels.custom`; of
             `config` only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of
@@ -216,7 +217,7 @@ class GRPOLoss(nn.Module):
         objective, engine, backend, workspace_bytes: as in `grpo_loss`.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a wrong value.
+        TypeError, ValueError: an unknown field, or a wrong value of a field or an option.
     """
 
     def __init__(
@@ -233,6 +234,8 @@ class GRPOLoss(nn.Module):
         config = LossConfig() if config is None else config
         check_config(config)
         self.config = replace(config, **fields)
+        check_objective(self.config, objective)
+        check_options(engine, backend, workspace_bytes)
         self.objective = objective
         self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from grpo_kernels.aggregate import averaged_over
 from grpo_kernels.batch import Layout, Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
 from grpo_kernels.distributed import gather_stacked
@@ -31,13 +32,24 @@ class Metrics(Mapping[str, Tensor]):
     Attributes:
         pairs: name -> (sum, count), 0-d tensors each. What is a smallest or a largest value has no pair:
             ``clip_ratio/low_min`` and ``clip_ratio/high_max``, of the sequences, and ``sampling/.../min`` and ``max``.
+            ``policy_loss`` has (loss, 1): pairs that are added up give its mean over the calls. `merge` knows better.
+        sequences: how many there were.
+        loss_over: what the policy loss is a mean over, see `aggregate.averaged_over`.
     """
 
-    def __init__(self, pairs: Mapping[str, Any], extremes: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        pairs: Mapping[str, Any],
+        extremes: dict[str, Tensor] | None = None,
+        *,
+        sequences: int = 0,
+        loss_over: str = "nothing",
+    ) -> None:
         """`pairs` alone is name -> value: so Lightning's Fabric and others copy a mapping, ``type(x)(its items)``."""
         self._lost = extremes is None
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
         self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
+        self.sequences, self.loss_over = sequences, loss_over
 
     @property
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -47,6 +59,45 @@ class Metrics(Mapping[str, Tensor]):
                 "Fabric) made of their means: return out.metrics.pairs beside the loss from the module's forward"
             )
         return self._pairs
+
+    @classmethod
+    def merge(cls, parts: Iterable[Metrics]) -> Metrics:
+        """The metrics of one step from those of its micro-batches, as one call on all of them would have them.
+
+        ``policy_loss`` goes by the normaliser. A mean over sequences (grpo, sapo, gmpo, dr_grpo, luspo) weighs each
+        part by its sequences, a mean over tokens (bnpo; dapo, cispo and vespo without ``num_items_in_batch``) by its
+        counted tokens; with ``num_items_in_batch``, that of the whole step, the parts add up.
+
+        Raises:
+            TypeError, ValueError: `parts` are no metrics, none at all, or those of different losses.
+        """
+        parts = list(parts)
+        for part in parts:
+            if not isinstance(part, Metrics):
+                raise TypeError(f"parts: expected the metrics of calls, got {type(part).__name__}")
+        kinds = {(*part, part.loss_over) for part in parts}
+        if len(kinds) != 1:
+            raise ValueError(f"parts: expected the metrics of one loss, got those of {len(kinds)}")
+        first = parts[0]
+        pairs = {name: _added([part.pairs[name] for part in parts]) for name in first.pairs}
+        losses = torch.stack([part["policy_loss"] for part in parts])
+        weights = torch.stack([part._loss_weight() for part in parts])
+        loss = (losses * weights).sum()
+        if first.loss_over != "nothing":
+            loss = loss / weights.sum().clamp(min=1)
+        pairs["policy_loss"] = loss, torch.ones_like(loss)
+        extremes = {
+            name: _extreme(torch.stack([part[name] for part in parts]), largest=name.endswith("max"))
+            for name in first._extremes
+        }
+        sequences = sum(part.sequences for part in parts)
+        return cls(pairs, extremes, sequences=sequences, loss_over=first.loss_over)
+
+    def _loss_weight(self) -> Tensor:
+        loss = self["policy_loss"]
+        if self.loss_over == "tokens":
+            return self.pairs["entropy"][1].to(loss)
+        return torch.full_like(loss, self.sequences if self.loss_over == "sequences" else 1)
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         """The pairs (K, 2) and the extremes (E,), each in one tensor."""
@@ -70,23 +121,35 @@ class Metrics(Mapping[str, Tensor]):
         return f"Metrics({', '.join(self)})"
 
 
-_Names = tuple[tuple[str, ...], tuple[str, ...]]  # of the pairs and the extremes
+class _Context(NamedTuple):
+    """What metrics are besides their tensors."""
+
+    pairs: tuple[str, ...]
+    extremes: tuple[str, ...]
+    sequences: int
+    loss_over: str
+    lost: bool
 
 
-def _flatten(metrics: Metrics) -> tuple[list[Any], _Names]:
-    pairs = [x for pair in metrics.pairs.values() for x in pair]
-    return [*pairs, *metrics._extremes.values()], ((*metrics.pairs,), (*metrics._extremes,))
+def _flatten(metrics: Metrics) -> tuple[list[Any], _Context]:
+    pairs, extremes = metrics._pairs, metrics._extremes
+    leaves = [*(x for pair in pairs.values() for x in pair), *extremes.values()]
+    return leaves, _Context((*pairs,), (*extremes,), metrics.sequences, metrics.loss_over, metrics._lost)
 
 
-def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Names]:
-    leaves, names = _flatten(metrics)
-    keys = [*(f"{name}[{i}]" for name in names[0] for i in range(2)), *names[1]]
-    return [(pytree.MappingKey(key), x) for key, x in zip(keys, leaves, strict=True)], names
+def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
+    leaves, context = _flatten(metrics)
+    keys = [*(f"{name}[{i}]" for name in context.pairs for i in range(2)), *context.extremes]
+    return [(pytree.MappingKey(key), x) for key, x in zip(keys, leaves, strict=True)], context
 
 
-def _unflatten(leaves: Iterable[Any], names: _Names) -> Metrics:
+def _unflatten(leaves: Iterable[Any], context: _Context) -> Metrics:
     found = iter(leaves)
-    return Metrics({name: (next(found), next(found)) for name in names[0]}, dict(zip(names[1], found, strict=True)))
+    pairs = {name: (next(found), next(found)) for name in context.pairs}
+    extremes = dict(zip(context.extremes, found, strict=True))
+    if context.lost:
+        return Metrics(extremes)
+    return Metrics(pairs, extremes, sequences=context.sequences, loss_over=context.loss_over)
 
 
 pytree.register_pytree_node(
@@ -94,8 +157,8 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="grpo_kernels.Metrics",
-    to_dumpable_context=lambda names: names,
-    from_dumpable_context=lambda names: tuple(tuple(x) for x in names),  # JSON knows lists only
+    to_dumpable_context=lambda context: context,
+    from_dumpable_context=lambda x: _Context(tuple(x[0]), tuple(x[1]), *x[2:]),  # JSON knows lists only
     flatten_with_keys_fn=_flatten_with_keys,
 )
 
@@ -131,9 +194,17 @@ def metric_names(
 
 
 def loss_metrics(
-    config: LossConfig, tokens: Tokens, entropies: Tensor, evaluation: Evaluation, graded: Tensor
+    config: LossConfig,
+    tokens: Tokens,
+    entropies: Tensor,
+    evaluation: Evaluation,
+    graded: Tensor,
+    *,
+    num_items: bool,
 ) -> Metrics:
     """The metrics of one loss. A sequence without a counted token has the ratio 1.
+
+    `num_items` says whether there is a ``num_items_in_batch``.
 
     As in TRL: ``entropy`` and ``kl``, means over the counted tokens; ``policy_loss``, the loss without the entropy
     bonus; ``clip_ratio/*``, ``cispo_clip_ratio`` and ``vespo/phi_seq_mean``, over the counted tokens, or over the
@@ -175,7 +246,7 @@ def loss_metrics(
             part.extremes[name] = (_extreme(x, largest=largest), largest)
     if terms.log_ratio is not None:
         _add_ratio_metrics(config, tokens, terms, part)
-    return part.joined()
+    return part.joined(averaged_over(config, num_items=num_items))
 
 
 class _Part:
@@ -228,7 +299,7 @@ class _Part:
         span, shared = self.layout.span, self.shared(x)
         self.clipped[name] = shared if span is None else torch.where(span.speaks_for, shared, 0.0)
 
-    def joined(self) -> Metrics:
+    def joined(self, loss_over: str) -> Metrics:
         """The metrics of all ranks' parts."""
         self._add_up()
         span, pairs, clipped = self.layout.span, self.pairs, self.clipped
@@ -248,7 +319,7 @@ class _Part:
         for name, x in clipped.items():
             share = x if self.clipped_once else x / self.layout.lengths  # NaN for one without tokens
             extremes[name] = _extreme(share, largest=name.endswith("max"))
-        return Metrics(pairs, extremes)
+        return Metrics(pairs, extremes, sequences=self.layout.batch, loss_over=loss_over)
 
     def _add_up(self) -> None:
         """The sums over the tokens, those of numbers and those of flags each in one; clipped tokens by sequence."""
@@ -303,6 +374,11 @@ def _clipped(config: LossConfig, terms: Terms, ratio: Tensor, advantages: Tensor
             ratio = ratio.clamp(max=config.delta)
         below, above = ratio < 1 - config.epsilon, ratio > 1 + config.clip_high
     return below & (advantages < 0), above & (advantages > 0)
+
+
+def _added(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    total, count = torch.stack([torch.stack(pair) for pair in pairs]).sum(dim=0).unbind()
+    return total, count
 
 
 def _extreme(x: Tensor, *, largest: bool) -> Tensor:

@@ -76,7 +76,8 @@ def results(function: Callable[..., Any], given: Case, upstream: float = 1.0) ->
         **pairs,
         **grads,
     }
-    return {"engine": out.engine, "requires grad": out.loss.requires_grad, **named}
+    merged_by = {"sequences": out.metrics.sequences, "loss over": out.metrics.loss_over}
+    return {"engine": out.engine, "requires grad": out.loss.requires_grad, **merged_by, **named}
 
 
 def assert_same_bits(found: Case, want: Case) -> None:

@@ -64,6 +64,12 @@ def test_from_trl_names_an_unknown_loss() -> None:
         LossConfig.from_trl(trl_config(loss_type="later"))
 
 
+@pytest.mark.parametrize("args", [None, "grpo", {"beta": 0.04}, {}, 3, object()], ids=repr)
+def test_from_trl_refuses_what_has_no_fields(args: object) -> None:
+    with pytest.raises(TypeError, match=f"^args: expected a trl.GRPOConfig or its like, got {type(args).__name__}"):
+        LossConfig.from_trl(args)
+
+
 def test_every_published_algorithm_is_a_preset() -> None:
     assert set(presets.__all__) == {
         "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "LUSPO", "VESPO", "GMPO", "PPO", "REINFORCE", "RLOO",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import Expectation, LoRA, LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import Expectation, LoRA, LossConfig, checks, grpo_loss, linear_logprob
 from tests.pretend_gpu import OnGPU, Waits, here, pretended
 
 B, T, H, V = 2, 5, 8, 19
@@ -106,6 +106,25 @@ def test_waits_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, want, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["one_pass", "score"])
+def test_a_mask_of_floats_is_looked_at_in_the_same_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = call(name, Waits(), there=False, mask=MASK)
+    with pretended(monkeypatch) as waits:
+        found = call(name, waits, mask=OnGPU(-0.5 * MASK))
+        assert found.pop("waits") == CALLS[name][3]
+        checks.warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="completion_mask: -inf counts"):
+            odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
+        with pytest.raises(ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"):
+            call(name, waits, mask=OnGPU(MASK / MASK))
+        given = [batch()[x].detach() for x in ("hidden", "weight", "completion_ids")]
+        with pytest.raises(ValueError, match=r"^mask: expected 0 or a number that is not, got nan"):
+            linear_logprob(*given, mask=OnGPU(MASK / MASK), backend="torch")
+    del want["waits"], odd["waits"]
+    torch.testing.assert_close(found, want, equal_nan=True)
+    torch.testing.assert_close(odd, want, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_waits_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch) as waits:
@@ -143,7 +162,8 @@ def test_custom_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(tokens: grpo_kernels.TokenInputs) -> Tensor:
         return -tokens.advantages * tokens.logps / tokens.mask.sum()
 
-    for objective, expected in ((rowwise, (1, 0)), (whole, (1, 1))):
+    # the first call verifies that tokens are not coupled
+    for objective, expected in ((rowwise, (2, 0)), (rowwise, (1, 0)), (whole, (1, 1))):
         with pretended(monkeypatch) as waits:
             out = grpo_loss(**batch(), completion_mask=OnGPU(MASK), objective=objective, backend="torch")
             forward = len(waits)

@@ -77,7 +77,8 @@ def noted(shape: Shape, **options: Any) -> Tape:
     with taped(autocast=shape.autocast) as tape:
         hidden = tensor(batch, shape.t, shape.h, dtype=torch.bfloat16).requires_grad_(not shape.score)
         weight = tensor(shape.v, shape.h, dtype=shape.weight_dtype)
-        ids, mask = OnGPU(torch.zeros(batch, shape.t, dtype=torch.long)), OnGPU(torch.ones(batch, shape.t))
+        ids = OnGPU(torch.zeros(batch, shape.t, dtype=torch.long))
+        mask = OnGPU(torch.ones(batch, shape.t, dtype=torch.long))  # of integers, as trainers have it
         if shape.score:
             with torch.no_grad():
                 linear_logprob(hidden, weight, ids, mask=mask)

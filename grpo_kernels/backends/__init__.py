@@ -25,6 +25,12 @@ from grpo_kernels.backends.torch_rows import TorchRows
 BACKENDS = ("torch", "triton", "cpp")
 
 
+def check_backend(name: object) -> None:
+    """Raise ValueError unless `name` is ``"auto"`` or one of `BACKENDS`."""
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {name!r}")
+
+
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[RowBackend, str]:
     """The row backend to use for logits of `dtype` on `device`, and why, in words.
 
@@ -36,8 +42,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
     Raises:
         ValueError: no backend of that name, or one that cannot serve here.
     """
-    if name not in ("auto", *BACKENDS):
-        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {name!r}")
+    check_backend(name)
     if name == "torch":
         return _backend("torch"), "asked for"
     wanted = ("cpp" if device.type == "cpu" else "triton") if name == "auto" else name
@@ -115,4 +120,4 @@ def _backend(name: str) -> RowBackend:
     return TritonRows()
 
 
-__all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "choose_backend"]
+__all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "check_backend", "choose_backend"]

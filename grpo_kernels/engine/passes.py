@@ -189,21 +189,22 @@ def all_rows(x: Tensor, places: Tensor, n: int) -> Tensor:
 
 def places_of(chosen: Tensor) -> Tensor:
     """Where `chosen` (n,) is True. Waits for the device, to learn how many; a CUDA graph cannot, and takes all."""
-    if _is_captured(chosen):
+    if is_captured(chosen):
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
 
 
 def _moved(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The places where a or b (n,) is not 0; and b, or None if all of it is, as for a loss without entropies."""
-    if b is None or _is_captured(a):
+    if b is None or is_captured(a):
         return places_of(a != 0), b
     moved = (a != 0) | (b != 0)
     count, of_b = torch.stack([moved.sum(), (b != 0).sum()]).tolist()
     return (~moved).to(torch.uint8).argsort(stable=True)[:count], b if of_b else None
 
 
-def _is_captured(x: Tensor) -> bool:
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can wait for the device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

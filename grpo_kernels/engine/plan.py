@@ -50,6 +50,12 @@ class Coupling(Enum):
         return Coupling.KNOWN if known else Coupling.COUPLED if coupled else Coupling.TOKEN
 
 
+def check_engine(name: object) -> None:
+    """Raise ValueError unless `name` is ``"auto"`` or one of `ENGINES`."""
+    if name not in ("auto", *ENGINES):
+        raise ValueError(f"engine: expected one of auto, {', '.join(ENGINES)}, got {name!r}")
+
+
 def choose_engine(
     coupling: Coupling,
     *,
@@ -86,8 +92,7 @@ def choose_engine(
         if tight_memory and head_trains:
             return "lean"
         return next(name for name in ENGINES if possible[name])
-    if engine not in possible:
-        raise ValueError(f"engine: expected one of auto, {', '.join(ENGINES)}, got {engine!r}")
+    check_engine(engine)
     if not possible[engine]:
         needs = {
             "score": "that no gradient is wanted",

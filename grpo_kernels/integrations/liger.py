@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from grpo_kernels.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
 from grpo_kernels.distributed import all_reduce
+from grpo_kernels.head import check_options
 from grpo_kernels.head_parameters import gather_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import LossOutput, grpo_loss
@@ -87,6 +88,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
         self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
         self.loss_config()  # which raises, if anything does, here
+        check_options(engine, backend, workspace_bytes)
 
     def loss_config(self) -> LossConfig:
         """The loss, as `grpo_loss` takes it."""
@@ -160,8 +162,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 ref_per_token_logps = self._score(ref_input, ref_weight, selected_token_ids, attention_mask, ref_bias)
             elif ref_input is not None:
                 warnings.warn("grpo_kernels: ref_input is not used beside ref_per_token_logps", stacklevel=2)
-        if self.loss_type in NUM_ITEMS_LOSS_TYPES:
-            num_items_in_batch = _items_of_a_rank(attention_mask, num_items_in_batch)
+        num_items_in_batch = (
+            _items_of_a_rank(attention_mask, num_items_in_batch) if self.loss_type in NUM_ITEMS_LOSS_TYPES else None
+        )
         out = grpo_loss(
             _input,
             lin_weight,
