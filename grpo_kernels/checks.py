@@ -199,3 +199,8 @@ def is_dtensor(x: Any) -> bool:
 def is_one(x: Tensor) -> bool:
     """Whether x () is known to be 1: on a CPU. On a GPU the question would wait for the device; the answer is no."""
     return x.device.type == "cpu" and x.item() == 1.0
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can wait for the device of x."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -51,7 +51,9 @@ HEAD = {"engine", "backends"}  # the vocabulary, no policy
 NEVER = {
     **dict.fromkeys(POLICY, HEAD | ENTRIES),
     **dict.fromkeys(("config", "presets", "checks", "distributed", "token_loss"), HEAD | ENTRIES | POLICY),
-    **dict.fromkeys(("advantages", "rewards", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}),
+    **dict.fromkeys(
+        ("advantages", "rewards", "loop_thread", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}
+    ),
     "lora": HEAD | ENTRIES | POLICY,
     "sharding": ENTRIES | POLICY | {"backends"},
     "engine": POLICY | ENTRIES | {"config", "presets"},
