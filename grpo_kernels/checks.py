@@ -224,3 +224,8 @@ def check_fake(
     if mask[1] is not None:
         check_tensor(*mask, like=hidden)
         check_shape(*mask, ("that of the ids", tuple(ids[1].shape)))
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing can wait for the device of x."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -334,7 +334,7 @@ def test_function_transforms_raise() -> None:
 
 @pytest.mark.parametrize("of", TWICE)
 def test_several_gradients_at_once_raise(of: str) -> None:
-    given = head()
+    given = head(frozen="weight bias" if of == "frozen" else "")
     loss, leaves = TWICE[of](given), [x for x in given.values() if x.requires_grad]
     upstream = torch.ones(3, dtype=loss.dtype)
     with pytest.raises(RuntimeError, match=r"grpo_kernels: several gradients at once \(is_grads_batched=True"):

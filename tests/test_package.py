@@ -55,7 +55,9 @@ BASE = ("config", "presets", "checks", "distributed", "agreement", "token_loss",
 NEVER = {
     **dict.fromkeys(POLICY, HEAD | ENTRIES),
     **dict.fromkeys(BASE, HEAD | ENTRIES | POLICY),
-    **dict.fromkeys(("advantages", "rewards", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}),
+    **dict.fromkeys(
+        ("advantages", "rewards", "loop_thread", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}
+    ),
     "lora": HEAD | ENTRIES | POLICY,
     "sharding": ENTRIES | POLICY | {"backends"},
     "engine": POLICY | ENTRIES | {"config", "presets"},

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import DotRowBackend, RowStats
+from grpo_kernels.checks import is_captured
 from grpo_kernels.engine.operands import (
     Coefficients,
     CoefficientsOf,
@@ -201,11 +202,6 @@ def _moved(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
     moved = (a != 0) | (b != 0)
     count, of_b = torch.stack([moved.sum(), (b != 0).sum()]).tolist()
     return (~moved).to(torch.uint8).argsort(stable=True)[:count], b if of_b else None
-
-
-def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can wait for the device."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _score_without_logits(head: Head, rows: Rows, request: Request) -> RowStats:
