@@ -251,11 +251,9 @@ def _read_expected(
     if expected is None:
         return None, None, False
 
-    def usable(
-        x: Tensor,
-    ) -> Tensor:  # what is not finite, or not times a weight, cannot be scaled: expect nothing there
-        x = x.to(dtype)
-        return torch.where(x.abs() <= torch.finfo(dtype).max ** 0.5, x, 0.0)
+    def usable(x: Tensor) -> Tensor:  # whose products neither overflow nor lose bits to underflow: else expect nothing
+        x, largest = x.to(dtype), torch.finfo(dtype).max ** 0.5
+        return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
 
     def rows(name: str, x: Any) -> Tensor:
         check_tensor(name, x, like=ids)

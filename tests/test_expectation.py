@@ -131,6 +131,7 @@ WRONG: dict[str, Callable[[], tuple[Any, Tensor | None, Tensor | None]]] = {
     "huge": lambda: (A * 1e30, torch.randn(N), None),
     "the largest there is": lambda: (A.sign() * torch.finfo(torch.float32).max, torch.randn(N), None),
     "beyond float32": lambda: (A.double() * 1e300, torch.randn(N), None),
+    "subnormal, of what is tiny": lambda: (A * 1e-42, A * 1e-12, None),
     "nothing comes": lambda: (A, torch.zeros(N), None),
     "zero": lambda: (torch.zeros(N), A, None),
     "zero, and nothing comes": lambda: (torch.zeros(N), torch.zeros(N), None),
