@@ -183,12 +183,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (Exception, asyncio.CancelledError) as error:
-        raise failure(name, error) from error
+class _named:
+    """What is raised inside says which reward function it was. (A generator would let a StopIteration through.)"""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (Exception, asyncio.CancelledError)):
+            raise failure(self._name, error) from error
 
 
 def _is_async(func: Any) -> bool:
@@ -203,7 +208,7 @@ def _column(values: Any, name: str, length: int) -> list[float]:
     if hasattr(values, "tolist"):  # tensors, arrays, series
         try:
             values = values.tolist()
-        except (RuntimeError, TypeError, ValueError) as error:  # a meta tensor, a sparse one
+        except Exception as error:  # a meta tensor, a sparse one
             raise ValueError(
                 f"reward function {name!r}: expected a list of {length} rewards, got a {returned} without them: {error}"
             ) from error
@@ -226,7 +231,7 @@ def _number(value: Any, name: str, row: int) -> float:
             expected = "a number within float32's range or None"
     except OverflowError:
         expected = "a number within float32's range or None"
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # whatever an object's __float__ raises
         pass
     raise ValueError(f"reward function {name!r}: expected {expected} for row {row}, got {_shortened(value)}")
 
@@ -245,6 +250,6 @@ def _warn_unscored(rewards: Tensor, prompts: Sequence[Any], completions: Sequenc
 def _shortened(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # of an int with more digits than Python writes
+    except Exception:  # such as of an int with more digits than Python writes
         text = f"{type(value).__name__} that cannot be written"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

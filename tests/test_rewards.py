@@ -424,13 +424,25 @@ def test_names(model):
     assert reward_names(lengths) == ["lengths"]
 
 
-def test_a_failing_function_is_named_and_its_error_chained():
+@pytest.mark.parametrize("error", [KeyError("answer"), StopIteration("answer")], ids=repr)
+def test_a_failing_function_is_named_and_its_error_chained(error):
     def judge(**kwargs):
-        raise KeyError("answer")
+        raise error
 
-    with pytest.raises(RuntimeError, match="reward function 'judge' raised KeyError: 'answer'") as caught:
+    with pytest.raises(
+        RuntimeError, match=f"reward function 'judge' raised {type(error).__name__}: '?answer"
+    ) as caught:
         compute_rewards([lengths, judge], PROMPTS, COMPLETIONS)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__ is error
+
+
+class Hostile:
+    """What raises something of its own when it is asked for its number, and when it is to be shown."""
+
+    def __float__(self):
+        raise KeyError("x")
+
+    __repr__ = __float__
 
 
 @pytest.mark.parametrize(
@@ -453,6 +465,7 @@ def test_a_failing_function_is_named_and_its_error_chained():
         (torch.zeros(3, device="meta"), "expected a list of 3 rewards, got a Tensor without them: Cannot copy out of"),
         (torch.zeros(3).to_sparse(), "expected a list of 3 rewards, got a Tensor without them: "),
         ([torch.zeros((), device="meta")] * 3, "expected a number or None for row 0, got tensor"),
+        ([0.0, Hostile(), 0.0], "expected a number or None for row 1, got Hostile that cannot be written"),
     ],
 )
 def test_wrong_returns_name_the_function(returned, message):
