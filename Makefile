@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo bench lint aot roofline faults sanitize gpu tune parity wheel format clean
+.PHONY: help test demo bench lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -29,6 +29,9 @@ AOT_ARGS    ?=
 ROOFLINE_ARGS ?=
 FAULTS      ?=
 SANITIZE_ARGS ?=
+FUZZ_ARGS   ?=
+SOAK_ARGS   ?=
+PEERS_ARGS  ?=
 GPU_ARGS    ?=
 TUNE_ARGS   ?=
 # A GPU machine brings its own torch: the environment is used where it is there, and never made for this.
@@ -87,6 +90,15 @@ faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must
 
 sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
 	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null
+
+fuzz: $(STAMP)  ## ten minutes of random and hostile calls, seeded and minimised (FUZZ_ARGS="--minutes 1 --seed 7 --replay loss:3")
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ_ARGS) </dev/null
+
+soak: $(STAMP)  ## 2,000 calls a workload with a flat count of tensors, threads, descriptors and memory (SOAK_ARGS="--calls 200")
+	OMP_NUM_THREADS=1 $(PY) -m tests.soak $(SOAK_ARGS) </dev/null
+
+peers: $(STAMP)  ## the GRPO tests of Liger and verl, with theirs and with ours (LIGER_SOURCE=DIR VERL_SOURCE=DIR; docs/testing.md)
+	$(PY) -m tests.peers $(PEERS_ARGS) </dev/null
 
 gpu:  ## GPU tests, benchmarks and sanitizers (GPU_ARGS="--only bench --wheels DIR"; docs/gpu.md; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null

@@ -1,0 +1,84 @@
+"""A pytest plugin for other people's tests: ours in the place of theirs, in the way that GRPO_KERNELS_WAY names."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+WAY = os.environ.get("GRPO_KERNELS_WAY", "")
+calls = 0  # of ours: a run that never reached it would prove nothing
+
+
+def counted(function: Any) -> Any:
+    """The function, with its calls counted."""
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        global calls
+        calls += 1
+        return function(*args, **kwargs)
+
+    return count
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if WAY == "patch_liger":
+        _liger()
+    elif WAY == "grpo_kernels.advantages":
+        _verl()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if WAY in ("patch_liger", "grpo_kernels.advantages") and not calls:
+        raise pytest.UsageError(f"{WAY}: none of the tests reached ours")
+
+
+def _liger() -> None:
+    from grpo_kernels.integrations import liger
+
+    liger.grpo_loss = counted(liger.grpo_loss)
+    if not liger.patch_liger():
+        raise pytest.UsageError("this liger-kernel is one that we do not know")
+
+
+def _verl() -> None:
+    """Their estimators' signatures, from (B, T) rewards to (advantages, returns)."""
+    import torch
+    from verl.trainer.ppo import core_algos
+
+    from grpo_kernels import advantages as ours
+
+    def groups(index: Any) -> list[int]:
+        places = {name: i for i, name in enumerate(dict.fromkeys(index.tolist()))}
+        return [places[name] for name in index.tolist()]
+
+    def spread(one: Any, mask: Any) -> tuple[Any, Any]:
+        every = one[:, None] * mask
+        return every, every
+
+    @torch.no_grad()
+    def gae(token_level_rewards: Any, values: Any, response_mask: Any, gamma: Any, lam: Any) -> Any:
+        return ours.gae(token_level_rewards, values, response_mask, float(gamma), float(lam), whiten_advantages=True)
+
+    @torch.no_grad()
+    def rloo(token_level_rewards: Any, response_mask: Any, index: Any, **rest: Any) -> Any:
+        rewards = token_level_rewards.sum(-1)
+        return spread(ours.rloo_advantages(rewards, group_ids=groups(index)), response_mask)
+
+    @torch.no_grad()
+    def grpo(
+        token_level_rewards: Any, response_mask: Any, index: Any, epsilon: float = 1e-6,
+        norm_adv_by_std_in_grpo: bool = True, **rest: Any,
+    ) -> Any:  # fmt: skip
+        rewards, scale = token_level_rewards.sum(-1), "group" if norm_adv_by_std_in_grpo else "none"
+        result = ours.group_advantages(rewards, group_ids=groups(index), scale=scale, epsilon=epsilon)
+        return spread(result, response_mask)
+
+    for name, function in {
+        "compute_gae_advantage_return": gae,
+        "compute_rloo_outcome_advantage": rloo,
+        "compute_grpo_outcome_advantage": grpo,
+    }.items():
+        assert hasattr(core_algos, name), f"verl has no {name}"
+        setattr(core_algos, name, counted(function))
