@@ -64,7 +64,7 @@ def test_from_trl_names_an_unknown_loss() -> None:
         LossConfig.from_trl(trl_config(loss_type="later"))
 
 
-@pytest.mark.parametrize("args", [None, "grpo", {"beta": 0.04}, {}, 3, object()], ids=repr)
+@pytest.mark.parametrize("args", [None, "grpo", {"beta": 0.04}, {}, 3, object()], ids=lambda x: type(x).__name__)
 def test_from_trl_refuses_what_has_no_fields(args: object) -> None:
     with pytest.raises(TypeError, match=f"^args: expected a trl.GRPOConfig or its like, got {type(args).__name__}"):
         LossConfig.from_trl(args)
