@@ -38,6 +38,7 @@ def draw(random_: random.Random) -> Options:
     if options["loss_type"] != "gmpo" and "ratio" not in options and random_.random() < 0.25:
         options |= {"sampling": True, PREFIX + "correction": True, PREFIX + "mode": random_.choice(MODES)}
         options |= {PREFIX + "clip_max": random_.choice((1.1, 3.0)), PREFIX + "clip_min": random_.choice((None, 0.7))}
+        options["dtype"] = torch.float64  # the reference takes the ratio as exact, and bounds no rounding of it
     own: Options = {
         "engine": sometimes(0.8, random_.randrange(60)),
         "backend": backend,
@@ -83,7 +84,8 @@ def engine_of(options: Options, case: Case) -> str:
     allowed = allowed_engines(case)
     mode = case.config.get(PREFIX + "mode", "sequence_mask")
     if case.config.get(PREFIX + "correction"):  # of the ratio that is made here
-        couples = mode.startswith("sequence") and case.old_per_token_logps is None
+        by_sequence = mode.startswith("sequence") or case.config.get("importance_sampling_level") == "sequence"
+        couples = by_sequence and case.old_per_token_logps is None
         allowed -= {"one_pass"} if couples or case.config.get("loss_type") == "vespo" else set()
     if "lora" in options:
         allowed -= {"frozen", "score"}
