@@ -38,7 +38,7 @@ def draw(random_: random.Random) -> Options:
     if options["loss_type"] != "gmpo" and "ratio" not in options and random_.random() < 0.25:
         options |= {"sampling": True, PREFIX + "correction": True, PREFIX + "mode": random_.choice(MODES)}
         options |= {PREFIX + "clip_max": random_.choice((1.1, 3.0)), PREFIX + "clip_min": random_.choice((None, 0.7))}
-        options["dtype"] = torch.float64  # the reference takes the ratio as exact, and bounds no rounding of it
+        options["dtype"] = torch.float64
     own: Options = {
         "engine": sometimes(0.8, random_.randrange(60)),
         "backend": backend,
@@ -61,6 +61,8 @@ def draw(random_: random.Random) -> Options:
 def build(options: Options) -> tuple[Case, Case, LoRA | None]:
     """The case for the library; the one for the reference, whose head is merged with the adapter and whose sampler's
     ratio is ready made; the adapter."""
+    if options.get("dtype") != torch.float64:  # the reference takes that ratio as exact, and bounds no rounding of it
+        options = {k: x for k, x in options.items() if not k.startswith(PREFIX)}
     case = make_case(options.get("name", "fuzz"), **{k: x for k, x in options.items() if k not in OWN})
     same, adapter = case, None
     if "lora" in options and case.hidden.dtype == torch.float64:
