@@ -32,7 +32,6 @@ def describe_options(
 def describe_tokens(ranks: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> None:
     """Say the per-token inputs of ranks that all have the same: `inputs` as they came, `tokens` what counts of them."""
     ranks.same({f"dtype and shape of {name}": described(x) for name, x in inputs.items()})
-    ranks.same({"positions of hidden": tokens.layout.shape})
     ranks.same_bits("completion_mask", tokens.layout.positions)
     ranks.same_bits("cu_seqlens", tokens.layout.sequence)
     ranks.same_bits("completion_ids", tokens.ids)
