@@ -151,6 +151,7 @@ def plan_loss(
         head = of_shard(head, shard, tensors.weight, wants, workspace_bytes)
         rows = read_rows("completion_ids", rows, tensors.weight.shape[0], shard)
         if parts:
+            parts.same({"vocab_size": vocab_size})
             parts.same(described_head(tensors, wants, head, own_rows=shard is not None))
             describe_options(parts, *options)
             describe_part(parts, tokens, inputs)

@@ -28,7 +28,7 @@ def test_what_is_left_over_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def leaks() -> None:
-        kept.append(torch.ones(2**18))  # 1 MiB
+        kept.append(torch.ones(2**23))  # 32 MiB: more than what an allocator may have left from before
         kept.append(os.pipe())
         threading.Thread(target=over.wait, daemon=True).start()
 

@@ -97,7 +97,6 @@ PLANTED: dict[str, Callable[[Path, bytes], Path]] = {
     "foreign library of another name": lambda folder, content: put(folder, content, "0123456789abcdef"),
     "text": lambda folder, content: put(folder, b"not a library"),
     "nothing": lambda folder, content: put(folder, b""),
-    "half of the library": lambda folder, content: put(folder, built().read_bytes()[:4096]),
     "half of the library under its name": lambda folder, content: put(
         folder, built().read_bytes()[:9999], built().stem
     ),

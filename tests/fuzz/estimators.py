@@ -75,6 +75,8 @@ class Batch:
         self.values, self.mask = self.values[:rows], self.mask[:rows]
         # What is rounded to the result's dtype; sums of shifted rewards lose what the shift pushes out of float64.
         lost = abs(options.get("shift", 0.0)) * 1e-13 / options.get("epsilon", 1e-4)
+        if options.get("aggregation") == "normalize_then_sum":  # a rounding, divided by epsilon, and once more
+            lost += 1e-15 / options.get("epsilon", 1e-4) ** 2
         self.tolerance = (1e-9 if self.dtype == torch.float64 else 1e-6) + lost
 
     def same(self, result: torch.Tensor, want: Any, what: str = "") -> None:

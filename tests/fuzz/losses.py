@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,11 @@ from grpo_kernels import LoRA, LossConfig, grpo_loss
 from tests.case_builder import Case, make_case, seeded
 from tests.fuzz.harness import Category, Options
 from tests.random_cases import case_options, with_garbage
-from tests.reference import head, on_grid, reference_loss
+from tests.reference import ReferenceResult, head, on_grid, reference_loss
 from tests.run_case import allowed_engines, arguments
 from tests.test_differential import packed
 from tests.test_sampling import MODES, PREFIX, given_ratio
-from tests.tolerance import assert_matches, bounds_of
+from tests.tolerance import Bounds, assert_matches, bounds_of
 
 OWN = ("name", "engine", "backend", "packed", "strides", "garbage", "scale", "lora", "no_mask")
 HAS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
@@ -128,7 +129,10 @@ def check(options: Options) -> None:
         (out.loss * scale).backward()
     grads = {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
     want = reference_loss(same)
-    assert_matches(padded(out, stays), grads, want, same, bounds_of(want, same), scale)
+    bounds = bounds_of(want, same)
+    if case.config.get(PREFIX + "correction"):
+        bounds = widened(bounds, want)
+    assert_matches(padded(out, stays), grads, want, same, bounds, scale)
     if adapter is not None:
         up = scale * adapter.scaling
         for name, got, exact in (
@@ -137,6 +141,21 @@ def check(options: Options) -> None:
         ):
             off = float((got - exact).abs().max()) if got is not None else float("nan")
             assert off <= 1e-9 * (1.0 + float(exact.abs().max())), f"d {name}: off by {off:.3g}"
+
+
+def widened(bounds: Bounds, want: ReferenceResult) -> Bounds:
+    """By what a ratio that was made of the call's own log-probabilities is off: in float64, rounding."""
+
+    def more(bound: Any, x: Tensor) -> Any:
+        return bound + 1e-12 * float(x.detach().abs().nan_to_num().max()) if x.numel() else bound
+
+    return replace(
+        bounds,
+        loss=more(bounds.loss, want.loss),
+        d_hidden=more(bounds.d_hidden, want.d_hidden),
+        d_weight=more(bounds.d_weight, want.d_weight),
+        d_bias=None if bounds.d_bias is None or want.d_bias is None else more(bounds.d_bias, want.d_bias),
+    )
 
 
 def lora_of(case: Case, rank: int) -> LoRA:
