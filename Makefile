@@ -97,7 +97,7 @@ fuzz: $(STAMP)  ## ten minutes of random and hostile calls, seeded and minimised
 soak: $(STAMP)  ## 2,000 calls a workload with a flat count of tensors, threads, descriptors and memory (SOAK_ARGS="--calls 200")
 	OMP_NUM_THREADS=1 $(PY) -m tests.soak $(SOAK_ARGS) </dev/null
 
-peers: $(STAMP)  ## the GRPO tests of Liger and verl, with theirs and with ours (LIGER_SOURCE=DIR VERL_SOURCE=DIR; docs/testing.md)
+peers: $(STAMP)  ## the GRPO tests of TRL, Liger and verl, with theirs and with ours (TRL_SOURCE=DIR LIGER_SOURCE=DIR VERL_SOURCE=DIR)
 	$(PY) -m tests.peers $(PEERS_ARGS) </dev/null
 
 gpu:  ## GPU tests, benchmarks and sanitizers (GPU_ARGS="--only bench --wheels DIR"; docs/gpu.md; --dry-run needs no GPU)

@@ -191,7 +191,7 @@ def test_a_reference_given_twice_is_the_log_probabilities() -> None:
     loss_fn = LigerFusedLinearGRPOLoss(beta=0.1, loss_type="dapo")
     args = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
     given["ref_input"] = torch.zeros_like(given["ref_input"])
-    with pytest.warns(UserWarning, match="ref_input is not used"):
+    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
         loss, _ = loss_fn(*args, ref_per_token_logps=case.ref_per_token_logps, **given)
     assert_close(loss, want[0])
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.peers import __main__ as peers
+from tests.peers import trl_hub
 
 THEIRS = """
 import os
 import pytest
 
 def test_good(): assert True
+def test_known(): assert os.environ["GRPO_KERNELS_WAY"] == "as it is"
 def test_of_theirs(): assert os.environ["GRPO_KERNELS_WAY"] == "as it is"
 def test_bad(): assert False
 @pytest.mark.skip
@@ -25,12 +27,32 @@ def test_outcomes_of_a_source_are_compared(
 ) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_theirs.py").write_text(THEIRS)
-    peer = peers.Peer("torch", "THEIR_SOURCE", "tests", ("tests/test_theirs.py",), ("another way",))
-    monkeypatch.setattr(peers, "PEERS", (peer,))
+    ways, known = ("another way",), {"test_known": "expects theirs"}
+    peer = peers.Peer("torch", "THEIR_SOURCE", "tests", "tests/test_theirs.py", ways, known=known)
+    missing = peers.Peer("torch", "THEIR_SOURCE", "tests", "tests/test_missing.py", ways)
+    monkeypatch.setattr(peers, "PEERS", (peer, missing))
     assert peers.main([]) == 2
     assert "set THEIR_SOURCE" in capsys.readouterr().out
     monkeypatch.setenv("THEIR_SOURCE", str(tmp_path))
     assert peers.main(["-k", "not slow"]) == 1
     told = capsys.readouterr().out
-    assert "| as it is | 2 | 1 | 0 | 1 |" in told and "| another way | 1 | 2 | 0 | 1 |" in told
-    assert told.splitlines()[-1] == "another way: tests.test_theirs::test_of_theirs: failed"
+    assert "test_theirs.py | as it is | 3 | 1 | 0 | 1 |" in told and "| another way | 1 | 3 | 0 | 1 |" in told
+    assert told.splitlines()[-3:] == [
+        "another way: tests.test_theirs::test_known: failed (known: it expects theirs)",
+        "another way: tests.test_theirs::test_of_theirs: failed",
+        f"not run: {tmp_path} has no tests/test_missing.py",
+    ]
+    assert peers.main(["-k", "not of_theirs"]) == 0
+    capsys.readouterr()
+    peers.main(["-k", "nothing"])
+    assert "not run: no test of tests/test_theirs.py is selected" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"torch, as it is: pytest ended with 4(?s:.)*unrecognized"):
+        peers.main(["--no-such-option"])
+
+
+def test_tokenizers_of_the_tests_hub_lose_no_text() -> None:
+    tokenizer = trl_hub.tokenizer("tiny-Qwen3ForCausalLM")
+    text = "Zen é\n<tool_call>{}</tool_call><|im_end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) < len(text) and max(ids) < trl_hub.VOCAB and tokenizer.decode(ids) == text
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)

@@ -161,7 +161,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             if ref_per_token_logps is None:
                 ref_per_token_logps = self._score(ref_input, ref_weight, selected_token_ids, attention_mask, ref_bias)
             elif ref_input is not None:
-                warnings.warn("grpo_kernels: ref_input is not used beside ref_per_token_logps", stacklevel=2)
+                warnings.warn(  # in Liger's words, which its tests look for
+                    "grpo_kernels: Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.",
+                    stacklevel=2,
+                )
         num_items_in_batch = (
             _items_of_a_rank(attention_mask, num_items_in_batch) if self.loss_type in NUM_ITEMS_LOSS_TYPES else None
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-WAY = os.environ.get("GRPO_KERNELS_WAY", "")
+WAY, PACKAGE = os.environ.get("GRPO_KERNELS_WAY", ""), os.environ.get("GRPO_KERNELS_PEER", "")
+HEAD_TESTS = "TestChunkedLogProbFunction"  # of TRL's head, which TRL runs on accelerators alone
 calls = 0  # of ours: a run that never reached it would prove nothing
 
 
@@ -23,15 +27,72 @@ def counted(function: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if WAY == "patch_liger":
-        _liger()
-    elif WAY == "grpo_kernels.advantages":
-        _verl()
+    if PACKAGE == "trl":
+        _trl_without_hub()
+    if WAY in WAYS:
+        WAYS[WAY]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """TRL's function has a path for CPUs, and so have we: its tests run here too."""
+    for node in {node for item in items for node in item.listchain() if node.name == HEAD_TESTS}:
+        node.own_markers[:] = [m for m in node.own_markers if m.kwargs.get("reason") != "test requires accelerator"]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if WAY in ("patch_liger", "grpo_kernels.advantages") and not calls:
+    if WAY in WAYS and not calls:
         raise pytest.UsageError(f"{WAY}: none of the tests reached ours")
+
+
+def _trl_without_hub() -> None:
+    import torch
+    import trl.import_utils as packages
+    import trl_hub
+
+    trl_hub.make(Path.cwd())
+
+    def has(name: str) -> Any:
+        """Tests of another release ask for packages with functions that this release may not have."""
+        asked = re.fullmatch(r"is_(\w+)_available", name)
+        if asked is None:
+            raise AttributeError(f"module 'trl.import_utils' has no attribute {name!r}")
+        return lambda: importlib.util.find_spec(asked[1]) is not None
+
+    packages.__getattr__ = has  # type: ignore[attr-defined]
+    if not torch.cuda.is_available():  # its kernels would stay in the models of all later tests, and run on GPUs alone
+        packages.is_liger_kernel_available = lambda *_, **__: False
+
+
+def _trl(**options: str) -> None:
+    """Their head, wherever they look it up; tests of it take it from the package."""
+    import trl.kernels as kernels
+
+    from grpo_kernels.integrations import trl_hook
+
+    _count_heads()
+    if not trl_hook.patch_trl(**options):
+        raise pytest.UsageError("this TRL is one that we do not know")
+    kernels.ChunkedLogProbFunction = trl_hook.FusedHead
+
+
+def _trl_rounded() -> None:
+    _trl(logits_dtype="input")
+
+
+def _fused_trainer() -> None:
+    """Our trainer under the name of theirs."""
+    import trl
+
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    _count_heads()
+    trl.GRPOTrainer = FusedGRPOTrainer
+
+
+def _count_heads() -> None:
+    from grpo_kernels.integrations import trl_hook
+
+    trl_hook.FusedHead.apply = staticmethod(counted(trl_hook.FusedHead.apply))
 
 
 def _liger() -> None:
@@ -82,3 +143,12 @@ def _verl() -> None:
     }.items():
         assert hasattr(core_algos, name), f"verl has no {name}"
         setattr(core_algos, name, counted(function))
+
+
+WAYS = {
+    "patch_trl": _trl,
+    'patch_trl(logits_dtype="input")': _trl_rounded,
+    "FusedGRPOTrainer": _fused_trainer,
+    "patch_liger": _liger,
+    "grpo_kernels.advantages": _verl,
+}
