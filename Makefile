@@ -20,7 +20,7 @@ PYTHON      ?= $(shell for p in python3.11 python3; do "$$p" -c '$(NEW_ENOUGH)' 
 
 PIP         := $(PY) -m pip --disable-pip-version-check --no-input
 TEST_WORKERS ?= 2
-TEST_SECONDS ?= 1800
+TEST_SECONDS ?= 2700
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=

@@ -155,6 +155,7 @@ def widened(bounds: Bounds, want: ReferenceResult) -> Bounds:
         d_hidden=more(bounds.d_hidden, want.d_hidden),
         d_weight=more(bounds.d_weight, want.d_weight),
         d_bias=None if bounds.d_bias is None or want.d_bias is None else more(bounds.d_bias, want.d_bias),
+        metrics={name: more(bound, want.metrics[name]) for name, bound in bounds.metrics.items()},
     )
 
 
