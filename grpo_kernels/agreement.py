@@ -188,7 +188,9 @@ def described(x: Any, *, own: Iterable[int] = ()) -> str:
 
 
 def _number(x: Any) -> int:
-    """An int of 64 bits as it is, of anything else a checksum of its repr."""
+    """An integer of 64 bits as it is, 1.0 like 1, of anything else a checksum of its repr."""
+    if isinstance(x, float) and x.is_integer():
+        x = int(x)
     if isinstance(x, int) and -(2**63) <= x < 2**63:
         return int(x)
     return zlib.crc32(repr(x).encode())

@@ -324,6 +324,11 @@ MISMATCHES = {
 FITTING = {
     "process_group": [
         fits("types of numbers", both={"num_items_in_batch": 4}, num_items_in_batch=4.0),
+        fits(
+            "types of a config's numbers",
+            both={"config": LossConfig(temperature=1)},
+            config=LossConfig(temperature=1.0),
+        ),
         fits("strides of hidden", hidden=lambda own: own["hidden"].mT.contiguous().mT.detach().requires_grad_()),
         fits("a mask of bool", completion_mask=lambda own: own["completion_mask"].bool()),
     ],
