@@ -76,7 +76,7 @@ def test_dry_run(tmp_path: Path) -> None:
     main = found["cases"]["main"]
     assert main["status"] == "complete"
     assert {i: x["status"] for i, x in main["passes"].items()} == {"0": "complete", "1": "complete", "2": "complete"}
-    assert [main["providers"][name]["pass"] for name in ("ours", "trl", "unsloth", "ours/lean")] == [0, 0, 1, 2]
+    assert [main["providers"][name]["pass"] for name in ("ours", "trl", "linear_ce", "ours/lean")] == [0, 0, 1, 2]
     assert main["passes"]["1"]["anchors"]["ours"]["status"] == "ok"
     assert found["cases"]["fp32 weight, autocast"]["providers"]["trl"]["status"] == "ok"
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
