@@ -54,16 +54,6 @@ def group_device(process_group: ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def gather_rows(x: Tensor, process_group: ProcessGroup | None) -> tuple[Tensor, int]:
-    """The rows of every rank in rank order, and the index of this rank's first row. Ranks may hold unequal numbers."""
-    if process_group is None:
-        return x, 0
-    import torch.distributed as dist
-
-    sizes = gather_stacked(torch.tensor(len(x), device=x.device), process_group).tolist()
-    return gather_uneven(x, sizes, process_group), sum(sizes[: dist.get_rank(process_group)])
-
-
 def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> Tensor:
     """The rows of every rank in rank order, of which there are `sizes`."""
     if max(sizes) == 0:

@@ -56,7 +56,8 @@ def run_sharded(case: Case, engine: str, start: int, stop: int, **options: Any) 
     grads = {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
     for name in ("weight", "bias"):
         if grads[name] is not None:
-            grads[name] = collectives.gather_rows(grads[name], dist.group.WORLD)[0]
+            sizes = collectives.gather_stacked(torch.tensor(len(grads[name])), dist.group.WORLD).tolist()
+            grads[name] = collectives.gather_uneven(grads[name], sizes, dist.group.WORLD)
     return output, grads
 
 
