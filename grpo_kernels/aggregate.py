@@ -40,7 +40,8 @@ def token_weights(
         return one_over(batch * config.max_completion_length)
     if config.loss_type == "luspo":
         return one_over(batch)
-    assert config.loss_type in NUM_ITEMS_LOSS_TYPES
+    if config.loss_type not in NUM_ITEMS_LOSS_TYPES:
+        raise NotImplementedError(f"loss_type: no normaliser for {config.loss_type!r}")
     if num_items_in_batch is None:
         return one_over(max(layout.total, 1))
     if isinstance(num_items_in_batch, Tensor):

@@ -171,7 +171,7 @@ def metric_names(
     Args:
         importance_ratio, sampled: whether the tokens have importance sampling ratios, and sampling log-probabilities.
     """
-    clips = config.loss_type in CLIPPED_LOSS_TYPES or config.loss_type == "gmpo"
+    clips = _clips(config)
     corrects = config.corrects_sampling
     pairs = {
         "policy_loss": True,
@@ -355,13 +355,20 @@ def _add_ratio_metrics(config: LossConfig, tokens: Tokens, terms: Terms, part: _
         mean_of("vespo/phi_seq_mean", terms.phi, tokens.advantages_per_sequence, empty=1.0)
     if config.loss_type == "cispo":
         mean_of("cispo_clip_ratio", (ratio > config.clip_high) & (tokens.advantages > 0), once)
-    elif config.loss_type in CLIPPED_LOSS_TYPES or config.loss_type == "gmpo":
+    elif _clips(config):
         low, high = _clipped(config, terms, ratio, tokens.advantages)
         mean_of("clip_ratio/low_mean", low, once)
         mean_of("clip_ratio/high_mean", high, once)
         mean_of("clip_ratio/region_mean", low | high, once)
         part.count_clipped("clip_ratio/low_min", low, once=once)
         part.count_clipped("clip_ratio/high_max", high, once=once)
+
+
+def _clips(config: LossConfig) -> bool:
+    """Whether there is a range that ratios are clipped to from both sides."""
+    if config.loss_type not in (*CLIPPED_LOSS_TYPES, "gmpo", "cispo", "sapo", "vespo"):
+        raise NotImplementedError(f"loss_type: no metrics for {config.loss_type!r}")
+    return config.loss_type in CLIPPED_LOSS_TYPES or config.loss_type == "gmpo"
 
 
 def _clipped(config: LossConfig, terms: Terms, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from grpo_kernels import surrogates
 from grpo_kernels.batch import Tokens
-from grpo_kernels.config import LossConfig
+from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
 from grpo_kernels.evaluation import Evaluation, Terms
 from grpo_kernels.log_ratio import LogRatio
 from grpo_kernels.masks import keep_high_entropy, keep_on_policy
@@ -131,8 +131,12 @@ class PolicyObjective:
         config, tokens = self.config, self.tokens
         if self.on_policy:
             surrogate = "linear" if self._is_linear else "constant"
+        elif config.loss_type in CLIPPED_LOSS_TYPES:
+            surrogate = "clipped"
+        elif config.loss_type in ("cispo", "sapo"):
+            surrogate = config.loss_type
         else:
-            surrogate = config.loss_type if config.loss_type in ("cispo", "sapo") else "clipped"
+            raise NotImplementedError(f"loss_type: no token loss for {config.loss_type!r}")
         return TokenLoss(
             surrogate=surrogate,
             kl=config.kl_estimator if config.beta != 0.0 else None,
@@ -247,7 +251,9 @@ class PolicyObjective:
             return surrogates.vespo(config, self._log_weight(token_log_ratio), advantages, logps)
         if config.loss_type == "gmpo":
             return surrogates.sequence_mean(log_ratio, advantages), None
-        return surrogates.clipped(config, log_ratio, advantages), None
+        if config.loss_type in CLIPPED_LOSS_TYPES:
+            return surrogates.clipped(config, log_ratio, advantages), None
+        raise NotImplementedError(f"loss_type: no surrogate for {config.loss_type!r}")
 
     def _log_weight(self, token_log_ratio: Tensor) -> Tensor:
         """VESPO's log w of each token's sequence: its log-ratios and log importance ratios, summed, (n,)."""

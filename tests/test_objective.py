@@ -14,7 +14,7 @@ from grpo_kernels import LossConfig, grpo_loss, presets
 from grpo_kernels.aggregate import token_weights
 from grpo_kernels.batch import Tokens, read_tokens
 from grpo_kernels.config import LOSS_TYPES
-from grpo_kernels.metrics import loss_metrics
+from grpo_kernels.metrics import loss_metrics, metric_names
 from grpo_kernels.objective import PolicyObjective
 
 
@@ -33,6 +33,24 @@ def tokens_of(old: torch.Tensor | None, advantages: torch.Tensor, **more: Any) -
 
 def objective(config: LossConfig, tokens: Tokens) -> PolicyObjective:
     return PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float64))
+
+
+def test_no_loss_stands_in_for_another() -> None:
+    """A type that is nowhere but in the config's allowed values is an error wherever it is asked for."""
+    config = LossConfig()
+    object.__setattr__(config, "loss_type", "foo")
+    tokens = tokens_of(torch.zeros(2, 5), torch.ones(2))
+    with pytest.raises(NotImplementedError, match="foo"):
+        token_weights(config, tokens.layout, None, torch.float64)
+    made = PolicyObjective(config, tokens, torch.ones(10, dtype=torch.float64))
+    zeros = torch.zeros(10, dtype=torch.float64)
+    for asks in (lambda: made.evaluate(zeros, zeros), made.token_loss, lambda: metric_names_of(config)):
+        with pytest.raises(NotImplementedError, match="foo"):
+            asks()
+
+
+def metric_names_of(config: LossConfig) -> Any:
+    return metric_names(config, importance_ratio=False, sampled=False)
 
 
 def test_worked_example_of_a_clipped_term() -> None:
