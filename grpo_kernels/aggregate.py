@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch import Layout
-from grpo_kernels.checks import check_tensor
-from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig, check_number
+from grpo_kernels.checks import check_number, check_tensor
+from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
 
 
 def token_weights(

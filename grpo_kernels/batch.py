@@ -10,15 +10,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.checks import check_ids, check_mask, check_mask_values, check_shape, check_tensor
-
-if TYPE_CHECKING:
-    from grpo_kernels.span import Span
+from grpo_kernels.span import Span
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
-
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @functools.cache
-def warn_once(message: str) -> None:
+def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """A warning of what is no error but likely not meant: one in a process, at the line of the user's that called."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("grpo_kernels"):
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"grpo_kernels: {message}", UserWarning, stacklevel=level)
+    warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
+
+
+def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
+    """Raise unless `value` is a finite number above `lowest` (or equal to it, if `inclusive`)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
+        limit = "" if lowest == -math.inf else f" {'>=' if inclusive else '>'} {lowest:g}"
+        raise ValueError(f"{name}: expected a finite number{limit}, got {value!r}")
 
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
@@ -55,59 +64,6 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> N
     if not any(tuple(x.shape) == sizes for _, sizes in shapes):
         wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
-
-
-def check_config(config: Any) -> None:
-    """Raise unless `config` is a LossConfig."""
-    if not isinstance(config, LossConfig):
-        raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}")
-
-
-def check_objective(config: LossConfig, objective: Any) -> None:
-    """Raise unless `objective` is None, or a function without any term of the config's beside it."""
-    if objective is None:
-        return
-    if not callable(objective):
-        raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
-    terms = ("beta", "entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold", "delta")
-    for name in (*terms, "vllm_importance_sampling_correction"):
-        value, default = getattr(config, name), getattr(LossConfig, name)
-        if value != default:
-            raise ValueError(f"{name}: expected {default} beside an objective, which replaces the term, got {value}")
-
-
-def check_terms(config: LossConfig, ref_per_token_logps: Any, objective: Any = None) -> None:
-    """Raise unless a KL term has its reference, and a custom `objective` has no term of the config's beside it."""
-    check_objective(config, objective)
-    if config.beta != 0.0 and ref_per_token_logps is None:
-        raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
-
-
-def warn_of_inputs(
-    config: LossConfig,
-    objective: Any,
-    *,
-    num_items_in_batch: Any,
-    old_per_token_logps: Any,
-    sampling_per_token_logps: Any,
-) -> None:
-    """Warn, once each, of inputs that nothing reads or that are too coarse for their use. The inputs are checked."""
-    if num_items_in_batch is not None and config.loss_type not in NUM_ITEMS_LOSS_TYPES:
-        warn_once(
-            f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the call. Under gradient "
-            "accumulation divide the loss by the number of steps, and leave num_items_in_batch out"
-        )
-    reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
-    if sampling_per_token_logps is not None and not reads_sampling:
-        warn_once(
-            "sampling_per_token_logps: not used, but for a metric: set off_policy_mask_threshold or "
-            "vllm_importance_sampling_correction (which loss_type = 'gmpo' does not have), or leave them out"
-        )
-    if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
-        warn_once(
-            f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so that ratios which should be 1 are off by "
-            "1 % and more: keep them in torch.float32, as they came"
-        )
 
 
 def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None) -> None:

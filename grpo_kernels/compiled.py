@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.aggregate import averaged_over
 from grpo_kernels.config import LossConfig, config_of
-from grpo_kernels.engine.operands import Wants
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.passes import STORING
 from grpo_kernels.engine.plan import Coupling, choose_engine
 from grpo_kernels.head import compute_dtype, wanted

@@ -10,8 +10,10 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
+
+from grpo_kernels.checks import check_number
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # min(ratio * A, clip(ratio) * A)
@@ -249,12 +251,3 @@ class LossConfig:
 def config_of(key: str) -> LossConfig:
     """The config whose `LossConfig.key` this is."""
     return LossConfig(**ast.literal_eval(key))
-
-
-def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
-    """Raise unless `value` is a finite number above `lowest` (or equal to it, if `inclusive`)."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
-        limit = "" if lowest == -math.inf else f" {'>=' if inclusive else '>'} {lowest:g}"
-        raise ValueError(f"{name}: expected a finite number{limit}, got {value!r}")

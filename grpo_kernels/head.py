@@ -23,8 +23,9 @@ from grpo_kernels.checks import (
     check_tensor,
 )
 from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room, default_workspace
-from grpo_kernels.engine.operands import Head, HeadConfig, Rows, Wants
+from grpo_kernels.engine.operands import Head, HeadConfig, Rows
 from grpo_kernels.engine.plan import Coupling, check_engine, choose_engine
 from grpo_kernels.engine.shard import Shard, widest_part
 from grpo_kernels.lora import LoRA, check_lora

@@ -23,8 +23,8 @@ from torch import Tensor
 from grpo_kernels.batch import counted_positions
 from grpo_kernels.checks import check_budget, check_head, check_ids, check_mask, check_shape, check_tensor
 from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, stages_of
-from grpo_kernels.engine.operands import Wants
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.head import compute_dtype, row_temperatures, wanted
 

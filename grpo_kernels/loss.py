@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from grpo_kernels.agreement import Agreement
 from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call import plan_loss
-from grpo_kernels.checks import check_config, check_fake, check_gather, check_objective, is_dtensor, is_fake
+from grpo_kernels.checks import check_fake, check_gather, is_dtensor, is_fake
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
@@ -35,6 +35,7 @@ from grpo_kernels.engine.passes import Gather
 from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head import check_options, head_of
 from grpo_kernels.lora import LoRA
+from grpo_kernels.loss_checks import check_config, check_objective
 from grpo_kernels.metrics import Metrics
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from torch import Tensor
 from grpo_kernels.agreement import Agreement, described
 from grpo_kernels.checks import is_dtensor
 from grpo_kernels.distributed import check_group
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room
-from grpo_kernels.engine.operands import HeadConfig, Wants
+from grpo_kernels.engine.operands import HeadConfig
 from grpo_kernels.engine.shard import Shard
 from grpo_kernels.lora import LoRA, check_kind
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels import backends, report
+from grpo_kernels import backends, checks, report
 from grpo_kernels.backends.cpp_rows import build, cache, compiler
 from tests.acted_build import GOOD, LOAD, LOSS, World, lines, script, start
 
@@ -168,9 +168,9 @@ def test_auto_warns_once_and_torch_takes_over(tmp_path):
 def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process whose library cannot be had."""
     monkeypatch.setattr(build, "load", lambda: build.Library(refusal="no C++ compiler; install one"))
-    backends._warn_once.cache_clear()
+    checks.warn_once.cache_clear()
     yield
-    backends._warn_once.cache_clear()
+    checks.warn_once.cache_clear()
 
 
 def test_forced_backend_fails_loudly(refused):
@@ -182,13 +182,13 @@ def test_forced_backend_fails_loudly(refused):
 
 def test_warning_of_the_cache_comes_once_and_is_in_the_report(monkeypatch, cpp_library):
     monkeypatch.setattr(build, "load", lambda: build.Library("built", warning="not safe; remove it"))
-    backends._warn_once.cache_clear()
+    checks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name in ("cpp", "auto"):
             assert backends.choose_backend(name, CPU)[0].name == "cpp"
     assert [str(x.message) for x in caught] == ["grpo_kernels: not safe; remove it"]
-    backends._warn_once.cache_clear()
+    checks.warn_once.cache_clear()
     assert report.collect()["backend"]["C++ library"].endswith(", built; not safe; remove it")
 
 

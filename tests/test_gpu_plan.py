@@ -15,8 +15,8 @@ from benchmarks.roofline.budget import Shape, noted
 from benchmarks.roofline.tape import Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine import memory, plan
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room
-from grpo_kernels.engine.operands import Wants
 from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from tests.pretend_gpu import OnGPU
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import warnings
 
 import torch
 
 from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
+from grpo_kernels.checks import warn_once
 
 BACKENDS = ("torch", "triton", "cpp")
 
@@ -55,9 +55,10 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
     if name == wanted:
         raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
     if wanted == "cpp":
-        _warn_once(
+        warn_once(
             "on the CPU, losses and log-probabilities run in torch operations, slower than in C++ "
-            f'(backend="torch" asks for this without a warning): {refusal}'
+            f'(backend="torch" asks for this without a warning): {refusal}',
+            RuntimeWarning,
         )
     return _backend("torch"), f"not {wanted}: {refusal}"
 
@@ -71,11 +72,6 @@ def _reason(chosen: str, device: torch.device) -> str:
     return f"CPU tensors; library {load().origin}"
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(f"grpo_kernels: {message}", RuntimeWarning, stacklevel=3)
-
-
 def _cpp_refusal(device: torch.device) -> str | None:
     """Why the C++ kernels cannot run, or None if they can; they are found, built and loaded here."""
     if device.type != "cpu":
@@ -84,7 +80,7 @@ def _cpp_refusal(device: torch.device) -> str | None:
 
     library = load()
     if library.warning:
-        _warn_once(library.warning)
+        warn_once(library.warning, RuntimeWarning)
     return library.refusal
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.operands import Wants
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.products import accumulator_of
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.plan import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS, row_width
 from grpo_kernels.engine.products import accumulator_of, converted_dtype
-
-if TYPE_CHECKING:
-    from grpo_kernels.engine.operands import Wants
 
 WORKSPACE_BYTES = 512 * 2**20
 MOST_WORKSPACE_BYTES = 3 * 2**30

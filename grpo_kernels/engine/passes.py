@@ -15,16 +15,8 @@ from torch import Tensor
 
 from grpo_kernels.backends.rows import DotRowBackend, RowStats
 from grpo_kernels.checks import is_captured
-from grpo_kernels.engine.operands import (
-    Coefficients,
-    CoefficientsOf,
-    Gradients,
-    Head,
-    HeadConfig,
-    Index,
-    Rows,
-    Wants,
-)
+from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import Asked, sweep
 from grpo_kernels.token_loss import TokenLoss

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
-from grpo_kernels.engine.operands import Gradients, Head, HeadConfig, Rows, Wants
+from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.operands import Head, HeadConfig, Rows
 from grpo_kernels.engine.plan import padded_rows
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.sweep import matrix_of_logits

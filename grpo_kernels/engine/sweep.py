@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
-from grpo_kernels.engine.operands import Coefficients, Gradients, Head, HeadConfig, Index, Rows, Wants
+from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.shard import widest_part

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from grpo_kernels.call import plan_loss
 from grpo_kernels.config import config_of
-from grpo_kernels.engine.operands import Head, Wants
+from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.operands import Head
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, all_rows, loss_pass, spread
 from grpo_kernels.metrics import metric_names
 from grpo_kernels.ops.results import Empty

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import large_workspace
-from grpo_kernels.engine.operands import Wants
 from tests.gpu.on_device import BACKENDS, leaves
 from tests.measure import AllocationWatcher
 

@@ -1,0 +1,54 @@
+"""What a loss does where the ranks of a `sequence_group` have parts of the same sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from grpo_kernels.agreement import Agreement, described
+from grpo_kernels.batch import Tokens
+from grpo_kernels.distributed import gather_stacked
+from grpo_kernels.span import Span
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def check_span(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any) -> None:
+    """Raise unless the other arguments go with a `sequence_group`."""
+    if sequence_group is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError(
+            "cu_seqlens: expected None with a sequence_group, whose ranks hold (B, T_local) parts of sequences, got "
+            f"{type(cu_seqlens).__name__}"
+        )
+    if objective is not None and not getattr(objective, "token_level", False):
+        raise ValueError(
+            "objective: expected a token_level function with a sequence_group, whose ranks hold parts of sequences, "
+            "got one that may look at whole sequences"
+        )
+
+
+def describe_part(parts: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> None:
+    """Say what must be alike on ranks that hold parts of the same sequences; `inputs` as they came."""
+    parts.same({"sequences of completion_ids": tokens.layout.batch})
+    parts.same({f"dtype and shape of {name}": described(x, own=(1,)) for name, x in inputs.items()})
+    whole = {
+        "advantages": inputs["advantages"] if tokens.advantages_per_sequence else None,
+        "importance_sampling_ratio": tokens.sequence_ratio,
+    }
+    for name, x in whole.items():
+        parts.same_values({name: None if x is None else x.detach().reshape(-1)})
+
+
+def spanned(tokens: Tokens, group: ProcessGroup) -> Tokens:
+    """`tokens` of this rank as a part of the sequences that the ranks of `group` share. A collective."""
+    import torch.distributed as dist
+
+    layout, counts = tokens.layout, tokens.layout.lengths
+    counts = gather_stacked(counts, group) if layout.batch > 0 else counts.new_zeros(dist.get_world_size(group), 0)
+    return replace(tokens, layout=replace(layout, span=Span(group, dist.get_rank(group), counts)))

@@ -1,0 +1,61 @@
+"""Checks of a loss's config, and of what its inputs have to be for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_kernels.checks import warn_once
+from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
+
+
+def check_config(config: Any) -> None:
+    """Raise unless `config` is a LossConfig."""
+    if not isinstance(config, LossConfig):
+        raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}")
+
+
+def check_objective(config: LossConfig, objective: Any) -> None:
+    """Raise unless `objective` is None, or a function without any term of the config's beside it."""
+    if objective is None:
+        return
+    if not callable(objective):
+        raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
+    terms = ("beta", "entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold", "delta")
+    for name in (*terms, "vllm_importance_sampling_correction"):
+        value, default = getattr(config, name), getattr(LossConfig, name)
+        if value != default:
+            raise ValueError(f"{name}: expected {default} beside an objective, which replaces the term, got {value}")
+
+
+def check_terms(config: LossConfig, ref_per_token_logps: Any, objective: Any = None) -> None:
+    """Raise unless a KL term has its reference, and a custom `objective` has no term of the config's beside it."""
+    check_objective(config, objective)
+    if config.beta != 0.0 and ref_per_token_logps is None:
+        raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
+
+
+def warn_of_inputs(
+    config: LossConfig,
+    objective: Any,
+    *,
+    num_items_in_batch: Any,
+    old_per_token_logps: Any,
+    sampling_per_token_logps: Any,
+) -> None:
+    """Warn, once each, of inputs that nothing reads or that are too coarse for their use. The inputs are checked."""
+    if num_items_in_batch is not None and config.loss_type not in NUM_ITEMS_LOSS_TYPES:
+        warn_once(
+            f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the call. Under gradient "
+            "accumulation divide the loss by the number of steps, and leave num_items_in_batch out"
+        )
+    reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
+    if sampling_per_token_logps is not None and not reads_sampling:
+        warn_once(
+            "sampling_per_token_logps: not used, but for a metric: set off_policy_mask_threshold or "
+            "vllm_importance_sampling_correction (which loss_type = 'gmpo' does not have), or leave them out"
+        )
+    if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
+        warn_once(
+            f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so that ratios which should be 1 are off by "
+            "1 % and more: keep them in torch.float32, as they came"
+        )
