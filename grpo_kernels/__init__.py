@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from grpo_kernels import advantages, objectives, presets, rewards
-from grpo_kernels import ops as ops  # which registers them, for graphs that were saved
+from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs, token_level
 from grpo_kernels.expectation import policy_expectation

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import check_ids, check_mask, check_mask_values, check_shape, check_tensor
+from grpo_kernels.base.checks import check_ids, check_mask, check_mask_values, check_shape, check_tensor
 from grpo_kernels.span import Span
 
 

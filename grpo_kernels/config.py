@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
-from grpo_kernels.checks import check_number
+from grpo_kernels.base.checks import check_number
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # min(ratio * A, clip(ratio) * A)

@@ -24,8 +24,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.checks import is_captured
 from grpo_kernels.batch import Tokens
-from grpo_kernels.checks import is_captured
 from grpo_kernels.evaluation import Evaluation
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.aggregate import check_num_items, token_weights
+from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.batch import Layout, read_tokens
-from grpo_kernels.checks import check_shape, check_tensor
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.first_order import first_order
@@ -64,7 +64,7 @@ def policy_loss_from_logps(
         "cu_seqlens": cu_seqlens,
     }
     if torch.compiler.is_compiling():
-        from grpo_kernels import compiled  # not at import: it loads the compiler
+        from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
         options |= {"num_items_in_batch": num_items_in_batch, "config": config, "objective": objective}
         return compiled.eagerly(policy_loss_from_logps, logps, entropies, completion_mask, advantages, **options)

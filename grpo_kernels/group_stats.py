@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.agreement import Agreement
-from grpo_kernels.checks import check_mask_values
-from grpo_kernels.distributed import all_reduce, gather_uneven
+from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.checks import check_mask_values
+from grpo_kernels.base.distributed import all_reduce, gather_uneven
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

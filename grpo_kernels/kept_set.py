@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.checks import check_budget, check_head, check_ids, check_mask, check_shape, check_tensor
 from grpo_kernels.batch import counted_positions
-from grpo_kernels.checks import check_budget, check_head, check_ids, check_mask, check_shape, check_tensor
+from grpo_kernels.call.projection import compute_dtype, row_temperatures, wanted
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, stages_of
 from grpo_kernels.engine.products import accumulator_of
-from grpo_kernels.head import compute_dtype, row_temperatures, wanted
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
 ENTRY_BYTES = 64  # besides the head's row: an entry's, while sets are put in order and reduced
@@ -81,7 +81,7 @@ def kept_set_logprob(
         "workspace_bytes": workspace_bytes,
     }
     if torch.compiler.is_compiling():
-        from grpo_kernels import compiled  # not at import: it loads the compiler
+        from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
         return compiled.eagerly(kept_set_logprob, hidden, weight, ids, kept_ids, **options)
     check_head(hidden, weight, bias)

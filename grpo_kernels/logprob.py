@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.agreement import Agreement, described
 from grpo_kernels.backends.rows import RowStats
-from grpo_kernels.checks import check_fake, check_gather, check_shape, check_tensor, is_dtensor, is_fake
+from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.checks import check_fake, check_gather, check_shape, check_tensor, is_dtensor, is_fake
+from grpo_kernels.call.projection import head_of, of_shard, pick_engine, plan_rows, read_rows
 from grpo_kernels.engine.functions import LinearLogprob
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.passes import Gather, Request
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.head import head_of, of_shard, pick_engine, plan_rows, read_rows
 from grpo_kernels.lora import LoRA
 from grpo_kernels.sharding import describe_shard, divided, local_head, sharding_group
 
@@ -170,7 +170,7 @@ def linear_logprob_with(
     }
     compiling = torch.compiler.is_compiling()
     if compiling or is_fake(hidden, weight):
-        from grpo_kernels import compiled  # not at import: it loads the compiler
+        from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
         if expected is not None and engine == "one_pass":  # an expectation only buys speed
             engine = "auto"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from grpo_kernels.agreement import Agreement
 from grpo_kernels.backends.rows import RowStats
-from grpo_kernels.call import plan_loss
-from grpo_kernels.checks import check_fake, check_gather, is_dtensor, is_fake
+from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.checks import check_fake, check_gather, is_dtensor, is_fake
+from grpo_kernels.call.loss import plan_loss
+from grpo_kernels.call.projection import check_options, head_of
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
 from grpo_kernels.engine.passes import Gather
 from grpo_kernels.evaluation import Evaluation
-from grpo_kernels.head import check_options, head_of
 from grpo_kernels.lora import LoRA
 from grpo_kernels.loss_checks import check_config, check_objective
 from grpo_kernels.metrics import Metrics
@@ -201,7 +201,7 @@ def grpo_loss(
 
 def _compiled_loss(tensors: tuple[Any, ...], options: dict[str, Any], apart: dict[str, Any]) -> LossOutput:
     """`apart`: what a graph does not hold; nor does it a DTensor."""
-    from grpo_kernels import compiled  # not at import: it loads the compiler
+    from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
     check_config(options["config"])
     if any(x is not None for x in apart.values()) or is_dtensor(tensors[1]):

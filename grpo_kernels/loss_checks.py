@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kernels.checks import warn_once
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.quantile import quantile
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
-from grpo_kernels.quantile import quantile
 
 
 def keep_high_entropy(config: LossConfig, tokens: Tokens, entropies: Tensor) -> Tensor | None:

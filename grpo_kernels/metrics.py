@@ -14,9 +14,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from grpo_kernels.aggregate import averaged_over
+from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch import Layout, Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
-from grpo_kernels.distributed import gather_stacked
 from grpo_kernels.evaluation import Evaluation, Terms
 
 _SAMPLING_EXTREMES = (

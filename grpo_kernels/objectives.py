@@ -46,7 +46,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import check_number
+from grpo_kernels.base.checks import check_number
 from grpo_kernels.custom import TokenInputs
 from grpo_kernels.surrogates import times
 

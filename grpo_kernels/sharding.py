@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from grpo_kernels.agreement import Agreement, described
-from grpo_kernels.checks import is_dtensor
-from grpo_kernels.distributed import check_group
+from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.base.distributed import check_group
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room
 from grpo_kernels.engine.operands import HeadConfig

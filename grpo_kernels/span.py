@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_kernels.distributed import gather_stacked, gather_uneven
+from grpo_kernels.base.distributed import gather_stacked, gather_uneven
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_kernels.agreement import FIELDS, Agreement
+from grpo_kernels.base.agreement import FIELDS, Agreement
 from tests.ranks import run_ranks
 
 FLOATS = torch.linspace(-2, 3, 1000)

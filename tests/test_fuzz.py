@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import call
+from grpo_kernels.call import loss as call
 from tests.fuzz import __main__ as command
 from tests.fuzz import categories, harness
 from tests.fuzz.harness import Category

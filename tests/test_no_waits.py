@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import Expectation, LoRA, LossConfig, checks, grpo_loss, linear_logprob
+from grpo_kernels import Expectation, LoRA, LossConfig, grpo_loss, linear_logprob
+from grpo_kernels.base import checks
 from tests.pretend_gpu import OnGPU, Waits, here, pretended
 
 B, T, H, V = 2, 5, 8, 19

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels import LossConfig
+from grpo_kernels.call.ops import linear_logprob, policy_loss
 from grpo_kernels.config import config_of
-from grpo_kernels.ops import linear_logprob, policy_loss
 
 B, T, H, V = 2, 3, 4, 9
 OPS = {name: getattr(torch.ops.grpo_kernels, name).default for name in ("policy_loss", "linear_logprob")}

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import LossConfig, compiled, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels.call import compiled
 from grpo_kernels.engine.first_order import _Refusal, _Tie
 
 ROOT = Path(grpo_kernels.__file__).parent

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, quantile
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels.base import quantile
 
 NAN = torch.nan
 PLACES = (0.0, 0.2, 0.25, 0.5, 0.75, 0.999, 1.0)

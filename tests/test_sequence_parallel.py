@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, token_level
-from grpo_kernels.distributed import gather_stacked
+from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import Room
 from tests.case_builder import PER_TOKEN, Case, make_case
 from tests.cases import LOSSES, loss

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_logprob, linear_logprob_with
-from grpo_kernels import distributed as collectives
+from grpo_kernels.base import distributed as collectives
 from tests.case_builder import Case
 from tests.cases import fixed_cases
 from tests.ranks import run_ranks

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, checks, grpo_loss, linear_logprob, policy_loss_from_logps
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps
+from grpo_kernels.base import checks
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
 from tests.test_objective import small_batch
 

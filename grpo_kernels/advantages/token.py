@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import group_stats as stats
-from grpo_kernels.agreement import Agreement
+from grpo_kernels.base.agreement import Agreement
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,7 +20,7 @@ import torch
 
 from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
-from grpo_kernels.checks import warn_once
+from grpo_kernels.base.checks import warn_once
 
 BACKENDS = ("torch", "triton", "cpp")
 

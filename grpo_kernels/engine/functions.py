@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowStats
-from grpo_kernels.checks import is_one
+from grpo_kernels.base.checks import is_one
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.gradients import Gradients
 from grpo_kernels.engine.operands import Head

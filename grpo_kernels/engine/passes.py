@@ -1,6 +1,6 @@
 """What a call does, without autograd: a first pass over its rows, and a second one where the gradient needs it.
 
-The autograd Functions (`functions.py`) and the ops for torch.compile (`grpo_kernels.ops`) are both made of these.
+The autograd Functions (`functions.py`) and the ops for torch.compile (`grpo_kernels.call.ops`) are both made of these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import DotRowBackend, RowStats
-from grpo_kernels.checks import is_captured
+from grpo_kernels.base.checks import is_captured
 from grpo_kernels.engine.gradients import Gradients, Wants
 from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.slices import sweep_slices

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.quantile import quantile_of_numbers
 from grpo_kernels.engine.operands import Coefficients
-from grpo_kernels.quantile import quantile_of_numbers
 
 FAR_TOO_LARGE = 64.0  # times what came: more than six bits of what is stored would cancel
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.rows import RowBackend, RowStats
-from grpo_kernels.distributed import all_reduce, gather_stacked
+from grpo_kernels.base.distributed import all_reduce, gather_stacked
 from grpo_kernels.engine.memory import AMPLE, Room
 
 if TYPE_CHECKING:

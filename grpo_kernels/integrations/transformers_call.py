@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.checks import check_tensor
+from grpo_kernels.base.checks import check_tensor
 from grpo_kernels.head_hooks import foreign_hooks
 from grpo_kernels.head_parameters import divided_modules, linear_of
 from grpo_kernels.integrations import transformers_head as heads

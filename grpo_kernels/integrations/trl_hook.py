@@ -20,7 +20,7 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
-from grpo_kernels.checks import is_fake
+from grpo_kernels.base.checks import is_fake
 from grpo_kernels.config import LossConfig
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.call import plan_loss
+from grpo_kernels.call.loss import plan_loss
+from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.config import config_of
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.operands import Head
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, all_rows, loss_pass, spread
 from grpo_kernels.metrics import metric_names
-from grpo_kernels.ops.results import Empty
 
 
 class Arguments(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_kernels.agreement import Agreement, described
+from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.batch import Tokens
 from grpo_kernels.config import LossConfig
 

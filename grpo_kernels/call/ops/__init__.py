@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.ops import linear_logprob, policy_loss
+from grpo_kernels.call.ops import linear_logprob, policy_loss
 
 SETTINGS = """float temperature, float? final_logit_softcapping, float logit_scale, str logits_dtype, str engine,
     str backend, int? workspace_bytes, ScalarType dtype, bool[3] wants"""

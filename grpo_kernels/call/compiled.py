@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.aggregate import averaged_over
+from grpo_kernels.call.ops import linear_logprob as logprob_op
+from grpo_kernels.call.ops import policy_loss as loss_op
+from grpo_kernels.call.projection import compute_dtype, wanted
 from grpo_kernels.config import LossConfig, config_of
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.passes import STORING
 from grpo_kernels.engine.plan import Coupling, choose_engine
-from grpo_kernels.head import compute_dtype, wanted
 from grpo_kernels.metrics import Metrics, metric_names
-from grpo_kernels.ops import linear_logprob as logprob_op
-from grpo_kernels.ops import policy_loss as loss_op
 
 _POLICY_LOSS = torch.ops.grpo_kernels.policy_loss.default
 _LINEAR_LOGPROB = torch.ops.grpo_kernels.linear_logprob.default

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
 from grpo_kernels.backends.rows import STATISTICS, DotRowBackend
-from grpo_kernels.batch import counted_positions
-from grpo_kernels.checks import (
+from grpo_kernels.base.checks import (
     check_budget,
     check_counted_ids,
     check_head,
@@ -22,6 +21,7 @@ from grpo_kernels.checks import (
     check_shape,
     check_tensor,
 )
+from grpo_kernels.batch import counted_positions
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room, default_workspace

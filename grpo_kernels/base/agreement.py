@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.distributed import check_group, gather_stacked, group_device
+from grpo_kernels.base.distributed import check_group, gather_stacked, group_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from grpo_kernels.agreement import Agreement, described
+from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch import Tokens
-from grpo_kernels.distributed import gather_stacked
 from grpo_kernels.span import Span
 
 if TYPE_CHECKING:
