@@ -12,9 +12,9 @@ from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import TokenInputs, token_level
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.from_logps import policy_loss_from_logps
+from grpo_kernels.head.lora import LoRA
 from grpo_kernels.kept_set import kept_set_logprob
 from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
-from grpo_kernels.lora import LoRA
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 from grpo_kernels.modules import LMHeadLogProb, attach
 

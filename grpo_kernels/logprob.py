@@ -23,8 +23,8 @@ from grpo_kernels.engine.functions import LinearLogprob
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.passes import Gather, Request
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.lora import LoRA
-from grpo_kernels.sharding import describe_shard, divided, local_head, sharding_group
+from grpo_kernels.head.local_shard import describe_shard, divided, local_head, sharding_group
+from grpo_kernels.head.lora import LoRA
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -34,7 +34,7 @@ from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
 from grpo_kernels.engine.passes import Gather
 from grpo_kernels.evaluation import Evaluation
-from grpo_kernels.lora import LoRA
+from grpo_kernels.head.lora import LoRA
 from grpo_kernels.loss_checks import check_config, check_objective
 from grpo_kernels.metrics import Metrics
 

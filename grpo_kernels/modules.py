@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from grpo_kernels.config import LossConfig
-from grpo_kernels.head_hooks import check_hooks, run_pre_hooks
-from grpo_kernels.head_parameters import divided_modules, linear_of, parameters_of
+from grpo_kernels.head.hooks import check_hooks, run_pre_hooks
+from grpo_kernels.head.module import divided_modules, linear_of, parameters_of
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import LossOutput, grpo_loss
 

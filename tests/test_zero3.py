@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, attach, grpo_loss
-from grpo_kernels.head_parameters import gather_of
+from grpo_kernels.head.module import gather_of
 from tests import parallel_cases as cases
 from tests.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
 from tests.parallel_cases import LOSSES, Run, relative_error, truth

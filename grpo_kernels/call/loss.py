@@ -25,12 +25,12 @@ from grpo_kernels.engine.operands import Coefficients, HeadConfig, Rows
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, Gather, Request
 from grpo_kernels.engine.plan import Coupling
 from grpo_kernels.evaluation import Evaluation
-from grpo_kernels.lora import LoRA, check_lora
+from grpo_kernels.head.local_shard import LocalHead, describe_shard, described_head, divided, local_head, sharding_group
+from grpo_kernels.head.lora import LoRA, check_lora
 from grpo_kernels.loss_checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.metrics import Metrics, loss_metrics
 from grpo_kernels.objective import PolicyObjective
 from grpo_kernels.sampling import check_sampling
-from grpo_kernels.sharding import LocalHead, describe_shard, described_head, divided, local_head, sharding_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_tensor
-from grpo_kernels.head_hooks import foreign_hooks
-from grpo_kernels.head_parameters import divided_modules, linear_of
+from grpo_kernels.head.hooks import foreign_hooks
+from grpo_kernels.head.module import divided_modules, linear_of
 from grpo_kernels.integrations import transformers_head as heads
 from grpo_kernels.integrations.transformers_head import HeadSpec
 from grpo_kernels.logprob import linear_logprob_with

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_kernels.head_parameters import gather_of, linear_of, parameters_of
+from grpo_kernels.head.module import gather_of, linear_of, parameters_of
 
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 DIVISORS = ("logits_scaling",)

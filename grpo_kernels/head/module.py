@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.engine.passes import Gather
-from grpo_kernels.lora import LoRA
+from grpo_kernels.head.lora import LoRA
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 

@@ -18,7 +18,7 @@ from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room
 from grpo_kernels.engine.operands import HeadConfig
 from grpo_kernels.engine.shard import Shard
-from grpo_kernels.lora import LoRA, check_kind
+from grpo_kernels.head.lora import LoRA, check_kind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
