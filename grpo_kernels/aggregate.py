@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_tensor
-from grpo_kernels.batch import Layout
+from grpo_kernels.batch.tokens import Layout
 from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_captured
-from grpo_kernels.batch import Tokens
+from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.evaluation import Evaluation
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.base.checks import check_tensor
-from grpo_kernels.batch import Layout, read_tokens
+from grpo_kernels.batch.tokens import Layout, read_tokens
 from grpo_kernels.config import LossConfig
 from grpo_kernels.logprob import Expectation
 from grpo_kernels.loss_checks import check_config, check_terms

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.base.checks import check_shape, check_tensor
-from grpo_kernels.batch import Layout, read_tokens
+from grpo_kernels.batch.tokens import Layout, read_tokens
 from grpo_kernels.config import LossConfig
 from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.first_order import first_order

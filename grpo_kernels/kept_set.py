@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_budget, check_head, check_ids, check_mask, check_shape, check_tensor
-from grpo_kernels.batch import counted_positions
+from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.projection import compute_dtype, row_temperatures, wanted
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.gradients import Wants

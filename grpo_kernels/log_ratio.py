@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import Tokens
+from grpo_kernels.batch.tokens import Tokens
 
 
 class LogRatio:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.quantile import quantile
-from grpo_kernels.batch import Tokens
+from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.config import LossConfig
 
 

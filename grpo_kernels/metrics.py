@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.aggregate import averaged_over
 from grpo_kernels.base.distributed import gather_stacked
-from grpo_kernels.batch import Layout, Tokens
+from grpo_kernels.batch.tokens import Layout, Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
 from grpo_kernels.evaluation import Evaluation, Terms
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import surrogates
-from grpo_kernels.batch import Tokens
+from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
 from grpo_kernels.evaluation import Evaluation, Terms
 from grpo_kernels.log_ratio import LogRatio

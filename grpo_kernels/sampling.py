@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch import Tokens
+from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.config import LossConfig
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_kernels import LossConfig, surrogates
 from grpo_kernels.aggregate import token_weights
 from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform
-from grpo_kernels.batch import read_tokens
+from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.config import LOSS_TYPES
 from grpo_kernels.objective import PolicyObjective
 from tests.row_cases import DEVICE

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import LossConfig, grpo_loss, presets
 from grpo_kernels.aggregate import token_weights
-from grpo_kernels.batch import Tokens, read_tokens
+from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.config import LOSS_TYPES
 from grpo_kernels.metrics import loss_metrics, metric_names
 from grpo_kernels.objective import PolicyObjective

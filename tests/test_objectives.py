@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_kernels import GRPOLoss, LossConfig, TokenInputs, grpo_loss, objectives
 from grpo_kernels.aggregate import token_weights
-from grpo_kernels.batch import Tokens, read_tokens
+from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.custom import CustomObjective
 from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.objective import PolicyObjective

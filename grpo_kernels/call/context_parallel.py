@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.distributed import gather_stacked
-from grpo_kernels.batch import Tokens
-from grpo_kernels.span import Span
+from grpo_kernels.batch.sequence_shard import Span
+from grpo_kernels.batch.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

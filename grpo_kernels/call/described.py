@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_kernels.base.agreement import Agreement, described
-from grpo_kernels.batch import Tokens
+from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.config import LossConfig
 
 

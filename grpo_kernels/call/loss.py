@@ -14,7 +14,7 @@ from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.backends.rows import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_gather, check_head
-from grpo_kernels.batch import Tokens, read_tokens
+from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.context_parallel import check_span, describe_part, spanned
 from grpo_kernels.call.described import describe_options, describe_tokens
 from grpo_kernels.call.projection import head_config, of_shard, pick_engine, read_rows, wanted

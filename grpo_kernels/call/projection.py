@@ -21,7 +21,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
 )
-from grpo_kernels.batch import counted_positions
+from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room, default_workspace

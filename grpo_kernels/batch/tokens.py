@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_ids, check_mask, check_mask_values, check_shape, check_tensor
-from grpo_kernels.span import Span
+from grpo_kernels.batch.sequence_shard import Span
 
 
 @dataclass(frozen=True)
