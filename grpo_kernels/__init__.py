@@ -9,7 +9,6 @@ from __future__ import annotations
 from grpo_kernels import advantages, objectives, presets, rewards
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
 from grpo_kernels.config import LossConfig
-from grpo_kernels.custom import TokenInputs, token_level
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.from_logps import policy_loss_from_logps
 from grpo_kernels.head.lora import LoRA
@@ -17,6 +16,7 @@ from grpo_kernels.kept_set import kept_set_logprob
 from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 from grpo_kernels.modules import LMHeadLogProb, attach
+from grpo_kernels.objective.custom import TokenInputs, token_level
 
 __version__ = "0.1.0"
 

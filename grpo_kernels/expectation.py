@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.base.checks import check_tensor
 from grpo_kernels.batch.tokens import Layout, read_tokens
 from grpo_kernels.config import LossConfig
 from grpo_kernels.logprob import Expectation
-from grpo_kernels.loss_checks import check_config, check_terms
-from grpo_kernels.objective import PolicyObjective
-from grpo_kernels.sampling import check_sampling
+from grpo_kernels.objective.checks import check_config, check_terms
+from grpo_kernels.objective.normaliser import check_num_items, token_weights
+from grpo_kernels.objective.policy import PolicyObjective
+from grpo_kernels.objective.sampler_correction import check_sampling
 
 
 def policy_expectation(

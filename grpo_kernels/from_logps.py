@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.batch.tokens import Layout, read_tokens
 from grpo_kernels.config import LossConfig
-from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.products import accumulator_of
-from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.loss import LossOutput
-from grpo_kernels.loss_checks import check_config, check_terms, warn_of_inputs
-from grpo_kernels.metrics import loss_metrics
-from grpo_kernels.objective import PolicyObjective
-from grpo_kernels.sampling import check_sampling
+from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
+from grpo_kernels.objective.custom import CustomObjective, TokenInputs
+from grpo_kernels.objective.evaluation import Evaluation
+from grpo_kernels.objective.metrics import loss_metrics
+from grpo_kernels.objective.normaliser import check_num_items, token_weights
+from grpo_kernels.objective.policy import PolicyObjective
+from grpo_kernels.objective.sampler_correction import check_sampling
 
 
 def policy_loss_from_logps(

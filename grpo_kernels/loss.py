@@ -30,13 +30,13 @@ from grpo_kernels.base.checks import check_fake, check_gather, is_dtensor, is_fa
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.projection import check_options, head_of
 from grpo_kernels.config import LossConfig
-from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.functions import PolicyLoss
 from grpo_kernels.engine.passes import Gather
-from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head.lora import LoRA
-from grpo_kernels.loss_checks import check_config, check_objective
-from grpo_kernels.metrics import Metrics
+from grpo_kernels.objective.checks import check_config, check_objective
+from grpo_kernels.objective.custom import TokenInputs
+from grpo_kernels.objective.evaluation import Evaluation
+from grpo_kernels.objective.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,7 +137,7 @@ def grpo_loss(
             bonus, are means over this call: under gradient accumulation the caller divides by the number of steps
             (given all the same, a warning says so).
         config: default `LossConfig()`.
-        objective: a per-token loss of your own in place of all of the config's terms, see `grpo_kernels.custom`; of
+        objective: a per-token loss of your own in place of all of the config's terms, see `grpo_kernels.objective.custom`; of
             `config` only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of
             torch.compile.
         cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). Read on

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels import surrogates
 from grpo_kernels.backends.rows import LogitTransform, RowStats
 from grpo_kernels.config import LossConfig
+from grpo_kernels.objective import surrogates
 from grpo_kernels.token_loss import TokenLoss
 
 U = 2.0**-24

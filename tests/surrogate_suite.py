@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, surrogates
-from grpo_kernels.aggregate import token_weights
+from grpo_kernels import LossConfig
 from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform
 from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.config import LOSS_TYPES
-from grpo_kernels.objective import PolicyObjective
+from grpo_kernels.objective import surrogates
+from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.policy import PolicyObjective
 from tests.row_cases import DEVICE
 from tests.row_truth import U, check
 
@@ -41,7 +42,7 @@ def config_of(clip_low: float = 0.8, clip_high: float = 1.28, delta: float | Non
 
 
 def mirrored(name: str, config: Any, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
-    """What `grpo_kernels.surrogates` gives: (3, n)."""
+    """What `grpo_kernels.objective.surrogates` gives: (3, n)."""
     more = (logps,) if name == "cispo" else ()
     return torch.stack(getattr(surrogates, name)(config, log_ratio, advantages, *more))
 
@@ -83,7 +84,7 @@ def differentiated(name: str, config: Any, log_ratio: Tensor, advantages: Tensor
 
 
 def estimates(name: str, logps: Tensor, ref: Tensor) -> Tensor:
-    """A KL estimate and its two derivatives in logp by `grpo_kernels.surrogates`: (3, n)."""
+    """A KL estimate and its two derivatives in logp by `grpo_kernels.objective.surrogates`: (3, n)."""
     return torch.stack(surrogates.kl_estimate(SimpleNamespace(kl_estimator=name), logps, ref))  # type: ignore[arg-type]
 
 

@@ -360,7 +360,7 @@ def test_kl_gradient_crosses_tokens_of_a_sequence(corrected: bool) -> None:
 @pytest.mark.parametrize("edge", ["on-policy", "low", "high", "delta"])
 def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
     """30. At a clip edge and at A = 0 the gradient is that of torch's min and clamp."""
-    from grpo_kernels.surrogates import clipped
+    from grpo_kernels.objective.surrogates import clipped
 
     config = LossConfig(epsilon=0.5, epsilon_high=1.0, delta=4.0)
     ratio = torch.tensor({"on-policy": 1.0, "low": 0.5, "high": 2.0, "delta": 4.0}[edge], dtype=F64)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import surrogates
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.objective import surrogates
 from grpo_kernels.token_loss import TokenLoss
 from tests.row_cases import PLAIN, make_loss, rows, same
 from tests.row_truth import check, loss_terms
@@ -140,7 +140,7 @@ def test_no_log_probability() -> None:
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_kl_estimators(name: str, corrects: bool, dtype: torch.dtype) -> None:
-    """Against `grpo_kernels.surrogates`, and the derivative against autograd."""
+    """Against `grpo_kernels.objective.surrogates`, and the derivative against autograd."""
     ds = torch.cat([torch.linspace(-20, 20, 161), torch.tensor([1e-6, -1e-6, 80, 200, 800, -1e4, -INF, INF, NAN])])
     ds, log_ratio = torch.cartesian_prod(ds, torch.tensor([-INF, -1.0, 0.0, 0.3, 800.0, NAN] if corrects else [0.0])).T
     logps = fused(torch.where(ds.abs() < 1, -0.5, 0.0).to(dtype)).logps

@@ -9,8 +9,8 @@ import torch
 
 import grpo_kernels
 from grpo_kernels.config import LOSS_TYPES, LossConfig
-from grpo_kernels.custom import TokenInputs
 from grpo_kernels.engine.plan import ENGINES, Coupling, choose_engine
+from grpo_kernels.objective.custom import TokenInputs
 from tests.measure import count_flops
 
 B, T, H, V = 8, 12, 10, 64

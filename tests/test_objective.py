@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import LossConfig, grpo_loss, presets
-from grpo_kernels.aggregate import token_weights
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.config import LOSS_TYPES
-from grpo_kernels.metrics import loss_metrics, metric_names
-from grpo_kernels.objective import PolicyObjective
+from grpo_kernels.objective.metrics import loss_metrics, metric_names
+from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.policy import PolicyObjective
 
 
 def tokens_of(old: torch.Tensor | None, advantages: torch.Tensor, **more: Any) -> Tokens:

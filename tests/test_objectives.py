@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import GRPOLoss, LossConfig, TokenInputs, grpo_loss, objectives
-from grpo_kernels.aggregate import token_weights
 from grpo_kernels.batch.tokens import Tokens, read_tokens
-from grpo_kernels.custom import CustomObjective
-from grpo_kernels.evaluation import Evaluation
-from grpo_kernels.objective import PolicyObjective
+from grpo_kernels.objective.custom import CustomObjective
+from grpo_kernels.objective.evaluation import Evaluation
+from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.policy import PolicyObjective
 from tests.verl_peer import core_algos, verl_module
 
 B, T = 6, 9

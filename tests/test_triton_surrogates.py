@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import surrogates
+from grpo_kernels.objective import surrogates
 from tests.row_truth import U, check
 
 pytest.importorskip("triton")
@@ -166,7 +166,7 @@ def test_known_losses() -> None:
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_kl_estimators(name: str) -> None:
-    """Against `grpo_kernels.surrogates`, and the derivative against autograd in float64."""
+    """Against `grpo_kernels.objective.surrogates`, and the derivative against autograd in float64."""
     ds = torch.cat([torch.linspace(-20, 20, 161), torch.tensor([1e-6, -1e-6, 80.0, 200.0, -1e4, -INF, INF, NAN])])
     logps = torch.where(ds.abs() < 1, -0.5, 0.0).to(DEVICE)
     ref = ds.to(DEVICE) + logps

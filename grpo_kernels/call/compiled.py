@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.aggregate import averaged_over
 from grpo_kernels.call.ops import linear_logprob as logprob_op
 from grpo_kernels.call.ops import policy_loss as loss_op
 from grpo_kernels.call.projection import compute_dtype, wanted
@@ -20,7 +19,8 @@ from grpo_kernels.config import LossConfig, config_of
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.passes import STORING
 from grpo_kernels.engine.plan import Coupling, choose_engine
-from grpo_kernels.metrics import Metrics, metric_names
+from grpo_kernels.objective.metrics import Metrics, metric_names
+from grpo_kernels.objective.normaliser import averaged_over
 
 _POLICY_LOSS = torch.ops.grpo_kernels.policy_loss.default
 _LINEAR_LOGPROB = torch.ops.grpo_kernels.linear_logprob.default

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_kernels.aggregate import check_num_items, token_weights
 from grpo_kernels.backends.rows import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_gather, check_head
@@ -19,18 +18,19 @@ from grpo_kernels.call.context_parallel import check_span, describe_part, spanne
 from grpo_kernels.call.described import describe_options, describe_tokens
 from grpo_kernels.call.projection import head_config, of_shard, pick_engine, read_rows, wanted
 from grpo_kernels.config import LossConfig
-from grpo_kernels.custom import CustomObjective, TokenInputs
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.operands import Coefficients, HeadConfig, Rows
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, Gather, Request
 from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.evaluation import Evaluation
 from grpo_kernels.head.local_shard import LocalHead, describe_shard, described_head, divided, local_head, sharding_group
 from grpo_kernels.head.lora import LoRA, check_lora
-from grpo_kernels.loss_checks import check_config, check_terms, warn_of_inputs
-from grpo_kernels.metrics import Metrics, loss_metrics
-from grpo_kernels.objective import PolicyObjective
-from grpo_kernels.sampling import check_sampling
+from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
+from grpo_kernels.objective.custom import CustomObjective, TokenInputs
+from grpo_kernels.objective.evaluation import Evaluation
+from grpo_kernels.objective.metrics import Metrics, loss_metrics
+from grpo_kernels.objective.normaliser import check_num_items, token_weights
+from grpo_kernels.objective.policy import PolicyObjective
+from grpo_kernels.objective.sampler_correction import check_sampling
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

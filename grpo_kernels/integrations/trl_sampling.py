@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.config import LossConfig
-from grpo_kernels.sampling import bounded_ratio, scored_difference
+from grpo_kernels.objective.sampler_correction import bounded_ratio, scored_difference
 
 
 def is_corrected(trainer: Any) -> bool:

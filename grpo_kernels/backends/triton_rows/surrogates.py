@@ -1,4 +1,4 @@
-"""The per-token surrogates and KL estimators as jit functions: the mirror of `grpo_kernels.surrogates`.
+"""The per-token surrogates and KL estimators as jit functions: the mirror of `grpo_kernels.objective.surrogates`.
 
 A surrogate maps (log-ratio R, advantage A, logp) and the loss's constants to (loss, d loss / d R, d loss / d logp), all
 of one shape. Every one takes all constants, so that one can stand for another in a kernel. Branches, ties and what an

@@ -26,13 +26,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from grpo_kernels import surrogates
 from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
-from grpo_kernels.evaluation import Evaluation, Terms
-from grpo_kernels.log_ratio import LogRatio
-from grpo_kernels.masks import keep_high_entropy, keep_on_policy
-from grpo_kernels.sampling import with_sampling_ratio
+from grpo_kernels.objective import surrogates
+from grpo_kernels.objective.evaluation import Evaluation, Terms
+from grpo_kernels.objective.log_ratio import LogRatio
+from grpo_kernels.objective.sampler_correction import with_sampling_ratio
+from grpo_kernels.objective.token_masks import keep_high_entropy, keep_on_policy
 from grpo_kernels.token_loss import TokenLoss
 
 LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL

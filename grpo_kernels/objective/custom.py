@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import is_captured
 from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.evaluation import Evaluation
+from grpo_kernels.objective.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

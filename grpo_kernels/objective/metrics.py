@@ -13,11 +13,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from grpo_kernels.aggregate import averaged_over
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch.tokens import Layout, Tokens
 from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
-from grpo_kernels.evaluation import Evaluation, Terms
+from grpo_kernels.objective.evaluation import Evaluation, Terms
+from grpo_kernels.objective.normaliser import averaged_over
 
 _SAMPLING_EXTREMES = (
     "sampling/sampling_logp_difference/max",
