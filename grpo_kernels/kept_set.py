@@ -25,8 +25,8 @@ from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.projection import compute_dtype, row_temperatures, wanted
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.gradients import Wants
-from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, stages_of
 from grpo_kernels.engine.products import accumulator_of
+from grpo_kernels.engine.truncated_support import KeptSetLogprob, KeptSets, stages_of
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
 ENTRY_BYTES = 64  # besides the head's row: an entry's, while sets are put in order and reduced

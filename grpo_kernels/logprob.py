@@ -19,7 +19,7 @@ from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.checks import check_fake, check_gather, check_shape, check_tensor, is_dtensor, is_fake
 from grpo_kernels.call.projection import head_of, of_shard, pick_engine, plan_rows, read_rows
-from grpo_kernels.engine.functions import LinearLogprob
+from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.passes import Gather, Request
 from grpo_kernels.engine.plan import Coupling

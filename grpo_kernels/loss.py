@@ -30,7 +30,7 @@ from grpo_kernels.base.checks import check_fake, check_gather, is_dtensor, is_fa
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.projection import check_options, head_of
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.functions import PolicyLoss
+from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.engine.passes import Gather
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.objective.checks import check_config, check_objective

@@ -27,7 +27,7 @@ from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room, default_workspace
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
 from grpo_kernels.engine.plan import Coupling, check_engine, choose_engine
-from grpo_kernels.engine.shard import Shard, widest_part
+from grpo_kernels.engine.vocab_parallel import Shard, widest_part
 from grpo_kernels.head.lora import LoRA, check_lora
 
 

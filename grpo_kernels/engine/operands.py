@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
 from grpo_kernels.engine.memory import AMPLE, Room
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
-from grpo_kernels.engine.shard import Shard
+from grpo_kernels.engine.vocab_parallel import Shard
 
 SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
 

@@ -18,7 +18,7 @@ from grpo_kernels.engine.gradients import Gradients, Wants
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from grpo_kernels.engine.products import Products
-from grpo_kernels.engine.shard import widest_part
+from grpo_kernels.engine.vocab_parallel import widest_part
 from grpo_kernels.token_loss import TokenLoss
 
 

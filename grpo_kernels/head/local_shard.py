@@ -17,7 +17,7 @@ from grpo_kernels.base.distributed import check_group
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import Room
 from grpo_kernels.engine.operands import HeadConfig
-from grpo_kernels.engine.shard import Shard
+from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.head.lora import LoRA, check_kind
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from grpo_kernels.backends.rows import RowStats
 from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.projection import head_config, pick_engine, plan_rows, read_rows
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.functions import Like, returned
+from grpo_kernels.engine.autograd import Like, returned
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.operands import Head, Rows
 from grpo_kernels.engine.passes import RECOMPUTING, Request, all_rows, first_pass, second_pass, spread
