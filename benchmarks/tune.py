@@ -35,11 +35,11 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.tuned_table import SPLITS_AT_MOST, Config, Entry, check_table, entries, merged, own_table, write
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows import INTERPRETED, configs, dot, fused, grad, stats
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, family
 from grpo_kernels.backends.triton_rows.device import arch_of
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 Part = Callable[[str, "Sizes", torch.device, "Budget"], list[Entry]]
 PLACEHOLDER = 0  # of `splits`: it follows from V

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.checks import check_fake, check_gather, check_shape, check_tensor, is_dtensor, is_fake
 from grpo_kernels.call.projection import head_of, of_shard, pick_engine, plan_rows, read_rows

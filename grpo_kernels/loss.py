@@ -24,7 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_fake, check_gather, is_dtensor, is_fake
 from grpo_kernels.call.loss import plan_loss

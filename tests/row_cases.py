@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.token_loss.record import TokenLoss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the Triton kernels run
 FIELDS = ("logps", "max_logit", "log_sum", "entropies")

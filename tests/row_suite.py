@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, RowStats
+from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.row_cases import DEVICE, EXTRAS, FIELDS, PLAIN, assert_same, make_loss, make_transform, rows
 from tests.row_truth import Truth, U, check, check_stats, gradient, loss_terms, truth

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.config import LossConfig
 from grpo_kernels.objective import surrogates
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 U = 2.0**-24
 TERMS = 32 * U  # of a sum: a lane's roundings, its rescaling each time it meets a larger logit, the tree of lanes

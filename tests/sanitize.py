@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows, build
-from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.backends.interface import LogitTransform
 from tests.test_random_rows import ISAS
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, RowStats
+from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.row_cases import DEVICE, EXTRAS, PLAIN, assert_same, make_loss
 from tests.row_truth import check, check_stats, gradient, truth

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig
-from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform
+from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform
 from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.config import LOSS_TYPES
 from grpo_kernels.objective import surrogates

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.backends.interface import LogitTransform
 from tests.row_cases import EXTRAS, PLAIN, make_loss, make_transform, rows
 from tests.test_cpp_rows import in_double
 

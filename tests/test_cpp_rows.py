@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.backends.interface import LogitTransform
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, make_loss, make_transform, rows, same
 from tests.row_suite import RowSuite, check_kernels

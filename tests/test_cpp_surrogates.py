@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.objective import surrogates
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 from tests.row_cases import PLAIN, make_loss, rows, same
 from tests.row_truth import check, loss_terms
 from tests.surrogate_suite import (

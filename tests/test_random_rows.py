@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.rows import LogitTransform, RowStats
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.token_loss.record import TokenLoss
 from tests.row_cases import EXTRAS, FIELDS, assert_same, make_loss, make_transform, rows, same
 from tests.row_suite import check_kernels
 

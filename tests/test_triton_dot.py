@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 
 pytest.importorskip("triton")
 
@@ -254,7 +254,7 @@ def test_what_it_refuses() -> None:
 def test_cpu_tensors_without_the_interpreter() -> None:
     code = (
         "import torch\n"
-        "from grpo_kernels.backends.rows import LogitTransform\n"
+        "from grpo_kernels.backends.interface import LogitTransform\n"
         "from grpo_kernels.backends.triton_rows.dot import score_dot\n"
         "score_dot(torch.ones(2, 8), torch.ones(9, 8), torch.zeros(2).long(), LogitTransform(), entropy=True)\n"
     )

@@ -94,7 +94,7 @@ def test_refusals() -> None:
 
 def test_cpu_tensors_without_the_interpreter() -> None:
     code = (
-        "import torch; from grpo_kernels.backends.rows import LogitTransform\n"
+        "import torch; from grpo_kernels.backends.interface import LogitTransform\n"
         "from grpo_kernels.backends.triton_rows import INTERPRETED, TritonRows\n"
         "assert not INTERPRETED\n"
         "TritonRows().stats(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), LogitTransform(), entropy=False)"

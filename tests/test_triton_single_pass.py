@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats, SinglePassRowBackend
+from grpo_kernels.backends.interface import LogitTransform, RowStats, SinglePassRowBackend
 from grpo_kernels.backends.torch_rows import TorchRows
 
 pytest.importorskip("triton")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.aot.launches import Launch, caught
-from grpo_kernels.backends.rows import STATISTICS, LogitTransform, RowStats
+from grpo_kernels.backends.interface import STATISTICS, LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows import combine, dot, fused, grad, single_pass, stats
 from grpo_kernels.backends.triton_rows.configs import (
     ROW_KERNELS,
@@ -25,7 +25,7 @@ from grpo_kernels.backends.triton_rows.configs import (
     family,
     row_configs,
 )
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick

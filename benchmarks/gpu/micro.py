@@ -65,7 +65,7 @@ def _row_runs(
     backend: Any, logits: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
     """What to run, and the least bytes a logit it moves."""
-    from grpo_kernels.backends.rows import LogitTransform
+    from grpo_kernels.backends.interface import LogitTransform
 
     transform = LogitTransform()
     work = logits.clone() if backend.name == "torch" else logits  # the torch backend's grad writes into its input
@@ -85,7 +85,7 @@ def _row_runs(
 def _fused_runs(
     backend: Any, logits: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
 ) -> dict[str, Callable[[], Any]]:
-    from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, SinglePassRowBackend
+    from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, SinglePassRowBackend
 
     if not (isinstance(backend, FusedRowBackend) and isinstance(backend, SinglePassRowBackend)):
         raise Absence("this backend does not fuse")
@@ -98,7 +98,7 @@ def _fused_runs(
 
 
 def _clipped_loss(logps: torch.Tensor) -> Any:
-    from grpo_kernels.token_loss import TokenLoss
+    from grpo_kernels.token_loss.record import TokenLoss
 
     ones = torch.ones_like(logps)
     return TokenLoss(

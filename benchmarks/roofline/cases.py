@@ -19,7 +19,7 @@ from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, row_sta
 from benchmarks.roofline.parts import Layout, parts_of
 from benchmarks.roofline.pins import Taken
 from benchmarks.roofline.sass import disassembled
-from grpo_kernels.backends.rows import STATISTICS, LogitTransform
+from grpo_kernels.backends.interface import STATISTICS, LogitTransform
 from grpo_kernels.backends.triton_rows import dot, fused, grad, single_pass, stats
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
 from grpo_kernels.engine.plan import row_width

@@ -18,7 +18,7 @@ import importlib.util
 
 import torch
 
-from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import warn_once
 

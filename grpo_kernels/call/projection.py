@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
-from grpo_kernels.backends.rows import STATISTICS, DotRowBackend
+from grpo_kernels.backends.interface import STATISTICS, DotRowBackend
 from grpo_kernels.base.checks import (
     check_budget,
     check_counted_ids,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import is_one
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.gradients import Gradients

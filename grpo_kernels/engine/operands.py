@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
 from grpo_kernels.engine.memory import AMPLE, Room
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
 from grpo_kernels.engine.vocab_parallel import Shard

@@ -13,13 +13,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import DotRowBackend, RowStats
+from grpo_kernels.backends.interface import DotRowBackend, RowStats
 from grpo_kernels.base.checks import is_captured
 from grpo_kernels.engine.gradients import Gradients, Wants
 from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import Asked, sweep
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 Gather = Callable[[], AbstractContextManager[Any]]
 

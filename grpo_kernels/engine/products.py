@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.backends.interface import LogitTransform
 from grpo_kernels.engine.plan import TILE_ROWS
 
 HIGHEST_FP16 = 2.0**12  # what scaled d logits stay below: a margin of 16 to the largest fp16

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.engine.gradients import Gradients, Wants
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
 from grpo_kernels.engine.plan import padded_rows

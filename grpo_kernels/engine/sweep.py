@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
+from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
 from grpo_kernels.engine.gradients import Gradients, Wants
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.vocab_parallel import widest_part
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 
 @dataclass(frozen=True)

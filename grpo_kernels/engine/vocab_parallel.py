@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import RowBackend, RowStats
+from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.base.distributed import all_reduce, gather_stacked
 from grpo_kernels.engine.memory import AMPLE, Room
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from grpo_kernels.backends.rows import LogitTransform
+    from grpo_kernels.backends.interface import LogitTransform
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:

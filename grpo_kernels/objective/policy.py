@@ -33,7 +33,7 @@ from grpo_kernels.objective.evaluation import Evaluation, Terms
 from grpo_kernels.objective.log_ratio import LogRatio
 from grpo_kernels.objective.sampler_correction import with_sampling_ratio
 from grpo_kernels.objective.token_masks import keep_high_entropy, keep_on_policy
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
 

@@ -57,7 +57,7 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
 
 
 def clipped(ones: Tensor):
-    from grpo_kernels.token_loss import TokenLoss
+    from grpo_kernels.token_loss.record import TokenLoss
 
     inf = float("inf")
     return TokenLoss(

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.token_loss.record import TokenLoss
 
 SURROGATES = ("clipped", "cispo", "sapo", "constant", "linear")  # the order of the enums in token_loss.h
 ESTIMATORS = (None, "k1", "k2", "k3")

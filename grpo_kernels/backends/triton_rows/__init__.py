@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
 from grpo_kernels.backends.triton_rows.device import arch_of, on
 from grpo_kernels.backends.triton_rows.dot import score_dot
@@ -18,7 +18,7 @@ from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.backends.triton_rows.reduce import finish, merge, target_logp
 from grpo_kernels.backends.triton_rows.steps import row_block
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.combine import launch_combine
 from grpo_kernels.backends.triton_rows.configs import DotConfig, dot_config
 from grpo_kernels.backends.triton_rows.device import arch_of, on

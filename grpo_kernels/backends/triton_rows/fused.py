@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, target_gradient, write_gradient, write_target
 from grpo_kernels.backends.triton_rows.mathfn import exp
@@ -18,7 +18,7 @@ from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors, scaled
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 
 def launch_fused(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, store_rows, write_gradient
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1

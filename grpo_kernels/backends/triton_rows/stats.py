@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import log1p
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp

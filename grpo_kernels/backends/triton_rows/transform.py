@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.rows import LogitTransform
+from grpo_kernels.backends.interface import LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
 # Arguments with one number a row: read once, so that it is not worth a variant of the kernel where they lie.

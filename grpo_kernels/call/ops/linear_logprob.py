@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.rows import RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.projection import head_config, pick_engine, plan_rows, read_rows
 from grpo_kernels.config import LossConfig

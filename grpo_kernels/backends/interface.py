@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grpo_kernels.token_loss import TokenLoss
+from grpo_kernels.token_loss.record import TokenLoss
 
 STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
