@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_kernels import group_stats as stats
+from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Agreement
 
 if TYPE_CHECKING:

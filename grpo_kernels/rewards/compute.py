@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.loop_thread import failure, run_together
+from grpo_kernels.rewards.loop_thread import failure, run_together
 
 __all__ = ["compute_rewards", "reward_names"]
 
