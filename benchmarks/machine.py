@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels import report
+from grpo_kernels.diagnostics import report
 
 PACKAGES = (
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",

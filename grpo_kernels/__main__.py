@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from grpo_kernels import report, selfcheck
+from grpo_kernels.diagnostics import report, selfcheck
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels import backends, report
+from grpo_kernels import backends
 from grpo_kernels.backends.cpp_rows import build, cache, compiler
 from grpo_kernels.base import checks
+from grpo_kernels.diagnostics import report
 from tests.acted_build import GOOD, LOAD, LOSS, World, lines, script, start
 
 CPU = torch.device("cpu")

@@ -156,7 +156,7 @@ def test_text_report():
 
 
 def test_self_check_sees_a_wrong_result(monkeypatch):
-    from grpo_kernels import selfcheck
+    from grpo_kernels.diagnostics import selfcheck
 
     def half(*args: Any, **kwargs: Any) -> Any:
         out = grpo_loss(*args, **kwargs)

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LoRA, grpo_loss, linear_logprob, report
+from grpo_kernels import LoRA, grpo_loss, linear_logprob
 from grpo_kernels.call import projection
+from grpo_kernels.diagnostics import report
 from tests.measure import count_flops
 from tests.pretend_gpu import OnGPU, pretended
 
