@@ -82,7 +82,7 @@ def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
     """Counts the head calls of both trainers; yields the hook that counts a trainer's tokens."""
     import trl.trainer.utils as trl_utils
 
-    from grpo_kernels.integrations import trl_hook
+    from grpo_kernels.integrations.trl import hook as trl_hook
 
     def prepare(trainer: Any) -> None:
         compute = trainer._compute_loss

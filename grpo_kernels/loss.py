@@ -137,9 +137,8 @@ def grpo_loss(
             bonus, are means over this call: under gradient accumulation the caller divides by the number of steps
             (given all the same, a warning says so).
         config: default `LossConfig()`.
-        objective: a per-token loss of your own in place of all of the config's terms, see `grpo_kernels.objective.custom`; of
-            `config` only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of
-            torch.compile.
+        objective: a per-token loss of your own in place of all of the config's terms, see `TokenInputs`; of `config`
+            only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of torch.compile.
         cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). Read on
             the host.
         engine, backend, workspace_bytes: as in `linear_logprob`. (Under torch.compile ``"auto"`` is never ``"lean"``.)

@@ -1,1 +1,8 @@
-"""Policy losses of verl and others as objectives: `grpo_loss(..., objective=objectives.gspo())`. See `objective.verl`."""
+"""verl's policy losses that `LossConfig` does not have: ``grpo_loss(..., objective=objectives.gspo())``.
+
+Formulas, parameters and sources: `grpo_kernels.objective.verl`.
+"""
+
+from grpo_kernels.objective.verl import cispo, clip_cov, dppo_kl, dppo_tv, dro, geo_mean, gpg, gspo, kl_cov
+
+__all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"]

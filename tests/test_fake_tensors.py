@@ -89,7 +89,7 @@ def test_the_fused_head_of_trl() -> None:
     pytest.importorskip("trl")
     import trl.trainer.utils as trl_utils
 
-    from grpo_kernels.integrations import trl_hook
+    from grpo_kernels.integrations.trl import hook as trl_hook
 
     def run(op: Any, rows: trl_hook.Rows | None = None) -> Any:
         given = inputs()

@@ -13,9 +13,9 @@ import trl.trainer.utils as trl_utils
 
 from benchmarks import head_flops, parity
 from grpo_kernels import Expectation
-from grpo_kernels.integrations import trl as integration
-from grpo_kernels.integrations import trl_hook
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.integrations.trl import hook as trl_hook
+from grpo_kernels.integrations.trl import trainer as integration
 from tests import tiny_models
 
 THEIRS = trl_utils._ChunkedLogProbFunction

@@ -17,7 +17,7 @@ import trl.trainer.utils as trl_utils
 from datasets import Dataset
 
 from benchmarks import parity
-from grpo_kernels.integrations import trl_hook
+from grpo_kernels.integrations.trl import hook as trl_hook
 from grpo_kernels.integrations.trl import patch_trl, unpatch_trl
 from tests import tiny_models
 

@@ -16,9 +16,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from grpo_kernels.integrations import verl as plugin
-from grpo_kernels.integrations import verl_forward, verl_megatron
-from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
+from grpo_kernels.integrations.verl import forward as verl_forward
+from grpo_kernels.integrations.verl import megatron as verl_megatron
+from grpo_kernels.integrations.verl import patch_verl, plugin, unpatch_verl
 from tests import tiny_models, verl_peer
 
 pytestmark = verl_peer.needs_verl

@@ -88,7 +88,7 @@ def heads_marked(clock: Clock) -> Iterator[None]:
     """Inside, the clock knows when TRL's head or ours runs."""
     import trl.trainer.utils as trl_utils
 
-    from grpo_kernels.integrations import trl_hook
+    from grpo_kernels.integrations.trl import hook as trl_hook
 
     theirs = trl_utils._ChunkedLogProbFunction
     # `forward` too: by its signature our hook knows which TRL this is

@@ -67,7 +67,7 @@ def _trl(**options: str) -> None:
     """Their head, wherever they look it up; tests of it take it from the package."""
     import trl.kernels as kernels
 
-    from grpo_kernels.integrations import trl_hook
+    from grpo_kernels.integrations.trl import hook as trl_hook
 
     _count_heads()
     if not trl_hook.patch_trl(**options):
@@ -90,7 +90,7 @@ def _fused_trainer() -> None:
 
 
 def _count_heads() -> None:
-    from grpo_kernels.integrations import trl_hook
+    from grpo_kernels.integrations.trl import hook as trl_hook
 
     trl_hook.FusedHead.apply = staticmethod(counted(trl_hook.FusedHead.apply))
 

@@ -22,7 +22,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from grpo_kernels.integrations import verl_forward, verl_megatron
+from grpo_kernels.integrations.verl import forward as verl_forward
+from grpo_kernels.integrations.verl import megatron as verl_megatron
 
 # (object, attribute, what we put there): what a patcher asks for. It raises LookupError where verl is another.
 Change = tuple[Any, str, Any]

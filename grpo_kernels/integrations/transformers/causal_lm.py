@@ -10,7 +10,7 @@ results leave through the outputs of head and model, which is where those engine
 
 What remains to be known is what the model does to logits after the head. The config says it, under many names, and is
 not trusted: the first call of a model gives its forward a few known numbers in place of logits, beside one row of real
-ones, and compares (`grpo_kernels.integrations.transformers_head`). That costs one row of the head, once, and no forward
+ones, and compares (`grpo_kernels.integrations.transformers.head`). That costs one row of the head, once, and no forward
 of its own: nothing random is drawn, no collective is added. If the config was wrong, the constants that were measured
 serve, and the model runs a second time; if no constants do, it raises.
 
@@ -27,9 +27,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from grpo_kernels.integrations.transformers_call import Batch, run_scored
-from grpo_kernels.integrations.transformers_head import HeadSpec, causal_lm, describe_head
-from grpo_kernels.integrations.transformers_inputs import check_names
+from grpo_kernels.integrations.transformers.call import Batch, run_scored
+from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm, describe_head
+from grpo_kernels.integrations.transformers.inputs import check_names
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 

@@ -109,7 +109,7 @@ def use(model: Any) -> None:
     Raises:
         LookupError: verl's forward for this family is not the one we know.
     """
-    from grpo_kernels.integrations.transformers_head import describe_head  # imports much, not for a bare `import verl`
+    from grpo_kernels.integrations.transformers.head import describe_head  # imports much, not for a bare `import verl`
 
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
@@ -179,7 +179,7 @@ def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) 
     Raises:
         ValueError: the ids are not aligned with the hidden states.
     """
-    from grpo_kernels.integrations.transformers_head import describe_head
+    from grpo_kernels.integrations.transformers.head import describe_head
 
     if ids.shape != hidden.shape[:-1]:
         raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")

@@ -11,7 +11,7 @@ import transformers.utils
 from torch import nn
 
 from grpo_kernels.config import LossConfig
-from grpo_kernels.integrations.transformers_head import unwrapped
+from grpo_kernels.integrations.transformers.head import unwrapped
 
 # What every forward with **kwargs takes: the fields of TransformersKwargs (older releases have fewer, or none), and
 # what transformers' decorators of a forward read. num_items_in_batch is the loss's: no model reads it without labels.

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.integrations.verl_forward import BACKEND, function_of
+from grpo_kernels.integrations.verl.forward import BACKEND, function_of
 from grpo_kernels.logprob import linear_logprob
 
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from grpo_kernels.base.checks import check_tensor
 from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
-from grpo_kernels.integrations import transformers_head as heads
-from grpo_kernels.integrations.transformers_head import HeadSpec
+from grpo_kernels.integrations.transformers import head as heads
+from grpo_kernels.integrations.transformers.head import HeadSpec
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.modules import within_forwards
 
