@@ -11,7 +11,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -44,66 +44,68 @@ HEAVY = (
     "verl",
 )
 
-# layer -> the layers it must not import; a layer is the first name below grpo_kernels
-CALLS = {"head", "call", "ops", "compiled", "logprob", "loss"}  # one call, each on those before it
-ENTRIES = CALLS | {"kept_set", "from_logps", "head_parameters", "modules", "integrations", "advantages", "rewards"}
-ENTRIES |= {"head_hooks", "report", "selfcheck", "__main__"}
-# per-token numbers, no vocabulary
-POLICY = {"objective", "evaluation", "surrogates", "custom", "objectives", "aggregate", "metrics", "batch"}
-POLICY |= {"log_ratio", "masks", "sampling", "span", "described"}
-HEAD = {"engine", "backends"}  # the vocabulary, no policy
-BASE = ("config", "presets", "checks", "distributed", "agreement", "token_loss", "quantile")  # of all the others
-NEVER = {
-    **dict.fromkeys(POLICY, HEAD | ENTRIES),
-    **dict.fromkeys(BASE, HEAD | ENTRIES | POLICY),
-    **dict.fromkeys(
-        ("advantages", "rewards", "loop_thread", "group_stats"), HEAD | POLICY | ENTRIES - {"advantages", "rewards"}
-    ),
-    "lora": HEAD | ENTRIES | POLICY,
-    "sharding": ENTRIES | POLICY | {"backends"},
-    "engine": POLICY | ENTRIES | {"config", "presets"},
-    "backends": POLICY | ENTRIES | {"config", "presets", "engine"},
-    "head": POLICY - {"batch"} | ENTRIES,
-    "call": ENTRIES - {"head"},
-    "ops": ENTRIES - {"head", "call"},
-    "compiled": ENTRIES - {"head", "call", "ops"},
-    "logprob": POLICY | ENTRIES - {"head", "compiled"},
-    "loss": ENTRIES - {"head", "call", "compiled"},
-    "expectation": ENTRIES - {"logprob"},
-    **dict.fromkeys(("head_hooks", "head_parameters"), POLICY | ENTRIES),
-    "modules": POLICY | ENTRIES - {"head_hooks", "head_parameters", "logprob", "loss"},
-    "kept_set": POLICY - {"batch"} | ENTRIES - {"head", "compiled"},
-    "from_logps": ENTRIES - {"loss", "compiled"},
-    "integrations": {"report", "selfcheck", "__main__"},
+# folder -> the folders that its files may reach, through whatever they import; its own is one of them
+REACHES = {
+    "base": set(),
+    "token_loss": set(),
+    "advantages": {"base"},
+    "rewards": {"base"},
+    "batch": {"base"},
+    "backends": {"base", "token_loss"},
+    "engine": {"base", "token_loss", "backends"},  # the vocabulary, and no policy
+    "config": {"base"},
+    "objective": {"base", "token_loss", "batch", "config"},  # the policy, and no vocabulary
+    "head": {"base", "token_loss", "backends", "engine"},
 }
-FREE = {"__init__", "__main__", "report", "selfcheck"}
+INNER = {*REACHES, "call"}
+REACHES |= {"call": INNER, "public": INNER, "diagnostics": {*INNER, "public"}, "integrations": {*INNER, "public"}}
+FILES_OF = {"config": {"config", "presets"}, "diagnostics": {"__main__"}, "objective": {"objectives"}}
+PUBLIC = {"expectation", "from_logps", "kept_set", "logprob", "loss", "modules"}
+FILES_OF["public"] = PUBLIC
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def layer(path: Path) -> str:
-    """grpo_kernels/engine/plan.py -> engine; grpo_kernels/loss.py -> loss"""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def folder(path: Path) -> str:
+    """grpo_kernels/engine/plan.py -> engine; of the files at the top, as `FILES_OF` says."""
+    first, *more = path.relative_to(ROOT).parts
+    if more:
+        return first
+    return next(name for name, files in FILES_OF.items() if first.removesuffix(".py") in files)
 
 
-def imported_layers(path: Path) -> Iterator[str]:
-    """The layers that a file imports, wherever in it the import stands."""
-    package = ("grpo_kernels", *path.relative_to(ROOT).parent.parts)
+def imported(path: Path) -> set[Path]:
+    """The files of the package that a file imports, wherever in it the import stands."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*package[: len(package) + 1 - node.level]] if node.level else [])
-            module = ".".join(filter(None, [base, node.module]))
-            names = [f"{module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "grpo_kernels" and len(parts) > 1:
-                yield parts[1]
+            assert node.level == 0, f"line {node.lineno}: import by the whole path"
+            assert node.module is not None
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return {MODULES[name] for name in found if name in MODULES}
+
+
+def reached(path: Path) -> set[Path]:
+    """What a file imports, and what that imports, and so on."""
+    found: set[Path] = set()
+    ahead = imported(path)
+    while ahead:
+        found |= ahead
+        ahead = {more for file in ahead for more in IMPORTS[file]} - found
+    return found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in FILES if path.parent != ROOT or path.stem != "__init__"}
+IMPORTS = {path: imported(path) for path in MODULES.values()}
 
 
 def test_import_loads_no_heavy_package():
@@ -288,10 +290,18 @@ def test_backward_returns_a_gradient_for_each_input(monkeypatch):
         assert all(returned == taken for returned, taken in pairs), (function, pairs)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_flow_one_way(path):
-    assert layer(path) in NEVER.keys() | FREE, "a layer that the table above does not know"
-    assert not NEVER.get(layer(path), set()) & (set(imported_layers(path)) - {layer(path)})
+@pytest.mark.parametrize("name", REACHES)
+def test_imports_flow_one_way(name):
+    of_folder = [path for path in IMPORTS if folder(path) == name]
+    assert of_folder
+    for path in of_folder:
+        beyond = {file for file in reached(path) if folder(file) not in REACHES[name] | {name}}
+        assert not beyond, (path, beyond)
+
+
+@pytest.mark.parametrize("path", IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_reaches_itself(path):
+    assert path not in reached(path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

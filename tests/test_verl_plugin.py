@@ -182,7 +182,7 @@ def test_an_error_while_loading_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     def broken() -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(plugin, "patch_verl", broken)
+    monkeypatch.setattr("grpo_kernels.integrations.verl.patch_verl", broken)
     monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl_plugin", raising=False)
     with pytest.warns(RuntimeWarning, match="could not be loaded.*broken"), pytest.raises(RuntimeError):
         importlib.import_module("grpo_kernels.integrations.verl_plugin")

@@ -2,7 +2,7 @@
 
 The logits are read as the products left them, in any floating dtype: what is done to them first (`LogitTransform`)
 happens on the fly. Sums of lanes and logarithms are taken in float64, whatever the logits' dtype; the loss of a token
-is that of `grpo_kernels.objective.surrogates`, operation by operation. A row's bits depend on nothing but the row: not on
+is that of `objective.surrogates`, operation by operation. A row's bits depend on nothing but the row: not on
 threads, nor on the processor's instruction set.
 """
 

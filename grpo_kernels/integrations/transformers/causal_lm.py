@@ -28,12 +28,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_kernels.integrations.transformers.call import Batch, run_scored
-from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm, describe_head
+from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
 from grpo_kernels.integrations.transformers.inputs import check_names
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
-
-__all__ = ["HeadSpec", "causal_lm_loss", "completion_logprobs", "describe_head"]
 
 
 def completion_logprobs(

@@ -22,9 +22,6 @@ from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.trl import hook as trl_hook
 from grpo_kernels.integrations.trl import sampling as trl_sampling
-from grpo_kernels.integrations.trl.hook import patch_trl, unpatch_trl
-
-__all__ = ["FusedGRPOTrainer", "FusedLossMixin", "patch_trl", "unpatch_trl"]
 
 
 class FusedLossMixin:
