@@ -110,8 +110,8 @@ def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
 
 
 def count(trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3", **options: Any) -> Counts:
-    """Head operations of `steps` optimiser steps of the tiny run of `tests/tiny_models.py`."""
-    from tests import tiny_models
+    """Head operations of `steps` optimiser steps of the tiny run of `benchmarks/tiny_models.py`."""
+    from benchmarks import tiny_models
 
     counts = Counts(steps=steps)
     with tempfile.TemporaryDirectory() as folder, _watched(counts, compact) as prepare:

@@ -158,8 +158,8 @@ def run(case: Case, steps: int) -> Result:
     """Trains with both trainers and compares."""
     from trl import GRPOTrainer
 
+    from benchmarks import tiny_models
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
-    from tests import tiny_models
 
     began = time.perf_counter()
     histories = []
@@ -237,8 +237,8 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
     import transformers
     import trl
 
+    from benchmarks import tiny_models
     from grpo_kernels.backends import choose_backend
-    from tests import tiny_models
 
     exact = [r for r in results if r.case.tolerance == TOLERANCE]
     lines = [

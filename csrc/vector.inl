@@ -43,7 +43,7 @@ INLINE V at_least(V x, V low) {
   return x < low ? low : x;
 }
 
-// e^x for all x, to within 1 unit in the last place (tests/test_cpp_exp.py tries every float): x = n ln 2 + r,
+// e^x for all x, to within 1 unit in the last place (tests/backends/cpp/test_cpp_exp.py tries every float): x = n ln 2 + r,
 // e^r by a polynomial, and 2^n in two factors, so that neither overflows, or loses bits, before the result does.
 INLINE Float exp(Float x) {
   const auto low = splat<Float>(-105.0f), high = splat<Float>(89.0f);  // e^ of them is 0 and inf

@@ -25,7 +25,7 @@ from torch.utils import deterministic
 
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.call import projection
-from tests import interpreter
+from tests.support import interpreter
 
 SEED = 20240203
 NO_GPU = "needs a CUDA or ROCm device"

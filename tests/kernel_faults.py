@@ -1,8 +1,8 @@
 """Faults planted in the kernels and in what surrounds them, one at a time; the suite must notice each.
 
 `python -m tests.kernel_faults [name ...]` plants each in a copy of the sources (`planted`) and prints a table. It fails
-if a fault survives. (Faults in the arithmetic that every backend shares are in `faults.py`; they are planted in a
-candidate, not in the sources.)
+if a fault survives. (Faults in the arithmetic that every backend shares are in `support/wrong_candidates.py`; they are
+planted in a candidate, not in the sources.)
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import argparse
 import concurrent.futures
 import sys
 
-from tests.cpp_faults import CPP_FAULTS
-from tests.planted import Fault, survives
+from tests.support.cpp_faults import CPP_FAULTS
+from tests.support.planted import Fault, survives
 
 KERNELS = "grpo_kernels/backends/triton_rows/"
 ENGINE = "grpo_kernels/engine/"
 
-SURROGATES = ("tests/test_triton_surrogates.py", "tests/test_triton_rows.py")
-DOT = ("tests/test_triton_dot.py",)
-SINGLE_PASS = ("tests/test_triton_single_pass.py",)
-AHEAD_OF_TIME = ("tests/test_aot.py",)
-MIXED = ("tests/test_mixed_products.py",)
-WHOLE = ("tests/test_differential.py", "-k", "fixed_case and torch and (A or B or C)")
+SURROGATES = ("tests/backends/triton/test_triton_surrogates.py", "tests/backends/triton/test_triton_rows.py")
+DOT = ("tests/backends/triton/test_triton_dot.py",)
+SINGLE_PASS = ("tests/backends/triton/test_triton_single_pass.py",)
+AHEAD_OF_TIME = ("tests/benchmarks/test_aot.py",)
+MIXED = ("tests/engine/test_mixed_products.py",)
+WHOLE = ("tests/call/test_differential.py", "-k", "fixed_case and torch and (A or B or C)")
 CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
 
 STATS, GRAD, FUSED, REDUCE, STEPS = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce", "steps"))
@@ -211,7 +211,7 @@ FAULTS = [
         ENGINE + "slices.py",
         "None if bias is None else bias[columns]",
         "None if bias is None else bias[: columns.stop - columns.start]",
-        ("tests/test_slices.py", "-k", "equals"),
+        ("tests/engine/test_slices.py", "-k", "equals"),
     ),
     Fault(
         "a slice adds to no slice before", ENGINE + "slices.py", "first=self._columns.start == 0", "first=True", WHOLE

@@ -26,7 +26,7 @@ import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows, build
 from grpo_kernels.backends.interface import LogitTransform
-from tests.test_random_rows import ISAS
+from tests.backends.cpp.test_random_rows import ISAS
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g")
@@ -50,7 +50,7 @@ BUILDING = (
 )  # what they try they build themselves
 SOME = ("-k", "TestCpp or TestDouble or not_exist or no_rows or in_place or refus or random")
 OTHERS = ("-k", "not every_instruction_set")  # which ends with the best one
-RANDOM = "tests/test_random_rows.py"
+RANDOM = "tests/backends/cpp/test_random_rows.py"
 FACTOR, SECONDS = 10, 3600
 
 
@@ -122,9 +122,9 @@ def check_findings(library: Path, environment: dict[str, str]) -> str:
 
 def suites(best: str, *, quick: bool) -> list[tuple[str, list[str]]]:
     """Instruction sets and pytest's arguments."""
-    files = sorted(Path(__file__).parent.glob("test_*.py"))
-    engine = [f"tests/{file.name}" for file in files if "every_backend" in file.read_text()]
-    rows = [f"tests/{file.name}" for file in files if file.match("test_cpp_*") and file.name not in BUILDING]
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    engine = [str(file.relative_to(ROOT)) for file in files if "every_backend" in file.read_text()]
+    rows = [str(file.relative_to(ROOT)) for file in files if file.match("test_cpp_*") and file.name not in BUILDING]
     if quick:
         return [("auto", [*rows, RANDOM, *SOME])]
     others = [(isa, [*rows, *OTHERS]) for isa in ISAS[: ISAS.index(best)]]

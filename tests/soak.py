@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_logprob
 from grpo_kernels import advantages as adv
 from grpo_kernels.rewards import compute_rewards
-from tests.case_builder import make_case
-from tests.run_case import arguments
+from tests.support.case_builder import make_case
+from tests.support.run_case import arguments
 
 CALLS, WARM_UP = 2000, 200
 NOISE = 3 * 2**20  # bytes: an arena that grows once

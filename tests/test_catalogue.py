@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
-from tests.case_builder import PER_TOKEN, Case, make_case
-from tests.cases import LOSSES
-from tests.test_differential import arguments, run
+from tests.call.test_differential import arguments, run
+from tests.support.case_builder import PER_TOKEN, Case, make_case
+from tests.support.cases import LOSSES
 
 NAN, INF = math.nan, math.inf
 TYPES = sorted({loss_type for loss_type, _ in LOSSES})

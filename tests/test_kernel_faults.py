@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.kernel_faults import FAULTS, KERNELS
-from tests.planted import ROOT, survives
+from tests.support.planted import ROOT, survives
 
-QUICK = ("tests/test_triton_surrogates.py", "-k", "surrogates and sapo-usual")
+QUICK = ("tests/backends/triton/test_triton_surrogates.py", "-k", "surrogates and sapo-usual")
 
 
 def test_there_are_many() -> None:

@@ -7,14 +7,14 @@ import inspect
 import pytest
 import torch
 
-from tests.case_builder import Case
-from tests.cases import LOSSES, fixed_cases, random_case
-from tests.faults import FAULTS, Fault
-from tests.plain import plain
-from tests.reference import ReferenceResult, reference_loss
-from tests.reference_terms import settings
-from tests.tolerance import Bounds, assert_matches, bounds_of
-from tests.trl_oracle import OracleResult, in_domain, trl_loss
+from tests.support.case_builder import Case
+from tests.support.cases import LOSSES, fixed_cases, random_case
+from tests.support.plain import plain
+from tests.support.reference import ReferenceResult, reference_loss
+from tests.support.reference_terms import settings
+from tests.support.tolerance import Bounds, assert_matches, bounds_of
+from tests.support.trl_oracle import OracleResult, in_domain, trl_loss
+from tests.support.wrong_candidates import FAULTS, Fault
 
 IN_DOMAIN = [case for case in fixed_cases() if in_domain(case)]
 _known: dict[str, tuple[ReferenceResult, Bounds]] = {}
@@ -125,6 +125,6 @@ def test_a_random_case_depends_on_its_seed_alone() -> None:
 
 def test_reference_knows_nothing_of_the_library() -> None:
     for module in ("reference", "reference_terms", "case_builder", "cases", "random_cases", "tolerance", "plain"):
-        source = inspect.getsource(__import__(f"tests.{module}", fromlist=[module]))
+        source = inspect.getsource(__import__(f"tests.support.{module}", fromlist=[module]))
         assert "import grpo_kernels" not in source
         assert "from grpo_kernels" not in source

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_kernels.backends.cpp_rows import compiler
-from tests.planted import ROOT
+from tests.support.planted import ROOT
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from packaging.tags import platform_tags
 
 import grpo_kernels
 from grpo_kernels.backends.cpp_rows import build
-from tests.acted_build import script
+from tests.support.acted_build import script
 
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 SOURCES = {path.name for path in (CHECKOUT / "csrc").iterdir()}

@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.roofline.devices import DEVICES, Device
 from benchmarks.roofline.predict import predicted_ms
+from benchmarks.roofline.pretend_gpu import OnGPU
 from benchmarks.roofline.tape import Event, Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
-from tests.pretend_gpu import OnGPU
 
 SMALL_MS = 0.0025  # of a launch that moves next to nothing
 # Of the host, for an operation that launches, one that does not (a view, an allocation), and a wait: chosen, from what

@@ -1,6 +1,6 @@
 """What a call would do on a GPU, in order: products, row kernels, other launches, waits, and the bytes that each moves.
 
-The call runs on tensors that say they are on a GPU (`tests/pretend_gpu.py`). Large ones have no data (torch's "meta"
+The call runs on tensors that say they are on a GPU (`pretend_gpu.py`). Large ones have no data (torch's "meta"
 device), so that the real sizes fit any machine; small ones do, so that what depends on their values is as it would be.
 In the place of the row kernels stands a backend that notes them down.
 """
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.roofline import pretend_gpu
 from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.call import projection
 from grpo_kernels.token_loss.record import TokenLoss
-from tests import pretend_gpu
 
 WITHOUT_DATA = 2**18  # elements: larger tensors have none
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-r"""Floating-point operations of one GRPO step, computed; `tests/test_bench_training.py` counts them on tiny models.
+r"""Floating-point operations of one GRPO step, computed; `test_bench_training.py` counts them on tiny models.
 
 B sequences of P prompt and T completion tokens, S = P + T; m: entries of the body's matrices that a token is multiplied
 with (`Sizes.matrices`); A: query heads times head size; L layers; a head of V x H. A multiply-add is 2 operations.

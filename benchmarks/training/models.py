@@ -56,7 +56,7 @@ _SPECIAL_TOKENS = {
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": 1,
-}  # of the tokenizer in tests/tiny_models.py
+}  # of the tokenizer in benchmarks/tiny_models.py
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks import tiny_models
 from benchmarks.training.clock import Clock, heads_marked
 from benchmarks.training.flops import OURS, TRL, Batch
 from benchmarks.training.models import build
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from tests import tiny_models
 
 SEED = 7
 

@@ -18,6 +18,6 @@ ALL = (LOSS, EXPECTED, ADVANTAGES, RANKS, CACHE, REWARDS)
 def prepare() -> None:
     """Make Triton's interpreter exact, where it is what Triton's kernels run in."""
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-        from tests import interpreter
+        from tests.support import interpreter
 
         interpreter.prepare()

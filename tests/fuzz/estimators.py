@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from grpo_kernels import advantages as adv
-from tests.fuzz.harness import Category, Options
-from tests.test_advantages import (
+from tests.advantages.test_advantages import (
     loop_gae,
     loop_group,
     loop_process,
@@ -23,6 +22,7 @@ from tests.test_advantages import (
     weighted,
     z_scores,
 )
+from tests.fuzz.harness import Category, Options
 
 NAN = math.nan
 

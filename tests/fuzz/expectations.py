@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Expectation, linear_logprob
-from tests.case_builder import Case, make_case, seeded
 from tests.fuzz.harness import Category, Options
-from tests.reference import head, on_grid
+from tests.support.case_builder import Case, make_case, seeded
+from tests.support.reference import head, on_grid
 
 # How what is expected comes to be wrong, from what will come; each takes the generator too.
 HOSTILE: dict[str, Any] = {

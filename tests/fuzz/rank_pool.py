@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import server_context
+from tests.support.ranks import server_context
 
 START_SECONDS = 60.0  # of the first task of new ranks: it includes their start
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from grpo_kernels import grpo_loss, linear_logprob
-from tests.gpu.on_device import BACKENDS, gradients, leaves, relative, same_bits
+from tests.support.on_device import BACKENDS, gradients, leaves, relative, same_bits
 
 MOST_GRAPHS = 2  # the first length by itself, then any
 LENGTHS = range(3, 23)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import linear_logprob
-from tests.case_builder import Case
-from tests.cases import fixed_cases
-from tests.gpu.on_device import BACKENDS, move, report, run_on
-from tests.reference import on_grid, reference_loss
-from tests.reference_terms import settings
-from tests.run_case import allowed_engines
-from tests.tolerance import assert_matches, bounds_of, compare, computed_in, score_bounds
+from tests.support.case_builder import Case
+from tests.support.cases import fixed_cases
+from tests.support.on_device import BACKENDS, move, report, run_on
+from tests.support.reference import on_grid, reference_loss
+from tests.support.reference_terms import settings
+from tests.support.run_case import allowed_engines
+from tests.support.tolerance import assert_matches, bounds_of, compare, computed_in, score_bounds
 
 PARTS = 24
 CPU_PART = 47  # every so many cases on a CPU

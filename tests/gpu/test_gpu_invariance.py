@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
-from tests.gpu.on_device import BACKENDS, copy_of, gradients, leaves, same_bits
+from tests.support.on_device import BACKENDS, copy_of, gradients, leaves, same_bits
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 RERUNS = {"cuda": 20, "cpu": 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.adapter_case import check_adapter
-from tests.gpu.on_device import BACKENDS
+from tests.support.adapter_case import check_adapter
+from tests.support.on_device import BACKENDS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,8 +14,8 @@ import torch
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.memory import large_workspace
-from tests.gpu.on_device import BACKENDS, leaves
-from tests.measure import AllocationWatcher
+from tests.support.measure import AllocationWatcher
+from tests.support.on_device import BACKENDS, leaves
 
 MIB = 2**20
 VECTORS = 60  # per-token numbers, of 8 bytes

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
-from tests.gpu.on_device import BACKENDS, leaves, on_backends, relative, same_bits, truth
+from tests.support.on_device import BACKENDS, leaves, on_backends, relative, same_bits, truth
 
 GIB = 2**30
 BF16_GRADIENT = 6e-3  # of d logits rounded to bf16 once, and of the result

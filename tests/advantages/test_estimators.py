@@ -1,0 +1,465 @@
+"""verl's advantage estimators: against verl's own functions, and where those give out against the formula."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import advantages as adv
+from tests.support.ranks import run_ranks
+from tests.support.verl_peer import core_algos
+
+NAN = float("nan")
+FLOAT = torch.float64
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), atol=tolerance, rtol=tolerance)
+
+
+def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7, levels: bool = False) -> SimpleNamespace:
+    """Groups of unequal size in any order, one of one row, one of equal rewards; token numbers of a softmax."""
+    gen = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.randint(3, (rows - 4,), generator=gen), torch.tensor([3, 4, 4, 4])])
+    rewards = torch.randn(rows, 2, generator=gen, dtype=FLOAT)
+    if levels:
+        rewards = (rewards > 0).to(FLOAT)
+    rewards[ids == 4] = torch.tensor([0.7, 0.3], dtype=FLOAT)
+    lengths = torch.randint(1, length + 1, (rows,), generator=gen)
+    mask = torch.arange(length) < lengths[:, None]
+    if holes:
+        mask = torch.rand(rows, length, generator=gen) < 0.6
+        mask[0], mask[1] = False, True
+    logits = 3 * torch.randn(rows, length, 11, generator=gen, dtype=FLOAT)
+    logps = torch.log_softmax(logits, dim=-1)
+    order = torch.randperm(rows, generator=gen)
+    return SimpleNamespace(
+        rewards=rewards[order],
+        ids=ids[order] * 1000 - 5,
+        mask=mask,
+        token_rewards=torch.randn(rows, length, generator=gen, dtype=FLOAT),
+        logps=logps[..., 0],
+        squares=logps.exp().square().sum(-1),
+        ratio=0.5 + torch.rand(rows, length, generator=gen, dtype=FLOAT),
+        baselines=torch.randn(rows, generator=gen, dtype=FLOAT),
+    )
+
+
+def at_last(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B,) -> (B, T): the reward at each row's last counted token, as verl holds them."""
+    last = mask.long().cumsum(1).argmax(1)
+    return torch.zeros(mask.shape, dtype=FLOAT).scatter(1, last[:, None], rewards[:, None]) * mask
+
+
+def of_verl(name: str, data: SimpleNamespace, rewards: Tensor, **options: Any) -> Tensor:
+    """verl's advantages (B, T) of rewards (B, T)."""
+    function = core_algos().get_adv_estimator_fn(name)
+    grouped = (
+        {} if name in ("remax", "reinforce_plus_plus") else {"index": np.array([str(i) for i in data.ids.tolist()])}
+    )
+    return function(token_level_rewards=rewards.clone(), response_mask=data.mask.to(FLOAT), **grouped, **options)[0]
+
+
+def spread(result: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, result[:, None], 0.0)
+
+
+def alone(ids: Tensor) -> Tensor:
+    return (ids[:, None] == ids).sum(1) == 1
+
+
+def test_every_estimator_of_verl_has_its_counterpart() -> None:
+    """The table in docs/trainers.md is complete for this release."""
+    names = {name.value for name in core_algos().AdvantageEstimator}
+    grouped = {"grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "grpo_passk", "opo", "gpg"}
+    token = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"}
+    assert names == grouped | token | {"optimal_token_baseline", "tir_optimal_token_baseline"}
+
+
+# those that were there before
+
+
+def test_group_means_and_leave_one_out_are_verls() -> None:
+    data = batch(1)
+    rewards, single = data.rewards[:, 0], alone(data.ids)
+    sums, groups = at_last(rewards, data.mask), {"group_ids": data.ids}
+    for name, found in {
+        "grpo": adv.group_advantages(rewards, epsilon=1e-6, **groups),
+        "rloo": adv.rloo_advantages(rewards, **groups),
+        "rloo_vectorized": adv.rloo_advantages(rewards, **groups),
+    }.items():
+        expected = of_verl(name, data, sums)
+        close(spread(found, data.mask)[~single], expected[~single], 1e-6 if name == "grpo" else 1e-12)
+        assert not found[single].any()
+    expected = of_verl("grpo", data, sums, norm_adv_by_std_in_grpo=False)
+    close(spread(adv.group_advantages(rewards, scale="none", **groups), data.mask)[~single], expected[~single])
+
+
+def test_gae_and_reinforce_are_verls() -> None:
+    """verl whitens with the std of samples, ours is that of all: a factor of sqrt((n - 1) / n)."""
+    data = batch(2)
+    data.ids = torch.where(alone(data.ids), -5, data.ids)
+    count = int(data.mask.sum())
+    factor = math.sqrt((count - 1) / count)
+    advantages, returns = adv.gae(data.token_rewards, data.logps, data.mask, 0.9, 0.8, whiten_advantages=True)
+    function = core_algos().get_adv_estimator_fn("gae")
+    theirs = function(data.token_rewards, data.logps, data.mask.to(FLOAT), torch.tensor(0.9), torch.tensor(0.8))
+    close(returns, theirs[1] * data.mask, 1e-6)  # its 0.9 is float32
+    close(advantages * factor, theirs[0] * data.mask, 1e-6)
+    rewards, kl = data.rewards[:, 0], data.ratio
+    found = adv.reinforce_plus_plus(rewards, data.mask, per_token_kl=kl, beta=0.1, gamma=0.9)
+    given = at_last(rewards, data.mask) - 0.1 * kl
+    expected = of_verl("reinforce_plus_plus", data, given, config=SimpleNamespace(gamma=0.9))
+    close(found * factor, expected, 1e-6)
+    found = adv.reinforce_plus_plus(rewards, data.mask, group_ids=data.ids)
+    expected = of_verl("reinforce_plus_plus_baseline", data, at_last(rewards, data.mask))
+    close(found * factor, expected, 1e-6)
+
+
+# one advantage a completion
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("levels", [False, True])
+def test_passk_is_verls(scale: str, levels: bool) -> None:
+    """It refuses groups of one, and picks one of several best, to which it gives 0."""
+    for seed in range(6):
+        data = batch(seed, levels=levels)
+        data.ids = torch.where(alone(data.ids), -5, data.ids)
+        total = data.rewards @ torch.tensor([1.0, 0.5], dtype=FLOAT)
+        config = {"norm_adv_by_std_in_grpo": scale == "group"}
+        expected = of_verl("grpo_passk", data, at_last(total, data.mask), config=config)
+        found = adv.passk_advantages(data.rewards, group_ids=data.ids, reward_weights=[1.0, 0.5], scale=scale)
+        close(spread(found, data.mask), expected)
+        assert levels or (found != 0).sum() == len(data.ids.unique()) - 1  # one best row in each group that differs
+
+
+def test_passk_is_the_gain_of_the_best_by_one_row() -> None:
+    found = adv.passk_advantages(torch.tensor([1.0, 3.0, 2.0, 5.0, 5.0, 0.0, NAN, NAN, 4.0]), 3, scale="none")
+    assert found.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_opo_is_verls() -> None:
+    for seed in range(6):
+        data = batch(seed, holes=seed % 2 == 1)
+        data.mask[:, 0] = True
+        rewards = data.rewards[:, 0]
+        expected = of_verl("opo", data, at_last(rewards, data.mask))
+        single = alone(data.ids)
+        assert single.any()
+        close(expected[single], spread(rewards, data.mask)[single])  # verl: no baseline at all
+        found = adv.opo_advantages(rewards, data.mask, group_ids=data.ids)
+        assert not found[single].any()
+        close(spread(found, data.mask)[~single], expected[~single])
+
+
+def test_gpg_is_verls_but_for_the_scale() -> None:
+    """alpha is B / (rows of groups that differ), where verl has B / (rewards that are not 0)."""
+    scales = set()
+    for seed in range(6):
+        data = batch(seed, levels=True)
+        rewards = data.rewards[:, 0]
+        single = alone(data.ids)
+        expected = of_verl("gpg", data, at_last(rewards, data.mask))
+        same = [bool((rewards[data.ids == i] == r).all()) for i, r in zip(data.ids, rewards, strict=True)]
+        useful, nonzero = same.count(False), int((rewards != 0).sum())
+        scales.add(nonzero / useful)
+        found = adv.gpg_advantages(rewards, group_ids=data.ids)
+        close(spread(found, data.mask)[~single], expected[~single] * nonzero / useful, 1e-7)  # verl's alpha is float32
+        assert not found[single].any()
+        # What reward stands for wrong makes no difference here; verl's scale changes with it.
+        close(adv.gpg_advantages(rewards + 1, group_ids=data.ids), found)
+    assert len(scales) > 3
+
+
+def test_gpg_by_hand() -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    assert adv.gpg_advantages(rewards, 2).tolist() == [1.5, -1.5, 0, 0, 0, 0]
+    assert adv.gpg_advantages(torch.ones(4), 2).tolist() == [0.0] * 4
+    assert adv.gpg_advantages(torch.tensor([1.0, 0.0, NAN, NAN]), 2).tolist() == [0.5, -0.5, 0, 0]
+
+
+# one advantage a token
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_gdpo_is_verls(columns: int) -> None:
+    """verl takes several rewards in float32."""
+    for seed in range(4):
+        data = batch(seed)
+        data.ids = torch.where(alone(data.ids), -5, data.ids)
+        rewards, weights = data.rewards[:, :columns], [1.0, 0.4][:columns]
+        options: dict[str, Any] = {}
+        if columns == 2:
+            full = torch.cat([torch.ones(len(rewards), 3), data.mask], dim=1).long()
+            options = {
+                "config": {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": weights},
+                "non_tensor_batch": dict(zip("ab", rewards.T.numpy(), strict=True)),
+                "batch": {"prompts": torch.zeros(len(rewards), 3), "attention_mask": full},
+            }
+        expected = of_verl("gdpo", data, at_last(rewards[:, 0], data.mask), **options)
+        found = adv.gdpo_advantages(rewards, data.mask, group_ids=data.ids, reward_weights=weights)
+        close(found, expected, 1e-7 if columns == 1 else 1e-5)
+
+
+def test_gdpo_by_token_and_by_completion_agree_where_all_are_as_long() -> None:
+    data = batch(2)
+    mask = torch.ones_like(data.mask)
+    by_token = adv.gdpo_advantages(data.rewards, mask, group_ids=data.ids, epsilon=0.0)
+    options = {"aggregation": "normalize_then_sum", "epsilon": 0.0, "std": "sample"}
+    by_row = adv.group_advantages(data.rewards, group_ids=data.ids, **options)
+    factor = (by_token[:, 0] / by_row)[by_row != 0]
+    close(factor, factor[:1].expand_as(factor), 1e-9)
+    rows, tokens = len(by_row), mask.numel()
+    close(factor[0], torch.tensor(math.sqrt(rows / (rows - 1) * (tokens - 1) / tokens)), 1e-6)
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_remax_is_verls(holes: bool) -> None:
+    """It leaves what it has at masked positions before the last counted one; ours are 0."""
+    data = batch(0, holes=holes)
+    expected = of_verl("remax", data, data.token_rewards, reward_baselines=data.baselines)
+    junk = torch.where(data.mask, data.token_rewards, NAN)
+    close(adv.remax_advantages(junk, data.baselines, data.mask), expected * data.mask)
+    outcome = data.rewards[:, 0]
+    found = adv.remax_advantages(outcome, data.baselines, data.mask)
+    close(found, of_verl("remax", data, at_last(outcome, data.mask), reward_baselines=data.baselines) * data.mask)
+    close(found, spread(outcome - data.baselines, data.mask))
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_optimal_token_baseline_is_verls(name: str, weighted: bool, tail: bool) -> None:
+    """One function for both: they differ where masks have holes, which the first does not align."""
+    for seed in range(4):
+        data = batch(seed, holes=name.startswith("tir") and seed % 2 == 1)
+        numbers = {"old_log_probs": data.logps, "sum_pi_squared": data.squares}
+        ratio = data.ratio if weighted else None
+        expected = of_verl(name, data, data.token_rewards, **numbers, rollout_is_weights=ratio, handle_zero_tail=tail)
+        junk = [torch.where(data.mask, x, NAN) for x in (data.token_rewards, data.logps, data.squares, data.ratio)]
+        options = {"importance_sampling_ratio": junk[3] if weighted else None, "handle_zero_tail": tail}
+        found = adv.optimal_token_baseline(junk[0], data.mask, *junk[1:3], group_ids=data.ids, **options)
+        single = alone(data.ids)
+        if not tail:  # a group of one: what it gets is its own baseline, while verl leaves it without
+            assert not found[single].any()
+            found, expected = found[~single], expected[~single]
+        close(found, expected, 1e-6)  # 1e-8 in verl's denominators
+        assert (found != 0).any()
+
+
+def test_a_baseline_lies_between_the_returns() -> None:
+    """Where pi rounds to 1, verl's 1 - 2 pi + sum pi^2 is rounding noise of either sign, and so are its weights."""
+    data = batch(3, rows=6)
+    data.ids, data.mask = torch.zeros(6, dtype=torch.long), torch.ones(6, 7, dtype=torch.bool)
+    noise = 1e-7 * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.01], dtype=FLOAT)[:, None].expand(6, 7)
+    logps, squares = torch.full((6, 7), -1e-9, dtype=FLOAT), 1 + noise
+    rewards = data.rewards[:, 0]
+    theirs = of_verl(
+        "optimal_token_baseline", data, at_last(rewards, data.mask), old_log_probs=logps, sum_pi_squared=squares
+    )
+    found = adv.optimal_token_baseline(rewards, data.mask, logps, squares, 6)
+    for result, within in ((found, True), (theirs, False)):
+        baseline = rewards[:, None] - result
+        assert bool(((baseline >= rewards.min()) & (baseline <= rewards.max())).all()) == within
+
+
+def test_certain_tokens_have_no_baseline() -> None:
+    certain = (torch.zeros(2, 3), torch.ones(2, 3))
+    found = adv.optimal_token_baseline(torch.tensor([1.0, 3.0]), torch.ones(2, 3), *certain, 2)
+    assert found.tolist() == [[1.0] * 3, [3.0] * 3]
+
+
+# all of them
+
+
+def every(data: SimpleNamespace, rows: slice, process_group: Any = None, columns: int | None = None) -> list[Tensor]:
+    """All new estimators on some rows, (rows, ...) each; `columns`: how far this rank padded."""
+    rewards, mask = data.rewards[rows], data.mask[rows, :columns]
+    logps, squares, ratio, token_rewards = (
+        x[rows, :columns] for x in (data.logps, data.squares, data.ratio, data.token_rewards)
+    )
+    groups = {"group_ids": data.ids[rows], "process_group": process_group}
+    return [
+        adv.passk_advantages(rewards, **groups),
+        adv.passk_advantages(rewards, scale="none", std="population", **groups),
+        adv.opo_advantages(rewards, mask, **groups),
+        adv.gpg_advantages(rewards, reward_weights=[0.5, 2.0], **groups),
+        adv.gdpo_advantages(rewards, mask, **groups),
+        adv.optimal_token_baseline(rewards[:, 0], mask, logps, squares, **groups),
+        adv.optimal_token_baseline(
+            token_rewards, mask, logps, squares, importance_sampling_ratio=ratio, handle_zero_tail=False, **groups
+        ),
+        adv.remax_advantages(rewards[:, 0], data.baselines[rows], mask),
+    ]
+
+
+def test_unscored_rows_change_nothing_for_the_others() -> None:
+    data = batch(4, holes=True)
+    unscored = torch.zeros(len(data.ids), dtype=torch.bool)
+    unscored[[2, 5, 6]] = True
+    kept = SimpleNamespace(**{name: x[~unscored] for name, x in vars(data).items()})
+    data.rewards[unscored] = NAN
+    data.token_rewards[2, data.mask[2].nonzero()[0]] = NAN  # one reward that counts
+    data.token_rewards[5:7] = NAN
+    for found, expected in zip(every(data, slice(None)), every(kept, slice(None)), strict=True):
+        close(found[~unscored], expected)
+        assert not found[unscored].any()
+    data.rewards[:], data.token_rewards[:] = NAN, NAN
+    assert not any(found.any() for found in every(data, slice(None)))
+    assert not adv.remax_advantages(torch.ones(13), torch.full((13,), NAN), data.mask).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT])
+def test_equal_rewards_give_exactly_zero(dtype: torch.dtype) -> None:
+    data = batch(5, rows=11)
+    data.ids = torch.tensor([0] * 11)
+    for value in (0.1, 1e8, -3.3e7, 1e-30, 0.0):
+        data.rewards = torch.full((11, 2), value, dtype=dtype)
+        *found, _, _ = every(data, slice(None))
+        kept = adv.optimal_token_baseline(
+            data.rewards[:, 0], data.mask, data.logps, data.squares, 11, handle_zero_tail=False
+        )
+        for result in (*found[:5], kept):
+            assert not result.any()
+            assert result.dtype == dtype
+
+
+def test_small_differences_of_large_rewards_are_not_lost() -> None:
+    data = batch(6)
+    data.rewards = (torch.arange(26.0).view(13, 2) * 5 % 7).mul(8)
+    small = every(data, slice(None))
+    data.rewards = data.rewards + 1e8
+    options = {"handle_zero_tail": False, "group_ids": data.ids}
+    large = every(data, slice(None))
+    for i in (0, 1, 2, 4):
+        close(large[i], small[i], 1e-6)
+    numbers = (data.mask, data.logps, data.squares)
+    close(
+        adv.optimal_token_baseline(data.rewards[:, 0], *numbers, **options),
+        adv.optimal_token_baseline(data.rewards[:, 0] - 1e8, *numbers, **options),
+        1e-6,
+    )
+
+
+def test_dtypes_gradients_and_inputs() -> None:
+    rewards, mask = torch.tensor([0, 1, 1, 0]), torch.ones(4, 2)
+    for dtype, out in [(torch.int64, torch.float32), (torch.bool, torch.float32), (torch.bfloat16, torch.bfloat16)]:
+        given = rewards.to(dtype)
+        numbers = (torch.full((4, 2), -0.7), torch.full((4, 2), 0.5))
+        results = [
+            adv.passk_advantages(given, 4),
+            adv.opo_advantages(given, mask, 4),
+            adv.gpg_advantages(given, 4),
+            adv.gdpo_advantages(given, mask, 4),
+            adv.optimal_token_baseline(given, mask, *numbers, 4),
+        ]
+        assert {result.dtype for result in results} == {out}
+        assert adv.remax_advantages(given, torch.zeros(4), mask).dtype == torch.float32
+    data = batch(0)
+    before = {name: x.clone() for name, x in vars(data).items()}
+    data.rewards.requires_grad_()
+    assert not any(result.requires_grad for result in every(data, slice(None)))
+    assert all(torch.equal(x, before[name]) for name, x in vars(data).items())
+
+
+def test_empty_batches() -> None:
+    data = batch(0)
+    for found, whole in zip(every(data, slice(0, 0)), every(data, slice(None)), strict=True):
+        assert found.shape == (0, *whole.shape[1:])
+    for found in every(data, slice(None), columns=0)[4:]:
+        assert found.shape == (13, 0)
+
+
+# groups that span ranks
+
+SPLITS = (6, 5, 13)  # rows of rank 0: about equal shares, unequal ones, and nothing for rank 1
+
+
+def rank_task(rank: int, world_size: int) -> dict[str, Any]:
+    group, data = torch.distributed.group.WORLD, batch(7, holes=True)
+    data.rewards[3] = NAN
+    results: dict[str, Any] = {}
+    for first in SPLITS:
+        rows = slice(0, first) if rank == 0 else slice(first, 13)
+        results[str(first)] = every(data, rows, group)
+    padded = batch(8)  # whose rows rank 1 does not pad as far
+    padded.mask[6:, 4:] = False
+    results["ragged"] = every(padded, slice(0, 6) if rank == 0 else slice(6, 13), group, None if rank == 0 else 4)
+    results["alone"] = every(data, slice(0, 13), None)  # no communication, though initialised
+    try:
+        adv.opo_advantages(torch.tensor([1.0, math.inf if rank else 2.0]), torch.ones(2, 3), 4, process_group=group)
+    except ValueError as error:
+        results["message"] = str(error)
+    return results
+
+
+def test_groups_that_span_ranks() -> None:
+    first, second = run_ranks(rank_task, 2)
+    data, padded = batch(7, holes=True), batch(8)
+    data.rewards[3] = NAN
+    padded.mask[6:, 4:] = False
+    for key in (*map(str, SPLITS), "ragged"):
+        expected = every(padded if key == "ragged" else data, slice(0, 13))
+        for own, other, whole in zip(first[key], second[key], expected, strict=True):
+            if whole.dim() == 2 and key == "ragged":
+                other = torch.nn.functional.pad(other, (0, 3))
+            close(torch.cat([own, other]), whole, 1e-10)
+    for own, whole in zip(first["alone"], every(data, slice(0, 13)), strict=True):
+        assert torch.equal(own, whole)
+    # Both ranks raise, the one whose rewards are fine too, and neither waits for the other.
+    assert "process_group: rank 1 refuses" in first["message"]
+    assert "got inf at (1, 0)" in second["message"]
+
+
+# wrong arguments
+
+R4, M = torch.zeros(4), torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "scale: expected one of 'group', 'none', got 'batch'",
+         lambda: adv.passk_advantages(R4, 2, scale="batch")),
+        (ValueError, "epsilon: .* got -1", lambda: adv.passk_advantages(R4, 2, epsilon=-1.0)),
+        (ValueError, "rewards: expected finite .* got inf", lambda: adv.passk_advantages(M[:, 0] / 0, 2)),
+        (ValueError, "exactly one of the two, got neither", lambda: adv.gpg_advantages(R4)),
+        (ValueError, "num_generations: expected a divisor", lambda: adv.gpg_advantages(R4, 3)),
+        (ValueError, r"reward_weights: .* got \(2,\)", lambda: adv.gpg_advantages(R4, 2, reward_weights=[1, 2])),
+        (ValueError, r"rewards: .* \(3,\), got \(4,\)", lambda: adv.opo_advantages(R4, M[:3], 2)),
+        (ValueError, r"completion_mask: expected shape \(B, T\)", lambda: adv.opo_advantages(R4, R4, 2)),
+        (ValueError, r"rewards: .* \(3,\), got \(4,\)", lambda: adv.gdpo_advantages(R4, M[:3], 2)),
+        (ValueError, "epsilon: .* got nan", lambda: adv.gdpo_advantages(R4, M, 2, epsilon=NAN)),
+        (ValueError, r"baselines: .* \(4,\), got \(3,\)", lambda: adv.remax_advantages(R4, R4[:3], M)),
+        (ValueError, "baselines: expected finite .* got inf", lambda: adv.remax_advantages(R4, R4 + math.inf, M)),
+        (ValueError, r"rewards: .* \(4, 3\), got \(4, 2\)", lambda: adv.remax_advantages(M[:, :2], R4, M)),
+        (ValueError, "rewards: expected finite .* got inf", lambda: adv.remax_advantages(M / 0, R4, M)),
+        (TypeError, "rewards: expected a tensor, got list", lambda: adv.remax_advantages([1.0] * 4, R4, M)),
+        (ValueError, r"old_per_token_logps: .* \(4, 3\), got \(4,\)",
+         lambda: adv.optimal_token_baseline(R4, M, R4, M, 2)),
+        (ValueError, "sum_pi_squared: expected finite .* got nan",
+         lambda: adv.optimal_token_baseline(R4, M, -M, M * NAN, 2)),
+        (ValueError, r"sum_pi_squared: expected sums of squared .* \(not their logarithms\), got -1.0",
+         lambda: adv.optimal_token_baseline(R4, M, -M, -M, 2)),
+        (ValueError, "sum_pi_squared: expected sums of squared .* got 1.5",
+         lambda: adv.optimal_token_baseline(R4, M, -M, 1.5 * M, 2)),
+        (ValueError, "old_per_token_logps: expected log-probabilities, at most 0, got 0.5",
+         lambda: adv.optimal_token_baseline(R4, M, M / 2, M, 2)),
+        (ValueError, "importance_sampling_ratio: expected finite .* got inf",
+         lambda: adv.optimal_token_baseline(R4, M, -M, M, 2, importance_sampling_ratio=M / 0)),
+        (TypeError, "handle_zero_tail: expected a bool, got int",
+         lambda: adv.optimal_token_baseline(R4, M, -M, M, 2, handle_zero_tail=1)),
+        (ValueError, "exactly one of the two, got both",
+         lambda: adv.optimal_token_baseline(R4, M, -M, M, 2, group_ids=[0] * 4)),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(error: type[Exception], message: str, call: Any) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,1 @@
+"""The C++ row kernels: results, and how the library is built."""

@@ -1,0 +1,231 @@
+"""How the C++ library is found, built, cached, loaded, and done without."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import stat
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_kernels import backends
+from grpo_kernels.backends.cpp_rows import build, cache, compiler
+from grpo_kernels.base import checks
+from grpo_kernels.diagnostics import report
+from tests.support.acted_build import GOOD, LOAD, LOSS, World, lines, script, start
+
+CPU = torch.device("cpu")
+WAYS_OUT = ("CXX", "make wheel", "upgrade torch", "install grpo_kernels again", "WSL", "TORCH_EXTENSIONS_DIR")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+def test_fresh_cache_is_filled_once_and_serves_without_a_compiler(tmp_path):
+    strict = shlex.join([*compiler.compiler(), "-Wall", "-Wextra", "-Werror"])
+    origin, path = lines(start(LOAD, TORCH_EXTENSIONS_DIR=tmp_path, CXX=strict))
+    assert origin.startswith("built in ")
+    assert Path(path).parents[1] == tmp_path / "grpo_kernels"
+    for folder in (Path(path).parent, Path(path).parents[1]):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert lines(start(LOAD, TORCH_EXTENSIONS_DIR=tmp_path, CXX="", PATH="")) == ["cached", path]
+
+
+def test_order_is_prebuilt_cache_compiler(world):
+    built = world.find()
+    assert built.origin.startswith("built in ")
+    world.compiler("exit 1")
+    assert world.find() == build.Library("cached", built.path)
+    world.prebuilt.write_text(GOOD)
+    assert world.find() == build.Library("prebuilt", world.prebuilt)
+    assert world.attempts == [built.path, built.path, world.prebuilt]
+
+
+def test_prebuilt_that_does_not_load_is_passed_over(world):
+    world.prebuilt.write_text("of another libc")
+    found = world.find()
+    assert found.origin.startswith("built in ")
+    assert found.warning.endswith(f"another was built: {world.prebuilt} does not load (invalid ELF header)")
+    assert world.find() == build.Library("cached", found.path)
+    world.compiler("exit 1")
+    (world.sources / "ops.cpp").write_text("// new")
+    assert f"{world.prebuilt} does not load (invalid ELF header); the compiler failed" in world.refusal()
+
+
+def test_truncated_cached_file_is_not_loaded_but_built_again(world):
+    path = world.find().path
+    path.write_text(GOOD[:4])
+    assert world.find().origin.startswith("built in ")
+    assert world.attempts == [path, path], "the truncated file was tried"
+    assert path.read_text() == GOOD
+
+
+def test_cached_file_that_does_not_load_is_built_again_once(world):
+    world.compiler('printf "of another libc" > "$out"')
+    assert "does not load (invalid ELF header); try another compiler" in world.refusal()
+    assert len(world.attempts) == 1
+    world.refusal()
+    assert len(world.attempts) == 3
+    world.compiler(f'printf "{GOOD}" > "$out"')
+    assert world.find().origin.startswith("built in ")
+
+
+def test_key_is_of_sources_flags_and_torch(world, monkeypatch):
+    keys = [build.cache_key(world.sources)]
+    (world.sources / "notes.txt").write_text("no source")
+    assert build.cache_key(world.sources) == keys[0]
+    (world.sources / "row.h").write_text("// 3")
+    keys.append(build.cache_key(world.sources))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O3"))
+    keys.append(build.cache_key(world.sources))
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    keys.append(build.cache_key(world.sources))
+    assert len(set(keys)) == 4
+
+
+@pytest.mark.parametrize(
+    ("torch_extensions", "xdg", "expected"),
+    [("/a", "/b", "/a/grpo_kernels"), ("", "/b", "/b/grpo_kernels"), ("", "", "/home/c/.cache/grpo_kernels")],
+)
+def test_where_the_cache_is(monkeypatch, torch_extensions, xdg, expected):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", torch_extensions)
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("HOME", "/home/c")
+    assert build.cache_folder() == Path(expected)
+
+
+def without_compiler(world: World) -> None:
+    world.patch.setenv("CXX", "")
+    world.patch.setenv("PATH", "")
+
+
+def hanging(world: World) -> None:
+    world.compiler("exec sleep 60")
+    world.patch.setattr(compiler, "COMPILER_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (without_compiler, "no C++ compiler: any of c++, g++, clang++ is not on PATH"),
+        (lambda w: w.patch.setenv("CXX", "no-such -O3"), "no C++ compiler: no-such, which CXX names, is not on PATH"),
+        (lambda w: w.patch.setenv("CXX", 'g++ "'), "expected a command in CXX, got 'g++ \"' (No closing quotation)"),
+        (lambda w: w.compiler("echo last words >&2; exit 3"), "the compiler failed (exit status 3)"),
+        (lambda w: w.compiler("echo last words >&2; exit 3"), "\n  last words"),
+        (lambda w: w.compiler("exit 0"), "the compiler failed (exit status 0)"),
+        (hanging, "the compiler took more than 0.5 s"),
+        (lambda w: (w.sources / "ops.cpp").unlink(), "its sources are not in"),
+        (lambda w: w.cache.write_text("a file"), "cannot be written"),
+        (lambda w: w.patch.setattr(sys, "platform", "win32"), "no Windows build"),
+        (lambda w: w.patch.setattr(torch, "__version__", "2.10.1+cu"), "torch 2.10.1+cu is older than 2.11"),
+    ],
+)
+def test_each_failure_names_its_reason_and_a_way_out(world, spoil, expected):
+    spoil(world)
+    said = world.refusal()
+    assert expected in said
+    assert any(way in said for way in WAYS_OUT)
+    assert not world.attempts
+    assert not list(world.folder.glob(f"cache/**/{cache.PREFIX}*")), "something was left"
+
+
+def test_no_home_is_needed_with_a_prebuilt_library_only(world):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    world.patch.setattr(Path, "home", home)
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        world.patch.setenv(name, "")
+    assert "home directory.); set TORCH_EXTENSIONS_DIR or HOME" in world.refusal()
+    world.prebuilt.write_text(GOOD)
+    assert world.find().origin == "prebuilt"
+
+
+def test_import_and_the_torch_backend_build_nothing(tmp_path):
+    spy = script(tmp_path / "cxx", f'touch "{tmp_path}/called"; exit 1')
+    process = start(LOSS.format(backend="torch"), TORCH_EXTENSIONS_DIR=tmp_path / "cache", CXX=spy)
+    warned, _ = json.loads(lines(process)[-1])
+    assert warned == []
+    assert list(tmp_path.iterdir()) == [spy]
+
+
+def test_auto_warns_once_and_torch_takes_over(tmp_path):
+    failing = script(tmp_path / "cxx", f'echo call >> "{tmp_path}/calls"; echo no such luck >&2; exit 1')
+    process = start(LOSS.format(backend="auto"), TORCH_EXTENSIONS_DIR=tmp_path / "cache", CXX=failing)
+    (warned,), logps = json.loads(lines(process)[-1])
+    for word in ("slower", "the compiler failed", "no such luck", "make wheel", 'backend="torch"'):
+        assert word in warned
+    assert (tmp_path / "calls").read_text() == "call\n"
+    torch.testing.assert_close(torch.tensor(logps), torch.full((5,), 1 / 7).log())
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process whose library cannot be had."""
+    monkeypatch.setattr(build, "load", lambda: build.Library(refusal="no C++ compiler; install one"))
+    checks.warn_once.cache_clear()
+    yield
+    checks.warn_once.cache_clear()
+
+
+def test_forced_backend_fails_loudly(refused):
+    with pytest.raises(ValueError, match="can serve here, got 'cpp': no C\\+\\+ compiler; install one"):
+        backends.choose_backend("cpp", CPU)
+    with pytest.raises(ValueError, match="it serves CPU tensors, and these are meta tensors"):
+        backends.choose_backend("cpp", torch.device("meta"))
+
+
+def test_warning_of_the_cache_comes_once_and_is_in_the_report(monkeypatch, cpp_library):
+    monkeypatch.setattr(build, "load", lambda: build.Library("built", warning="not safe; remove it"))
+    checks.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in ("cpp", "auto"):
+            assert backends.choose_backend(name, CPU)[0].name == "cpp"
+    assert [str(x.message) for x in caught] == ["grpo_kernels: not safe; remove it"]
+    checks.warn_once.cache_clear()
+    assert report.collect()["backend"]["C++ library"].endswith(", built; not safe; remove it")
+
+
+def test_report_of_a_refusal_warns_of_nothing(refused):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = report.collect()["backend"]
+    assert said["cpu"] == "torch (not cpp: no C++ compiler; install one)"
+    assert said["C++ library"] == "none"
+
+
+def test_library_that_someone_else_loaded_is_taken():
+    assert build.load().refusal is None
+    assert build._load_once.__wrapped__() == build.Library("loaded before")
+
+
+def test_report_of_the_library():
+    said = report.collect()["backend"]
+    assert said["cpu"] == f"cpp (CPU tensors; library {build.load().origin})"
+    assert said["C++ library"] == f"{torch.ops.grpo_kernels_cpp.isa('')}, {build.load().path}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_auto_takes_it_for_cpu_tensors_only(dtype):
+    assert backends.choose_backend("auto", CPU, dtype)[0].name == "cpp"
+    assert backends.choose_backend("cpp", CPU, dtype)[1] == "asked for"
+    assert backends.choose_backend("auto", torch.device("meta"), dtype)[0].name == "torch"
+
+
+def test_command_says_where_or_why_not(world, capsys):
+    world.patch.setattr(build, "source_folder", lambda: world.sources)
+    assert build.main([]) == 0
+    assert Path(capsys.readouterr().out.strip()).parents[2] == world.cache
+    assert build.main(["--into", str(world.folder / "here")]) == 0
+    assert capsys.readouterr().out.strip() == str(world.folder / "here" / "grpo_kernels_cpp.so")
+    world.compiler("exit 1")
+    assert build.main(["--into", str(world.folder / "there")]) == 1
+    assert "the compiler failed" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""The C++ kernels' elementary functions, tried on their own by a small program (csrc/elementary.cpp)."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_kernels.backends.cpp_rows import build, compiler
+
+
+@pytest.fixture(scope="module")
+def elementary(cpp_library: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, compiled as the library is, for the best instruction set of this processor."""
+    program = tmp_path_factory.mktemp("cpp") / "elementary"
+    rows = f"rows_{torch.ops.grpo_kernels_cpp.isa('')}.cpp"
+    command = [
+        *compiler.compiler(), *(flag for flag in compiler.FLAGS if flag != "-shared"), f'-DROWS="{rows}"',
+        f"-I{build.source_folder()}", "-isystem", str(Path(torch.__file__).with_name("include")),
+        str(Path(__file__).parents[2] / "csrc" / "elementary.cpp"), "-o", str(program),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "bound"),
+    [
+        ("exp", 61, 2.0),
+        pytest.param("exp", 1, 2.0, marks=pytest.mark.slow),
+        ("tanh", 61, 2.0),
+        ("tanh_slope", 61, 5.0),
+        ("from_bf16", 1, 0.0),
+        ("from_f16", 1, 0.0),
+        ("to_bf16", 1, 0.0),
+        ("to_f16", 1, 0.0),
+    ],
+)
+def test_every_float(elementary: Path, name: str, step: int, bound: float) -> None:
+    """Each `step`th bit pattern, NaN and infinities among them: the worst error, in units in the last place."""
+    done = subprocess.run([elementary, name, str(step)], capture_output=True, text=True, check=True)
+    print(f"{name}: {done.stdout.strip()} ulp")
+    assert float(done.stdout.split()[0]) <= bound, done.stdout

@@ -1,0 +1,98 @@
+"""The C++ library's ops: torch's own checks of schema, aliasing and fakes, and the arguments they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from grpo_kernels.backends.cpp_rows import CppRows
+from grpo_kernels.backends.interface import LogitTransform
+from tests.backends.cpp.test_cpp_rows import in_double
+from tests.support.row_cases import EXTRAS, PLAIN, make_loss, make_transform, rows
+
+pytestmark = pytest.mark.usefixtures("cpp_library")
+
+N, V = 4, 33
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What `CppRows` hands to the ops: name, arguments, keyword arguments."""
+    found: list[Call] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> None:
+                found.append((name, args, kwargs))
+                getattr(ops, name)(*args, **kwargs)
+
+            return call
+
+    ops = torch.ops.grpo_kernels_cpp
+    monkeypatch.setattr(torch.ops, "grpo_kernels_cpp", Recorder())
+    return found
+
+
+def use_every_op(dtype: torch.dtype, kind: int) -> None:
+    """Each op, with and without what is optional."""
+    (raw, ids), kernels = rows(N, V, "cpu"), CppRows()
+    transform = make_transform(N, V, kind, None if dtype == torch.float64 else torch.bfloat16, "cpu")
+    raw, transform = raw.to(dtype), in_double(transform) if dtype == torch.float64 else transform
+    stats = kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
+    kernels.stats(raw, ids, PLAIN, entropy=False)
+    kernels.grad(raw, ids, stats, stats.logps, stats.entropies, transform, torch.empty_like(raw), first_id=3)
+    kernels.grad(raw, ids, stats, stats.logps, None, PLAIN, torch.empty_like(raw))
+    kernels.fused(raw, ids, transform, make_loss(stats.logps, kind), torch.empty_like(raw))
+    kernels.fused(raw, ids, PLAIN, make_loss(stats.logps, kind + 4), None)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), list(enumerate(DTYPES)), ids=str)
+def test_opcheck(kind: int, dtype: torch.dtype, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_every_op(dtype, kind)
+    monkeypatch.undo()
+    assert len(calls) == 6
+    for name, args, kwargs in calls:
+        results = opcheck(getattr(torch.ops.grpo_kernels_cpp, name).default, args, kwargs)
+        assert len(results) == 4
+        assert set(results.values()) == {"SUCCESS"}, (name, results)
+
+
+def test_schemas_return_nothing_and_write_what_they_say() -> None:
+    for name in ("stats", "grad", "fused"):
+        schema = getattr(torch.ops.grpo_kernels_cpp, name).default._schema
+        assert schema.is_mutable
+        assert not schema.returns
+        assert all((x.alias_info is not None and x.alias_info.is_write) == x.kwarg_only for x in schema.arguments)
+
+
+def test_refusals() -> None:
+    raw, ids = rows(N, V, "cpu")
+    kernels, stats = CppRows(), CppRows().stats(raw, ids, PLAIN, entropy=False)
+    a = stats.logps
+
+    def refused(message: str, logits: Tensor = raw, ids: Tensor = ids, **transform: Any) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            kernels.stats(logits, ids, LogitTransform(**transform), entropy=False)
+
+    refused(r"ids: expected contiguous \(4,\)", ids=ids[:-1])
+    refused(r"ids: expected contiguous", ids=ids.repeat_interleave(2)[::2])
+    refused("expected scalar type Long", ids=ids.int())
+    refused("expected float32, float64, bfloat16 or float16", logits=ids[:, None].repeat(1, V))
+    refused("logits: expected contiguous rows", logits=raw.T.contiguous().T)
+    refused(r"bias: expected contiguous \(33,\)", bias=torch.zeros(V - 1))
+    refused("expected scalar type Float", bias=torch.zeros(V, dtype=torch.float64))
+    refused("inv_temperatures: expected", inv_temperature=torch.ones(N + 1, 1))
+    refused("rounded_to: expected a dtype of 16 bits", rounded_to=torch.float32)
+    for out in (torch.empty(N, V + 1), torch.empty(N, V, dtype=torch.float64), torch.empty(V, N).T):
+        with pytest.raises(RuntimeError, match="out: "):
+            kernels.grad(raw, ids, stats, a, None, PLAIN, out)
+    with pytest.raises(RuntimeError, match="entropies: expected with b"):
+        kernels.grad(raw, ids, stats, a, a, PLAIN, torch.empty_like(raw))
+    with pytest.raises(RuntimeError, match="a: expected"):
+        kernels.grad(raw, ids, stats, a[:2], None, PLAIN, torch.empty_like(raw))

@@ -1,0 +1,203 @@
+"""The C++ row kernels on random rows, on every instruction set at once, in memory where a step too far is seen.
+
+GRPO_KERNELS_RANDOM_FACTOR multiplies the 200 cases. A failure prints the call that replays it, `check(seed)`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.cpp_rows import CppRows
+from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.token_loss.record import TokenLoss
+from tests.support.row_cases import EXTRAS, FIELDS, assert_same, make_loss, make_transform, rows, same
+from tests.support.row_suite import check_kernels
+
+pytestmark = pytest.mark.usefixtures("cpp_library")
+
+BLOCKS, BLOCK_SIZE = 4, 50
+FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
+ISAS = ("portable", "avx2", "avx512")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BEYOND = (-1, -100, 2**31, 2**63 - 1, -(2**63))  # ids that do not exist
+UNTOUCHED = 77.0
+
+
+@pytest.mark.parametrize("block", range(BLOCKS * FACTOR))
+def test_random_rows(block: int) -> None:
+    for seed in range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE):
+        try:
+            check(seed)
+        except Exception as error:
+            error.add_note(f"replay: check({seed})") if hasattr(error, "add_note") else None
+            raise
+
+
+def check(seed: int) -> None:
+    """Random rows against float64 and the torch backend (`check_kernels`), by `Everywhere`."""
+    draw = random.Random(f"rows {seed}")
+    torch.manual_seed(seed)
+    torch.set_num_threads(draw.choice((1, 1, 2)))
+    n, kind, dtype = draw.choice((0, 1, 1, 2, 3, 5, 9)), draw.randrange(420), draw.choice(DTYPES)
+    vocab = draw.choice((1, draw.randint(1, 70), draw.randint(1, 70), draw.randint(71, 600), draw.randint(4000, 8400)))
+    rounded_to = None if dtype == torch.float64 else draw.choice((None, None, torch.bfloat16, torch.float16))
+    transform = make_transform(n, vocab, kind, rounded_to, "cpu")
+    raw, ids = rows(n, vocab, "cpu")
+    if transform.softcap is None:  # its bounds are for logits that it does not flatten
+        raw *= draw.choice((0.003, 0.3, 1.0, 1.0, 10.0, 300.0))
+    if draw.random() < 0.2:
+        raw = raw.round()  # ties
+    if draw.random() < 0.5 and n:
+        raw[:, draw.choice((0, 15, 31, 32, 4080, 4095, 4096, vocab - 1)) % vocab] = raw.amax() + draw.choice((0, 1, 20))
+    if draw.random() < 0.2:
+        raw[(torch.rand(n, vocab) < 0.3).scatter(1, ids[:, None], False)] = -torch.inf
+    raw = raw.to(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    transform = with_tensors(transform, raw.dtype)
+    kernels, of_out = Everywhere(dtype, draw), dtype if dtype == torch.float64 else draw.choice(DTYPES[:3])
+    if n:
+        check_kernels(kernels, raw, ids, transform, kind, of_out)
+    else:
+        check_no_rows(kernels, raw, ids, transform, kind)
+
+
+def check_no_rows(kernels: Everywhere, raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int) -> None:
+    stats = kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
+    fused = kernels.fused(raw, ids, transform, make_loss(stats.logps, kind), torch.empty_like(raw))
+    kernels.grad(raw, ids, stats, stats.logps, stats.logps, transform, torch.empty_like(raw))
+    assert all(x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.extras.values()))
+
+
+def with_tensors(transform: LogitTransform, dtype: torch.dtype) -> LogitTransform:
+    """`transform` with its tensors in `dtype`."""
+    bias, inv_t = transform.bias, transform.inv_temperature
+    return replace(
+        transform,
+        bias=None if bias is None else bias.to(dtype),
+        inv_temperature=inv_t.to(dtype) if isinstance(inv_t, Tensor) else inv_t,
+    )
+
+
+class Everywhere(CppRows):
+    """`CppRows` on logits of `dtype`, wherever `draw` puts them, on every instruction set: all give the same bits.
+
+    What must not change a row's results is tried along the way: ids that do not exist, in other rows; the vocabulary
+    in parts; writing over the logits.
+    """
+
+    def __init__(self, dtype: torch.dtype, draw: random.Random) -> None:
+        self._dtype, self._draw = dtype, draw
+
+    def stats(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
+    ) -> RowStats:
+        bad, odd = self._some_beyond(ids, logits.shape[1])
+        results = []
+        for _ in instruction_sets():
+            x = self._placed(logits, self._dtype, torch.nan)
+            found = super().stats(x, ids, transform, entropy=entropy, extras=extras)
+            spoiled = super().stats(x, odd, transform, entropy=entropy, extras=extras)
+            assert spoiled.logps[bad].isnan().all()
+            assert same(spoiled.logps[~bad], found.logps[~bad])
+            for field in FIELDS[1:]:
+                assert same(getattr(spoiled, field), getattr(found, field)), field
+            results.append(found)
+            assert_same(found, results[0])
+        return results[0]
+
+    def grad(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        transform: LogitTransform,
+        out: Tensor,
+        *,
+        first_id: int = 0,
+    ) -> None:
+        vocab = logits.shape[1]
+        cut, in_place = self._draw.randint(0, vocab), out.dtype == self._dtype and self._draw.random() < 0.5
+        bad, odd = self._some_beyond(ids, vocab)
+        is_target = torch.arange(vocab) == ids[:, None]
+
+        def run(targets: Tensor, *parts: slice) -> Tensor:
+            x = self._placed(logits, self._dtype, UNTOUCHED)
+            to = x if in_place else self._placed(out, out.dtype, UNTOUCHED)
+            for part in parts:
+                some = transform if transform.bias is None else replace(transform, bias=transform.bias[part])
+                args = (x[:, part], targets, stats, a, b, some, to[:, part])
+                super(Everywhere, self).grad(*args, first_id=part.start)
+            assert_untouched_around(to)
+            return to
+
+        for i, _ in enumerate(instruction_sets()):
+            whole = run(ids, slice(0, vocab))
+            if i == 0:
+                out.copy_(whole)
+            assert same(whole.contiguous(), out.contiguous())
+            assert same(run(ids, slice(0, cut), slice(cut, vocab)).contiguous(), out.contiguous()), cut
+            if vocab > 1:  # a row without a target is that of another target, where that is not
+                other = torch.where(is_target, run((ids + 1) % vocab, slice(0, vocab)), whole)
+                want = torch.where(bad[:, None], other, whole)
+                assert same(run(odd, slice(0, vocab)).contiguous(), want)
+                assert same(run(odd, slice(0, cut), slice(cut, vocab)).contiguous(), want)
+
+    def fused(
+        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
+    ) -> RowStats:
+        assert out is not None
+        bad, odd = self._some_beyond(ids, logits.shape[1])
+        results = []
+        for _ in instruction_sets():
+            x, to = self._placed(logits, self._dtype, torch.nan), self._placed(out, out.dtype, UNTOUCHED)
+            results.append(super().fused(x, ids, transform, token_loss, to))
+            assert_untouched_around(to)
+            assert_same(results[-1], results[0])
+            assert_same(super().fused(x, ids, transform, token_loss, None), results[0])
+            if len(results) == 1:
+                out.copy_(to)
+            assert same(to.contiguous(), out.contiguous())
+            spoiled = super().fused(x, odd, transform, token_loss, to)
+            for name, term in spoiled.extras.items():
+                assert same(term[~bad], results[0].extras[name][~bad]), name
+                assert term[bad].isnan().all(), name
+            assert same(to[~bad], out[~bad])
+            assert to[bad].isnan().all()
+        return results[0]
+
+    def _placed(self, x: Tensor, dtype: torch.dtype, around: float) -> Tensor:
+        """A copy of `x` (n, V): its memory ends with its last row; rows follow each other, or stand apart."""
+        n, vocab = x.shape
+        left, gap = self._draw.choice(((0, 0), (self._draw.randint(0, 9), self._draw.randint(0, 40))))
+        memory = torch.full((left + n * (vocab + gap) - gap if n else 0,), around, dtype=dtype)
+        return memory.as_strided((n, vocab), (vocab + gap, 1), left if n else 0).copy_(x)
+
+    def _some_beyond(self, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+        """Which rows get an id that does not exist (n,), and the ids (n,)."""
+        bad = torch.rand(len(ids)) < 0.4
+        return bad, torch.where(bad, self._draw.choice((vocab, *BEYOND)), ids)
+
+
+def instruction_sets() -> Iterator[str]:
+    """Each that this processor has, in use."""
+    isa = torch.ops.grpo_kernels_cpp.isa
+    before, best = isa(""), isa("auto")
+    try:
+        yield from map(isa, ISAS[: ISAS.index(best) + 1])
+    finally:
+        isa(before)
+
+
+def assert_untouched_around(x: Tensor) -> None:
+    """Nothing was written between the rows of `x` (n, V), which `_placed` made."""
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).clone()
+    memory.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(UNTOUCHED)
+    assert (memory == UNTOUCHED).all()

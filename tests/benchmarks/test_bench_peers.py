@@ -1,0 +1,259 @@
+"""Every peer of the benchmarks on small cases: its result is right, or it says why there is none.
+
+Two peers whose licences are not permissive are installed by `make bench` alone, which runs their tests with them. Where
+they are not, what stands in for them has the same names and arguments (tests/stand_ins), so that the adapters' calls
+are tested everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cases import BenchCase, Inputs, make_inputs
+from benchmarks.child import ROOT, environment
+from benchmarks.events import Absence
+from benchmarks.providers import PROVIDERS, Forward, Outcome, build, forgotten, linear_ce, verl
+from benchmarks.reference import errors, is_right, reference
+
+CPU = torch.device("cpu")
+TOY = BenchCase("toy").toy()
+CASES = {
+    "fp32": TOY,
+    "bf16": replace(TOY, dtype="bfloat16"),
+    "soft-cap": replace(TOY, softcap=5.0),
+    "padding": replace(TOY, padding=0.5),
+    "frozen": replace(TOY, frozen=True),
+    "frozen, padding": replace(TOY, frozen=True, padding=0.5),
+    "score": replace(TOY, score=True),
+    "score, padding": replace(TOY, score=True, padding=0.5, part="accuracy"),
+    "top entropy": replace(TOY, top_entropy=0.5),
+    "top entropy, padding": replace(TOY, top_entropy=0.5, padding=0.5, frozen=True),
+    "fp32 weight, autocast": replace(TOY, dtype="bfloat16", weight_dtype="float32", autocast=True),
+    "fp32 weight, autocast, frozen": replace(TOY, dtype="bfloat16", weight_dtype="float32", autocast=True, frozen=True),
+    "off-policy sequences": replace(TOY, drift=0.25, sequence=True, beta=0.04),
+}
+PACKAGES = {  # import name, distribution
+    "liger_ce": ("liger_kernel", "liger_kernel"),
+    "liger_torch": ("liger_kernel", "liger_kernel"),
+    "verl_torch": ("verl", "verl"),
+    "verl_triton": ("verl", "verl"),
+    "unsloth": ("unsloth_zoo", "unsloth_zoo"),
+    "cce": ("cut_cross_entropy", "cut-cross-entropy"),
+}
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
+STOOD_IN_FOR = ("unsloth", "cce")
+ON_A_CPU = ("linear_ce", "liger_ce", "liger_torch", "verl_torch", "unsloth")
+NO_SOFTCAP = ("linear_ce", "liger_ce", "liger_torch", "verl_torch")
+ONE_DTYPE = ("liger_ce", "liger_torch", "verl_torch")  # of hidden states and weight
+GIVES_ENTROPY = ("liger_ce", "liger_torch", "verl_torch", "unsloth")
+NEEDS_A_GPU = {"verl_triton": "Triton", "cce": "Triton", "quack": "H100", "quack/chunked": "H100"}
+HAS_LINEAR_CE = hasattr(torch.nn.functional, "linear_cross_entropy")
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Last on the path, where what is installed is found before them; forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(STAND_INS)])
+    with forgotten("unsloth_zoo"), forgotten("cut_cross_entropy"):
+        yield
+
+
+def run(forward: Forward) -> Outcome:
+    outcome = forward()
+    if outcome.loss is not None:
+        outcome.loss.backward()
+    return outcome
+
+
+def assert_right(outcome: Outcome, inputs: Inputs) -> None:
+    found = errors(outcome, inputs, reference(inputs))
+    assert is_right(found, inputs.case), found
+
+
+def is_installed(name: str) -> bool:
+    if name not in PACKAGES or name in STOOD_IN_FOR:
+        return True
+    try:
+        metadata.version(PACKAGES[name][1])
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def expected_absence(name: str, case: BenchCase) -> str | None:
+    """What the reason for `name` not to do `case` has to contain; None if it has to do it."""
+    if not is_installed(name):
+        return PACKAGES[name][0]
+    if name == "linear_ce" and not HAS_LINEAR_CE:
+        return "linear_cross_entropy"
+    if case.softcap is not None and name in NO_SOFTCAP:
+        return "no soft-cap"
+    if case.autocast and name in ONE_DTYPE:
+        return "one dtype"
+    if case.top_entropy < 1 and name not in GIVES_ENTROPY:
+        return "gives no entropy"
+    return None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase):
+    inputs = make_inputs(case, CPU)
+    reason = expected_absence(name, case)
+    if reason is not None:
+        with pytest.raises(Absence, match=reason):
+            run(build(name, inputs))
+        return
+    outcome = run(build(name, inputs))
+    assert_right(outcome, inputs)
+    assert outcome.note
+    if name in ("linear_ce", "unsloth"):  # less work than theirs who give entropies: to be seen beside its time
+        assert ("no entropy" in outcome.note) == (outcome.entropies is None)
+    assert (outcome.entropies is not None) or not case.wants_entropy or name not in GIVES_ENTROPY
+
+
+@pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
+@pytest.mark.parametrize("case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1])
+def test_linear_ce_in_chunks(case: BenchCase):
+    inputs = make_inputs(case, CPU)
+    assert_right(run(linear_ce.chunked(inputs)), inputs)
+
+
+@pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
+def test_linear_ce_takes_chunks_where_its_documentation_does():
+    few, many = (run(build("linear_ce", make_inputs(replace(TOY, n=n), CPU))) for n in (TOY.h - TOY.t, TOY.h))
+    assert "options=None" in few.note
+    assert "chunks" in many.note
+
+
+def test_linear_ce_is_absent_from_an_older_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
+    with pytest.raises(Absence, match=r"^torch .* has no F\.linear_cross_entropy$"):
+        build("linear_ce", make_inputs(TOY, CPU))
+
+
+@pytest.mark.slow  # compiles
+def test_compiled():
+    inputs = make_inputs(replace(TOY, softcap=5.0, padding=0.5, top_entropy=0.5), CPU)
+    with torch._dynamo.config.patch(recompile_limit=8):  # which the adapter raises
+        forward = build("compiled", inputs)
+        for _ in range(2):  # compiles, and takes what it compiled
+            inputs.clear_gradients()
+            assert_right(run(forward), inputs)
+
+
+@pytest.mark.parametrize("name", NEEDS_A_GPU)
+def test_needs_a_gpu_and_says_so(name: str):
+    if not is_installed(name):
+        pytest.skip(f"{name} is not installed")
+    with pytest.raises(Absence, match=f"{NEEDS_A_GPU[name]}.*GPU|GPU.*{NEEDS_A_GPU[name]}"):
+        build(name, make_inputs(TOY, CPU))
+
+
+@pytest.mark.parametrize("case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")])
+def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch):
+    """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does without Triton."""
+    monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
+    for module in [x for x in sys.modules if x.partition(".")[0] == "cut_cross_entropy"]:
+        monkeypatch.delitem(sys.modules, module)
+    package = importlib.import_module("cut_cross_entropy.linear_cross_entropy")
+    monkeypatch.setattr(package, "LCE_IMPL_DEFAULT", package.LinearCrossEntropyImpl.TORCH_COMPILE)
+    inputs = make_inputs(case, CPU)
+    outcome = run(build("cce", inputs))
+    assert_right(outcome, inputs)
+    assert outcome.note == "0, impl=torch_compile, no entropy"
+
+
+@pytest.mark.parametrize("target", ["test", "demo", "lint", "parity", "bench"])
+def test_only_bench_installs_what_is_not_permissive(target: str, tmp_path: Path):
+    """In an environment that is still to be made."""
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", target]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = set(re.findall(r"-r (requirements/\S+)", said))
+    named = {
+        line.partition("==")[0] for file in files for line in (ROOT / file).read_text().splitlines() if "==" in line
+    }
+    assert "verl" in named
+    assert {PACKAGES[name][1] for name in STOOD_IN_FOR} & named == (
+        {PACKAGES[name][1] for name in STOOD_IN_FOR} if target == "bench" else set()
+    )
+    in_pyproject = (ROOT / "pyproject.toml").read_text() + (ROOT / "requirements/constraints.txt").read_text()
+    assert not any(PACKAGES[name][1] in in_pyproject for name in STOOD_IN_FOR)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+    package = PACKAGES[name][0]
+
+    class Hidden:
+        def find_spec(self, module: str, *_: object) -> None:
+            if module.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {package!r}")
+
+    for module in [x for x in sys.modules if x.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    verl.module.cache_clear()  # verl's adapter keeps what it imported
+    monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
+    with pytest.raises(Absence, match=package):
+        build(name, make_inputs(TOY, CPU))
+
+
+CALLED = """
+import subprocess
+import sys
+from benchmarks.providers import verl
+
+class Hidden:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("ray", "verl") and armed:
+            raise ImportError(f"asked for {name}")
+
+armed = False
+sys.meta_path.insert(0, Hidden())
+head = verl.module("kernel", "linear_cross_entropy")
+armed = True
+exec("from . import kernels", vars(head))
+print("found", head.kernels.efficient_entropy_forward.__name__, sorted({"ray", "verl"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.skipif(not is_installed("verl_triton"), reason="verl is not installed")
+def test_verl_finds_its_kernels_in_a_call_without_verl_itself():
+    """Its forward and backward say ``from . import kernels``, which must not import verl, and with it Ray."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLED], cwd=ROOT, env=environment(toy=False), capture_output=True, text=True
+    )
+    assert done.stdout == "found efficient_entropy_forward []\n", done.stdout + done.stderr
+
+
+def test_quack_chunked_is_timed_and_not_compared():
+    """It has no loss a token; what it has is another one, and 6 NVH."""
+    assert not PROVIDERS["quack/chunked"].compared
+    assert PROVIDERS["quack"].compared
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_liger_is_compiled_on_a_gpu_as_it_comes(on_gpu: bool, monkeypatch: pytest.MonkeyPatch):
+    import liger_kernel.chunked_loss as package
+
+    default = inspect.signature(package.LigerFusedLinearGRPOLoss).parameters["compiled"].default
+    assert default is True
+    asked: list[bool] = []
+    monkeypatch.setattr(package, "LigerFusedLinearGRPOLoss", lambda **options: asked.append(options["compiled"]))
+    inputs = make_inputs(TOY, CPU)
+    hidden = types.SimpleNamespace(is_cuda=on_gpu, device=CPU)
+    for name in ("liger_grpo", "liger_grpo/uncompiled"):
+        build(name, replace(inputs, hidden=hidden))
+    assert asked == [on_gpu, False]

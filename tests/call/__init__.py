@@ -1,0 +1,1 @@
+"""One call as a user makes it: results, arguments, autograd, compilation."""

@@ -1,0 +1,330 @@
+"""`linear_logprob(..., expected=...)`: exact whatever was expected; only what was expected wrongly is recomputed.
+
+Costs are counted in products of all N rows: a right expectation takes 3 (6NVH), and each row that it does not fit
+three more of its own (6VH).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from grpo_kernels import Expectation, LossConfig, LossOutput, grpo_loss, linear_logprob, policy_expectation
+from grpo_kernels.engine.plan import padded_rows
+from tests.call.test_differential import arguments
+from tests.support.case_builder import Case, make_case
+from tests.support.cases import LOSSES
+from tests.support.reference import evaluate
+
+N, H, V = 32, 8, 23
+IDS = torch.arange(N) * 5 % V
+A = torch.linspace(-1.5, 2.0, N)
+B = torch.linspace(0.7, -0.2, N)
+
+
+pytestmark = pytest.mark.usefixtures("every_backend")
+
+
+def leaves(frozen: bool = False) -> list[Tensor]:
+    """hidden, weight, bias; the head wants no gradient if `frozen`."""
+    g = torch.Generator().manual_seed(2)
+    shapes = ((N, H), (V, H), (V,))
+    return [torch.randn(s, generator=g).requires_grad_(i == 0 or not frozen) for i, s in enumerate(shapes)]
+
+
+def run(g: Tensor | None, h: Tensor | None, frozen: bool = False, **options: Any) -> tuple[float, list[Tensor | None]]:
+    """Products (in those of all rows) and gradients, when g arrives for the logps and h for the entropies."""
+    hidden, weight, bias = leaves(frozen)
+    with FlopCounterMode(display=False) as counter:
+        outputs = linear_logprob(hidden, weight, IDS, bias=bias, **options)
+        pairs = [(out, up) for out, up in zip(outputs, (g, h), strict=True) if out is not None and up is not None]
+        torch.autograd.backward([out for out, _ in pairs], [up for _, up in pairs])
+    return counter.get_total_flops() / (2 * N * H * V), [x.grad for x in (hidden, weight, bias)]
+
+
+def near(got: list[Tensor | None], want: list[Tensor | None], rtol: float = 2e-6) -> bool:
+    """Within a few roundings of the largest element of each gradient."""
+    assert [x is None for x in got] == [x is None for x in want]
+    pairs = [(x, y) for x, y in zip(got, want, strict=True) if x is not None and y is not None]
+    return all(float((x - y).abs().max()) <= rtol * float(y.abs().max()) for x, y in pairs)
+
+
+def some_rows(x: Tensor, rows: int) -> Tensor:
+    """`x` with `rows` of its elements wrong."""
+    x = x.clone()
+    x[3 : 3 + rows] = x[3 : 3 + rows] * -2 + 0.3
+    return x
+
+
+def ask(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
+    return A[index] if entropies is None else (A[index], B[index])
+
+
+RIGHT: dict[str, tuple[Any, float]] = {
+    "tensor": (A, 1.0),
+    "integers": (torch.ones(N, dtype=torch.long), 0.0),
+    "of another dtype": (A.double() * 7, 1 / 7),
+    "pair without entropies": ((A, None), 1.0),
+    "function": (lambda index, logps, entropies: A[index] * 3, 1 / 3),
+    "expectation": (Expectation(lambda index, logps, entropies: (A[index], None), has_entropy_gradient=False), 1.0),
+    "graded": (Expectation(lambda index, logps, entropies: A[index], graded=torch.ones(N)), 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("c", [1.0, -0.3, 1e4, 1e-6])
+def test_right_up_to_a_factor(kind: str, c: float) -> None:
+    expected, scale = RIGHT[kind]
+    g = c * (A if scale else torch.ones(N))
+    products, got = run(g, None, expected=expected)
+    assert products == 3
+    assert near(got, run(g, None, engine="two_pass")[1])
+
+
+def test_right_with_the_same_factor_is_the_same_bits() -> None:
+    """Scaled by a power of two, a right expectation gives the bits of the gradient that was computed for it."""
+    one = run(A, None, expected=A)[1]
+    for c in (1.0, -0.25, 1024.0):
+        assert all(torch.equal(x, y * c) for x, y in zip(run(A * c, None, expected=A)[1], one, strict=True))
+
+
+PAIRS: dict[str, Any] = {
+    "tensors": (A, B),
+    "function": ask,
+    "expectation": Expectation(ask, graded=torch.ones(N, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("c", [1.0, -0.3, 1e3])
+def test_right_about_both_outputs(kind: str, c: float) -> None:
+    products, got = run(c * A, c * B, expected=PAIRS[kind])
+    assert products == 3
+    assert near(got, run(c * A, c * B, engine="two_pass")[1])
+
+
+@pytest.mark.parametrize("rows", [0, 4, 12])
+@pytest.mark.parametrize("of", ["a", "b", "both"])
+def test_wrong_in_some_rows(rows: int, of: str) -> None:
+    """Those rows, and no others, are computed again: 6VH each."""
+    expected = (some_rows(A, rows if of != "b" else 0), some_rows(B, rows if of != "a" else 0))
+    products, got = run(0.5 * A, 0.5 * B, expected=expected)
+    assert products == 3 + 3 * padded_rows(rows) / N
+    assert near(got, run(0.5 * A, 0.5 * B, engine="two_pass")[1])
+
+
+WRONG: dict[str, Callable[[], tuple[Any, Tensor | None, Tensor | None]]] = {
+    "completely": lambda: (torch.randn(N), torch.randn(N), None),
+    "completely, both": lambda: ((torch.randn(N), torch.randn(N)), torch.randn(N), torch.randn(N)),
+    "the sign of half": lambda: (A, torch.where(torch.arange(N) % 2 == 0, A, -A), None),
+    "a, but the entropies' gradient comes": lambda: (A, None, B),
+    "a, but both come": lambda: (A, A, B),
+    "a and b, but only a comes": lambda: ((A, B), A, None),
+    "a and b, but only b comes": lambda: ((A, B), None, B),
+    "a and b of different scale": lambda: ((A, 3 * B), A, B),
+    "tiny": lambda: (A * 1e-30, torch.randn(N), None),
+    "huge": lambda: (A * 1e30, torch.randn(N), None),
+    "the largest there is": lambda: (A.sign() * torch.finfo(torch.float32).max, torch.randn(N), None),
+    "beyond float32": lambda: (A.double() * 1e300, torch.randn(N), None),
+    "subnormal, of what is tiny": lambda: (A * 1e-42, A * 1e-12, None),
+    "nothing comes": lambda: (A, torch.zeros(N), None),
+    "zero": lambda: (torch.zeros(N), A, None),
+    "zero, and nothing comes": lambda: (torch.zeros(N), torch.zeros(N), None),
+    "zero, both": lambda: ((torch.zeros(N), torch.zeros(N)), A, B),
+    "mostly zero": lambda: (A * (torch.arange(N) < 4), A, None),
+    "zero where it comes": lambda: (A * (torch.arange(N) < 16), A * (torch.arange(N) >= 16), None),
+    "only where nothing comes, b": lambda: ((A, B * 0), A * 0, B),
+    "graded nowhere": lambda: (Expectation(lambda *x: A[x[0]], graded=torch.zeros(N)), A, None),
+    "graded wrongly": lambda: (Expectation(ask, graded=torch.arange(N) % 2), A, B),
+    "graded and wrong": lambda: (Expectation(lambda *x: x[1] * 0 + 1, graded=torch.arange(N) % 3), A, B),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "one_pass"])
+def test_whatever_is_expected(kind: str, frozen: bool, engine: str) -> None:
+    """The gradient is that of what came, at twice the cost of a right expectation at most."""
+    expected, g, h = WRONG[kind]()
+    products, got = run(g, h, frozen, expected=expected, engine=engine)
+    want = run(g, h, frozen, engine="two_pass")[1]
+    assert all(x is None or bool(x.isfinite().all()) for x in got)
+    assert near(got, want, 5e-6)
+    assert products <= (4 if frozen else 6)
+
+
+FIRST = torch.arange(N) < 8
+COSTS: dict[str, tuple[Any, Tensor | None, Tensor | None, float]] = {
+    "the entropies' gradient was not expected": (A, A, B, 6.0),
+    "nothing was expected": (torch.zeros(N), A, None, 4.0),
+    "nothing comes": (A, torch.zeros(N), None, 3.0),
+    "half is known to carry none": (A * (torch.arange(N) < 16), A * (torch.arange(N) < 16), None, 2.0),
+    "half was wrongly said to carry none": (A * (torch.arange(N) < 16), A, None, 2.0 + 1.5),
+    "graded: 8 rows": (Expectation(lambda *x: A[x[0]], FIRST), A * FIRST, None, (3 * padded_rows(8) + N - 8) / N),
+}
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_costs(kind: str) -> None:
+    expected, g, h, products = COSTS[kind]
+    assert run(g, h, expected=expected)[0] == products
+
+
+@pytest.mark.parametrize("rows", [slice(5, 6), slice(0, N)])
+def test_infinite_upstream_gradient_surfaces(rows: slice) -> None:
+    """A loss scaler must see the overflow."""
+    g = A.clone()
+    g[rows] = float("inf")
+    got, want = run(g, None, expected=A)[1], run(g, None, engine="two_pass")[1]
+    for x, y in zip(got, want, strict=True):
+        assert x is not None and y is not None
+        assert torch.equal(x.isfinite(), y.isfinite())
+
+
+def test_nan_upstream_gradient_surfaces() -> None:
+    got = run(A.index_fill(0, torch.tensor([5]), float("nan")), None, expected=A)[1]
+    assert got[0] is not None and got[1] is not None
+    assert bool(got[0].isnan().all(1)[5]) and not bool(got[0][:5].isnan().any()) and bool(got[1].isnan().any())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_expectation_that_is_not_finite(bad: float) -> None:
+    expected = A.index_fill(0, torch.tensor([5]), bad)
+    assert near(run(A, None, expected=expected)[1], run(A, None, engine="two_pass")[1])
+
+
+def test_expected_entropy_gradient_without_entropies() -> None:
+    """No gradient of an entropy can come where there is none: given as a tensor it is an error, else not asked for."""
+    with pytest.raises(ValueError, match=r"^expected: expected .*\(a, None\) since there is no entropy"):
+        run(A, None, entropy=False, expected=(A, B))
+    both = Expectation(lambda index, logps, entropies: (A[index], B[index]))
+    got = run(A, None, entropy=False, expected=both)[1]
+    assert near(got, run(A, None, engine="two_pass")[1])
+
+
+def test_without_entropies() -> None:
+    products, got = run(A, None, entropy=False, expected=PAIRS["function"])
+    assert products == 3
+    assert near(got, run(A, None, engine="two_pass")[1])
+
+
+@pytest.mark.parametrize("mask", ["ragged", "none", "one"])
+def test_masked_positions_need_no_expectation(mask: str) -> None:
+    """What is expected where the mask is 0 is not read."""
+    case = make_case(f"expected/{mask}", b=3, t=8, mask=mask)
+    counted = case.completion_mask != 0
+    a = torch.where(counted, torch.randn(3, 8), float("nan"))
+    got = []
+    for options in ({"expected": a}, {"expected": (a, a)}, {"engine": "two_pass"}):
+        h, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+        logps, _ = linear_logprob(h, w, case.completion_ids, mask=counted, **options)
+        logps.backward(torch.where(counted, a * 2, float("inf")))
+        got.append([h.grad, w.grad])
+    assert near(got[0], got[2], 5e-6) and near(got[1], got[2], 5e-6)
+
+
+KNOWN = [x for x in LOSSES if x[1] == "token" and x[0] not in ("vespo", "gmpo")]
+
+
+@pytest.mark.parametrize(("loss_type", "level"), KNOWN)
+@pytest.mark.parametrize(
+    "options", [{}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"ratio": "token"}, {"old": False}], ids=str
+)
+def test_policy_expectation_foresees_the_loss(loss_type: str, level: str, options: dict[str, Any]) -> None:
+    """For every loss without coupled tokens nothing is computed twice, and rows without gradient are only projected."""
+    case = make_case(f"foresee/{loss_type}", b=4, t=8, mask="full", zero_adv=True, loss_type=loss_type, **options)
+    config, given = LossConfig(**case.config), arguments(case)
+    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids")}
+    out = grpo_loss(**given, config=config)
+    a, b = d_tokens(case, out)
+    expected = policy_expectation(config, **inputs)
+    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
+    with FlopCounterMode(display=False) as counter:
+        logps, entropies = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
+        assert entropies is not None
+        torch.autograd.backward([logps, *([] if b is None else [entropies])], [3 * a, *([] if b is None else [3 * b])])
+    graded = float(out.metrics["rows/gradient"])
+    product = 2 * case.completion_ids.numel() * weight.numel()
+    assert counter.get_total_flops() == round(product * (1 + 2 * graded))
+    (3 * out.loss).backward()
+    assert near([hidden.grad, weight.grad], [given["hidden"].grad, given["weight"].grad], 5e-6)
+
+
+def d_tokens(case: Case, out: LossOutput) -> tuple[Tensor, Tensor | None]:
+    """(a, b) at the output's logps and entropies, by the reference: what arrives from a trainer with its own loss."""
+    logps, entropies = (x.clone().requires_grad_() for x in (out.per_token_logps, out.entropies))
+    a, b = torch.autograd.grad(evaluate(case, logps, entropies).loss, (logps, entropies), allow_unused=True)
+    return a, b
+
+
+COUPLED = [
+    {"loss_type": "vespo"}, {"loss_type": "gmpo"}, {"top_entropy_quantile": 0.5}, {"off_policy_mask_threshold": 0.1},
+    {"importance_sampling_level": "sequence"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", COUPLED, ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: bool) -> None:
+    """Which rows cannot have a gradient is known: under a frozen head, which needs no more, only the others get one."""
+    case = make_case("coupled", b=4, t=8, mask="full", zero_adv=True, **options)
+    case = case.but(frozen=frozenset(["weight"] if frozen else []))
+    config, given = LossConfig(**case.config), arguments(case)
+    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids")}
+    out = grpo_loss(**given, config=config)
+    a, _ = d_tokens(case, out)
+    expected = policy_expectation(config, **inputs)
+    assert expected.coefficients is None
+    assert expected.graded is not None and torch.equal(expected.graded, (case.advantages != 0)[:, None].expand(4, 8))
+    hidden, weight = given["hidden"].detach().requires_grad_(), given["weight"].detach().requires_grad_(not frozen)
+    with FlopCounterMode(display=False) as counter:
+        linear_logprob(hidden, weight, case.completion_ids, expected=expected)[0].backward(3 * a)
+    again = 3 * padded_rows(int((a != 0).sum()))
+    assert counter.get_total_flops() == 2 * weight.numel() * (32 + (16 if frozen else again))
+    (3 * out.loss).backward()
+    assert near([hidden.grad, weight.grad], [given["hidden"].grad, given["weight"].grad], 5e-6)
+
+
+@pytest.mark.parametrize("graded", [torch.zeros(N), torch.arange(N) % 2, torch.ones(N)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_only_the_rows_are_foreseen(graded: Tensor, frozen: bool) -> None:
+    """Rightly or wrongly, the gradient is that of what came."""
+    for g, h in ((A, None), (None, B), (A, B)):
+        want = run(g, h, frozen, engine="two_pass")[1]
+        assert near(run(g, h, frozen, expected=Expectation(None, graded))[1], want, 5e-6)
+
+
+@pytest.mark.parametrize("far", [1e2, 1e4, 1e6, 1e20, 3e38])
+def test_expectation_that_is_far_too_large(far: float) -> None:
+    """One row expected `far` times too large: neither cancellation nor an overflow of what was stored is left."""
+    ones = torch.ones(N)
+    expected = ones.index_fill(0, torch.tensor([5]), far)
+    assert near(run(ones, None, expected=expected)[1], run(ones, None, engine="two_pass")[1])
+
+
+@pytest.mark.parametrize("outlier", [1e4, 1e8])
+def test_one_large_upstream_gradient_hides_no_wrong_row(outlier: float) -> None:
+    g = torch.ones(N).index_fill(0, torch.tensor([0]), outlier)
+    expected = torch.ones(N).index_fill(0, torch.tensor([1]), 5.0)
+    got, want = run(g, None, expected=expected)[1], run(g, None, engine="two_pass")[1]
+    assert got[0] is not None and want[0] is not None
+    torch.testing.assert_close(got[0][1:], want[0][1:], rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_that_gets_no_gradient_after_all_is_exactly_zero() -> None:
+    """As a clipped token: no rounding of what was stored for it is left in d hidden."""
+    g = A.index_fill(0, torch.tensor([3, 7]), 0.0)
+    (d_hidden, *_) = run(g, None, expected=A)[1]
+    assert d_hidden is not None
+    assert bool((d_hidden[[3, 7]] == 0).all()) and bool((d_hidden[:3] != 0).any())
+
+
+@pytest.mark.parametrize("wrong", [1.0, torch.tensor(1.0), torch.ones(N, 1)], ids=["number", "0-d", "column"])
+def test_function_of_the_wrong_kind(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^expected: expected .+, got "):
+        run(A, None, expected=lambda index, logps, entropies: wrong)

@@ -1,0 +1,251 @@
+"""Gradients by finite differences, in 16 bits and under autocast, and summed over micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, token_level
+from tests.call.test_differential import arguments
+from tests.support.case_builder import Case, make_case
+from tests.support.cases import LOSSES
+
+B, T, H, V = 2, 3, 3, 5
+F64 = torch.float64
+HEAD = ("hidden", "weight", "bias")
+
+LOGPROB: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"final_logit_softcapping": 2.5},
+    "scale": {"logit_scale": -1.7},
+    "temperature": {"temperature": 0.6},
+    "row temperature": {"temperature": torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64)},
+    "mask": {"mask": torch.tensor([[1, 0, 1], [0, 1, 1]])},
+    "everything": {
+        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8, "mask": torch.tensor([[1, 0, 1], [1, 1, 0]]),
+        "temperature": torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64),
+    },
+}  # fmt: skip
+
+
+def leaves(bias: bool, seed: int = 3) -> list[Tensor]:
+    """hidden (B, T, H), weight (V, H) and perhaps bias (V,), float64."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(B, T, H), (V, H), (V,)][: 2 + bias]
+    return [torch.randn(shape, generator=g, dtype=F64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", LOGPROB)
+@pytest.mark.parametrize("expected", [None, "logps", "both"])
+def test_gradcheck_of_linear_logprob(kind: str, expected: str | None) -> None:
+    """Log-probabilities and entropies, each alone and together, whatever was expected."""
+    options = dict(LOGPROB[kind])
+    inputs = leaves(options.pop("bias", False))
+    a, b = torch.randn(2, B, T, dtype=F64).unbind()
+    options["expected"] = {None: None, "logps": a, "both": (a, b)}[expected]
+    ids = torch.tensor([[0, 4, 2], [1, 3, 2]])
+
+    def call(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logps, entropies = linear_logprob(hidden, weight, ids, bias=bias, **options)
+        assert entropies is not None
+        return logps, entropies
+
+    assert gradcheck(call, inputs, fast_mode=False)
+    assert gradcheck(lambda *x: torch.stack(call(*x)).sum(), inputs, fast_mode=False)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kl": {"beta": 0.3},
+    "delta": {"delta": 1.5},
+    "ratio": {"ratio": True},
+    "softcap-bias": {"final_logit_softcapping": 2.0, "bias": True, "logit_scale": 1.3, "temperature": 0.8},
+    "entropy": {"entropy_coef": 0.2},
+}
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# (loss type, level, options): what a loss ignores is left out
+CONFIGS = [
+    (loss_type, level, option)
+    for loss_type, level in LOSSES
+    for option in OPTIONS
+    if (option != "delta" or loss_type in CLIPPED) and (option != "ratio" or loss_type != "gmpo")
+]
+
+
+def differentiable(loss_type: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with which the loss's constant weights are constant under finite differences, too."""
+    if loss_type == "cispo":
+        return {**options, "epsilon_high": 0.01}  # every ratio is above the cap
+    if loss_type == "vespo":  # on-policy: log w is 0
+        return {**options, "use_bias_correction_kl": False, "old": False}
+    return options
+
+
+@pytest.mark.parametrize(("loss_type", "level", "option"), CONFIGS, ids=lambda x: str(x))
+def test_gradcheck_of_the_loss(loss_type: str, level: str, option: str) -> None:
+    options = differentiable(loss_type, OPTIONS[option])
+    inputs = leaves(options.pop("bias", False) if option != "softcap-bias" else True)
+    own = {k: x for k, x in options.items() if k not in ("bias", "ratio", "old")}
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, max_completion_length=7, **own)
+    ids, mask = torch.tensor([[0, 4, 2], [1, 3, 2]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
+    head = {k: own[k] for k in ("temperature", "logit_scale", "final_logit_softcapping") if k in own}
+    with torch.no_grad():
+        own_logps, _ = linear_logprob(*inputs[:2], ids, bias=inputs[2] if len(inputs) > 2 else None, **head)
+    # log-ratios on either side of both clip bounds and of delta, and none near: 0.18, -0.22, 0.41
+    moved = torch.tensor([[0.05, 0.9, 0.3], [-0.45, 0.0, -0.1]], dtype=F64)
+    given = {
+        "advantages": torch.tensor([[1.3, -0.7, 0.4], [-1.1, 0.0, 0.8]], dtype=F64),
+        "ref_per_token_logps": own_logps + 0.3 if own.get("beta") else None,
+        "old_per_token_logps": own_logps - moved if options.get("old", True) else None,
+        "importance_sampling_ratio": torch.tensor([[0.7, 1.2, 1.9], [0.2, 0.0, 1.0]], dtype=F64)
+        if options.get("ratio") else None,
+    }  # fmt: skip
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return grpo_loss(hidden, weight, ids, mask, **given, bias=bias, config=config).loss
+
+    assert gradcheck(loss, inputs, fast_mode=False)
+
+
+def test_there_are_enough_configurations() -> None:
+    assert len(CONFIGS) >= 80
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradcheck_of_a_custom_objective(level: str) -> None:
+    function = lambda tokens: torch.tanh(tokens.logps) * tokens.advantages - 0.3 * tokens.entropies**2  # noqa: E731
+    function = token_level(function) if level == "token" else lambda x: x.logps.sum(1, keepdim=True) * x.entropies
+    ids, mask = torch.tensor([[0, 4, 2], [1, 3, 2]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
+    advantages = torch.tensor([1.0, -2.0], dtype=F64)
+    assert gradcheck(lambda h, w: grpo_loss(h, w, ids, mask, advantages, objective=function).loss, leaves(False))
+
+
+def run(case: Case, scale: float = 1.0, engine: str = "auto", **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients under the upstream gradient `scale`, divided by it again, in float64."""
+    given = arguments(case) | changes
+    out = grpo_loss(**given, config=LossConfig(**case.config), engine=engine)
+    (out.loss * scale).backward()
+    return out.loss.detach(), {k: given[k].grad.double() / scale for k in HEAD if given[k] is not None}
+
+
+def far(x: Tensor, y: Tensor) -> float:
+    """Relative distance in the Frobenius norm."""
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_fp16_gradients_survive_under_a_loss_scale(engine: str) -> None:
+    """27. The scale enters before the rounding: what would be flushed without it is not with it."""
+    case = make_case("fp16", b=8, t=16, dtype=torch.float16, num_items=2e5, bias=True, entropy_coef=1e-4)
+    want = run(case.to(torch.float32))[1]
+    scaled, unscaled = run(case, 65536.0, engine)[1], run(case, 1.0, engine)[1]
+    for name in HEAD:
+        assert far(scaled[name], want[name]) < 1e-3
+    assert far(unscaled["hidden"], want["hidden"]) > 1e-2  # the case is a hard one
+    assert int((scaled["hidden"] == 0).sum()) == int((want["hidden"] == 0).sum())
+
+
+@pytest.mark.parametrize("expected", [None, torch.linspace(1, 2, 64)])
+def test_fp16_gradients_of_logps_survive(expected: Tensor | None) -> None:
+    hidden, weight = torch.randn(64, 16), torch.randn(50, 16)
+    got = []
+    for dtype, scale in ((torch.float16, 65536.0), (torch.float32, 1.0)):
+        h, w = hidden.half().to(dtype).requires_grad_(), weight.half().to(dtype).requires_grad_()
+        logps, _ = linear_logprob(h, w, torch.arange(64) % 50, expected=expected)
+        logps.backward(torch.linspace(1, 2, 64) * 1e-8 * scale)
+        got.append([x.grad.double() / scale for x in (h, w)])
+    assert all(far(x, y) < 1e-3 for x, y in zip(*got, strict=True))
+
+
+AUTOCAST = [(a, b) for a in (torch.float32, torch.bfloat16) for b in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("dtypes", AUTOCAST, ids=str)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: torch.dtype) -> None:
+    """44. The forward is that of explicit casts, bit for bit; gradients come in each tensor's own dtype."""
+    case = make_case("autocast", b=3, bias=True, beta=0.1, entropy_coef=0.01)
+    head = {"hidden": case.hidden.to(dtypes[0]), "weight": case.weight.to(dtypes[1])}
+    given = arguments(case.but(**head))
+    config = LossConfig(**case.config)
+    with torch.autocast("cpu", dtype=lower):
+        out = grpo_loss(**given, config=config, engine=engine)
+        logps, _ = linear_logprob(given["hidden"], given["weight"], case.completion_ids)
+    out.loss.backward()
+    cast = arguments(case.but(**{k: x.to(lower) for k, x in head.items()}))
+    want = grpo_loss(**cast, config=config, engine=engine)
+    want.loss.backward()
+    assert torch.equal(out.loss, want.loss)
+    assert out.loss.dtype == logps.dtype == torch.float32
+    assert torch.equal(out.per_token_logps, want.per_token_logps)
+    assert torch.equal(logps, linear_logprob(cast["hidden"], cast["weight"], case.completion_ids)[0])
+    for name in HEAD:
+        assert given[name].grad.dtype == given[name].dtype
+        coarsest = max(torch.finfo(x.dtype).eps for x in (given[name], cast[name]))
+        assert far(given[name].grad, cast[name].grad) < max(coarsest, 1e-6)
+
+
+@pytest.mark.parametrize("hidden", [torch.float16, torch.bfloat16, torch.float32, F64])
+@pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16, torch.float32, F64])
+def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype) -> None:
+    """44. Any two dtypes work: the products are done in the one that holds both, gradients come in each one's own."""
+    case = make_case("mixed", b=3, bias=True, beta=0.1)
+    case = case.but(hidden=case.hidden.to(hidden), weight=case.weight.to(weight))
+    loss, got = run(case)
+    want_loss, want = run(case.to(F64))
+    both = torch.promote_types(hidden, weight)
+    assert loss.dtype == (F64 if both == F64 else torch.float32)
+    assert_close(loss.double(), want_loss, rtol=1e-5, atol=1e-6)
+    for name, dtype in zip(HEAD, (hidden, weight, torch.float32), strict=True):
+        assert far(got[name], want[name]) < max(2 * torch.finfo(dtype).eps, 1e-5), name
+
+
+def split(case: Case, sizes: list[int]) -> list[Case]:
+    """Micro-batches of so many sequences."""
+    named = ("hidden", "completion_ids", "completion_mask", "advantages", "importance_sampling_ratio",
+             "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")  # fmt: skip
+    parts = {k: getattr(case, k).split(sizes) for k in named if getattr(case, k) is not None}
+    return [case.but(**{k: x[i] for k, x in parts.items()}) for i in range(len(sizes))]
+
+
+def share(case: Case, whole: Case) -> float:
+    """What the caller multiplies a micro-batch's loss with: nothing where num_items_in_batch is the normaliser."""
+    kind = case.config["loss_type"]
+    if kind in ("dapo", "cispo", "vespo"):
+        return 1.0
+    if kind == "bnpo":
+        return float((case.completion_mask != 0).sum() / (whole.completion_mask != 0).sum())
+    return len(case.hidden) / len(whole.hidden)
+
+
+@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
+@pytest.mark.parametrize("sizes", [[4, 4], [1] * 8, [5, 2, 1]], ids=str)
+def test_micro_batches_add_up(loss_type: str, level: str, sizes: list[int]) -> None:
+    """32, 33, 34. One denominator, given by the caller: any split, fully masked parts included, sums to the whole."""
+    beta = {"beta": 0.1, "loss_type": loss_type, "importance_sampling_level": level}
+    case = make_case("split", b=8, mask="first_empty", num_items=33.0, bias=True, ratio="token", **beta)
+    loss, want = run(case)
+    parts = [(share(part, case), *run(part)) for part in split(case, sizes)]
+    assert_close(sum(factor * x for factor, x, _ in parts), loss, rtol=2e-6, atol=2e-7)
+    for name in HEAD:
+        each = [factor * found[name] for factor, _, found in parts]
+        total = torch.cat(each) if name == "hidden" else torch.stack(each).sum(0)
+        assert far(total, want[name]) < 2e-6
+
+
+def test_denominator_counts_what_the_numerator_counts() -> None:
+    """34. Without num_items_in_batch it is the mask's own count, and never less than 1."""
+    case = make_case("count", b=4, mask="holes")
+    items = int((case.completion_mask != 0).sum())
+    for loss_type in ("dapo", "cispo", "vespo"):
+        own, given = (run(case.but(config={"loss_type": loss_type}, num_items_in_batch=x)) for x in (None, items))
+        assert torch.equal(own[0], given[0])
+        for tiny in (0, 0.3, torch.tensor(0)):
+            assert torch.equal(run(case.but(num_items_in_batch=tiny))[0], run(case.but(num_items_in_batch=1))[0])

@@ -1,0 +1,174 @@
+"""Settings of torch that change the numbers: shown by the report, refused or warned of (docs/numerics.md)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.roofline.pretend_gpu import OnGPU, pretended
+from grpo_kernels import LoRA, grpo_loss, linear_logprob
+from grpo_kernels.call import projection
+from grpo_kernels.diagnostics import report
+from tests.support.measure import count_flops
+
+NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
+N, H, V = 256, 8, 300
+CUDA, CPU = "float32 products, cuda", "float32 products, cpu"
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+
+
+def call(hidden: torch.dtype, weight: torch.dtype, *, there: bool = True, **options: Any) -> torch.Tensor:
+    """Log-probabilities (N,) of tensors of these dtypes that train, `there` or on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(N, H, generator=g).to(hidden), torch.randn(V, H, generator=g).to(weight)]
+    given = [*tensors, torch.randint(V, (N,), generator=g)]
+    given = [OnGPU(x) for x in given] if there else given
+    for x in given[:2]:
+        x.requires_grad_()
+    return linear_logprob(*given, backend="torch", **options)[0]
+
+
+# what a process does -> how the report then calls products of fp32 on CUDA, and on the CPU
+SETTINGS = {
+    "pass": ("full", "full"),
+    "torch.backends.cuda.matmul.allow_tf32 = True": ("TF32", "full"),
+    "torch.set_float32_matmul_precision('high')": ("TF32", "TF32"),
+    "torch.set_float32_matmul_precision('medium')": ("TF32", "bfloat16"),
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": ("TF32", "full"),
+    "torch.backends.fp32_precision = 'tf32'": ("TF32", "TF32"),
+    "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": ("full", "TF32"),
+    "torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'": ("full", "TF32"),
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": ("full", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_report_shows_the_precision_of_fp32_products(setting: str) -> None:
+    """Whichever of torch's two ways of setting it was used, and without a warning or an error from the other."""
+    code = f"import json, torch; {setting}\nfrom grpo_kernels import report; print(json.dumps(report.collect()))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)["settings of torch"]
+    assert [shown[name].split()[0].rstrip(",") for name in (CUDA, CPU)] == list(SETTINGS[setting])
+    assert "fp32_precision" in shown[CUDA]
+    assert ("not exact" in shown[CUDA]) == (SETTINGS[setting][0] != "full")
+
+
+@contextmanager
+def accumulating_in_fp16() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = before
+
+
+@pytest.fixture
+def fp16_accumulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with pretended(monkeypatch), accumulating_in_fp16():
+        yield
+
+
+REFUSED = r"torch\.backends\.cuda\.matmul\.allow_fp16_accumulation: expected False .*float16.*, got True"
+
+
+@pytest.mark.parametrize("engine", ["auto", "one_pass", "two_pass", "lean"])
+def test_fp16_accumulation_is_refused_before_any_product(fp16_accumulation: None, engine: str) -> None:
+    options = {"expected": OnGPU(torch.ones(N))} if engine == "one_pass" else {}
+    with FlopCounterMode(display=False) as counter, pytest.raises(RuntimeError, match=REFUSED):
+        call(HALF, HALF, engine=engine, **options)
+    assert counter.get_total_flops() == 0
+    assert "refused" in report.collect()["settings of torch"]["float16 products, cuda"]
+
+
+def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch):
+        logps = call(HALF, HALF)
+        with accumulating_in_fp16(), pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.backward(logps.sum())
+
+
+def test_fp16_accumulation_is_refused_for_an_adapter(fp16_accumulation: None) -> None:
+    adapter = LoRA(
+        OnGPU(torch.randn(2, H).half()), OnGPU(torch.randn(V, 2).half()), input=OnGPU(torch.randn(N, H).half())
+    )
+    with pytest.raises(RuntimeError, match=REFUSED):
+        call(BRAIN, BRAIN, lora=adapter)
+
+
+def test_fp16_accumulation_concerns_nothing_else(fp16_accumulation: None) -> None:
+    for dtype in (BRAIN, SINGLE):
+        torch.autograd.backward(call(dtype, dtype).sum())
+    call(HALF, HALF, there=False).sum().backward()
+
+
+def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
+    """What calls with hidden and weight of these dtypes warn of, in a process that has not warned yet."""
+    projection._warn_of_promotion.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for pair in pairs:
+            call(*pair, **options)
+    return [str(x.message) for x in caught if "grpo_kernels" in str(x.message)]
+
+
+def test_a_promotion_to_fp32_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch):
+        (said,) = promotions((SINGLE, BRAIN), (SINGLE, BRAIN))
+        assert "torch.float32" in said
+        assert "torch.bfloat16" in said
+        assert "autocast" in said
+        assert len(promotions((HALF, BRAIN))) == 1  # two kinds of 16 bits have only fp32 in common
+        given = [torch.randn(1, 4, H), torch.randn(V, H).half(), torch.zeros(1, 4, dtype=torch.long)]
+        projection._warn_of_promotion.cache_clear()
+        with pytest.warns(RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"):
+            grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), backend="torch")
+
+
+def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all an fp32 head, which is kept so on purpose."""
+    assert promotions((SINGLE, BRAIN), there=False) == []
+    with pretended(monkeypatch):
+        assert promotions((BRAIN, BRAIN), (SINGLE, SINGLE), (BRAIN, SINGLE), (HALF, SINGLE)) == []
+        with monkeypatch.context() as patch:  # ROCm multiplies in fp32 anyway
+            patch.setattr(torch.version, "hip", "6.4")
+            assert promotions((SINGLE, BRAIN)) == []
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: BRAIN)
+        assert promotions((SINGLE, BRAIN)) == []
+
+
+def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlopCounterMode's own raises where groups of rows add to d weight; the one of docs/numerics.md counts them."""
+    code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    counter = found["counter"]
+    counter.display = False
+    several = {"engine": "one_pass", "workspace_bytes": 128 * 8 * V}  # 128 rows at a time
+
+    def step(**options: Any) -> None:
+        logps = call(BRAIN, BRAIN, **several, **options)
+        torch.autograd.backward(logps, torch.ones_like(logps))
+
+    with pretended(monkeypatch):
+        with pytest.raises(TypeError, match="out_shape"):
+            count_flops(lambda: step(expected=OnGPU(torch.ones(N))))
+        with counter:
+            step(expected=OnGPU(torch.ones(N)))
+    assert counter.get_total_flops() == 6 * N * V * H

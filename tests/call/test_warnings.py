@@ -1,0 +1,73 @@
+"""What is no error but likely not meant: one warning that says what to do, at the caller's line."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps
+from grpo_kernels.base import checks
+from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from tests.objective.test_objective import small_batch
+
+NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
+
+
+@pytest.fixture
+def _warned_of_nothing() -> None:
+    checks.warn_once.cache_clear()
+
+
+@pytest.mark.usefixtures("_warned_of_nothing")
+@pytest.mark.parametrize(
+    ("options", "config", "message"),
+    [
+        ({"num_items_in_batch": 7}, {"loss_type": "grpo"}, "num_items_in_batch: not used by loss_type = 'grpo'"),
+        ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
+        ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: not used"),
+        ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0}, None),
+        ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0, "loss_type": "gmpo"}, "sampling_per"),
+        ({"sampling_per_token_logps": NORMAL}, {"vllm_importance_sampling_correction": True}, None),
+        ({"sampling_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
+        ({"old_per_token_logps": NORMAL.bfloat16()}, {}, "old_per_token_logps: rounded to torch.bfloat16"),
+        ({"old_per_token_logps": NORMAL}, {}, None),
+        ({"completion_mask": torch.zeros(2, 5) - torch.inf}, {}, "completion_mask: -inf counts"),
+        ({"completion_mask": torch.zeros(2, 5) + torch.inf}, {}, None),
+    ],
+)
+def test_what_is_likely_not_meant_is_warned_of_once(options: Any, config: Any, message: str | None) -> None:
+    given = {**small_batch(), **options, "config": LossConfig(**config)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            grpo_loss(**given)
+        scores = linear_logprob(given["hidden"], given["weight"], given["completion_ids"])
+        del given["hidden"], given["weight"], given["completion_ids"]
+        policy_loss_from_logps(*scores, **given)
+    ours = [x for x in caught if "grpo_kernels: " in str(x.message)]
+    assert len(ours) == (message is not None)
+    for warning in ours:
+        assert str(warning.message).startswith(f"grpo_kernels: {message}")
+        assert warning.filename == __file__
+
+
+@pytest.mark.usefixtures("_warned_of_nothing")
+def test_a_given_log_probability_warns_too() -> None:
+    scores = torch.zeros(1, 2), torch.zeros(1, 2)
+    with pytest.warns(UserWarning, match="num_items_in_batch: not used by loss_type = 'bnpo'") as caught:
+        policy_loss_from_logps(*scores, None, torch.ones(1), num_items_in_batch=2, config=LossConfig(loss_type="bnpo"))
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("_warned_of_nothing")
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_ligers_call_which_always_has_a_number_of_items_does_not_warn(loss_type: str) -> None:
+    given = [*small_batch().values()]
+    loss = LigerFusedLinearGRPOLoss(loss_type=loss_type, use_ref_model=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, several = (loss(*given, num_items_in_batch=items)[0] for items in (None, 40))
+    assert torch.equal(several, found) == (loss_type == "grpo")

@@ -1,0 +1,1 @@
+"""The engines: which one serves, what it costs, memory, waits."""

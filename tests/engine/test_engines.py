@@ -1,0 +1,207 @@
+"""Which engine serves what, and what it costs: counted floating point operations, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_kernels
+from grpo_kernels.config import LOSS_TYPES, LossConfig
+from grpo_kernels.engine.plan import ENGINES, Coupling, choose_engine
+from grpo_kernels.objective.custom import TokenInputs
+from tests.support.measure import count_flops
+
+B, T, H, V = 8, 12, 10, 64
+PER_SEQUENCE = ("vespo", "gmpo")
+
+
+def batch(share_zero: float, head: str) -> dict[str, Any]:
+    """A padded batch; 3 of the 12 columns do not count; the first sequences have advantage 0."""
+    g = torch.Generator().manual_seed(1)
+    advantages = torch.randn(B, generator=g)
+    advantages[: int(B * share_zero)] = 0.0
+    mask = torch.ones(B, T)
+    mask[:, 9:] = 0
+    return {
+        "hidden": torch.randn(B, T, H, generator=g).requires_grad_(head != "no grad"),
+        "weight": torch.randn(V, H, generator=g).requires_grad_(head == "trainable"),
+        "completion_ids": torch.randint(V, (B, T), generator=g),
+        "completion_mask": mask,
+        "advantages": advantages,
+        "ref_per_token_logps": torch.randn(B, T, generator=g) - 4,
+    }
+
+
+def nvh(run_with: dict[str, Any], config: LossConfig, **options: Any) -> tuple[float, str]:
+    """Cost in units of NVH, N the counted tokens, and the engine."""
+    engine = ""
+
+    def run() -> None:
+        nonlocal engine
+        out = grpo_kernels.grpo_loss(**run_with, config=config, **options)
+        engine = out.engine
+        if out.loss.requires_grad:
+            out.loss.backward()
+
+    flops = count_flops(run)
+    return flops / (int(run_with["completion_mask"].sum()) * V * H), engine
+
+
+COST = {  # of the share s of rows with gradient: (head trains, head frozen)
+    "score": (lambda s: 2, lambda s: 2),
+    "one_pass": (lambda s: 2 + 4 * s, lambda s: 2 + 2 * s),
+    "frozen": (None, lambda s: 2 + 2 * s),
+    "two_pass": (lambda s: 2 + 6 * s, lambda s: 2 + 4 * s),
+}
+
+
+@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("share_zero", [0.0, 0.5])
+@pytest.mark.parametrize("head", ["trainable", "frozen", "no grad"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_cost_of_every_loss(loss_type: str, level: str, head: str, share_zero: float, off_policy: bool) -> None:
+    inputs = batch(share_zero, head)
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, epsilon=100.0)  # nothing is clipped
+    if off_policy:
+        inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
+    couples = off_policy and (level == "sequence" or loss_type in PER_SEQUENCE)
+    expected = {
+        "no grad": "score",
+        "frozen": "frozen",
+        "trainable": "two_pass" if couples else "one_pass",
+    }[head]
+    cost, engine = nvh(inputs, config)
+    assert engine == expected
+    assert cost == COST[expected][head == "frozen"](1 - share_zero)
+
+
+@pytest.mark.parametrize(
+    ("options", "trainable", "frozen"),
+    [
+        ({"beta": 0.1}, "one_pass", "frozen"),
+        ({"beta": 0.1, "importance_sampling_level": "sequence"}, "two_pass", "frozen"),
+        ({"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False}, "one_pass", "frozen"),
+        ({"entropy_coef": 0.01}, "one_pass", "one_pass"),
+        ({"entropy_coef": 0.01, "beta": 0.1}, "one_pass", "one_pass"),
+    ],
+    ids=str,
+)
+def test_cost_where_every_row_carries_gradient(options: dict[str, Any], trainable: str, frozen: str) -> None:
+    """With a KL term or an entropy bonus, an advantage of 0 leaves no row without gradient."""
+    for head, name in (("trainable", trainable), ("frozen", frozen)):
+        cost, engine = nvh(batch(0.5, head), LossConfig(**options))
+        assert engine == name
+        assert cost == COST[name][head == "frozen"](1.0)
+
+
+def test_two_passes_skip_rows_whose_coefficient_came_out_zero() -> None:
+    """The top-entropy mask leaves a quarter of the rows: 2 + 6/4; with an entropy bonus and a frozen head 2 + 4/4."""
+    for head, config, want in (
+        ("trainable", LossConfig(top_entropy_quantile=0.25), 2 + 6 * 0.25),
+        ("frozen", LossConfig(top_entropy_quantile=0.25), 4),  # the gradient of all logps was taken in the forward
+        ("frozen", LossConfig(top_entropy_quantile=0.25, entropy_coef=0.1), 2 + 4 * 0.25),
+    ):
+        cost, engine = nvh(batch(0.0, head), config)
+        assert cost == want <= 6
+        assert engine == ("frozen" if want == 4 else "two_pass")
+
+
+def test_clipped_rows_cost_no_second_pass() -> None:
+    """Sequence ratios far above the clip with a positive advantage: only the other half is projected again."""
+    inputs = batch(0.0, "trainable")
+    inputs["advantages"] = torch.tensor([1.0, -1.0] * (B // 2))
+    inputs["old_per_token_logps"] = torch.full((B, T), -40.0)  # every ratio is far above the clip
+    cost, engine = nvh(inputs, LossConfig(loss_type="grpo", importance_sampling_level="sequence"))
+    assert engine == "two_pass"
+    assert cost == 2 + 6 * 0.5
+
+
+@pytest.mark.parametrize("head", ["trainable", "frozen"])
+def test_custom_objectives(head: str) -> None:
+    @grpo_kernels.token_level
+    def token(tokens: TokenInputs) -> torch.Tensor:
+        return -tokens.advantages * tokens.logps
+
+    def coupled(tokens: TokenInputs) -> torch.Tensor:
+        return -tokens.advantages * tokens.logps * tokens.logps.detach().mean()
+
+    def coupled_entropy(tokens: TokenInputs) -> torch.Tensor:
+        return -tokens.advantages * tokens.logps - tokens.entropies * tokens.logps.detach().mean()
+
+    frozen = head == "frozen"
+    for objective, name in (
+        (token, "frozen" if frozen else "one_pass"),
+        (coupled, "frozen" if frozen else "two_pass"),
+        (coupled_entropy, "two_pass"),
+    ):
+        cost, engine = nvh(batch(0.0, head), LossConfig(), objective=objective)
+        assert engine == name
+        assert cost == COST[name][frozen](1.0)
+
+
+@pytest.mark.parametrize("coupling", list(Coupling))
+def test_tight_memory_chooses_lean_where_the_head_trains(coupling: Coupling) -> None:
+    options = {"hidden_trains": True, "entropy_gradient": False, "tight_memory": True}
+    assert choose_engine(coupling, **options, head_trains=True) == "lean"
+    assert choose_engine(coupling, **options, head_trains=False) == "frozen"
+
+
+@pytest.mark.parametrize("head", ["trainable", "frozen"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_lean_costs_what_two_passes_cost(level: str, head: str) -> None:
+    inputs = batch(0.5, head) | {"old_per_token_logps": torch.full((B, T), -4.2)}
+    inputs["completion_mask"][:, 8:] = 0  # the rows with gradient are whole blocks of 16
+    config = LossConfig(importance_sampling_level=level, epsilon=100.0)
+    for budget in (2**12, 2**16, 2**29):  # several slices of the vocabulary, and one
+        cost, engine = nvh(inputs, config, engine="lean", workspace_bytes=budget)
+        assert (cost, engine) == (COST["two_pass"][head == "frozen"](0.5), "lean")
+
+
+def test_only_the_head_trains() -> None:
+    """No product for d hidden: 2 + 2s in one pass."""
+    inputs = batch(0.5, "trainable")
+    inputs["hidden"] = inputs["hidden"].detach()
+    cost, engine = nvh(inputs, LossConfig())
+    assert (cost, engine) == (3.0, "one_pass")
+
+
+def test_rows_metrics() -> None:
+    out = grpo_kernels.grpo_loss(**batch(0.5, "trainable"))
+    assert out.metrics["rows/projected"] == 9 / 12
+    assert out.metrics["rows/gradient"] == 0.5
+    assert [x.item() for x in out.metrics.pairs["rows/gradient"]] == [36, 72]
+
+
+def test_choose_engine_refuses_what_would_be_wrong() -> None:
+    trains = {"hidden_trains": True, "head_trains": True, "entropy_gradient": False}
+    assert choose_engine(Coupling.COUPLED, **trains) == "two_pass"
+    for engine in ("score", "frozen", "one_pass"):
+        with pytest.raises(ValueError, match="engine: "):
+            choose_engine(Coupling.COUPLED, **trains, engine=engine)
+    with pytest.raises(ValueError, match="engine: expected one of auto, score"):
+        choose_engine(Coupling.KNOWN, **trains, engine="fast")
+    for engine in ENGINES:  # without a gradient nothing but the forward is done, whatever was asked
+        none = {"hidden_trains": False, "head_trains": False, "entropy_gradient": False}
+        wanted = engine if engine == "score_dot" else "score"
+        assert choose_engine(Coupling.KNOWN, **none, scores_without_logits=True, engine=engine) == wanted
+    with pytest.raises(ValueError, match="triton backend"):
+        choose_engine(Coupling.KNOWN, **none, engine="score_dot")
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_gather_is_asked_for_before_any_work(engine: str) -> None:
+    """The backward alone calls it, too late for an error."""
+    hidden, weight = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True)
+    ids, options = torch.zeros(1, 3, dtype=torch.long), {"engine": engine}
+    calls = {
+        grpo_kernels.linear_logprob_with: ((hidden, weight, ids), {"expected": torch.ones(1, 3)}),
+        grpo_kernels.grpo_loss: ((hidden, weight, ids, None, torch.ones(1)), {}),
+    }
+    for call, (inputs, more) in calls.items():
+        with pytest.raises(TypeError, match=r"^gather: expected a function .*, got int"):
+            call(*inputs, **options, **more, gather=5)
+        out = call(*inputs, **options, **more, gather=None)
+        (out["logps"].sum() if isinstance(out, dict) else out.loss).backward()

@@ -1,0 +1,202 @@
+"""What a call does on a GPU, without one: rows and bytes that are planned, launches that are counted at real sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.roofline.budget import Shape, noted
+from benchmarks.roofline.pretend_gpu import OnGPU
+from benchmarks.roofline.tape import Tape, taped, tensor
+from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels.engine import memory, plan
+from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.memory import Room
+from grpo_kernels.engine.plan import Group, plan_groups, row_width
+
+MIB, GIB = 2**20, 2**30
+N, H, V = 8192, 4096, 151936
+BF16, FP32 = torch.bfloat16, torch.float32
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+
+
+def step(
+    n: int = N, h: int = H, v: int = V, *, weight: torch.dtype = BF16, frozen: bool = False, **options: Any
+) -> Tape:
+    """Forward and backward of an on-policy loss; within autocast if the weight is in fp32."""
+    return noted(Shape(n=n, h=h, v=v, weight_dtype=weight, frozen=frozen), **options)
+
+
+def scored(weight: torch.dtype = BF16) -> Tape:
+    return noted(Shape(weight_dtype=weight, score=True))
+
+
+@pytest.fixture(scope="module")
+def main_step() -> Tape:
+    return step()
+
+
+def groups_of(n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped: bool) -> tuple[list[Group], int, int]:
+    """As a sweep in bf16 plans them, and what a row of a chunk and of a group takes."""
+    chunk, group = 4 * row_width(v, on_gpu=True), 2 * h + (2 * row_width(v, on_gpu=True) if gradient else 0)
+    found = plan_groups(
+        n, workspace, chunk_row_bytes=chunk, group_row_bytes=group, grouped=grouped,
+        scratch_bytes=lambda rows: 0, on_gpu=True,
+    )  # fmt: skip
+    return found, chunk, group
+
+
+@pytest.mark.parametrize("v", [33, 32_003, 151_936, 262_144])
+@pytest.mark.parametrize("workspace", [1, 16 * MIB, 64 * MIB, 100 * MIB, 512 * MIB, 2 * GIB])
+def test_a_small_workspace_multiplies_no_work(v: int, workspace: int) -> None:
+    """Rows computed over rows asked, and the budget, which one tile of rows may exceed."""
+    for n, h, (gradient, grouped) in itertools.product(
+        (1, 100, 128, 1000, 1024, 1025, 3000, 8192, 65_536), (896, 4096), ((False, False), (True, False), (True, True))
+    ):
+        groups, chunk, group = groups_of(n, v, h, workspace, gradient=gradient, grouped=grouped)
+        computed = sum(g.rows for g in groups)
+        assert sum(len(g) for g in groups) == n
+        assert computed <= max(128, (1.25 if n >= 1024 else 2) * n)
+        for g in groups:
+            used = max(c.stop - c.start for c in g.chunks) * chunk + g.rows * group
+            assert used <= workspace or used <= 128 * (chunk + group)
+
+
+def test_an_fp32_weight_is_converted_once(main_step: Tape) -> None:
+    """Under autocast, TRL's default: products and row kernels of a bf16 weight, and one conversion."""
+    found = step(weight=FP32)
+    assert len(found.of("product")) <= 1.1 * len(main_step.of("product"))
+    casts = [x for x in found.of("launch") if x.written == 2 * V * H and x.shape == (V, H)]
+    assert len(casts) == 1
+    for kind in ("product", "rows"):
+        assert sum(x.moved for x in found.of(kind)) <= 1.1 * sum(x.moved for x in main_step.of(kind))
+
+
+@pytest.mark.parametrize("kind", ["frozen", "scoring"])
+def test_an_fp32_weight_is_converted_once_elsewhere(kind: str) -> None:
+    plain, found = (step(frozen=True, weight=w) if kind == "frozen" else scored(weight=w) for w in (BF16, FP32))
+    assert len(found.of("product")) <= 1.1 * len(plain.of("product"))
+    assert len([x for x in found.of("launch") if x.shape == (V, H)]) == 1
+
+
+def test_without_room_an_fp32_weight_is_converted_in_slices() -> None:
+    with mock.patch.object(Room, "of", return_value=Room(tight=False, ample=False)):
+        found = step(n=1024, weight=FP32, engine="one_pass")
+    copies = [x.written for x in found.of("launch", "_to_copy") if x.shape[1:] == (H,) and x.shape[0] != V]
+    assert len(copies) > 30
+    assert max(copies) <= 32 * MIB
+
+
+@pytest.mark.parametrize("v", [151_665, 50_257, 32_003, V])
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "frozen"])
+def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v: int, engine: str) -> None:
+    """Of the products, and of what the row kernels read and write."""
+    found = step(n=1024, h=1024, v=v, engine=engine, frozen=engine == "frozen")
+    assert found.of("product")
+    assert all(x.aligned for x in (*found.of("product"), *found.of("rows")))
+
+
+@pytest.mark.parametrize("shape", ["frozen", "scoring", "H 896", "H 1024, frozen", "N 8192, V 50257"])
+def test_default_chunks_are_large(shape: str) -> None:
+    found = {
+        "frozen": lambda: step(frozen=True),
+        "scoring": scored,
+        "H 896": lambda: step(h=896),
+        "H 1024, frozen": lambda: step(h=1024, frozen=True),
+        "N 8192, V 50257": lambda: step(v=50_257),
+    }[shape]()
+    assert min(x.shape[0] for x in found.of("rows")) >= 1024
+
+
+def room(free: int, unused: int | None = 0, **asked: Any) -> tuple[Room, list[str]]:
+    """`Room.of` a bf16 weight with its gradient, given what is free, and what was asked. `unused` None: that raises."""
+    calls: list[str] = []
+
+    def told(name: str, value: Any) -> Callable[..., Any]:
+        def ask(*_: Any) -> Any:
+            calls.append(name)
+            if value is None:
+                raise RuntimeError("not supported by this allocator")
+            return value
+
+        return ask
+
+    cuda = SimpleNamespace(
+        is_current_stream_capturing=lambda: False,
+        mem_get_info=told("free", (free, 2**40)),
+        memory_reserved=told("reserved", unused),
+        memory_allocated=told("allocated", 0),
+    )
+    weight = SimpleNamespace(
+        is_cuda=True, shape=(V, H), dtype=BF16, device="cuda", numel=lambda: V * H, element_size=lambda: 2
+    )
+    given: dict[str, Any] = {"wants": Wants(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
+    with mock.patch.object(memory.torch, "cuda", cuda):
+        return Room.of(weight, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
+
+
+def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
+    plenty, none, gradients = 64 * GIB, 0, 6 * V * H
+    assert room(plenty) == (Room(tight=False, ample=True), ["free"])
+    assert room(gradients + 600 * MIB)[0] == Room(tight=False, ample=False)
+    assert room(none, plenty) == (Room(tight=False, ample=True), ["free", "reserved", "allocated"])
+    assert room(none, none)[0] == Room(tight=True, ample=False)
+    assert room(none, None)[0] == Room(tight=True, ample=False)  # raises nothing
+    assert not room(none, none, asks_tight=False)[0].tight
+    assert not room(none, none, wants=Wants(hidden=True))[0].tight
+    assert room(gradients + 64 * MIB, workspace_bytes=64 * MIB)[0] == Room(tight=False, ample=True)
+
+
+@pytest.mark.parametrize("engine", ["auto", "one_pass"])
+def test_memory_is_asked_for_before_any_wait(engine: str) -> None:
+    """Once, and whether it is short only for "auto"."""
+    seen: list[tuple[int, bool]] = []
+    with taped() as tape:
+        ask = Room.of
+
+        def noted(*given: Any, **options: Any) -> Room:
+            seen.append((len(tape.of("wait")), options["asks_tight"]))
+            return ask(*given, **options)
+
+        with mock.patch.object(Room, "of", noted):
+            hidden, weight = tensor(2, 4, 8).requires_grad_(), tensor(20, 8).requires_grad_()
+            ids = OnGPU(torch.zeros(2, 4, dtype=torch.long))
+            grpo_loss(hidden, weight, ids, OnGPU(torch.ones(2, 4)), OnGPU(torch.ones(2)), engine=engine)
+    assert seen == [(0, engine == "auto")]
+
+
+def test_the_backward_scales_and_casts_in_one_pass(main_step: Tape) -> None:
+    """At most 6 bytes an element of d weight, and 6 of d hidden."""
+    for shape in ((V, H), (N, H)):
+        passes = [x for x in main_step.of("launch") if x.shape == shape]
+        assert sum(x.moved for x in passes) <= 6 * shape[0] * shape[1] + 8 * N
+        assert len(passes) == 1
+
+
+# Counted so on the code before: 225 launches besides products and row kernels; 30 operations of the host, 15 of them
+# launches, between the last wait and the first product.
+@pytest.mark.parametrize(("kind", "before"), [("launch", 225), ("after the wait", 30), ("launch after the wait", 15)])
+def test_small_launches_are_few(kind: str, before: int, main_step: Tape) -> None:
+    after = main_step.after_last_wait()
+    count = {
+        "launch": len(main_step.of("launch")),
+        "after the wait": len(after),
+        "launch after the wait": sum(x.kind == "launch" for x in after),
+    }
+    assert count[kind] <= before / 2
+
+
+def test_fp32_products_have_one_tile_of_rows() -> None:
+    """Whatever N is, the library gets the same shapes, so a row has the same bits; 16-bit ones have whole chunks."""
+    for n in (512, 1024, 4096):
+        with taped() as tape, torch.no_grad():
+            linear_logprob(tensor(n, 64), tensor(1000, 64), OnGPU(torch.zeros(n, dtype=torch.long)))
+        assert {x.shape[0] for x in tape.of("product")} == {plan.TILE_ROWS}
+    assert min(x.shape[0] for x in scored().of("product")) >= 1024

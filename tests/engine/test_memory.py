@@ -1,0 +1,116 @@
+"""The workspace is bounded, whatever the number of tokens and the vocabulary, and the documented formula holds.
+
+docs/design.md, "Memory": with R the rows of a chunk, n the counted tokens and s the share with gradient, beyond what
+the caller holds and the gradients it gets, a call takes
+
+    R (V + H) + max(scratch, weight slice)   (at most `workspace_bytes`)
+  + s n H                                (d hidden, in fp32, until the backward: one pass and frozen head)
+  + V H                                  (d weight, in fp32, until the backward: one pass; within it: two passes)
+
+elements of the accumulator.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_kernels
+from grpo_kernels.engine.plan import FEW_ROWS, chunk_rows, padded_rows
+from tests.support.measure import AllocationWatcher
+
+MIB = 2**20
+
+
+def inputs(n: int, h: int, v: int, dtype: torch.dtype, zero: float) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    advantages = torch.ones(8)
+    advantages[: int(8 * zero)] = 0.0
+    return (
+        torch.randn(8, n // 8, h, generator=g).to(dtype).requires_grad_(),
+        torch.randn(v, h, generator=g).to(dtype).requires_grad_(),
+        torch.randint(v, (8, n // 8), generator=g),
+        torch.ones(8, n // 8),
+        advantages,
+    )
+
+
+SHAPES = [  # N, H, V, workspace, dtype, share of sequences with advantage 0
+    (4096, 32, 8192, 8 * MIB, torch.float32, 0.0),
+    (2048, 64, 30011, 16 * MIB, torch.float32, 0.5),
+    (8192, 16, 1000, 2 * MIB, torch.float32, 0.25),
+    (2048, 128, 50257, 12 * MIB, torch.bfloat16, 0.0),
+    (2048, 24, 12345, 8 * MIB, torch.float64, 0.0),
+]
+
+
+@pytest.mark.parametrize(("n", "h", "v", "workspace", "dtype", "zero"), SHAPES)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_peak_and_largest_allocation(
+    n: int, h: int, v: int, workspace: int, dtype: torch.dtype, zero: float, engine: str
+) -> None:
+    args = inputs(n, h, v, dtype, zero)
+    size = 8 if dtype == torch.float64 else 4
+    with AllocationWatcher() as watch:
+        out = grpo_kernels.grpo_loss(*args, engine=engine, workspace_bytes=workspace)
+        forward_peak = watch.peak
+        out.loss.backward()
+    assert watch.largest < n * v / 8
+
+    stored = int(n * (1 - zero)) * h * size + v * h * size
+    vectors = 40 * n * size  # per-token numbers
+    bound = workspace + vectors + (stored if engine == "one_pass" else 0)
+    assert forward_peak <= bound
+    # the chunk is as large as the budget lets it be: within 5 % of the formula
+    assert forward_peak >= 0.95 * (bound - vectors) - 2 * v * size
+    returned = n * h * dtype.itemsize + v * h * dtype.itemsize
+    assert watch.peak <= workspace + vectors + stored + returned
+
+
+def test_scoring_at_the_default_budget_holds_no_eighth_of_the_logits() -> None:
+    n, h, v = 8192, 4, 151936
+    hidden, weight, ids = torch.randn(n, h), torch.randn(v, h), torch.randint(v, (n,))
+    with AllocationWatcher() as watch:
+        grpo_kernels.linear_logprob(hidden, weight, ids)
+    assert watch.largest < n * v / 8
+    assert watch.peak <= grpo_kernels.engine.memory.WORKSPACE_BYTES + 40 * n * 4
+
+
+@pytest.mark.parametrize("budget", [7, 8, 10])
+def test_small_budgets_hold(budget: int) -> None:
+    """Padding of small chunks included."""
+    hidden, weight, ids = torch.randn(64, 8), torch.randn(100_000, 8), torch.randint(100_000, (64,))
+    with AllocationWatcher() as watch:
+        grpo_kernels.linear_logprob(hidden, weight, ids, workspace_bytes=budget * MIB)
+    assert watch.peak <= budget * MIB + 40 * 64 * 4
+
+
+def test_a_budget_below_one_row_still_works() -> None:
+    args = inputs(64, 8, 1000, torch.float32, 0.0)
+    small = grpo_kernels.grpo_loss(*args, workspace_bytes=1)
+    large = grpo_kernels.grpo_loss(*args)
+    torch.testing.assert_close(small.loss, large.loss)
+
+
+def test_saved_for_backward_is_little() -> None:
+    """Two passes keep per-token numbers only: at most the inputs and 8 numbers a token."""
+    args = inputs(1024, 32, 5000, torch.float32, 0.0)
+    saved: dict[int, int] = {}
+    given = {x.untyped_storage()._cdata for x in args}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in given:
+            saved[storage._cdata] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        grpo_kernels.grpo_loss(*args, engine="two_pass")
+    assert 0 < sum(saved.values()) <= 8 * 1024 * 8
+
+
+@pytest.mark.parametrize(("row", "budget", "scratch"), [(10, 1000, 0), (7, 1000, 333), (5, 3, 0), (8, 800, 16)])
+def test_chunk_rows_fills_the_budget(row: int, budget: int, scratch: int) -> None:
+    rows = chunk_rows(row, budget, lambda m: scratch)
+    assert rows == FEW_ROWS or padded_rows(rows) * row + scratch <= budget
+    assert padded_rows(rows + 1) * row + scratch > budget

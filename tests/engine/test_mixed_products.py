@@ -1,0 +1,138 @@
+"""What only CUDA does, acted out on a CPU: 16-bit operands into fp32 results, rows in whole tiles, groups of chunks.
+
+`torch.mm(..., out_dtype=)` does not exist on a CPU; operands of 16 bits converted to fp32 are its specification.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import LoRA, linear_logprob
+from grpo_kernels.engine import plan, products, slices, sweep
+from tests.call.test_differential import allowed_engines, run
+from tests.support.adapter_case import check_adapter
+from tests.support.case_builder import make_case
+from tests.support.cases import fixed_cases
+from tests.support.reference import reference_loss
+from tests.support.tolerance import assert_matches, bounds_of
+
+CASES = [c for c in fixed_cases() if c.hidden.dtype.itemsize == 2 and c.group in "ABCDG"]
+ENGINES = ("auto", "one_pass", "two_pass", "lean", "frozen")
+KILOBYTE = 2**10
+
+
+@pytest.fixture
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
+    """Returns the groups that were planned, as they are."""
+    seen: list[plan.Group] = []
+
+    def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+        assert left.dtype == right.dtype, "operands of one product have one dtype"
+        sizes = (left.itemsize, out.itemsize)
+        assert sizes[0] == sizes[1] or sizes == (2, 4), "a result is as precise as its operands, or fp32 of 16 bits"
+        found = left.to(out.dtype) @ right.to(out.dtype)
+        out.copy_(out + found if add else found)
+
+    def plan_groups(*args, **options) -> list[plan.Group]:
+        groups = plan.plan_groups(*args, **{**options, "on_gpu": True})
+        seen.extend(groups)
+        return groups
+
+    monkeypatch.setattr(products, "_takes_mixed_dtypes", lambda weight: True)
+    monkeypatch.setattr(products, "_product", product)
+    monkeypatch.setattr(sweep, "plan_groups", plan_groups)
+    monkeypatch.setattr(slices, "padded_rows", lambda n, on_gpu: plan.padded_rows(n, on_gpu=True))
+    monkeypatch.setattr(plan, "TILE_ROWS", 4)
+    monkeypatch.setattr(plan, "LARGE_CHUNK_ROWS", 8)
+    monkeypatch.setattr(plan, "LEAST_CHUNK_ROWS", 4)
+    return seen
+
+
+@pytest.mark.parametrize("budget", [1, 4 * KILOBYTE, 16 * KILOBYTE, 2**29])
+@pytest.mark.parametrize("part", range(4))
+def test_equals_the_reference(like_cuda: list[plan.Group], part: int, budget: int) -> None:
+    assert len(CASES) >= 60
+    for case in CASES[part::4]:
+        case = case.but(workspace_bytes=budget)
+        reference = reference_loss(case)
+        bounds = bounds_of(reference, case)
+        for engine in ENGINES:
+            if engine == "auto" or engine in allowed_engines(case):
+                assert_matches(*run(case, engine), reference, case, bounds)
+    if budget == 4 * KILOBYTE:
+        assert any(len(group.chunks) > 1 for group in like_cuda)
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+@pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**14])
+def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
+    like_cuda: list[plan.Group], scale: float, engine: str
+) -> None:
+    """Advantages for which d logits in fp16 would be 0 without the factor they carry, and for which it is below 1."""
+    case = make_case("fp16 range", b=4, t=9, h=24, v=90, dtype=torch.float16, loss_type="grpo")
+    # products in fp16 by autocast; the weight's gradient is not rounded to it, so that its bits can be seen
+    case = case.but(advantages=case.advantages * scale, weight=case.weight.float())
+    reference = reference_loss(case)
+    with torch.autocast("cpu", torch.float16):
+        _, grads = run(case.but(workspace_bytes=8 * KILOBYTE), engine)
+    got, want = grads["weight"].double(), reference.d_weight
+    assert float((got - want).norm() / want.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_an_adapter_of_its_own_precision(
+    like_cuda: list[plan.Group], base: torch.dtype, dtype: torch.dtype, engine: str
+) -> None:
+    """Operands of a product have one dtype, which `like_cuda` asserts; only d logits and what meets them is rounded."""
+    check_adapter(base, dtype, engine=engine, gradient=2.0**-6)
+
+
+def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:
+    """fp32 does not go into fp64 results, nor do 16 bits."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight, a, b = (torch.randn(shape, generator=g) for shape in ((5, 8), (30, 8), (2, 8), (30, 2)))
+    weight, ids = weight.double(), torch.arange(5)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, *pair = (t.to(dtype) for t in (hidden, a, b))
+        leaves = [t.requires_grad_() for t in pair]
+        logps, _ = linear_logprob(hidden, weight, ids, lora=LoRA(*leaves, input=x))
+        logits = hidden.double() @ weight.T + (x @ leaves[0].T).double() @ leaves[1].double().T
+        want = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(logps, want)
+        for found, exact in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (logps, want)), strict=True):
+            torch.testing.assert_close(found, exact)
+
+
+def test_groups_cover_the_rows_once_and_start_at_tiles() -> None:
+    for n in (1, 5, 127, 128, 129, 1000, 8192, 70_000):
+        for budget in (1, 2**20, 2**26, 2**31):
+            groups = plan.plan_groups(
+                n,
+                budget,
+                chunk_row_bytes=4 * 1000,
+                group_row_bytes=2 * 1000,
+                grouped=True,
+                scratch_bytes=lambda rows: 0,
+                on_gpu=True,
+            )
+            assert [g.start for g in groups] == [0, *[g.stop for g in groups[:-1]]]
+            assert groups[-1].stop == n
+            for group in groups:
+                assert len(group) <= group.rows == plan.padded_rows(len(group), on_gpu=True)
+                assert [c.start for c in group.chunks] == [0, *[c.stop for c in group.chunks[:-1]]]
+                assert group.chunks[-1].stop == group.rows
+                used = max(c.stop - c.start for c in group.chunks) * 4000 + group.rows * 2000
+                assert used <= max(budget, 128 * 6000)
+            if budget >= 2**26:
+                assert all(g.start % 128 == 0 for g in groups)

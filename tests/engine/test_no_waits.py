@@ -1,0 +1,277 @@
+"""How often a call waits for the GPU, counted without one (`pretend_gpu.py`): no more than documented.
+
+While a CUDA graph is captured a wait is an error; what runs through here then, can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels
+from benchmarks.roofline.pretend_gpu import OnGPU, Waits, here, pretended
+from grpo_kernels import Expectation, LoRA, LossConfig, grpo_loss, linear_logprob
+from grpo_kernels.base import checks
+
+B, T, H, V = 2, 5, 8, 19
+MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+OFF_POLICY = LossConfig(loss_type="grpo")
+ALL_TERMS = LossConfig(loss_type="grpo", beta=0.1, entropy_coef=0.01)
+SEQUENCE = LossConfig(loss_type="grpo", importance_sampling_level="sequence")
+BOTH, HIDDEN, NEITHER = (True, True), (True, False), (False, False)
+# name -> config, what trains (hidden, weight), engine, waits of forward and backward with a mask
+CALLS = {
+    "one_pass": (OFF_POLICY, BOTH, "one_pass", (2, 0)),
+    "one_pass-on-policy": (OFF_POLICY, BOTH, "one_pass", (2, 0)),
+    "one_pass-all-terms": (ALL_TERMS, BOTH, "one_pass", (1, 0)),
+    "one_pass-all-terms-on-policy": (ALL_TERMS, BOTH, "one_pass", (1, 0)),
+    "one_pass-frozen-head": (ALL_TERMS, HIDDEN, "one_pass", (1, 0)),
+    "frozen": (OFF_POLICY, HIDDEN, "frozen", (2, 0)),
+    "frozen-coupled": (SEQUENCE, HIDDEN, "frozen", (2, 0)),
+    "two_pass": (SEQUENCE, BOTH, "two_pass", (1, 1)),
+    "two_pass-bonus": (replace(SEQUENCE, entropy_coef=0.01), BOTH, "two_pass", (1, 1)),
+    "two_pass-vespo": (LossConfig(loss_type="vespo"), BOTH, "two_pass", (1, 1)),
+    "two_pass-gmpo-top-entropy": (LossConfig(loss_type="gmpo", top_entropy_quantile=0.5), BOTH, "two_pass", (1, 1)),
+    "two_pass-off-policy-mask": (LossConfig(off_policy_mask_threshold=0.1), BOTH, "two_pass", (1, 1)),
+    "lean": (SEQUENCE, BOTH, "lean", (1, 1)),
+    "score": (ALL_TERMS, NEITHER, "score", (1, 0)),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+
+
+def batch(
+    *, dtype: torch.dtype = torch.float32, trains: tuple[bool, bool] = BOTH, there: bool = True
+) -> dict[str, Any]:
+    """Tensors of a call, `there` or on the CPU: the same numbers."""
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "hidden": torch.randn(B, T, H, generator=draw).to(dtype),
+        "weight": torch.randn(V, H, generator=draw).to(dtype),
+        "completion_ids": torch.randint(V, (B, T), generator=draw),
+        "advantages": torch.tensor([1.0, -0.5]),
+        "old_per_token_logps": -3 * torch.rand(B, T, generator=draw),
+        "ref_per_token_logps": -3 * torch.rand(B, T, generator=draw),
+    }
+    given = {name: OnGPU(x) if there else x for name, x in given.items()}
+    given["hidden"].requires_grad_(trains[0])
+    given["weight"].requires_grad_(trains[1])
+    return given
+
+
+def call(name: str, waits: Waits, *, there: bool = True, mask: Tensor | None = None, **options: Any) -> dict[str, Any]:
+    """Forward and backward: results, and under "waits" how many each of them had."""
+    config, trains, engine, _ = CALLS[name]
+    given = batch(there=there, trains=trains, **options)
+    if name.endswith("on-policy"):
+        del given["old_per_token_logps"]
+    waits.clear()
+    out = grpo_loss(**given, completion_mask=mask, config=config, engine=engine, backend="torch")
+    assert out.engine == engine
+    forward = len(waits)
+    if out.loss.requires_grad:
+        torch.autograd.backward(out.loss)
+    grads = {x: given[x].grad for x in ("hidden", "weight") if given[x].grad is not None}
+    results = {"loss": out.loss, "logps": out.per_token_logps, "entropies": out.entropies, **grads}
+    values = {key: here(x.detach()) for key, x in {**results, **out.metrics}.items()}
+    return {**values, "waits": (forward, len(waits) - forward)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CALLS)
+def test_captured(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask nothing waits, and the numbers are those of the CPU."""
+    want = call(name, Waits(), there=False, dtype=dtype)
+    with pretended(monkeypatch, capturing=True) as waits:
+        found = call(name, waits, dtype=dtype)
+    assert found.pop("waits") == want.pop("waits") == (0, 0)
+    assert found.keys() == want.keys()
+    for key, x in found.items():
+        if key == "rows/gradient":  # captured, all rows go through the products
+            continue
+        rounding = 1e-5 if dtype == torch.float32 else 2e-2  # d logits in bf16
+        torch.testing.assert_close(x, want[key], rtol=rounding, atol=rounding, msg=key, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_waits_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = call(name, Waits(), there=False, mask=MASK)
+    with pretended(monkeypatch) as waits:
+        found = call(name, waits, mask=OnGPU(MASK))
+    assert found.pop("waits") == CALLS[name][3]
+    del want["waits"]
+    torch.testing.assert_close(found, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["one_pass", "score"])
+def test_a_mask_of_floats_is_looked_at_in_the_same_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = call(name, Waits(), there=False, mask=MASK)
+    with pretended(monkeypatch) as waits:
+        found = call(name, waits, mask=OnGPU(-0.5 * MASK))
+        assert found.pop("waits") == CALLS[name][3]
+        checks.warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="completion_mask: -inf counts"):
+            odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
+        with pytest.raises(ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"):
+            call(name, waits, mask=OnGPU(MASK / MASK))
+        given = [batch()[x].detach() for x in ("hidden", "weight", "completion_ids")]
+        with pytest.raises(ValueError, match=r"^mask: expected 0 or a number that is not, got nan"):
+            linear_logprob(*given, mask=OnGPU(MASK / MASK), backend="torch")
+    del want["waits"], odd["waits"]
+    torch.testing.assert_close(found, want, equal_nan=True)
+    torch.testing.assert_close(odd, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_waits_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as waits:
+        found = call(name, waits)["waits"]
+    forward, backward = CALLS[name][3]
+    assert found == (forward - 1, backward)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_packed_reads_its_bounds_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = torch.tensor([0, 4, 10])
+    with pretended(monkeypatch) as waits:
+        given = {name: x.detach() for name, x in batch().items()}
+        given |= {name: x.flatten(0, 1) for name, x in given.items() if name not in ("weight", "advantages")}
+        bounds = OnGPU(bounds) if device == "cuda" else bounds
+        grpo_loss(**given, completion_mask=None, cu_seqlens=bounds, config=SEQUENCE, backend="torch")
+    assert waits == (["tolist"] if device == "cuda" else [])
+
+
+@pytest.mark.parametrize("number", [7, 7.0, torch.tensor(7), "there"])
+def test_num_items(number: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on the device is not read, one on the CPU does not go there."""
+    with pretended(monkeypatch) as waits:
+        number = OnGPU(torch.tensor(7)) if number == "there" else number
+        given = batch(trains=NEITHER)
+        grpo_loss(**given, completion_mask=None, num_items_in_batch=number, backend="torch")
+    assert len(waits) == 0
+
+
+def test_custom_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    @grpo_kernels.token_level
+    def rowwise(tokens: grpo_kernels.TokenInputs) -> Tensor:
+        return -tokens.advantages * tokens.logps
+
+    def whole(tokens: grpo_kernels.TokenInputs) -> Tensor:
+        return -tokens.advantages * tokens.logps / tokens.mask.sum()
+
+    # the first call verifies that tokens are not coupled
+    for objective, expected in ((rowwise, (2, 0)), (rowwise, (1, 0)), (whole, (1, 1))):
+        with pretended(monkeypatch) as waits:
+            out = grpo_loss(**batch(), completion_mask=OnGPU(MASK), objective=objective, backend="torch")
+            forward = len(waits)
+            torch.autograd.backward(out.loss)
+            assert (forward, len(waits) - forward) == expected
+
+
+def constant(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Tensor:
+    return torch.full_like(logps, 0.5)
+
+
+HALF = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 0]], dtype=torch.bool)
+RISING = torch.arange(5.0).expand(B, T)
+# what trains, expectation, gradient of the logps and factor of the entropies -> waits of forward and backward
+LOGPROBS = {
+    "score": (NEITHER, None, MASK, 0.0, (1, 0)),
+    "two_pass": (BOTH, None, MASK, 1.0, (1, 1)),
+    "two_pass-logps": (BOTH, None, MASK, 0.0, (1, 1)),
+    "frozen": (HIDDEN, None, MASK, 0.0, (1, 0)),
+    "frozen-entropies": (HIDDEN, None, MASK, 1.0, (1, 2)),
+    "right": (BOTH, Expectation(constant), MASK, 0.0, (1, 1)),
+    "right-some": (BOTH, Expectation(constant, graded=HALF), HALF, 0.0, (2, 1)),
+    "wrong": (BOTH, Expectation(constant), RISING, 0.0, (1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LOGPROBS)
+def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask. What is expected costs a look at what came, and, where it was wrong, one at how much."""
+    trains, expected, gradient, of_entropies, documented = LOGPROBS[name]
+    with pretended(monkeypatch) as waits:
+        given = batch(trains=trains)
+        if expected is not None and expected.graded is not None:
+            expected = replace(expected, graded=OnGPU(expected.graded))
+        logps, entropies = linear_logprob(
+            given["hidden"],
+            given["weight"],
+            given["completion_ids"],
+            mask=OnGPU(MASK),
+            expected=expected,
+            backend="torch",
+        )
+        assert entropies is not None
+        forward = len(waits)
+        loss = (logps * OnGPU(gradient)).sum()
+        if of_entropies:
+            loss = loss + of_entropies * entropies.sum()
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+    assert (forward, len(waits) - forward) == documented
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "some"])
+def test_an_adapter_costs_no_wait(mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch, capturing=mask is None) as waits:
+        given = batch(trains=HIDDEN)
+        lora = LoRA(OnGPU(torch.randn(3, H)).requires_grad_(), OnGPU(torch.randn(V, 3)))
+        logps, _ = linear_logprob(
+            given["hidden"],
+            given["weight"],
+            given["completion_ids"],
+            mask=None if mask is None else OnGPU(mask),
+            lora=lora,
+            entropy=False,
+            engine="two_pass",
+            backend="torch",
+        )
+        torch.autograd.backward(logps.sum())
+        assert len(waits) == (0 if mask is None else 2)  # as without one
+        assert lora.a.grad is not None
+
+
+def test_captured_linear_logprob(monkeypatch: pytest.MonkeyPatch) -> None:
+    for trains in (BOTH, HIDDEN):
+        with pretended(monkeypatch, capturing=True):
+            given = batch(trains=trains)
+            logps, entropies = linear_logprob(
+                given["hidden"], given["weight"], given["completion_ids"], backend="torch", engine="two_pass"
+            )
+            assert entropies is not None
+            torch.autograd.backward((logps + entropies).sum())
+
+
+def test_an_id_that_does_not_exist_makes_its_row_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To raise would take a wait."""
+    with pretended(monkeypatch) as waits:
+        given = batch(trains=NEITHER)
+        given["completion_ids"] = OnGPU(torch.tensor([[0, V, 1, 2, 3], [4, 5, -1, 6, 7]]))
+        logps, _ = linear_logprob(given["hidden"], given["weight"], given["completion_ids"], backend="torch")
+    assert waits == []
+    assert here(logps).isnan().nonzero().tolist() == [[0, 1], [1, 2]]
+
+
+def test_a_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(x: Tensor) -> list[Any]:
+        return [
+            x.sum().item(),
+            bool(x.any()),
+            x[x > 0],
+            x.nonzero(),
+            x.tolist(),
+            x.cpu(),
+            torch.tensor([1], device=x.device),
+        ]
+
+    with pretended(monkeypatch) as waits:
+        reads(OnGPU(torch.arange(3.0)))
+    assert len(waits) == 7
+    with pretended(monkeypatch, capturing=True), pytest.raises(RuntimeError, match="while a graph is captured"):
+        reads(OnGPU(torch.arange(3.0)))

@@ -1,0 +1,139 @@
+"""The gradient by slices of the vocabulary (`lean`): its workspace is the budget, and d weight is written once.
+
+Beyond what the caller holds a backward takes the workspace, d hidden (n, H) in fp32, the gradients it returns, and some
+forty numbers a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from benchmarks.roofline.pretend_gpu import OnGPU, pretended
+from grpo_kernels import LoRA, linear_logprob
+from tests.support.measure import AllocationWatcher
+
+MIB = 2**20
+# N, H, V, workspace
+SHAPES = [
+    (4096, 32, 8192, 8 * MIB),
+    (1024, 256, 6000, 6 * MIB),
+    (64, 512, 8000, 4 * MIB),  # the slice of d weight takes most
+    (2048, 512, 1000, 4 * MIB),  # all hidden states alone would take the budget
+    (10000, 16, 500, 2 * MIB),  # more rows than are taken at a time
+]
+PRETENDED = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+
+
+def head(n: int, h: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(n, h, generator=g).to(dtype), torch.randn(v, h, generator=g).to(dtype)
+    return hidden, weight, torch.randint(v, (n,), generator=g)
+
+
+def peak_of_backward(leaves: list[Tensor], ids: Tensor, budget: int, **options: Any) -> int:
+    """The most bytes that the backward makes at once, with those it returns."""
+    hidden, weight = (x.requires_grad_() for x in leaves)
+    logps, _ = linear_logprob(hidden, weight, ids, engine="lean", workspace_bytes=budget, entropy=False, **options)
+    upstream = torch.ones_like(logps)
+    with AllocationWatcher() as watch:
+        torch.autograd.backward(logps, upstream)
+    return watch.peak
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "h", "v", "budget"), SHAPES)
+def test_stays_within_its_budget(n: int, h: int, v: int, budget: int, dtype: torch.dtype, backend: str) -> None:
+    hidden, weight, ids = head(n, h, v, dtype)
+    peak = peak_of_backward([hidden, weight], ids, budget, backend=backend)
+    stored = n * h * 4 + v * h * dtype.itemsize
+    vectors = 40 * n * 4
+    assert peak <= budget + stored + n * h * dtype.itemsize + vectors
+    assert peak >= 0.6 * min(budget, 4 * n * v) + stored  # and makes use of it
+
+
+@PRETENDED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "h", "v", "budget"), SHAPES)
+def test_stays_within_its_budget_on_a_gpu(
+    n: int, h: int, v: int, budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16-bit d logits beside the logits, and rows in whole tiles."""
+    with pretended(monkeypatch):
+        hidden, weight, ids = map(OnGPU, head(n, h, v, dtype))
+        peak = peak_of_backward([hidden, weight], ids, budget, backend="torch")
+    stored = n * h * 4 + v * h * dtype.itemsize
+    assert peak <= budget + stored + n * h * dtype.itemsize + 40 * n * 4
+    assert peak >= 0.6 * min(budget, 4 * n * v) + stored
+
+
+def test_an_adapter_is_counted() -> None:
+    n, h, v, r, budget = 2048, 64, 4000, 64, 6 * MIB
+    hidden, weight, ids = head(n, h, v, torch.bfloat16)
+    a, b = torch.randn(r, h).requires_grad_(), torch.randn(v, r).requires_grad_()
+    peak = peak_of_backward([hidden, weight], ids, budget, lora=LoRA(a, b))
+    of_rows = n * (h + r) * 4 + n * h * (2 + 2 + 4) + n * r * 4  # sums; hidden's gradient, and of the adapter's input
+    assert peak <= budget + of_rows + v * h * 2 + v * r * 4 + 40 * n * 4
+
+
+@pytest.mark.parametrize("budget", [1, 2**16, 2**29])  # of the least blocks and slices, some of each, one of each
+def test_equals_two_passes(budget: int) -> None:
+    """Blocks of rows and slices of the vocabulary, with a bias, a temperature a row and the entropy's gradient."""
+    n, h, v = 50, 6, 300
+    g = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(shape, generator=g).double().requires_grad_() for shape in ((n, h), (v, h), (v,))]
+    ids, temperature = torch.randint(v, (n,), generator=g), 0.5 + torch.rand(n, generator=g, dtype=torch.float64)
+    found = []
+    for engine in ("lean", "two_pass"):
+        logps, entropy = linear_logprob(
+            leaves[0], leaves[1], ids, bias=leaves[2], temperature=temperature, engine=engine, workspace_bytes=budget
+        )
+        assert entropy is not None
+        found.append(torch.autograd.grad((logps * torch.arange(n) + entropy).sum(), leaves))
+    for lean, two_pass in zip(*found, strict=True):
+        torch.testing.assert_close(lean, two_pass, rtol=1e-10, atol=1e-12)
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of matrices (more than `rows`, `width`) that are read or written, but for those of products."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.rows, self.width, self.total = rows, width, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "empty", "empty_like", "new_empty") or func.is_view:
+            return out
+        for x in {id(x): x for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor)}.values():
+            if x.shape[1:] == (self.width,) and x.shape[0] > self.rows:
+                in_place = name.endswith("_") and name != "copy_" and x is args[0]
+                self.total += (2 if in_place else 1) * x.numel() * x.element_size()
+        return out
+
+
+@PRETENDED
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.bfloat16, 6), (torch.float16, 6), (torch.float32, 0)],  # of fp32 a product writes the gradient
+)
+def test_bytes_of_an_element_of_d_weight(dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides what the products read and write: a sum in fp32 is read once, and the gradient written once."""
+    n, h, v = 64, 40, 2048  # rows are padded to 128
+    with pretended(monkeypatch):
+        hidden, weight, ids = map(OnGPU, head(n, h, v, dtype))
+        weight.requires_grad_()
+        logps, _ = linear_logprob(
+            hidden, weight, ids, engine="lean", workspace_bytes=MIB, entropy=False, backend="torch"
+        )
+        upstream = torch.ones_like(logps)
+        with Moved(128, h) as moved:
+            torch.autograd.backward(logps, upstream)
+    assert moved.total == most * v * h

@@ -1,0 +1,1 @@
+"""Heads: modules and adapters."""

@@ -1,0 +1,1 @@
+"""Trainers, and the models of transformers."""

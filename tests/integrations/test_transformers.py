@@ -1,0 +1,226 @@
+"""The helper for transformers' models against what the models themselves say: logits, log_softmax, gather."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from grpo_kernels import GRPOLoss
+from grpo_kernels.integrations.transformers import HeadSpec, causal_lm_loss, completion_logprobs, describe_head
+from tests.support import tiny_architectures as tiny
+
+# Their attention masks are no masks in float64: padding makes NaN there.
+DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
+BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-6}  # some models round their logits to float32
+TRAINED = ("gemma2", "minicpm3", "cohere", "falcon_h1", "gpt_oss", "gptj", "gpt2", "bert")
+
+
+def text_batch() -> tuple[Tensor, Tensor]:
+    """ids (3, 12) and their attention mask: one sequence padded on the left, one on the right."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, tiny.VOCAB, (3, 12))
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :3] = 0
+    attention_mask[1, 10:] = 0
+    return ids, attention_mask
+
+
+def last_columns(attention_mask: Tensor, count: int = 5) -> Tensor:
+    """A completion mask (B, count), of different lengths."""
+    mask = attention_mask[:, -count:].clone()
+    mask[0, 3:] = 0
+    return mask
+
+
+def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: Any) -> None:
+    """Log-probabilities and entropies are the model's own where the mask counts, and 0 elsewhere."""
+    counted = completion_mask.bool()
+    bound = BOUNDS[next(model.parameters()).dtype]
+    with torch.no_grad():
+        want = [x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **inputs)]
+    got = completion_logprobs(model, ids, completion_mask=completion_mask, **inputs)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.shape == completion_mask.shape
+        assert ours.isfinite().all()
+        assert (ours == 0)[~counted].all()
+        torch.testing.assert_close(ours[counted].double(), theirs[counted], rtol=bound, atol=bound)
+    assert want[0][counted].std() > 0.2, "the distributions are too flat to tell one from another"
+
+
+@pytest.mark.parametrize("kind", tiny.TEXT)
+def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
+    model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
+    ids, attention_mask = text_batch()
+    assert_as_model(model, ids, last_columns(attention_mask), attention_mask=attention_mask)
+    head = describe_head(model)
+    assert head.weight is model.get_output_embeddings().weight
+    assert (head.bias is not None) == (kind in tiny.BIASED)
+    assert (head.constants != (1.0, None, None)) == (kind in tiny.SCALED)
+    anywhere = attention_mask * (torch.rand(ids.shape) < 0.5)  # turns of a conversation, over the whole sequence
+    anywhere[2, 1:3], anywhere[:, 0] = 1, 0
+    assert_as_model(model, ids, anywhere, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("kind", tiny.VISION)
+def test_vision_language_models(kind: str) -> None:
+    torch.manual_seed(1)
+    model, ids, inputs = tiny.VISION[kind]()
+    mask = torch.ones(2, 6)
+    mask[0, 4:] = 0
+    assert_as_model(model, ids, mask, **inputs)
+    seen = completion_logprobs(model, ids, completion_mask=mask, **inputs)[0]
+    other = {**inputs, "pixel_values": -inputs["pixel_values"]}
+    assert (completion_logprobs(model, ids, completion_mask=mask, **other)[0] - seen).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> None:
+    model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    counted, parameters = mask.bool(), [x for x in model.parameters() if x.requires_grad]
+
+    def gradients(logps: Tensor, entropies: Tensor) -> tuple[Tensor | None, ...]:
+        torch.manual_seed(2)
+        a, b = torch.randn(mask.shape), torch.randn(mask.shape)
+        loss = ((a * logps + b * entropies) * counted).sum()
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    ours = gradients(*completion_logprobs(model, ids, attention_mask, mask))
+    theirs = gradients(*(x[:, -5:] for x in tiny.plain_logprobs(model, ids, attention_mask=attention_mask)))
+    bound = 1e-3 if next(model.parameters()).dtype == torch.float32 else 1e-5
+    assert sum(x is not None for x in theirs) > len(parameters) // 2
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None and y is not None:
+            torch.testing.assert_close(x, y, rtol=bound, atol=bound * max(1.0, y.abs().max().item()))
+
+
+def test_the_loss_is_that_of_the_hidden_states() -> None:
+    model = tiny.text_model("granite")
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    torch.manual_seed(3)
+    inputs = {
+        "old_per_token_logps": -4 + torch.randn(3, 5).double(),
+        "ref_per_token_logps": -4 + torch.randn(3, 5).double(),
+    }
+    advantages = torch.tensor([1.0, -0.5, 0.3]).double()
+    fields: dict[str, Any] = {"loss_type": "grpo", "beta": 0.1, "temperature": 0.7}
+    out = causal_lm_loss(model, GRPOLoss(**fields), ids, attention_mask, mask, advantages, **inputs)
+    out.loss.backward()
+    ours = {name: x.grad.clone() for name, x in model.named_parameters()}
+    model.zero_grad()
+    hidden = model.model(input_ids=ids, attention_mask=attention_mask).last_hidden_state[:, -6:-1]
+    same = GRPOLoss(logit_scale=1 / 0.3, **fields)(
+        hidden, model.lm_head.weight, ids[:, -5:], mask, advantages, **inputs
+    )
+    same.loss.backward()
+    torch.testing.assert_close(out.loss, same.loss)
+    assert out.engine == same.engine
+    assert out.metrics.keys() == same.metrics.keys()
+    for name, x in model.named_parameters():
+        torch.testing.assert_close(ours[name], x.grad)
+
+
+def test_temperature_divides_what_the_cap_has_left() -> None:
+    model = tiny.text_model("gemma3_text")
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    got = completion_logprobs(model, ids, attention_mask, mask, temperature=0.4, entropy=False)
+    want, _ = tiny.plain_logprobs(model, ids, 0.4, attention_mask=attention_mask)
+    torch.testing.assert_close(got[0], want[:, -5:] * mask, rtol=1e-6, atol=1e-6)
+    assert got[1] is None
+
+
+def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
+    model = tiny.text_model("qwen3_moe")
+    ids, attention_mask = text_batch()
+    args = (model, GRPOLoss(), ids, attention_mask, last_columns(attention_mask), torch.tensor([1.0, -1.0, 0.5]))
+    plain = causal_lm_loss(*args).loss
+    aux_loss = model(input_ids=ids, attention_mask=attention_mask, output_router_logits=True).aux_loss.double()
+    with_aux = causal_lm_loss(*args, output_router_logits=True).loss
+    torch.testing.assert_close(with_aux - plain, model.config.router_aux_loss_coef * aux_loss)
+    twice = causal_lm_loss(*args, output_router_logits=True, router_aux_loss_coef=2.0).loss
+    torch.testing.assert_close(twice - plain, 2.0 * aux_loss)
+
+
+def body_calls(model: Any) -> list[bool]:
+    """A list that grows with every forward of the model's body: whether it filled a cache."""
+    calls: list[bool] = []
+
+    def call(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        calls.append(output.past_key_values is not None)
+
+    model.base_model.register_forward_hook(call, with_kwargs=True)
+    return calls
+
+
+def test_the_check_costs_nothing_and_leaves_nothing() -> None:
+    model = tiny.text_model("gemma3_text").train()
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    calls, attributes, random = body_calls(model), set(vars(model.lm_head)), torch.get_rng_state()
+    hooks = len(model.lm_head._forward_hooks)
+    first = completion_logprobs(model, ids, attention_mask, mask)[0]
+    again = completion_logprobs(model, ids, attention_mask, mask)[0]
+    assert calls == [False, False]
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(x.training for x in model.modules())
+    assert "forward" not in vars(model)
+    assert set(vars(model.lm_head)) == attributes
+    assert len(model.lm_head._forward_hooks) == hooks
+    assert model(input_ids=ids).logits.shape == (3, 12, tiny.VOCAB)
+
+
+def test_a_config_that_is_wrong_or_changes_is_measured() -> None:
+    model = tiny.text_model("hyperclovax")  # its logits_scaling is a factor; elsewhere the name is a divisor
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    assert describe_head(model).logit_scale == pytest.approx(1 / 3)
+    calls = body_calls(model)
+    for expected in (2, 3):
+        completion_logprobs(model, ids, attention_mask, mask)
+        assert len(calls) == expected
+    assert describe_head(model) == HeadSpec(model.lm_head, 3.0)
+    model.config.logits_scaling = 0.4
+    assert_as_model(model, ids, mask, attention_mask=attention_mask)
+    assert describe_head(model).logit_scale == pytest.approx(0.4)
+
+
+def test_padding_rows_of_the_head_are_cut_off_as_the_model_does() -> None:
+    model = tiny.text_model("llama")
+    forward = model.forward
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits[..., :90]
+        return output
+
+    model.forward = cut
+    ids, attention_mask = text_batch()
+    assert_as_model(model, ids.clamp(max=89), last_columns(attention_mask), attention_mask=attention_mask)
+    assert describe_head(model).vocab_size == 90
+    assert model.forward is cut
+
+
+def test_bfloat16_and_autocast() -> None:
+    model = tiny.text_model("gemma3_text", torch.bfloat16)
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    logps = completion_logprobs(model, ids, attention_mask, mask)[0]
+    assert logps.dtype == torch.float32
+    want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
+    assert (logps - want)[mask.bool()].abs().max() < 0.05
+    model = tiny.text_model("gemma3_text", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logps = completion_logprobs(model, ids, attention_mask, mask)[0]
+        want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
+    assert logps.dtype == torch.float32
+    assert (logps - want)[mask.bool()].abs().max() < 0.05

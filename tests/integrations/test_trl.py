@@ -1,0 +1,187 @@
+"""TRL's trainers with our head against TRL's own: same losses, gradients and metrics, fewer products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+import trl
+import trl.trainer.utils as trl_utils
+
+from benchmarks import head_flops, parity, tiny_models
+from grpo_kernels import Expectation
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.integrations.trl import hook as trl_hook
+from grpo_kernels.integrations.trl import trainer as integration
+
+THEIRS = trl_utils._ChunkedLogProbFunction
+TWICE = {"num_iterations": 2, "beta": 0.04}
+CASES = [
+    parity.Case("defaults"),
+    parity.Case("dapo, beta, two iterations", TWICE),
+    parity.Case("grpo, beta", {"loss_type": "grpo", "beta": 0.04}),
+    parity.Case("bnpo, two iterations", {"loss_type": "bnpo", "num_iterations": 2}),
+    parity.Case("dr_grpo, sequence", parity.loss_options("dr_grpo", "sequence", **TWICE)),
+    parity.Case("grpo, sequence, entropy bonus", {**parity.loss_options("grpo", "sequence"), "entropy_coef": 0.01}),
+    parity.Case("cispo", parity.loss_options("cispo", **TWICE)),
+    parity.Case("sapo", {"loss_type": "sapo", **TWICE}),
+    parity.Case("luspo, sequence", parity.loss_options("luspo", "sequence", **TWICE)),
+    parity.Case("vespo, ratios", parity.loss_options("vespo", **TWICE), mixin="ratio"),
+    parity.Case("ratios", TWICE, mixin="ratio"),
+    parity.Case("tools", TWICE, mixin="tools"),
+    parity.Case("entropy bonus", {"entropy_coef": 0.01, "steps_per_generation": 4}),
+    parity.Case("top-entropy mask", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}),
+    parity.Case("off-policy mask", {"off_policy_mask_threshold": 0.5}, mixin="sampling"),
+    parity.Case("LoRA", {"learning_rate": 1e-2, **TWICE}, lora=True),
+    # Adam's first steps make directions of a gradient's last bits, and a saturated cap many small gradients: another
+    # order of roundings shows (4.1e-5 with the C++ kernels, 1.9e-6 with torch), though both are as near to float64
+    parity.Case("soft-capping", TWICE, kind="softcap", tolerance=1e-4),
+    parity.Case("logit scale", TWICE, kind="logit_scale"),
+    parity.Case("bias", TWICE, kind="bias"),
+    parity.Case("fp32 head in bf16", {"cast_lm_head_to_fp32": True}, dtype="bfloat16", tolerance=2e-2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_training_is_the_same(case: parity.Case) -> None:
+    result = parity.run(case, steps=4)
+    assert result.steps == 4
+    assert result.loss <= case.tolerance
+    assert result.grad_norm <= case.tolerance
+    assert result.metric <= case.tolerance, result.worst
+    assert trl_utils._ChunkedLogProbFunction is THEIRS
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["every position", "labelled rows"])
+def test_head_flops_of_default_options(compact: bool) -> None:
+    stock = head_flops.count(trl.GRPOTrainer, compact=compact)
+    ours = head_flops.count(FusedGRPOTrainer, compact=compact)
+    assert stock.flops == 8 * stock.rows * stock.size
+    assert (ours.rows, ours.scored, ours.live) == (stock.rows, stock.scored, stock.live)
+    assert 0 < ours.live < ours.scored
+    assert ours.flops == (6 * ours.live + 2 * (ours.scored - ours.live)) * ours.size
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.01},
+        {"entropy_coef": 0.01, "steps_per_generation": 4},
+        {"entropy_coef": 0.01, "loss_type": "grpo", "num_iterations": 2, "beta": 0.04},
+        {
+            "loss_type": "dr_grpo",
+            "importance_sampling_level": "sequence",
+            "beta": 0.04,
+            "use_bias_correction_kl": False,
+        },
+        {"loss_type": "cispo", "epsilon_high": 1.05, "num_iterations": 2, "beta": 0.04},
+    ],
+    ids=str,
+)
+def test_no_row_is_computed_twice_where_the_gradient_can_be_foreseen(options: dict[str, Any]) -> None:
+    ours = head_flops.count(FusedGRPOTrainer, **options)  # beta or the bonus: every row carries gradient
+    assert ours.flops == 6 * ours.scored * ours.size
+
+
+def test_coupled_coefficients_cost_a_second_pass_at_most() -> None:
+    options = parity.loss_options("grpo", "sequence", num_iterations=2)
+    ours = head_flops.count(FusedGRPOTrainer, **options)
+    assert 2 * ours.scored < ours.flops / ours.size <= 2 * ours.scored + 6 * ours.live
+
+
+def test_tool_tokens_are_not_projected() -> None:
+    with_tools = parity.mixed(parity.Case("tools", mixin="tools"), FusedGRPOTrainer)
+    plain, ours = (head_flops.count(trainer, steps=1, beta=0.04) for trainer in (FusedGRPOTrainer, with_tools))
+    assert plain.scored == ours.scored  # the same completions
+    assert plain.flops == 6 * plain.scored * plain.size
+    assert ours.flops % (6 * ours.size) == 0
+    assert 0.6 * plain.flops < ours.flops < 0.95 * plain.flops
+
+
+def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = parity.Case("defaults", TWICE)
+    asked = []
+
+    def wrong(config: Any, *, completion_mask: torch.Tensor, **_: Any) -> Expectation:
+        asked.append(config)
+        generator = torch.Generator().manual_seed(len(asked))
+        drawn = torch.randn(completion_mask.numel(), generator=generator)
+        return Expectation(lambda index, logps, entropies: drawn[index])
+
+    monkeypatch.setattr(integration, "policy_expectation", wrong)
+    assert parity.run(case, steps=3).equal
+    assert len(asked) == 6  # every micro-batch
+
+
+def test_a_subclass_keeps_its_own_loss() -> None:
+    class Doubled:
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            return 2 * super()._compute_loss(model, inputs)  # type: ignore[misc]
+
+    class Before(Doubled, FusedGRPOTrainer):
+        pass
+
+    class DoubledTrainer(Doubled, trl.GRPOTrainer):
+        pass
+
+    class After(integration.FusedLossMixin, DoubledTrainer):
+        pass
+
+    stock = _history(DoubledTrainer)
+    for ours in (Before, After):
+        assert max(parity.differences(stock, _history(ours)).values()) <= parity.TOLERANCE
+
+
+def test_gmpo_keeps_its_own_loss() -> None:
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    class FusedGMPOTrainer(integration.FusedLossMixin, GMPOTrainer):
+        pass
+
+    stock, ours = (_history(c, config_class=GMPOConfig, **TWICE) for c in (GMPOTrainer, FusedGMPOTrainer))
+    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+
+
+def _history(trainer_class: type, steps: int = 3, **options: Any) -> list[dict[str, float]]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return tiny_models.train(trainer_class, tiny_models.config(folder, steps, **options)).steps
+
+
+def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changed:
+        apply = THEIRS.apply
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, something: Any) -> Any: ...
+
+    stock = _history(trl.GRPOTrainer, steps=2)
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Changed)
+    with pytest.warns(UserWarning, match="TRL works unchanged"):
+        trl_hook.warn_incompatible()
+    assert parity.differences(stock, _history(FusedGRPOTrainer, steps=2)) == dict.fromkeys(stock[0], 0.0)
+
+
+def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advantages of shape (B, 1): TRL's loss broadcasts them, so nothing is foreseen, and the loss is TRL's."""
+
+    class Columns:
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            return scored | {"advantages": scored["advantages"].unsqueeze(1)}
+
+    class Stock(Columns, trl.GRPOTrainer):
+        pass
+
+    class Ours(Columns, FusedGRPOTrainer):
+        pass
+
+    warned: list[str] = []
+    monkeypatch.setattr(integration.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
+    ours = _history(Ours)
+    assert any("not foreseen: advantages: expected shape" in text for text in warned)
+    assert max(parity.differences(_history(Stock), ours).values()) <= parity.TOLERANCE

@@ -1,0 +1,253 @@
+"""The hook in TRL's fused head: the op itself, patching every trainer and undoing it, and a TRL that is not known."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+import trl
+import trl.trainer.utils as trl_utils
+from datasets import Dataset
+
+from benchmarks import parity, tiny_models
+from grpo_kernels.integrations.trl import hook as trl_hook
+from grpo_kernels.integrations.trl import patch_trl, unpatch_trl
+
+THEIRS = trl_utils._ChunkedLogProbFunction
+
+
+def _preferences() -> Dataset:
+    prompts = tiny_models.dataset(16)["prompt"]
+    better, worse = ([f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50))
+    return Dataset.from_dict({"prompt": list(prompts), "chosen": better, "rejected": worse})
+
+
+def _labelled() -> Dataset:
+    pairs = _preferences()
+    both = [(p, c, i % 2 == 0) for i, (p, c) in enumerate(zip(pairs["prompt"], pairs["chosen"], strict=True))]
+    prompts, completions, labels = zip(*both, strict=True)
+    return Dataset.from_dict({"prompt": list(prompts), "completion": list(completions), "label": list(labels)})
+
+
+def _others() -> dict[str, tuple[type, Any, dict[str, Any]]]:
+    texts = Dataset.from_dict({"text": [f"{p} w5 w9" for p in tiny_models.dataset(16)["prompt"]]})
+    rl = {"gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 8}
+    return {
+        "SFT": (trl.SFTTrainer, trl.SFTConfig, {"train_dataset": texts}),
+        "DPO": (trl.DPOTrainer, trl.DPOConfig, {"train_dataset": _preferences()}),
+        "KTO": (trl.KTOTrainer, trl.KTOConfig, {"train_dataset": _labelled()}),
+        "RLOO": (trl.RLOOTrainer, lambda **o: trl.RLOOConfig(**o, **rl), {"reward_funcs": tiny_models.reward}),
+    }
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "RLOO"])
+def test_patched_trainers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer_class, config_class, arguments = _others()[name]
+    calls = []
+    ours = trl_hook.FusedHead.apply
+    monkeypatch.setattr(trl_hook.FusedHead, "apply", staticmethod(lambda *a: calls.append(len(a)) or ours(*a)))
+
+    def trained() -> list[dict[str, float]]:
+        args = config_class(**tiny_models.common_options(str(tmp_path), steps=2))
+        return tiny_models.train(trainer_class, args, **arguments).steps
+
+    stock = trained()
+    assert not calls
+    with patch_trl() as done:
+        assert done
+        patched = trained()
+    assert calls
+    assert trl_utils._ChunkedLogProbFunction is THEIRS
+    for left, right in zip(stock, patched, strict=True):
+        # absolute too: DPO's and KTO's figures are differences of whole sequences' log-probabilities
+        assert right == pytest.approx(left, rel=parity.TOLERANCE, abs=parity.TOLERANCE, nan_ok=True)
+
+
+def test_patch_and_unpatch() -> None:
+    unpatch_trl()  # nothing to undo
+    assert trl_utils._ChunkedLogProbFunction is THEIRS
+    assert patch_trl()
+    assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
+    with patch_trl() as again:  # changes nothing, so it undoes nothing
+        assert again
+    assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
+    unpatch_trl()
+    assert trl_utils._ChunkedLogProbFunction is THEIRS
+    unpatch_trl()
+    assert trl_utils._ChunkedLogProbFunction is THEIRS
+
+
+@pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_rounded_as_trls_are(kept_in: torch.dtype) -> None:
+    """TRL rounds logits, and the head before, to the dtype of the hidden states; ours only if they are asked to."""
+    hidden, weight, _, ids = _head_inputs()
+    hidden, weight = (
+        x.detach().to(dtype).requires_grad_() for x, dtype in ((hidden, torch.bfloat16), (weight, kept_in))
+    )
+    given = (hidden, weight, None, ids, 0.7, 32, 5.0, 0.5, ("log_probs", "entropy"))
+    logits = 5 * torch.tanh(0.5 * (hidden.double() @ weight.double().t()) / 5) / 0.7
+    exact = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0].detach()
+
+    def errors() -> list[float]:
+        ours, theirs = (op.apply(*given)[0] for op in (trl_utils._ChunkedLogProbFunction, THEIRS))
+        gradients = [torch.autograd.grad(x.sum(), weight)[0] for x in (ours, theirs)]
+        assert [x.dtype for x in gradients] == [kept_in, kept_in]
+        torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
+        return [float((ours.detach().double() - x).abs().max()) for x in (theirs.detach().double(), exact)]
+
+    with patch_trl(logits_dtype="input") as done:
+        assert done
+        from_theirs, from_exact = errors()
+        assert from_theirs < 1e-5 < 1e-3 < from_exact
+        with pytest.raises(ValueError, match="logits_dtype: expected 'input', that of the patch in force, got 'float"):
+            patch_trl()
+    with patch_trl():
+        from_theirs, from_exact = errors()
+        assert from_exact < 1e-5 < 1e-3 < from_theirs
+    with pytest.raises(ValueError, match="logits_dtype: expected one of float32, input, got 'bfloat16'"):
+        patch_trl(logits_dtype="bfloat16")
+    assert trl_utils._ChunkedLogProbFunction is THEIRS
+
+
+class _Renamed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, ids: Any, scale: float) -> Any: ...
+
+
+@pytest.mark.parametrize("found", [_Renamed, None], ids=["other signature", "no hook"])
+def test_an_unknown_trl_is_left_alone(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if found is None:
+        monkeypatch.delattr(trl_utils, "_ChunkedLogProbFunction")
+    else:
+        monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", found)
+    with pytest.warns(UserWarning, match="TRL works unchanged") as seen:
+        assert patch_trl() == False  # noqa: E712
+    assert len(seen) == 1
+    with trl_hook.hooked():
+        assert getattr(trl_utils, "_ChunkedLogProbFunction", None) is found
+    unpatch_trl()
+    assert getattr(trl_utils, "_ChunkedLogProbFunction", None) is found
+
+
+def _head_inputs(rows: int = 9, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, **options).requires_grad_()
+
+    ids = torch.randint(0, 50, (rows,), generator=generator)
+    return draw(rows, 16), draw(50, 16), draw(50), ids
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [("log_probs",), ("log_probs", "entropy"), trl_hook.OPTIONAL_OUTPUTS, ("is_top1",), ("mean_logits", "entropy")],
+    ids="-".join,
+)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+def test_the_op_returns_what_trl_returns(outputs: tuple[str, ...], with_bias: bool) -> None:
+    found = []
+    for op in (THEIRS, trl_hook.FusedHead):
+        hidden, weight, bias, ids = _head_inputs()
+        given = (hidden, weight, bias if with_bias else None, ids, 0.7, 32, 5.0, 0.5, outputs)
+        results = op.apply(*given)
+        assert len(results) == 5
+        total = results[0].sum() if results[1] is None else (results[0] - 0.3 * results[1]).sum()
+        total.backward()
+        assert (bias.grad is not None) == with_bias
+        found.append((*results, hidden.grad, weight.grad, bias.grad))
+    for theirs, ours in zip(*found, strict=True):
+        assert (theirs is None) == (ours is None)
+        if theirs is not None:
+            assert theirs.dtype == ours.dtype
+            assert theirs.requires_grad == ours.requires_grad
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("needs", ["hidden", "weight", "nothing"])
+def test_the_op_differentiates_what_is_asked(needs: str) -> None:
+    grads = []
+    for op in (THEIRS, trl_hook.FusedHead):
+        hidden, weight, _, ids = _head_inputs()
+        hidden.requires_grad_(needs == "hidden")
+        weight.requires_grad_(needs == "weight")
+        logps = op.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
+        assert logps.requires_grad == (needs != "nothing")
+        if logps.requires_grad:
+            logps.sum().backward()
+        grads.append((hidden.grad, weight.grad))
+    for theirs, ours in zip(*grads, strict=True):
+        assert (theirs is None) == (ours is None)
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_op_without_rows() -> None:
+    hidden, weight, bias, ids = _head_inputs(rows=0)
+    results = trl_hook.FusedHead.apply(hidden, weight, bias, ids, 1.0, 32)
+    assert all(x is not None and x.shape == (0,) for x in results)
+    results[0].sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_autocast_multiplies_in_its_dtype_and_keeps_fp32_gradients() -> None:
+    hidden, weight, _, ids = _head_inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logps = trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0]
+    logps.sum().backward()
+    rounded = (hidden.detach().bfloat16().float() @ weight.detach().bfloat16().float().t()).log_softmax(-1)
+    torch.testing.assert_close(logps.detach(), rounded.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in (hidden, weight))
+
+
+def test_a_partitioned_weight_is_gathered_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 takes the parameter apart between the forward and the backward."""
+    hidden, weight, _, ids = _head_inputs()
+    full, apart = weight.data, torch.full_like(weight, float("nan"))
+    gathered = []
+
+    @contextmanager
+    def gather(*params: torch.Tensor | None) -> Iterator[None]:
+        assert params == (weight, None)
+        gathered.append(True)
+        weight.data = full
+        yield
+        weight.data = apart
+
+    plain = THEIRS.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
+    d_plain = torch.autograd.grad((plain * torch.arange(len(ids))).sum(), (hidden, weight))
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    logps = trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
+    weight.data = apart
+    found = torch.autograd.grad((logps * torch.arange(len(ids))).sum(), (hidden, weight))
+    assert gathered
+    torch.testing.assert_close(found, d_plain, rtol=1e-5, atol=1e-5)
+
+
+def test_importing_the_library_does_not_import_trl() -> None:
+    import subprocess
+
+    code = "import sys, grpo_kernels; assert not {'trl', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL 1.15 has no `_use_triton`, and compacts its rows everywhere."""
+    monkeypatch.delattr(trl_hook.trl_utils, "_use_triton")
+    assert trl_hook.compatible()
+    labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
+    counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
+    with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted)):
+        mask, expected, fill = trl_hook._known(torch.zeros(3, 4))
+    assert mask is not None
+    assert mask.tolist() == [True, False, True]
+    assert expected is None
+    assert fill is None

@@ -1,0 +1,159 @@
+"""TRL's correction for its sampler without the forward it takes: same losses and metrics as stock TRL, fewer FLOPs.
+
+The sampler is a stand-in for vLLM: it draws ids, and scores them with the policy and some noise.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("trl")
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from benchmarks import parity, tiny_models
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin
+
+CLIP = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip_min": 0.8}
+
+
+class Sampler:
+    """In front of a trainer: what it generates, as from vLLM, and the FLOPs of what it scores without gradient."""
+
+    scored = 0
+
+    def _generate_single_turn(self, prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
+        draw = torch.Generator().manual_seed(17 + self.state.global_step)  # type: ignore[attr-defined]
+        completions, logps = [], []
+        for prompt in prompts:
+            length = int(torch.randint(2, 9, (), generator=draw))
+            ids = torch.randint(3, tiny_models.VOCAB, (length,), generator=draw)
+            with torch.no_grad():
+                text = torch.tensor([[*prompt, *ids.tolist()]])
+                logits = self.model(input_ids=text).logits  # type: ignore[attr-defined]
+                scores = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            noisy = scores.gather(1, ids[:, None])[:, 0] + 0.15 * torch.randn(length, generator=draw)
+            logps.append([None if i == 5 else x for i, x in enumerate(noisy.tolist())])  # None: could not score it
+            completions.append(ids.tolist())
+        return completions, logps
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        with FlopCounterMode(display=False) as counter:
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        self.scored += counter.get_total_flops()
+        return found
+
+
+class Tools(Sampler):
+    """Every third token is a tool's output."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        prompt_ids, ids, _, *others = super()._generate(prompts)  # type: ignore[misc]
+        return prompt_ids, ids, [[int(i % 3 != 1) for i, _ in enumerate(x)] for x in ids], *others
+
+
+def train(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> tuple[tiny_models.History, Any]:
+    """A short run with the stand-in; the history and the trainer. `fused` turns the option on."""
+    more = {"fused_sampling_correction": True} if options.pop("fused", False) else {}
+    if options.get("eval_strategy"):
+        more["eval_dataset"] = tiny_models.dataset(8)
+    kept = []
+
+    def prepare(trainer: Any) -> None:
+        trainer.use_vllm = True
+        kept.append(trainer)
+
+    config_class = GMPOConfig if issubclass(base, GMPOTrainer) else tiny_models.GRPOConfig
+    with tempfile.TemporaryDirectory() as folder:
+        args = tiny_models.config(folder, steps, config_class=config_class, **CLIP | options)
+        history = tiny_models.train(type(base.__name__, (mixin, base), {}), args, prepare=prepare, **more)
+    return history, kept[0]
+
+
+def mode(name: str, **more: Any) -> dict[str, Any]:
+    return {"vllm_importance_sampling_mode": name, **more}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "token_truncate": mode("token_truncate", steps=2),
+    "token_mask, vespo": mode("token_mask", loss_type="vespo", entropy_coef=0.01),
+    "sequence_truncate, GSPO, beta": mode(
+        "sequence_truncate", loss_type="grpo", importance_sampling_level="sequence", beta=0.04
+    ),
+    "sequence_mask, off-policy mask, evaluation": mode(
+        "sequence_mask",
+        off_policy_mask_threshold=0.02,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=8,
+    ),
+    "tools": mode("token_mask", mixin=Tools),
+    "the batch twice": mode("token_truncate", gradient_accumulation_steps=4, num_iterations=2, steps_per_generation=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same(name: str) -> None:
+    """Every logged value, also of evaluations; nothing is scored beforehand but the reference."""
+    stock, theirs = train(GRPOTrainer, **CASES[name])
+    ours, trainer = train(FusedGRPOTrainer, fused=True, **CASES[name])
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-6, abs=1e-6)
+    assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
+    ratios = [step["sampling/importance_sampling_ratio/mean"] for step in ours.steps]
+    assert all(0.1 < x < 1.5 and x != 1 for x in ratios)
+    evaluations = [
+        [{k: x for k, x in tiny_models.compared(log).items() if k.startswith("eval_")} for log in t.state.log_history]
+        for t in (theirs, trainer)
+    ]
+    assert [*filter(None, evaluations[0])] == [pytest.approx(x, rel=1e-5, abs=1e-6) for x in evaluations[1] if x]
+    assert any(evaluations[1]) == ("evaluation" in name)
+    assert (trainer.scored > 0) == any(x in name for x in ("beta", "evaluation"))  # which is without gradient itself
+    assert trainer.scored < theirs.scored
+    assert trainer.vllm_importance_sampling_correction
+
+
+def test_a_forward_of_the_model_is_saved() -> None:
+    """Counted: exactly what the scoring beforehand took."""
+    flops, scored = {}, {}
+    for fused in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            _, trainer = train(FusedGRPOTrainer, fused=fused, **mode("token_truncate"))
+        flops[fused], scored[fused] = counter.get_total_flops(), trainer.scored
+    assert scored[True] == 0
+    assert flops[False] - flops[True] == scored[False] > 0.15 * flops[False]
+
+
+def test_old_samples_are_scored_as_before() -> None:
+    """Where the policy changes before all of a batch is used, its own log-probabilities of then are needed."""
+    options = mode("token_mask", steps_per_generation=4)
+    (stock, theirs), (ours, trainer) = train(GRPOTrainer, **options), train(FusedGRPOTrainer, fused=True, **options)
+    assert trainer.scored > 0 and theirs.scored > 0
+    assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
+
+
+def test_gmpo_needs_no_ratio() -> None:
+    """TRL's GMPO does not read it; its metrics are logged all the same."""
+
+    class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer):
+        pass
+
+    stock, _ = train(GMPOTrainer, **mode("token_mask"))
+    ours, trainer = train(FusedGMPOTrainer, fused=True, **mode("token_mask"))
+    assert trainer.scored == 0
+    assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
+
+
+def test_a_sampler_without_log_probabilities_is_an_error() -> None:
+    class Silent(Sampler):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._generate_single_turn(*args, **kwargs)[0], None
+
+    with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected .+, got None"):
+        train(FusedGRPOTrainer, fused=True, mixin=Silent)

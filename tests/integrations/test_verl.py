@@ -1,0 +1,166 @@
+"""The plug-in for verl: its forward against verl's torch backend and the model's own logits, within verl's code."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import tiny_models
+from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
+from tests.support import verl_peer
+from tests.support.verl_peer import TEMPERATURE, relative
+
+Scored = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+@pytest.fixture
+def verl_patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """verl's module that patches models, with our plug-in; everything is as before afterwards."""
+    module = verl_peer.monkey_patch()
+    attention = importlib.import_module("transformers.integrations.flash_attention")
+    name = "_flash_attention_forward"  # verl replaces it for good
+    monkeypatch.setattr(attention, name, getattr(attention, name))
+    unpatch_verl()
+    patch_verl()
+    yield module
+    unpatch_verl()
+
+
+def text_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "qwen2":
+        return verl_peer.text_model("Qwen2", vocab_size=203, num_hidden_layers=2).to(dtype)
+    return verl_peer.with_own_class(tiny_models.model(kind, dtype=dtype))
+
+
+def batch(packed: bool) -> dict[str, Any]:
+    """Two sequences, one of them shorter: padded on the left, or packed into one row as verl does without padding."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 97, (2, 9), generator=generator)
+    if not packed:
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        return {"input_ids": ids * mask, "attention_mask": mask}
+    positions = torch.cat([torch.arange(6), torch.arange(9)])[None]
+    return {"input_ids": ids.view(1, -1)[:, 3:], "attention_mask": None, "position_ids": positions}
+
+
+def backward(model: nn.Module, logps: Tensor, entropy: Tensor) -> Scored:
+    """The two, and the gradient of all parameters of a loss that reads both."""
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(logps.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    model.zero_grad()
+    (logps.double() * a + entropy.double() * b).sum().backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return logps.detach(), entropy.detach(), gradients
+
+
+def own_logits(model: nn.Module, inputs: dict[str, Any]) -> Scored:
+    """From the logits of transformers' own forward, in float64."""
+    model = copy.deepcopy(model).double()
+    forward = type(model).__mro__[1].forward
+    logps = (forward(model, **inputs, use_cache=False).logits / TEMPERATURE).log_softmax(-1)
+    ids = inputs["input_ids"].roll(-1, -1)
+    entropy = -(logps.exp() * logps).sum(-1)
+    return backward(model, logps.gather(-1, ids[..., None])[..., 0], entropy)
+
+
+def through_verl(patch: ModuleType, backend: str, model: nn.Module, inputs: dict[str, Any], **more: Any) -> Scored:
+    """As verl's FSDP engine calls a model that it has patched."""
+    patch.apply_monkey_patch(
+        model, use_remove_padding="position_ids" in inputs, use_fused_kernels=True, fused_kernels_backend=backend
+    )
+    output = model(**inputs, temperature=TEMPERATURE, return_dict=True, use_cache=False, **more)
+    assert type(output).__name__.endswith("CausalLMOutputForPPO")
+    assert output.logits is None
+    return backward(model, output.log_probs, output.entropy)
+
+
+def errors(got: Scored, want: Scored) -> dict[str, float]:
+    """Largest errors of logps and entropies, and the largest relative error of a parameter's gradient."""
+    assert got[2].keys() == want[2].keys()
+    return {
+        "logps": float((got[0] - want[0]).abs().max()),
+        "entropy": float((got[1] - want[1]).abs().max()),
+        "gradient": max(relative(x, want[2][n]) for n, x in got[2].items()),
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "tied"])
+def test_forward(verl_patch: ModuleType, kind: str, packed: bool) -> None:
+    model, inputs = text_model(kind), batch(packed)
+    more = {"shift_labels": inputs["input_ids"].roll(-1, -1)} if packed else {}
+    want = own_logits(model, inputs)
+    theirs = errors(through_verl(verl_patch, "torch", model, inputs, **more), want)
+    ours = through_verl(verl_patch, "grpo_kernels", model, inputs, **more)
+    assert ours[0].dtype == ours[1].dtype == torch.float32
+    for name, error in errors(ours, want).items():
+        assert error <= 2 * theirs[name] + 1e-6, name
+    exact = errors(through_verl(verl_patch, "grpo_kernels", model.double(), inputs, **more), want)
+    assert max(exact.values()) < 1e-11  # verl's backends compute their softmax in float32
+
+
+def test_bf16_under_autocast(verl_patch: ModuleType) -> None:
+    model, inputs = text_model("qwen3", torch.bfloat16), batch(packed=False)
+    want = own_logits(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):  # as verl's engine
+        theirs = errors(through_verl(verl_patch, "torch", model, inputs), want)
+        ours = errors(through_verl(verl_patch, "grpo_kernels", model, inputs), want)
+    for name in ours:
+        assert ours[name] <= 1.1 * theirs[name], name
+    assert ours["entropy"] < 0.05
+
+
+def test_labels(verl_patch: ModuleType) -> None:
+    """`shift_labels` first, then `labels`, then `input_ids`; the ids are aligned with the hidden states, or refused."""
+    model, inputs = text_model("qwen3"), batch(packed=False)
+    others = (inputs["input_ids"] + 1) % 97
+    for more in ({}, {"labels": others}, {"labels": others, "shift_labels": inputs["input_ids"].clamp(max=5)}):
+        want = through_verl(verl_patch, "torch", model, inputs, **more)
+        assert max(errors(through_verl(verl_patch, "grpo_kernels", model, inputs, **more), want).values()) < 1e-4
+    with pytest.raises(ValueError, match=r"shift_labels: expected \(2, 9\)"):
+        model(**inputs, return_dict=True, shift_labels=others[:, 1:])
+    with pytest.raises(ValueError, match=r"shift_labels: .*none of them"):
+        model(inputs_embeds=model.model.embed_tokens(inputs["input_ids"]), return_dict=True)
+
+
+def test_a_divided_sequence_needs_its_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = text_model("qwen3"), batch(packed=False)
+    through_verl(verl_patch, "grpo_kernels", model, inputs)
+    ulysses = verl_peer.verl_module("utils.ulysses")
+    monkeypatch.setattr(ulysses, "get_ulysses_sequence_parallel_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"shift_labels: .*over 2 ranks"):
+        model(**inputs, return_dict=True)
+    model(**inputs, return_dict=True, shift_labels=inputs["input_ids"])
+
+
+@pytest.mark.parametrize("kind", ["softcap", "logit_scale", "logits_scaling", "bias"])
+def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> None:
+    """verl's fused heads leave it out; its other path, and the sampler, do not."""
+    model, inputs = text_model(kind, torch.float64), {"input_ids": batch(packed=False)["input_ids"]}
+    want = own_logits(model, inputs)
+    assert max(errors(through_verl(verl_patch, "grpo_kernels", model, inputs), want).values()) < 1e-11
+    assert (through_verl(verl_patch, "torch", model, inputs)[0] - want[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
+def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
+    """verl's families, each with its own forward; text alone, since its handling of images needs an older release."""
+    torch.manual_seed(0)
+    model = verl_peer.vision_model(kind)
+    inputs = {"input_ids": torch.randint(3, 80, (2, 9)), "position_ids": torch.arange(9).expand(4, 2, 9).contiguous()}
+    found = []
+    for backend in ("torch", "grpo_kernels"):
+        verl_patch.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
+        output = model(**inputs, attention_mask=torch.ones(2, 9), temperature=TEMPERATURE, use_cache=False)
+        found.append((*backward(model, output.log_probs, output.entropy), type(output)))
+    assert found[0][3] is found[1][3]
+    assert max(errors(found[1][:3], found[0][:3]).values()) < 1e-5

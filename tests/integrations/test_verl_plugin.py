@@ -1,0 +1,197 @@
+"""How the plug-in for verl gets into verl and out again, and what it does where verl is not as we know it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks import tiny_models
+from grpo_kernels.integrations.verl import forward as verl_forward
+from grpo_kernels.integrations.verl import megatron as verl_megatron
+from grpo_kernels.integrations.verl import patch_verl, plugin, unpatch_verl
+from tests.support import verl_peer
+
+pytestmark = verl_peer.needs_verl
+
+# What a user's process does, with the package installed: it imports verl, and nothing of ours
+FRESH = """
+import sys, verl
+assert "grpo_kernels.integrations.verl_plugin" in sys.modules, "not loaded: install the package again, for its metadata"
+assert "transformers.modeling_utils" not in sys.modules, "a process that asks for nothing must not pay for the models"
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.models.transformers import dense_common, monkey_patch
+model = Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+for backend in ("torch", "grpo_kernels"):
+    monkey_patch.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
+    assert (type(model).forward is dense_common.forward_with_torch_backend) == (backend == "torch")
+print(type(model).forward.__code__.co_filename)
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_patched() -> Iterator[None]:
+    importlib.import_module("verl")  # which patches the first time, not within a test
+    unpatch_verl()
+    yield
+    unpatch_verl()
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], ModuleType]]:
+    """Imports a module `verl_stand_in`, which we patch as we do verl's: `VALUE` becomes 2. It is not imported yet."""
+
+    def changes(module: ModuleType) -> Iterator[tuple[ModuleType, str, int]]:
+        if module.VALUE != 1:
+            raise LookupError("VALUE is not 1")
+        yield module, "VALUE", 2
+
+    (tmp_path / "verl_stand_in.py").write_text("VALUE = 1\n\n\ndef own():\n    return VALUE\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(plugin.PATCHERS, "verl_stand_in", changes)
+    yield lambda: importlib.import_module("verl_stand_in")
+    unpatch_verl()
+    sys.modules.pop("verl_stand_in", None)
+
+
+def test_import_verl_is_enough(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == verl_forward.__file__
+
+
+@pytest.mark.parametrize("first", ["patch", "import"])
+def test_any_order_and_back(library: Callable[[], ModuleType], first: str) -> None:
+    if first == "import":
+        assert library().VALUE == 1
+    patch_verl()
+    patch_verl()
+    spec = importlib.util.find_spec("verl_stand_in")
+    assert spec is not None and "return VALUE" in spec.loader.get_source("verl_stand_in")  # type: ignore[union-attr]
+    module = library()
+    assert module.own() == 2
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert "return VALUE" in inspect.getsource(module.own)
+    assert importlib.reload(module).VALUE == 2
+    unpatch_verl()
+    assert module.VALUE == 1
+    unpatch_verl()
+    assert importlib.reload(module).VALUE == 1
+
+
+def test_what_another_put_there_since_stays(library: Callable[[], ModuleType]) -> None:
+    patch_verl()
+    module = library()
+    module.VALUE = 3
+    unpatch_verl()
+    assert module.VALUE == 3
+
+
+def test_an_unknown_verl_is_left_alone(library: Callable[[], ModuleType]) -> None:
+    verl_peer.verl_module("protocol")
+    module = library()
+    module.VALUE = 5
+    with pytest.warns(RuntimeWarning, match=r"verl 0\.9\.1 is not as .*VALUE is not 1.*left alone"):
+        patch_verl()
+    assert module.VALUE == 5
+
+
+@pytest.mark.parametrize(
+    ("patcher", "name"),
+    [
+        (verl_forward.changes, "patch_forward_with_backends"),
+        (verl_megatron.function_changes, "linear_cross_entropy"),
+        (verl_megatron.engine_changes, "MegatronEngine"),
+    ],
+)
+def test_other_signatures(patcher: plugin.Patcher, name: str) -> None:
+    module = ModuleType("verl.some_module")
+    with pytest.raises(LookupError, match=name):
+        list(patcher(module))
+    setattr(module, name, lambda model, more: None)
+    with pytest.raises(LookupError, match=r"expected the parameters|has no function _maybe_enable_fused_kernels"):
+        list(patcher(module))
+
+
+def test_what_is_no_function_is_left_alone_too() -> None:
+    module = ModuleType("verl.some_module")
+    module.patch_forward_with_backends = None
+    module.MegatronEngine = type("MegatronEngine", (), {"_maybe_enable_fused_kernels": property()})
+    for patcher, name in ((verl_forward.changes, "patch_forward"), (verl_megatron.engine_changes, "_maybe_enable")):
+        with pytest.raises(LookupError, match=f"has no function {name}"):
+            list(patcher(module))
+
+
+def test_an_unknown_forward_is_refused() -> None:
+    """Whoever asks for ours must not get another head in silence."""
+    with pytest.raises(LookupError, match="forward_with_torch_backend"):
+        verl_forward._forward(dataclasses.replace(verl_forward.DENSE, forward="self input_ids kwargs"))
+    with pytest.raises(LookupError, match="CausalLMOutputWithPast has no log_probs"):
+        verl_forward._forward(dataclasses.replace(verl_forward.DENSE, output="CausalLMOutputWithPast"))
+    model = tiny_models.model("qwen3")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(TypeError, match="head"):
+        verl_forward.use(model)
+    assert type(model).forward is not verl_forward._forward(verl_forward.DENSE)
+
+
+@pytest.mark.parametrize(
+    "asked", [(True, "torch"), (True, "triton"), (True, "liger"), (False, "grpo_kernels"), (True, None)]
+)
+def test_verls_own_backends_are_verls(asked: tuple[bool, str | None]) -> None:
+    module = verl_peer.monkey_patch()
+    forwards = []
+    for patched in (False, True):
+        if patched:
+            patch_verl()
+        model = verl_peer.with_own_class(tiny_models.model("qwen3"))
+        module.patch_forward_with_backends(model, *asked)
+        forwards.append((type(model).forward, getattr(model, "_verl_fused_kernels_backend", None)))
+    assert forwards[0] == forwards[1]
+    assert not hasattr(model.lm_head, "logprobs")
+
+
+def test_unpatching_gives_classes_their_forward_back() -> None:
+    module, model = verl_peer.monkey_patch(), verl_peer.with_own_class(tiny_models.model("qwen3"))
+    theirs, before = module.patch_forward_with_backends, type(model).forward
+    patch_verl()
+    module.patch_forward_with_backends(model, True, "torch")
+    by_verl = type(model).forward
+    for _ in range(2):
+        module.patch_forward_with_backends(model, True, "grpo_kernels")
+    assert type(model).forward not in (before, by_verl)
+    unpatch_verl()
+    assert type(model).forward is by_verl
+    assert module.patch_forward_with_backends is theirs
+
+
+def test_an_error_while_loading_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl writes it to its debug log alone."""
+
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("grpo_kernels.integrations.verl.patch_verl", broken)
+    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl_plugin", raising=False)
+    with pytest.warns(RuntimeWarning, match="could not be loaded.*broken"), pytest.raises(RuntimeError):
+        importlib.import_module("grpo_kernels.integrations.verl_plugin")
+
+
+def test_it_loads_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl_plugin", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.import_module("grpo_kernels.integrations.verl_plugin")
+    assert plugin._importer in sys.meta_path

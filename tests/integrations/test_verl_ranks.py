@@ -1,0 +1,132 @@
+"""The plug-in for verl on two ranks: verl's FSDP wrapping, and its fused forward of a Megatron model, tensor parallel.
+
+Everything in float64, against one process, so that what is missing from a gradient cannot hide behind rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from tests.support import verl_peer
+from tests.support.ranks import run_ranks
+from tests.support.verl_peer import TEMPERATURE, draw, relative
+
+pytestmark = verl_peer.needs_verl
+
+RANKS = 2
+Gradients = dict[str, Tensor]
+
+
+def loss_of(model: nn.Module, rows: slice, sees: bool) -> Tensor:
+    ids, a, b = draw((4, 9))
+    inputs: dict[str, Any] = {"input_ids": ids[rows], "attention_mask": torch.ones_like(ids[rows])}
+    if sees:
+        inputs["position_ids"] = torch.arange(9).expand(4, len(ids[rows]), 9)
+    else:
+        inputs["return_dict"] = True
+    output = model(**inputs, temperature=TEMPERATURE, use_cache=False)
+    return (output.log_probs * a[rows] + output.entropy * b[rows]).sum()
+
+
+def patched(backend: str, kind: str = "Qwen3", **fields: Any) -> nn.Module:
+    module = verl_peer.monkey_patch()
+    torch.manual_seed(0)
+    sees = kind.endswith("_vl")
+    model = (verl_peer.vision_model(kind) if sees else verl_peer.text_model(kind, **fields)).double()
+    module.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
+    return model
+
+
+def in_one_process(model: nn.Module, sees: bool = False) -> Gradients:
+    """The gradients that every rank should have: FSDP takes the mean over the ranks."""
+    model = copy.deepcopy(model)
+    (loss_of(model, slice(0, 4), sees) / RANKS).backward()
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def on_fsdp2(backend: str, kind: str = "Qwen3", **fields: Any) -> dict[str, float]:
+    """Wrapped by verl, the head as a unit of its own if it is not tied; two micro-batches that accumulate."""
+    model, sees = patched(backend, kind, **fields), kind.endswith("_vl")
+    want = in_one_process(model, sees)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    verl_peer.verl_module("utils.fsdp_utils").apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
+    assert isinstance(model.lm_head, FSDPModule) == (not fields.get("tie_word_embeddings"))
+    for row in (2 * dist.get_rank(), 2 * dist.get_rank() + 1):
+        loss_of(model, slice(row, row + 1), sees).backward()
+    got = {name: x.grad.full_tensor() for name, x in model.named_parameters() if x.grad is not None}
+    assert got.keys() == want.keys()
+    return {name: relative(got[name], want[name]) for name in want}
+
+
+def on_fsdp1(use_orig_params: bool) -> dict[str, float]:
+    """verl's strategy ``fsdp``: layers and the root, whose flat parameter the head is in. By a step of SGD."""
+    model = patched("grpo_kernels")
+    want, before = in_one_process(model), {name: x.detach().clone() for name, x in model.named_parameters()}
+    policy = verl_peer.verl_module("utils.fsdp_utils").get_fsdp_wrap_policy(model, {})
+    mesh, device = init_device_mesh("cpu", (RANKS,)), torch.device("cpu")
+    wrapped = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_mesh=mesh, device_id=device, use_orig_params=use_orig_params
+    )
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    loss_of(wrapped, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2), sees=False).backward()
+    optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        after = {name.replace("_fsdp_wrapped_module.", ""): x.detach() for name, x in wrapped.named_parameters()}
+        return {name: relative(before[name] - after[name], want[name]) for name in want}
+
+
+def everything(rank: int, world_size: int) -> dict[str, Any]:
+    """In one set of processes: importing verl and Megatron takes them longer than all the rest."""
+    found: dict[str, Any] = {
+        "fsdp2": on_fsdp2("grpo_kernels"),
+        "fsdp2 tied": on_fsdp2("grpo_kernels", tie_word_embeddings=True),
+        "fsdp2 vision": on_fsdp2("grpo_kernels", "qwen3_vl"),
+        "verl vision": on_fsdp2("torch", "qwen3_vl"),
+        "fsdp1": on_fsdp1(use_orig_params=False),
+        "fsdp1 orig": on_fsdp1(use_orig_params=True),
+    }
+    try:
+        on_fsdp2("torch")
+    except RuntimeError as error:
+        found["verl text"] = str(error)
+    from tests.support import megatron_peer  # not above: it takes seconds, and only the ranks need it
+
+    megatron_peer.start(world_size)
+    for sequence_parallel in (False, True):
+        for tied in (False, True):
+            found[f"megatron {sequence_parallel} {tied}"] = megatron_peer.errors(sequence_parallel, tied)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(everything, RANKS)[0]
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp2 tied", "fsdp2 vision", "fsdp1", "fsdp1 orig"])
+def test_gradients_are_those_of_one_process(found: dict[str, Any], how: str) -> None:
+    assert len(found[how]) >= 10
+    assert max(found[how].values()) < 1e-12, found[how]
+
+
+def test_what_verl_makes_of_a_head_of_its_own(found: dict[str, Any]) -> None:
+    """With FSDP2 and an untied head: the text models' forward cannot run, and the others lose the head's gradient."""
+    assert "mixed torch.Tensor and DTensor" in found["verl text"]
+    assert found["verl vision"].pop("lm_head.weight") > 0.5
+    assert max(found["verl vision"].values()) < 1e-5  # the other parameters'; its softmax is in float32
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "divided"])
+def test_megatron(found: dict[str, Any], sequence_parallel: bool, tied: bool) -> None:
+    errors = found[f"megatron {sequence_parallel} {tied}"]
+    assert len(errors) == (5 if tied else 6)
+    assert max(errors.values()) < 1e-12, errors

@@ -1,0 +1,1 @@
+"""The objective: configuration, formulas, custom losses, metrics."""

@@ -1,0 +1,185 @@
+"""Custom objectives: without gradient, as methods, and held to their declarations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import GRPOLoss, TokenInputs, grpo_loss, token_level
+from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from tests.objective.test_objective import small_batch
+
+
+class Scaled:
+    """A loss that is a method."""
+
+    def loss(self, tokens: TokenInputs) -> torch.Tensor:
+        return -2 * tokens.advantages * tokens.logps
+
+
+def test_custom_objective_without_gradient() -> None:
+    """no_grad and inference_mode give the value, of a coupled function too."""
+    inputs = small_batch()
+    want = grpo_loss(**inputs, objective=Scaled().loss).loss
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            torch.testing.assert_close(grpo_loss(**inputs, objective=Scaled().loss).loss, want)
+
+
+def test_a_method_can_be_token_level() -> None:
+    inputs = small_batch()
+    inputs["hidden"].requires_grad_()
+    inputs["weight"].requires_grad_()
+    declared = token_level(Scaled().loss)
+    out = grpo_loss(**inputs, objective=declared)
+    assert out.engine == "one_pass"
+    assert not hasattr(Scaled.loss, "token_level")  # the user's own function is left as it was
+    torch.testing.assert_close(out.loss, grpo_loss(**inputs, objective=Scaled().loss).loss)
+
+
+def coupled_by_mean(tokens: TokenInputs) -> torch.Tensor:
+    return -tokens.advantages * (tokens.logps - tokens.logps.mean())
+
+
+def coupled_by_gradient(tokens: TokenInputs) -> torch.Tensor:  # whose value is 0 on-policy, coupled or not
+    ratio = torch.exp(tokens.logps - tokens.old_per_token_logps)
+    return -tokens.advantages * (ratio / ratio.mean())
+
+
+def coupled_to_the_next(tokens: TokenInputs) -> torch.Tensor:
+    return tokens.logps - 0.1 * tokens.logps.roll(1)
+
+
+def coupled_by_entropies(tokens: TokenInputs) -> torch.Tensor:
+    return -tokens.logps + tokens.entropies * tokens.entropies.sum()
+
+
+def coupled_by_number(tokens: TokenInputs) -> torch.Tensor:
+    return tokens.logps / len(tokens.logps)
+
+
+def random_loss(tokens: TokenInputs) -> torch.Tensor:
+    return torch.rand_like(tokens.logps) * tokens.logps
+
+
+COUPLED = [
+    coupled_by_mean,
+    coupled_by_gradient,
+    coupled_to_the_next,
+    coupled_by_entropies,
+    coupled_by_number,
+    random_loss,
+]
+
+
+def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(1)
+    return {
+        "hidden": torch.randn(b, t, 4, generator=g, requires_grad=True),
+        "weight": torch.randn(9, 4, generator=g, requires_grad=True),
+        "completion_ids": torch.randint(9, (b, t), generator=g),
+        "completion_mask": torch.ones(b, t, dtype=torch.bool),
+        "advantages": torch.tensor([1.0, -1.0]).repeat(b // 2),  # as often in each half, or in every other token
+    }
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 24])
+@pytest.mark.parametrize("function", COUPLED, ids=lambda function: function.__name__)
+def test_a_token_level_function_that_couples_tokens_is_refused(function: Any, tokens: int) -> None:
+    inputs = training_batch()
+    inputs["completion_mask"].view(-1)[tokens:] = False
+    if tokens < 24:
+        inputs["advantages"] = inputs["advantages"][:, None] * (1.0 + torch.arange(6))
+    for _ in range(2):  # not only once
+        with pytest.raises(ValueError, match=f"^objective: .* as '{function.__name__}' is declared token_level"):
+            grpo_loss(**inputs, objective=token_level(function))
+
+
+def test_declarations_are_verified_once_for_each_kind_of_call() -> None:
+    seen = []
+
+    @token_level
+    def counted(tokens: TokenInputs) -> torch.Tensor:
+        seen.append(len(tokens.logps))
+        return -tokens.advantages * tokens.logps.square()
+
+    inputs = training_batch()
+    plain = 2  # a chunk's coefficients, and the loss
+    old = torch.full((4, 6), -2.0)
+    few = {**inputs, "completion_mask": torch.eye(4, 6)[:, :6] * torch.tensor([1.0, 0, 0, 0])[:, None]}
+    for given, evaluations in (
+        ({**few}, plain),  # one token: nothing to be told
+        ({**inputs, "advantages": torch.zeros(4)}, plain + 3),  # nor by gradients of 0
+        ({**inputs}, plain + 3),
+        ({**inputs}, plain),
+        ({**inputs, "old_per_token_logps": old}, plain + 3),
+        ({**inputs, "old_per_token_logps": old}, plain),
+        ({**inputs, "completion_mask": torch.zeros(4, 6)}, 1),
+    ):
+        seen.clear()
+        assert grpo_loss(**given, objective=counted).engine == "one_pass"
+        assert len(seen) == evaluations
+    seen.clear()
+    grpo_loss(**inputs, objective=token_level(counted.__wrapped__, verify=False))
+    assert len(seen) == plain
+
+
+def test_a_believed_function_is_not_verified_nor_one_without_gradient() -> None:
+    inputs = training_batch()
+    assert grpo_loss(**inputs, objective=token_level(coupled_by_mean, verify=False)).engine == "one_pass"
+    with torch.inference_mode():
+        assert grpo_loss(**inputs, objective=token_level(coupled_by_mean)).engine == "score"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_index_is_where_a_token_stands(packed: bool) -> None:
+    """A closure over a tensor of the ids' shape gives what the same numbers as advantages give, chunk by chunk."""
+    inputs = training_batch()
+    mask = inputs["completion_mask"] = torch.rand(4, 6) > 0.3
+    extra = torch.randn(4, 6)
+    inputs["advantages"] = extra
+    if packed:
+        inputs |= {name: inputs[name].flatten(0, 1).detach() for name in ("hidden", "completion_ids", "advantages")}
+        inputs |= {"completion_mask": mask.flatten(), "cu_seqlens": torch.tensor([0, 5, 11, 24])}
+        inputs["hidden"].requires_grad_()
+
+    def grads(objective: Any) -> list[torch.Tensor]:
+        out = grpo_loss(**inputs, objective=objective)
+        return [out.loss.detach(), *torch.autograd.grad(out.loss, (inputs["hidden"], inputs["weight"]))]
+
+    def plain(tokens: TokenInputs) -> torch.Tensor:
+        return -tokens.advantages * tokens.logps
+
+    def closure(tokens: TokenInputs) -> torch.Tensor:
+        assert tokens.index.shape == tokens.logps.shape
+        assert tokens.index.dtype == torch.int64
+        return -extra.flatten()[tokens.index] * tokens.logps
+
+    want = grads(plain)
+    for objective in (closure, token_level(closure)):
+        torch.testing.assert_close(grads(objective), want)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (TypeError, "objective: expected a function of TokenInputs, got int", lambda: token_level(3)),
+        (TypeError, "verify: expected a bool, got 1", lambda: token_level(coupled_by_mean, verify=1)),
+        (TypeError, "objective: expected a function of TokenInputs, got int", lambda: GRPOLoss(objective=3)),
+        (ValueError, "beta: expected 0.0 beside", lambda: GRPOLoss(objective=coupled_by_mean, beta=0.1)),
+        *(
+            case
+            for loss in (GRPOLoss, LigerFusedLinearGRPOLoss)
+            for case in (
+                (ValueError, "engine: expected one of auto, .* got 'bad'", lambda loss=loss: loss(engine="bad")),
+                (ValueError, "backend: expected one of auto, .* got 'bad'", lambda loss=loss: loss(backend="bad")),
+                (ValueError, "workspace_bytes: .* got -1", lambda loss=loss: loss(workspace_bytes=-1)),
+            )
+        ),
+    ],
+)
+def test_wrong_options_are_refused_when_a_loss_is_made(error: Any, message: str, make: Any) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        make()

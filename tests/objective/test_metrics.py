@@ -1,0 +1,51 @@
+"""Metrics of micro-batches: those of the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_kernels import LossConfig, grpo_loss
+from grpo_kernels.config import LOSS_TYPES, NUM_ITEMS_LOSS_TYPES
+from grpo_kernels.objective.metrics import Metrics
+from tests.objective.test_objective import small_batch
+
+MERGED = [*((x, None) for x in LOSS_TYPES), *((x, 17) for x in NUM_ITEMS_LOSS_TYPES)]
+
+
+@pytest.mark.parametrize(("loss_type", "items"), MERGED)
+def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> None:
+    """Into those of one call on the whole batch; parts are of one, three and two sequences, one without a token."""
+    torch.manual_seed(0)
+    hidden, weight, ids = torch.randn(6, 4, 8), torch.randn(20, 8), torch.randint(20, (6, 4))
+    mask, old = torch.rand(6, 4) > 0.3, torch.randn(6, 4) - 3
+    mask[2] = False
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.3, -0.4])
+
+    def metrics(rows: slice) -> Metrics:
+        return grpo_loss(
+            hidden[rows], weight, ids[rows], mask[rows], advantages[rows], old_per_token_logps=old[rows],
+            ref_per_token_logps=old[rows] + 0.1, sampling_per_token_logps=old[rows] - 0.2,
+            config=LossConfig(loss_type=loss_type, beta=0.1, epsilon_high=0.3, entropy_coef=0.1,
+                              vllm_importance_sampling_correction=loss_type != "gmpo"),
+            num_items_in_batch=items,
+        ).metrics  # fmt: skip
+
+    whole, (first, *rest) = metrics(slice(6)), map(metrics, (slice(1), slice(1, 4), slice(4, 6)))
+    merged = Metrics.merge([first, Metrics.merge(rest)])
+    assert list(merged) == list(whole)
+    torch.testing.assert_close(dict(merged), dict(whole))
+    assert torch.stack([first["policy_loss"], rest[0]["policy_loss"]]).sub(whole["policy_loss"]).abs().min() > 1e-3
+    for name, pair in merged.pairs.items():
+        torch.testing.assert_close(pair, whole.pairs[name])
+
+
+def test_metrics_of_different_losses_do_not_merge() -> None:
+    inputs = small_batch()
+    inputs["num_items_in_batch"] = 10
+    dapo, bnpo = (grpo_loss(**inputs, config=LossConfig(loss_type=x)).metrics for x in ("dapo", "bnpo"))
+    for parts in ([dapo, bnpo], []):
+        with pytest.raises(ValueError, match=r"^parts: expected the metrics of one loss"):
+            Metrics.merge(parts)
+    with pytest.raises(TypeError, match=r"^parts: expected the metrics of calls, got dict"):
+        Metrics.merge([dict(dapo)])  # type: ignore[list-item]

@@ -1,0 +1,249 @@
+"""The importance sampling ratio made inside the loss: TRL's ratio, the float64 reference, engines, metrics, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_expectation, token_level
+from tests.support.case_builder import Case, make_case
+from tests.support.cases import LOSSES, loss
+from tests.support.reference import head, on_grid, reference_loss
+from tests.support.run_case import arguments
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+PREFIX = "vllm_importance_sampling_"
+BOUNDS = {f"{PREFIX}clip_max": 1.25, f"{PREFIX}clip_min": 0.7}
+
+
+def correction(mode: str, **more: Any) -> dict[str, Any]:
+    return {f"{PREFIX}correction": True, f"{PREFIX}mode": mode, **BOUNDS, **more}
+
+
+def trls_ratio(case: Case, old: Tensor) -> Tensor:
+    """As TRL 1.16 writes it: (B, T), 1 where masked, or (B, 1)."""
+    assert case.sampling_per_token_logps is not None
+    config, mask = LossConfig(**case.config), (case.completion_mask != 0).to(old.dtype)
+    difference = torch.nan_to_num((old - case.sampling_per_token_logps.to(old.dtype)) * mask, nan=0.0)
+    mode, low, high = (getattr(config, PREFIX + x) for x in ("mode", "clip_min", "clip_max"))
+    ratio = torch.exp(difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference)
+    if mode.endswith("truncate"):
+        return torch.clamp(ratio, min=low, max=high)
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def given_ratio(case: Case, old: Tensor) -> Case:
+    """The same loss, with the ratio made beforehand."""
+    return case.but(importance_sampling_ratio=trls_ratio(case, old), config={f"{PREFIX}correction": False})
+
+
+def unscored(case: Case) -> Case:
+    """Some of the tokens could not be scored by the sampler."""
+    sampling = case.sampling_per_token_logps
+    assert sampling is not None
+    nan = torch.arange(sampling.numel()).reshape(sampling.shape) % 7 == 3
+    return case.but(sampling_per_token_logps=sampling.masked_fill(nan, math.nan))
+
+
+def run(case: Case, **options: Any) -> tuple[Any, list[Tensor]]:
+    given = arguments(case)
+    out = grpo_loss(**given, config=LossConfig(**case.config), **options)
+    out.loss.backward()
+    return out, [x for x in (given["hidden"].grad, given["weight"].grad) if x is not None]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
+    """Every loss type, in float64, on two backends: value, gradients by autograd through full logits, metrics."""
+    small = {"b": 4, "t": 6, "h": 6, "v": 20, "dtype": torch.float64, "sampling": True}
+    moved = 0
+    for i, (loss_type, level) in enumerate(LOSSES):
+        extra = {} if loss_type == "gmpo" else ({"beta": 0.05}, {"entropy_coef": 0.1}, {}, {"temperature": 0.8})[i % 4]
+        kind = loss(loss_type, level) | ({"epsilon_high": 1.1} if loss_type == "cispo" else {})
+        case = unscored(make_case(f"sampling/{mode}/{i}", old=old, **small, **kind, **extra, **correction(mode)))
+        scored = head(case)
+        logps = on_grid(scored.logps.detach(), scored.counted)
+        base = logps if case.old_per_token_logps is None else case.old_per_token_logps
+        same = given_ratio(case, base)
+        want = reference_loss(same)
+        for backend in ("torch", "cpp"):
+            out, grads = run(case, backend=backend)
+            close = {"rtol": 1e-9, "atol": 1e-12}
+            torch.testing.assert_close(out.loss.detach(), want.loss, **close)
+            for x, y in zip(grads, (want.d_hidden, want.d_weight), strict=True):
+                torch.testing.assert_close(x, y, **close)
+            for name in want.metrics.keys() & out.metrics.keys():
+                if loss_type != "gmpo" or name != "importance_sampling_ratio":
+                    torch.testing.assert_close(out.metrics[name], want.metrics[name], **close)
+        assert ("importance_sampling_ratio" in out.metrics) == (loss_type != "gmpo")
+        moved += not torch.allclose(reference_loss(same.but(importance_sampling_ratio=None)).loss, want.loss)
+    assert moved == len(LOSSES) - 1  # GMPO has no ratio
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bits_are_those_of_the_ratio_given(mode: str, backend: str) -> None:
+    """In float32, by the engine that serves both."""
+    for i, (loss_type, level) in enumerate((("dapo", "token"), ("grpo", "sequence"), ("vespo", "token"))):
+        case = unscored(make_case(f"bits/{mode}/{i}", old=False, sampling=True, **loss(loss_type, level)))
+        case = case.but(config=correction(mode))
+        out, grads = run(case, backend=backend, engine="two_pass")
+        want, d_want = run(given_ratio(case, out.per_token_logps), backend=backend, engine="two_pass")
+        assert torch.equal(out.loss, want.loss)
+        assert all(torch.equal(x, y) for x, y in zip(grads, d_want, strict=True))
+
+
+def test_engines() -> None:
+    """A ratio a token costs nothing; one a sequence couples its tokens where they are not yet known."""
+    for mode, loss_type, level, old, frozen, engine in (
+        ("token_mask", "dapo", "token", False, (), "one_pass"),
+        ("token_truncate", "cispo", "token", False, (), "one_pass"),
+        ("token_mask", "dapo", "token", True, (), "one_pass"),
+        ("sequence_mask", "dapo", "token", True, (), "one_pass"),  # made of the old ones, which are known
+        ("sequence_mask", "dapo", "token", False, (), "two_pass"),
+        ("sequence_mask", "dapo", "token", False, ("weight",), "frozen"),
+        ("token_mask", "grpo", "sequence", False, (), "two_pass"),
+        ("token_mask", "vespo", "token", False, (), "two_pass"),
+        ("sequence_mask", "gmpo", "token", False, (), "one_pass"),  # which ignores it
+    ):
+        case = make_case("engines", old=old, sampling=True, frozen=frozen, **loss(loss_type, level), **correction(mode))
+        out, grads = run(case)
+        assert out.engine == engine, (mode, loss_type, level, old, frozen)
+        other, d_other = run(case, engine="two_pass", backend="torch")
+        torch.testing.assert_close(out.loss, other.loss, rtol=2e-6, atol=2e-6)
+        for x, y in zip(grads, d_other, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-6)
+
+
+def test_nothing_changes_without_the_option() -> None:
+    case = make_case("off", sampling=True, old=False)
+    out, _ = run(case)
+    want, _ = run(case.but(sampling_per_token_logps=None))
+    assert torch.equal(out.loss, want.loss)
+    assert out.metrics.keys() - want.metrics.keys() == {"sampling_unscored"}
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_metrics(mode: str) -> None:
+    """TRL's figures, of the tokens the sampler could score; a token it could not score has the ratio 1."""
+    case = unscored(make_case("metrics", b=5, old=False, sampling=True, **correction(mode)))
+    out, _ = run(case)
+    counted = case.completion_mask != 0
+    gap = (out.per_token_logps - case.sampling_per_token_logps)[counted].abs()
+    ratio = trls_ratio(case, out.per_token_logps)
+    ratio = ratio if mode.startswith("sequence") else ratio[counted]
+    scored = gap[~gap.isnan()]
+    for name, want in {
+        "sampling_unscored": gap.isnan().float().mean(),
+        "importance_sampling_ratio": ratio.mean(),
+        "sampling/sampling_logp_difference/mean": scored.mean(),
+        "sampling/sampling_logp_difference/max": scored.max(),
+        "sampling/importance_sampling_ratio/min": ratio.min(),
+        "sampling/importance_sampling_ratio/max": ratio.max(),
+    }.items():
+        torch.testing.assert_close(out.metrics[name], want, rtol=1e-6, atol=1e-7)
+    assert 0 < out.metrics["sampling_unscored"] < 0.4
+    alone = case.but(sampling_per_token_logps=torch.full_like(case.sampling_per_token_logps, math.nan))
+    assert run(alone)[0].metrics["importance_sampling_ratio"] == 1
+
+
+def test_packed_sequences() -> None:
+    for mode in MODES:
+        case = make_case(f"packed/{mode}", mask="full", old=False, sampling=True, **correction(mode))
+        want, d_want = run(case)
+        given = {k: x.detach() if isinstance(x, Tensor) else x for k, x in arguments(case).items()}
+        rows = {k: x.flatten(0, 1) for k, x in given.items() if isinstance(x, Tensor) and x.dim() > 1 and k != "weight"}
+        hidden = rows["hidden"].requires_grad_()
+        bounds = torch.arange(0, 3 * 7 + 1, 7)
+        out = grpo_loss(**given | rows | {"hidden": hidden}, config=LossConfig(**case.config), cu_seqlens=bounds)
+        out.loss.backward()
+        torch.testing.assert_close(out.loss, want.loss, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(hidden.grad, d_want[0].flatten(0, 1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
+def test_compiled(mode: str, fresh_compiler: None) -> None:
+    """One graph, eager's bits, its metrics by name."""
+    case = unscored(make_case("compiled", old=False, sampling=True, **correction(mode)))
+    fast = torch.compile(grpo_loss, backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (grpo_loss, fast):
+        given = arguments(case)
+        out = call(**given, config=LossConfig(**case.config))
+        out.loss.backward()
+        found.append((out.engine, [*out.metrics], [out.loss, *out.metrics.values(), given["hidden"].grad]))
+    (engine, names, eager), (engine_compiled, names_compiled, compiled) = found
+    assert (engine, names) == (engine_compiled, names_compiled)
+    assert all(torch.equal(x, y) for x, y in zip(eager, compiled, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
+def test_a_trainer_can_foresee_it(mode: str) -> None:
+    """One pass where the ratio is a token's own; else which rows may carry gradient is all that is known."""
+    case = make_case("foreseen", b=4, t=8, mask="full", zero_adv=True, old=False, sampling=True, **correction(mode))
+    config, given = LossConfig(**case.config), arguments(case)
+    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids")}
+    out = grpo_loss(**given, config=config)
+    out.loss.backward()
+    expected = policy_expectation(config, **inputs)
+    assert (expected.coefficients is None) == (mode == "sequence_mask")
+    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
+    a = -case.advantages[:, None] * trls_ratio(case, out.per_token_logps) / case.completion_mask.sum()
+    with FlopCounterMode(display=False) as counter:
+        logps, _ = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
+        logps.backward(a.expand_as(logps))
+    if expected.coefficients is not None:
+        graded = float(policy_expectation(config, **inputs).graded.float().mean())
+        assert counter.get_total_flops() == round(2 * logps.numel() * weight.numel() * (1 + 2 * graded))
+    torch.testing.assert_close(hidden.grad, given["hidden"].grad, rtol=1e-5, atol=1e-7)
+
+
+def test_wrong_arguments() -> None:
+    case = make_case("wrong", sampling=True, ratio="token", **correction("token_mask"))
+    config, given = LossConfig(**case.config), arguments(case)
+    with pytest.raises(ValueError, match=r"^importance_sampling_ratio: expected None since vllm_.*_correction = True"):
+        grpo_loss(**given, config=config)
+    given["importance_sampling_ratio"] = None
+    with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"):
+        grpo_loss(**given | {"sampling_per_token_logps": None}, config=config)
+    with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"):
+        policy_expectation(config, completion_mask=given["completion_mask"], advantages=given["advantages"])
+    with pytest.raises(ValueError, match=rf"^{PREFIX}correction: expected False beside an objective"):
+        grpo_loss(**given, config=config, objective=token_level(lambda tokens: -tokens.logps))
+    for options, name in (
+        ({"mode": "batch_mask"}, "mode"),
+        ({"clip_max": 0.0}, "clip_max"),
+        ({"clip_min": -0.1}, "clip_min"),
+        ({"clip_min": 3.0}, "clip_min"),
+        ({"correction": 1}, "correction"),
+        ({"correction": True, "mode": "token_truncate", "clip_max": None}, "clip_max"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"^{PREFIX}{name}: expected .+, got "):
+            LossConfig(**{PREFIX + key: value for key, value in options.items()})
+    LossConfig(**correction("sequence_mask") | {f"{PREFIX}clip_max": None, f"{PREFIX}clip_min": None})
+
+
+def test_from_trl() -> None:
+    """The trainer makes the ratio, so it is not made again; TRL's deprecated name for the upper bound is understood."""
+    theirs = SimpleNamespace(**{f"{PREFIX}correction": True, f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None})
+    config = LossConfig.from_trl(theirs)
+    assert config == LossConfig(**{f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None})
+    assert LossConfig.from_trl(theirs, **{f"{PREFIX}correction": True}).corrects_sampling
+    theirs.vllm_importance_sampling_cap = 2.0
+    assert LossConfig.from_trl(theirs).vllm_importance_sampling_clip_max == 2.0

@@ -1,0 +1,1 @@
+"""Several processes: divided models, heads, sequences, and ranks that disagree."""

@@ -1,0 +1,286 @@
+"""DDP, FSDP2 and HSDP in gloo processes: gradients of head and body equal those of one process in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from grpo_kernels import GRPOLoss, LMHeadLogProb, LossConfig, LossOutput, attach, grpo_loss
+from tests.support import parallel_cases as cases
+from tests.support.case_builder import Case
+from tests.support.parallel_cases import LOSSES, SETUPS, TIED, Run, relative_error, truth
+from tests.support.ranks import run_ranks
+from tests.support.reference import reference_loss
+from tests.support.tolerance import bounds_of
+
+CPU = torch.device("cpu")
+EXACT = {torch.float64: 1e-13, torch.float32: 2e-6}  # of the largest entry
+VARIANTS = [
+    {"accumulate": accumulate, "last_empty": last_empty}
+    for accumulate, last_empty in itertools.product((1, 2), (False, True))
+]
+HSDP = ("FSDP2, head in the root unit", "FSDP2, head its own unit")
+Gradients = dict[str, Tensor]
+
+
+def check(got: list[dict[str, Any]], want: dict[str, Gradients], dtype: torch.dtype = torch.float64) -> None:
+    """Every rank has the gradients wanted under each name."""
+    for found in got:
+        assert found.keys() == want.keys()
+        for name, gradients in found.items():
+            errors = relative_error(gradients, want[name])
+            assert max(errors.values()) < EXACT[dtype], f"{name}: {errors}"
+
+
+def gradients(setup: str, loss: str, *, accumulate: int = 1, last_empty: bool = False, **options: Any) -> Gradients:
+    """Of one run on this rank."""
+    dtype, mesh = options.pop("dtype", torch.float64), options.pop("mesh", None)
+    run = Run(SETUPS[setup], LOSSES[loss], CPU, dtype, mesh, last_empty)
+    return run.gradients(accumulate, **options)
+
+
+def every_pair() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Every way to divide the model with every loss; each way sees each of `VARIANTS`."""
+    pairs = {}
+    for (i, setup), (j, loss) in itertools.product(enumerate(SETUPS), enumerate(LOSSES)):
+        variant = VARIANTS[(i + j) % len(VARIANTS)]
+        pairs[f"{setup}: {loss}, {variant}"] = (setup, loss, variant)
+    return pairs
+
+
+def run_pairs(rank: int, world_size: int) -> dict[str, Gradients]:
+    return {name: gradients(setup, loss, **variant) for name, (setup, loss, variant) in every_pair().items()}
+
+
+def test_every_setup_has_the_gradients_of_one_process_with_every_loss() -> None:
+    wanted = {}
+    for name, (_, loss, variant) in every_pair().items():
+        wanted[name] = truth(LOSSES[loss], 2, **variant)
+    check(run_ranks(run_pairs, 2), wanted)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True},
+    "bias": {"bias": True},
+    "module": {"head": LMHeadLogProb},
+    "tied, two parts": {"tied": True, "accumulate": 2, "last_empty": True},
+}
+
+
+def run_heads(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for (name, options), loss in itertools.product(HEADS.items(), ("off-policy", "sequence ratio")):
+        for setup in TIED if "tied" in name else ("DDP", "FSDP2, head its own unit"):
+            found[f"{name}: {setup}: {loss}"] = gradients(setup, loss, **options)
+    for loss in ("off-policy", "sequence ratio"):
+        found[f"float32: {loss}"] = gradients("FSDP2, head its own unit", loss, dtype=torch.float32)
+    return found
+
+
+def test_tied_heads_heads_with_a_bias_the_module_and_float32() -> None:
+    got = run_ranks(run_heads, 2)
+    single = [{name: found.pop(name) for name in [*found] if name.startswith("float32")} for found in got]
+    losses = {name: LOSSES[name.split(": ")[-1]] for name in got[0]}
+    check(got, {name: truth(loss, 2, **HEADS[name.split(":")[0]]) for name, loss in losses.items()})
+    check(single, {name: truth(LOSSES[name.split(": ")[1]], 2) for name in single[0]}, torch.float32)
+
+
+def run_hybrid(rank: int, world_size: int) -> dict[str, Gradients]:
+    mesh = cases.hsdp_mesh("cpu", world_size)
+    return {
+        f"{setup}: {loss}: {i}": gradients(setup, loss, mesh=mesh, **VARIANTS[i])
+        for setup, (loss, i) in itertools.product(
+            HSDP, (("off-policy", 0), ("sequence ratio", 3), ("frozen head", 2), ("lean", 1))
+        )
+    }
+
+
+def test_two_replicas_of_two_shards_each() -> None:
+    got = run_ranks(run_hybrid, 4)
+    parts = {name: name.split(": ") for name in got[0]}
+    check(got, {name: truth(LOSSES[loss], 4, **VARIANTS[int(i)]) for name, (_, loss, i) in parts.items()})
+
+
+def test_the_mean_over_uneven_ranks_is_the_loss_of_the_whole_batch() -> None:
+    # what `truth` adds up rank by rank is what one process computes on all sequences at once
+    loss = LOSSES["off-policy"]
+    batches = [cases.make_batch(rank, 2, torch.float64, last_empty=False) for rank in range(2)]
+    joined = cases.Batch(**{k: torch.cat([vars(x)[k] for x in batches]) for k in vars(batches[0])})
+    counts = [int(x.completion_mask.sum()) for x in batches]
+    assert counts[0] != counts[1]
+    model = cases.make_model(torch.float64, loss)
+    cases.backward_by_reference(model, joined, loss, sum(counts), 1.0)
+    got = {name: x.grad for name, x in model.named_parameters()}
+    assert max(relative_error(got, truth(loss, 2)).values()) < EXACT[torch.float64]
+
+
+def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
+    """The head its own unit, its weight read as TRL and verl read it: ``weight.full_tensor()``."""
+    run = Run(SETUPS["FSDP2, head its own unit"], LOSSES["off-policy"], CPU, torch.float64)
+    found = {}
+    for way in ("full_tensor", "attach"):
+        model = cases.make_model(torch.float64, run.loss)
+        wrapped = run.setup.wrap(model, None)
+        attach(model.lm_head)
+
+        def then(hidden: Tensor, head: Any = model.lm_head, way: str = way) -> Tensor:
+            given = cases.arguments(run.loss, run.batch, run.items)
+            if way == "full_tensor":
+                return grpo_loss(hidden, head.weight.full_tensor(), **given).loss
+            with pytest.raises(ValueError, match="completion_mask: expected shape"):
+                head.loss(hidden, **{**given, "completion_mask": run.batch.completion_mask[:, 1:]})
+            return head.loss(hidden, **given).loss  # a call that failed leaves nothing behind
+
+        wrapped(run.batch.tokens, then).backward()
+        found[way] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
+    return found
+
+
+def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it() -> None:
+    want = truth(LOSSES["off-policy"], 2)
+    for found in run_ranks(run_full_tensor, 2):
+        wrong = found["full_tensor"].pop("lm_head.weight") - want["lm_head.weight"]
+        assert 0.5 < float(wrong.norm() / want["lm_head.weight"].norm()) < 2.0
+        others = {name: x for name, x in want.items() if name != "lm_head.weight"}
+        assert max(relative_error(found["full_tensor"], others).values()) < EXACT[torch.float64]  # only the head's
+        assert max(relative_error(found["attach"], want).values()) < EXACT[torch.float64]
+
+
+def run_divided(rank: int, world_size: int) -> list[str]:
+    """What is said of a head whose weight is not whole: outside the unit it belongs to, and read from outside."""
+    run = Run(SETUPS["FSDP2, head in the root unit"], LOSSES["off-policy"], CPU, torch.float64)
+    model = cases.make_model(torch.float64, run.loss)
+    run.setup.wrap(model, None)
+    head = attach(model.lm_head)
+    hidden = torch.randn(cases.SEQUENCES, cases.COLUMNS, cases.WIDTH, dtype=torch.float64)
+    given = cases.arguments(run.loss, run.batch, run.items)
+    messages = []
+    for call in (lambda: head.loss(hidden, **given), lambda: grpo_loss(hidden, head.weight, **given)):
+        with pytest.raises(ValueError, match="weight: expected a plain tensor, got a DTensor") as raised:
+            call()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_divided_weight_raises_and_the_message_names_the_fix() -> None:
+    for messages in run_ranks(run_divided, 2):
+        for message in messages:
+            assert "grpo_kernels.attach(lm_head)" in message
+            assert "process_group=" in message
+
+
+def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> dict[str, Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output_dtype)
+    wrap = cases.units("mid", "lm_head", mp_policy=policy)
+    run = Run(cases.Setup(wrap, inside=False), LOSSES["sequence ratio"], CPU, torch.float32)
+    model = cases.make_model(torch.float32, run.loss)
+    wrapped = run.setup.wrap(model, None)
+    hidden = wrapped(run.batch.tokens)
+    given = cases.arguments(run.loss, run.batch, run.items)
+    out = attach(model.lm_head).loss(hidden, config=LossConfig(**run.loss.config), **given)
+    with torch.no_grad():
+        logps, entropies = model.lm_head.logprobs(hidden, run.batch.completion_ids, mask=run.batch.completion_mask)
+    out.loss.backward()
+    results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.per_token_logps}
+    scored = {"scored": logps, "entropies": entropies}
+    return {**results, **scored, "grad": cases.whole(model.lm_head.weight.grad), "given": given}
+
+
+@pytest.mark.parametrize("output_dtype", [None, torch.bfloat16], ids=["", "bf16 outputs"])
+def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(output_dtype: torch.dtype | None) -> None:
+    got = run_ranks(run_mixed, 2, output_dtype)
+    weight = cases.make_model(torch.float32, LOSSES["sequence ratio"]).lm_head.weight.detach().bfloat16()
+    total, allowed = torch.zeros(weight.shape, dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
+    for found in got:
+        assert found["hidden"].dtype == torch.bfloat16
+        assert found["loss"].dtype == found["logps"].dtype == found["scored"].dtype == torch.float32
+        case = Case("", found["hidden"], weight, config=LOSSES["sequence ratio"].config, **found["given"])
+        want = reference_loss(case)
+        bounds = bounds_of(want, case)
+        assert not bounds.ambiguous
+        for name in ("logps", "scored"):
+            assert bool(((found[name] - want.logps).abs() <= bounds.logps).all()), name
+        assert bool(((found["entropies"] - want.entropies).abs() <= bounds.entropies).all())
+        assert abs(float(found["loss"] - want.loss)) <= bounds.loss
+        total, allowed = total + want.d_weight / 2, allowed + bounds.d_weight / 2
+    for found in got:
+        assert bool(((found["grad"] - total).abs() <= allowed + 1e-7 * total.abs()).all())
+
+
+def run_logprobs(rank: int, world_size: int) -> dict[str, Gradients]:
+    """A loss of one's own, on log-probabilities that are changed in place first; with entropies and without."""
+    found = {}
+    setups = ("DDP", "FSDP2, head its own unit", "FSDP2, head in the root unit")
+    for setup, entropy in itertools.product(setups, (True, False)):
+        run = Run(SETUPS[setup], LOSSES["off-policy"], CPU, torch.float64)
+        model = cases.make_model(torch.float64, run.loss)
+        wrapped = run.setup.wrap(model, None)
+        head: Any = attach(model.lm_head)
+
+        options = {"mask": run.batch.completion_mask, "entropy": entropy}
+
+        def then(hidden: Tensor, head: Any = head, run: Run = run, options: Any = options) -> Any:
+            return head.logprobs(hidden, run.batch.completion_ids, **options)
+
+        logps, entropies = wrapped(run.batch.tokens, then)
+        logps.mul_(3.0)
+        loss = logps.square().sum()
+        (loss - entropies.sum() if entropy else loss).backward()
+        found[f"{setup}, {entropy}"] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
+    return found
+
+
+def test_logprobs_and_entropies_of_a_divided_head_are_differentiable() -> None:
+    got = run_ranks(run_logprobs, 2)
+    check(got, {name: logprobs_truth(name.endswith("True")) for name in got[0]})
+
+
+def logprobs_truth(entropy: bool) -> Gradients:
+    model = cases.make_model(torch.float64, LOSSES["off-policy"])
+    for rank in range(2):
+        batch = cases.make_batch(rank, 2, torch.float64, last_empty=False)
+        log_probs = torch.log_softmax(model(batch.tokens) @ model.lm_head.weight.T, dim=-1)
+        logps = log_probs.gather(-1, batch.completion_ids[..., None])[..., 0]
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        per_token = (3.0 * logps).square() - (entropies if entropy else 0.0)
+        (per_token * batch.completion_mask).sum().div(2).backward()
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+class ReturnsTheOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 11, bias=False)
+        for i, x in enumerate(self.parameters()):
+            nn.init.normal_(x, generator=torch.Generator().manual_seed(i))
+        self.loss = GRPOLoss(loss_type="grpo")
+
+    def forward(self, x: Tensor) -> LossOutput:
+        ids = torch.arange(10).view(2, 5)
+        return self.loss(self.body(x), self.head.weight, ids, None, torch.tensor([1.0, -0.5]))
+
+
+def static_graph_gradients(module: nn.Module, rank: int) -> list[Tensor]:
+    """Two steps: the first is where DDP learns the graph."""
+    for step in range(2):
+        module.zero_grad()
+        out = module(torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(10 * step + rank)))
+        assert isinstance(out, LossOutput) and out.metrics.pairs["rows/projected"][1] == 10
+        out.loss.backward()
+    return [x.grad.clone() for x in module.parameters() if x.grad is not None]
+
+
+def run_static_graph(rank: int, world_size: int) -> list[Tensor]:
+    return static_graph_gradients(nn.parallel.DistributedDataParallel(ReturnsTheOutput(), static_graph=True), rank)
+
+
+def test_an_output_of_ddp_with_a_static_graph_keeps_its_gradients() -> None:
+    alone = [static_graph_gradients(ReturnsTheOutput(), rank) for rank in range(2)]
+    want = [torch.stack(x).mean(0) for x in zip(*alone, strict=True)]
+    for found in run_ranks(run_static_graph, 2):
+        torch.testing.assert_close(found, want)

@@ -1,0 +1,300 @@
+"""A head whose vocabulary is divided among processes, against the float64 reference of the whole one.
+
+Every fixed case of the differential suite runs on 2 or on 4 ranks, by one of the engines that are exact for it, in
+shards that are even or not, and every result and gradient is held to the bounds of a single process.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_logprob, linear_logprob_with
+from grpo_kernels.base import distributed as collectives
+from tests.support.case_builder import Case
+from tests.support.cases import fixed_cases
+from tests.support.ranks import run_ranks
+from tests.support.reference import reference_loss
+from tests.support.run_case import allowed_engines, arguments
+from tests.support.tolerance import assert_matches, bounds_of
+
+CASES = [case for case in fixed_cases() if case.weight.shape[0] >= 10]
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def spans(vocab: int, parts: int, *, uneven: bool = False) -> list[tuple[int, int]]:
+    """[start, stop) of each rank's rows: nearly equal, or growing."""
+    shares = [rank + 1 if uneven else 1 for rank in range(parts)]
+    stops = [vocab * x // sum(shares) for x in accumulate(shares)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def same_on_every_rank(x: Tensor) -> bool:
+    """Bit by bit, NaN too."""
+    return all(
+        torch.equal(x.nan_to_num(), other.nan_to_num()) for other in collectives.gather_stacked(x, dist.group.WORLD)
+    )
+
+
+def run_sharded(case: Case, engine: str, start: int, stop: int, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """`run_case.run` with this rank's rows of the head; the gradients of the head are gathered to whole ones."""
+    given = arguments(case)
+    for name in ("weight", "bias"):
+        if given[name] is not None:
+            given[name] = given[name].detach()[start:stop].clone().requires_grad_(name not in case.frozen)
+    options = {"engine": engine, "workspace_bytes": case.workspace_bytes, **options}
+    output = grpo_loss(**given, config=LossConfig(**case.config), **options, process_group=dist.group.WORLD)
+    if output.loss.requires_grad:
+        output.loss.backward()
+    grads = {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
+    for name in ("weight", "bias"):
+        if grads[name] is not None:
+            sizes = collectives.gather_stacked(torch.tensor(len(grads[name])), dist.group.WORLD).tolist()
+            grads[name] = collectives.gather_uneven(grads[name], sizes, dist.group.WORLD)
+    return output, grads
+
+
+def check_cases(rank: int, world_size: int, first: int) -> set[str]:
+    engines = set()
+    for number, case in enumerate(CASES[first::2]):
+        if number % 4 == 0:
+            case = case.but(frozen=frozenset({"weight", "bias"}))
+        allowed = ["auto", *sorted(allowed_engines(case))]
+        engine = allowed[number % len(allowed)]
+        span = spans(case.weight.shape[0], world_size, uneven=number % 3 > 0)[rank]
+        output, grads = run_sharded(case, engine, *span, backend="torch" if number % 5 == 0 else "auto")
+        engines.add(output.engine)
+        assert same_on_every_rank(output.loss.detach()), case.name
+        assert grads["hidden"] is None or same_on_every_rank(grads["hidden"].float()), case.name
+        if rank == 0:
+            reference = reference_loss(case)
+            try:
+                assert_matches(output, grads, reference, case, bounds_of(reference, case))
+            except AssertionError as error:
+                raise AssertionError(f"{case.name}, engine {engine!r}, uneven {number % 3 > 0}: {error}") from None
+    return engines
+
+
+@pytest.mark.parametrize(("world_size", "first"), [(2, 0), (4, 1)])
+def test_every_case_is_exact_on_shards(world_size: int, first: int) -> None:
+    assert run_ranks(check_cases, world_size, first)[0] >= {"frozen", "one_pass", "two_pass", "lean"}
+
+
+def make_head(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Hidden states, a head, ids, and the factors of an adapter; the same on every rank."""
+    g = torch.Generator().manual_seed(5)
+    shapes = {"hidden": (9, 8), "weight": (23, 8), "bias": (23,), "a": (2, 8), "b": (23, 2)}
+    made = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+    made = {name: x.to(dtype).requires_grad_() for name, x in made.items()}
+    return made | {"ids": torch.randint(19, (9,), generator=g)}
+
+
+def results(head: dict[str, Any], lora: LoRA | None, **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """All outputs of a call, and the gradients of some loss of them in all leaves that are there."""
+    found = linear_logprob_with(
+        head["hidden"], head["weight"], head["ids"], bias=head["bias"], outputs=OUTPUTS, lora=lora, **options
+    )
+    loss = (found["logps"] * torch.linspace(-1, 1, 9)).sum() + 0.3 * found["entropy"].sum()
+    leaves = [head["hidden"], head["weight"], head["bias"], *([] if lora is None else [lora.a, lora.b])]
+    return found, list(torch.autograd.grad(loss, leaves))
+
+
+def check_outputs(rank: int, world_size: int) -> None:
+    """All outputs, an adapter, padding rows, a temperature a token: shards against the whole head."""
+    temperature = torch.linspace(0.5, 2.0, 9, dtype=torch.float64)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        for with_lora in (False, True):
+            for vocab_size in (None, 19):
+                head, options = make_head(dtype), {"temperature": temperature.to(dtype), "vocab_size": vocab_size}
+                lora = LoRA(head["a"], head["b"], 0.7) if with_lora else None
+                want, want_grads = results(head, lora, **options)
+                start, stop = spans(23, world_size, uneven=world_size == 2)[rank]
+                part = dict(head)
+                for name in ("weight", "bias", "b"):
+                    part[name] = head[name].detach()[start:stop].clone().requires_grad_()
+                lora = LoRA(head["a"], part["b"], 0.7) if with_lora else None
+                got, got_grads = results(part, lora, **options, process_group=dist.group.WORLD)
+                for name in ("logps", *OUTPUTS):
+                    torch.testing.assert_close(got[name], want[name], rtol=bound, atol=bound)
+                    assert same_on_every_rank(got[name].detach()), name
+                rows = (slice(None), slice(start, stop), slice(start, stop), slice(None), slice(start, stop))
+                for x, y, row in zip(got_grads, want_grads, rows, strict=False):
+                    torch.testing.assert_close(x, y[row], rtol=10 * bound, atol=10 * bound)
+                if vocab_size is not None and stop > vocab_size:
+                    assert not got_grads[1][max(0, vocab_size - start) :].any()
+
+
+def check_edges(rank: int, world_size: int) -> None:
+    """Nearly certain tokens keep their digits; a rank of logits -inf adds nothing, unless a soft-cap bounds them."""
+    vocab = 24
+    logits = torch.randn(10, vocab, generator=torch.Generator().manual_seed(8)) - 20.0
+    logits[0, 3], logits[1, 20], logits[2, [2, 21]] = 0.0, 0.0, 0.0
+    logits[3, 9], logits[4, 9] = 2.0, -90.0
+    ids = torch.tensor([3, 20, 2, 9, 9, 0, 23, 6, 7, 13])
+    start, stop = spans(vocab, world_size)[rank]
+    most = vocab // world_size
+    for banned, cap in product((slice(0, 0), slice(0, most), slice(vocab - most, vocab)), (None, 5.0)):
+        bias = torch.zeros(vocab)
+        bias[banned] = -torch.inf
+        exact = logits.double() + bias
+        exact = torch.log_softmax(exact if cap is None else cap * torch.tanh(exact / cap), -1)
+        want = exact.gather(1, ids[:, None])[:, 0]
+        want_entropy = -(exact.exp() * exact.masked_fill(exact.isinf(), 0.0)).sum(-1)
+        part = torch.eye(vocab)[start:stop].requires_grad_()
+        options = {"bias": bias[start:stop], "process_group": dist.group.WORLD, "final_logit_softcapping": cap}
+        logps, entropies = linear_logprob(logits, part, ids, **options)
+        torch.testing.assert_close(logps.double(), want, rtol=3e-6, atol=0)
+        torch.testing.assert_close(entropies.double(), want_entropy, rtol=3e-6, atol=0)
+        entropies.sum().backward()
+        assert part.grad.isfinite().all()
+
+
+def check_expectation(rank: int, world_size: int) -> None:
+    """A right and a wrong expectation: one pass, and the rest recomputed."""
+    head = make_head()
+    start, stop = spans(23, world_size)[rank]
+    upstream = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    want = torch.autograd.grad(linear_logprob(*head_of(head))[0], head_of(head)[:2], upstream)
+    for expected in (upstream, 2 * upstream, upstream.flip(0), upstream * (torch.arange(9) > 3)):
+        part = head["weight"].detach()[start:stop].clone().requires_grad_()
+        logps, _ = linear_logprob(head["hidden"], part, head["ids"], expected=expected, process_group=dist.group.WORLD)
+        got = torch.autograd.grad(logps, (head["hidden"], part), upstream)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got[1], want[1][start:stop], rtol=1e-12, atol=1e-12)
+
+
+def head_of(head: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return head["hidden"], head["weight"], head["ids"]
+
+
+def check_dtensors(rank: int, world_size: int) -> None:
+    """Shard(0) DTensors, of a number of rows that the ranks do not divide, beside plain or replicated hidden states."""
+    mesh, head = init_device_mesh("cpu", (world_size,)), make_head()
+    logps, entropies = linear_logprob(*head_of(head), bias=head["bias"])
+    want = torch.autograd.grad(logps.sum() + entropies.sum(), [head[x] for x in ("hidden", "weight", "bias")])
+    for hidden_too in (False, True):
+        weight, bias = (
+            distribute_tensor(head[x].detach(), mesh, [Shard(0)]).requires_grad_() for x in ("weight", "bias")
+        )
+        hidden = head["hidden"].detach().clone()
+        hidden = (distribute_tensor(hidden, mesh, [Replicate()]) if hidden_too else hidden).requires_grad_()
+        group = None if hidden_too else mesh.get_group()
+        logps, entropies = linear_logprob(hidden, weight, head["ids"], bias=bias, process_group=group)
+        (logps.sum() + entropies.sum()).backward()
+        for x, y in zip((hidden, weight, bias), want, strict=True):
+            got = x.grad if x is hidden and not hidden_too else x.grad.full_tensor()
+            torch.testing.assert_close(got, y, rtol=1e-12, atol=1e-12)
+    compiled = torch.compile(linear_logprob, backend="eager")(hidden, weight, head["ids"], bias=bias)
+    torch.testing.assert_close(compiled[0], logps, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"weight: expected a DTensor sharded once, by rows"):
+        linear_logprob(hidden, distribute_tensor(head["weight"].detach(), mesh, [Shard(1)]), head["ids"])
+    with pytest.raises(ValueError, match=r"weight: .* got a DTensor.*attach.*process_group="):
+        linear_logprob(head["hidden"], weight, head["ids"])
+
+
+def check_errors(rank: int, world_size: int) -> None:
+    """What the ranks do not agree on, and a head too short for them, raises on every one of them."""
+    head, group = make_head(), dist.group.WORLD
+    hidden, weight, ids = head_of(head)
+    part = weight[slice(*spans(23, world_size)[rank])]
+    calls: dict[str, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = {
+        "got hidden = ": (hidden[rank:], part, ids[rank:], {}),
+        "gradients wanted of weight": (hidden, part if rank else part.detach(), ids, {}),
+        "backend": (hidden, part, ids, {"backend": "torch" if rank else "cpp"}),
+        "engine": (hidden, part, ids, {"engine": "lean" if rank else "auto"}),
+        "at least one row": (hidden, weight[: 0 if rank else 23], ids, {}),
+        "at least one row of the": (hidden, part, ids * 0, {"vocab_size": 3}),
+        "at most the 23 rows": (hidden, part, ids, {"vocab_size": 24}),
+        r"\[0, 23\)": (hidden, part, ids + 23, {}),
+    }
+    for says, (*given, options) in calls.items():
+        with pytest.raises(ValueError, match=says):
+            linear_logprob(*given, **options, process_group=group)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
+        pytest.raises(ValueError, match="autocast"),
+    ):
+        linear_logprob(hidden.float(), part.float(), ids, process_group=group)
+    with pytest.raises(TypeError, match="process_group: expected"):
+        linear_logprob(hidden, part, ids, process_group="tp")
+
+
+def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
+    """Numbers that a rank sends, forward and backward, of 64 rows, 16 at a time."""
+    sent: dict[str, list[int]] = {}
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(64, 8, generator=g), torch.randn(300, 8, generator=g)
+    ids, advantages = torch.randint(300, (4, 16), generator=g), torch.randn(4, generator=g)
+    for engine in ("one_pass", "two_pass", "lean"):
+        counts: list[int] = []
+        wrapped = {
+            name: mock.patch.object(dist, name, counting(counts, getattr(dist, name)))
+            for name in ("all_gather", "all_reduce")
+        }
+        leaf = hidden.view(4, 16, 8).requires_grad_()
+        with wrapped["all_gather"], wrapped["all_reduce"]:
+            part = weight[slice(*spans(300, world_size)[rank])].clone().requires_grad_()
+            options = {"engine": engine, "workspace_bytes": 20 * 4 * -(-300 // world_size)}
+            out = grpo_loss(leaf, part, ids, None, advantages, **options, process_group=dist.group.WORLD)
+            out.loss.backward()
+        sent[engine] = counts
+    return sent
+
+
+def counting(counts: list[int], function: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts.append(args[-1].numel())  # what this rank gives
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def check_rest(rank: int, world_size: int) -> None:
+    """On-policy ratios are exactly 1; a group of one rank; the kernel that scores without logits; torch.compile."""
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(2, 5, 16, generator=g), torch.randn(40, 16, generator=g)
+    ids = torch.randint(40, (2, 5), generator=g)
+    part = weight[slice(*spans(40, world_size)[rank])].clone().requires_grad_()
+    options = {"process_group": dist.group.WORLD}
+    with torch.no_grad():
+        old, entropies = linear_logprob(hidden, part, ids, **options)
+    out = grpo_loss(hidden, part, ids, None, torch.ones(2), old_per_token_logps=old, **options)
+    assert torch.equal(out.per_token_logps, old)
+    assert out.metrics["ratio"] == 1.0
+    alone = [dist.new_group([x]) for x in range(world_size)][rank]
+    for x, y in zip(linear_logprob(hidden, weight, ids, process_group=alone), (old, entropies), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+    with torch.no_grad():
+        scored = linear_logprob(hidden, part, ids, engine="score_dot", backend="triton", **options)
+    for x, y in zip(scored, (old, entropies), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+    if rank < 2:  # of which each has to trace it
+        compiled = torch.compile(lambda h, w: linear_logprob(h, w, ids, **options)[0], backend="eager")
+        torch.testing.assert_close(compiled(hidden, part), old, rtol=0, atol=0)
+
+
+def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
+    for check in (check_outputs, check_edges, check_expectation, check_dtensors, check_errors):
+        check(rank, world_size)
+    if world_size == 2:
+        check_rest(rank, world_size)
+    return check_traffic(rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_outputs_dtensors_errors_and_traffic(world_size: int) -> None:
+    """What ranks say first; three numbers and an entropy a row, a chunk at a time; in the backward d hidden, once."""
+    sent = run_ranks(check_all, world_size)[0]
+    for engine, counts in sent.items():
+        agreed, *gathered, summed = counts
+        assert agreed < 200, engine
+        assert sum(gathered) == 4 * 64, engine
+        assert summed == 64 * 8, engine
+    assert len(sent["one_pass"]) > 4, "expected several chunks"

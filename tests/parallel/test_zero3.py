@@ -1,0 +1,179 @@
+"""DeepSpeed ZeRO-3 in gloo processes on a CPU: gradients equal those of one process in float64, for every engine."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import LossConfig, attach, grpo_loss
+from grpo_kernels.head.module import gather_of
+from tests.support import parallel_cases as cases
+from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
+from tests.support.parallel_cases import LOSSES, Run, relative_error, truth
+from tests.support.ranks import run_ranks
+
+FOLDER = Path(sys.prefix) / "zero3"  # where `make` puts it: requirements/zero3.txt
+CPU = torch.device("cpu")
+EXACT = 2e-7  # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
+CONFIG = {
+    "train_micro_batch_size_per_gpu": cases.SEQUENCES,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # small parameters are divided too
+    "zero_allow_untested_optimizer": True,  # torch's
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir() and importlib.util.find_spec("deepspeed") is None,
+    reason="needs DeepSpeed: pip install --no-deps --target .venv/zero3 -r requirements/zero3.txt",
+)
+
+
+def deepspeed() -> Any:
+    """The package, on a CPU."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    package = importlib.import_module("deepspeed")
+    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles faster collectives, for a minute
+    # on a processor with fp16 it goes by the model's dtype where on others it takes bf16, and refuses float64
+    package.accelerator.get_accelerator().is_fp16_supported = lambda: False
+    gc.freeze()  # it collects garbage at every start, seconds with all that is imported here
+    return package
+
+
+class Zero3:
+    """A tiny model on this rank, divided."""
+
+    def __init__(self, loss: str, *, inside: bool = True, last_empty: bool = False, **options: Any) -> None:
+        self.package = deepspeed()
+        setup = cases.Setup(cases.ddp, inside)  # `wrap` is not used
+        self.run = Run(setup, LOSSES[loss], CPU, torch.float64, last_empty=last_empty)
+        self.start(cases.make_model(torch.float64, self.run.loss, **options))
+
+    def start(self, model: Any, accumulate: int = 1) -> None:
+        self.model, self.head = model, model.lm_head
+        trained = [x for x in self.model.parameters() if x.requires_grad]
+        config = {**CONFIG, "gradient_accumulation_steps": accumulate}
+        optimizer = torch.optim.SGD(trained, lr=0.0)
+        self.engine, *_ = self.package.initialize(model=self.model, config=config, optimizer=optimizer)
+        assert self.head.weight.numel() == 0
+
+    def call(self, hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        """`grpo_loss` itself."""
+        given = cases.arguments(self.run.loss, self.run.batch, self.run.items)
+        return grpo_loss(hidden, weight, config=LossConfig(**self.run.loss.config), **given, **options).loss
+
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """After its backward: by name, averaged over the ranks, whole."""
+        self.engine.backward(loss)
+        assert self.head.weight.numel() == 0
+        named = [(name, x) for name, x in self.model.named_parameters() if x.requires_grad]
+        found = {name: self.package.utils.safe_get_full_grad(x).clone() for name, x in named}
+        self.engine.destroy()
+        return found
+
+
+def by_method(loss: str, **options: Any) -> dict[str, Tensor]:
+    """``attach(lm_head).loss``."""
+    zero3 = Zero3(loss, **options)
+    return zero3.gradients(zero3.run.score(zero3.engine, attach(zero3.head), zero3.run.batch))
+
+
+def in_two_parts(loss: str) -> dict[str, Tensor]:
+    """Two micro-batches: DeepSpeed divides each loss by their number."""
+    zero3 = Zero3(loss)
+    zero3.engine.destroy()
+    zero3.start(cases.make_model(torch.float64, zero3.run.loss), accumulate=2)
+    head, (first, second) = attach(zero3.head), cases.micro_batches(zero3.run.batch, 2)
+    zero3.engine.backward(2.0 * zero3.run.score(zero3.engine, head, first))
+    zero3.engine.step()  # which counts them
+    return zero3.gradients(2.0 * zero3.run.score(zero3.engine, head, second))
+
+
+def within_the_models_forward(loss: str) -> dict[str, Tensor]:
+    """The function with ``lm_head.weight``: within the forward, ZeRO-3 sees that it is read."""
+    zero3 = Zero3(loss)
+    return zero3.gradients(zero3.engine(zero3.run.batch.tokens, lambda hidden: zero3.call(hidden, zero3.head.weight)))
+
+
+def gathered_by_hand(loss: str) -> dict[str, Tensor]:
+    """What the message for an empty weight says, in full: forward and backward within one context."""
+    zero3 = Zero3(loss)
+    hidden = zero3.engine(zero3.run.batch.tokens)
+    with pytest.raises(ValueError, match=r"weight: .*which is empty; under DeepSpeed ZeRO-3") as raised:
+        zero3.call(hidden, zero3.head.weight)
+    assert "grpo_kernels.attach(lm_head)" in str(raised.value)
+    with zero3.package.zero.GatheredParameters([zero3.head.weight]):
+        zero3.engine.backward(zero3.call(hidden, zero3.head.weight))
+    named = [(name, x) for name, x in zero3.model.named_parameters() if x.requires_grad]
+    return {name: zero3.package.utils.safe_get_full_grad(x) for name, x in named}
+
+
+def gathered_twice(loss: str) -> dict[str, Tensor]:
+    """A frozen head outside all hooks, gathered for the forward, and again by the backward, which recomputes."""
+    zero3 = Zero3(loss)
+    hidden = zero3.engine(zero3.run.batch.tokens)
+    gather = gather_of(zero3.head.parameters())
+    assert gather is not None
+    with gather():
+        out = zero3.call(hidden, zero3.head.weight, gather=gather)
+    return zero3.gradients(out)
+
+
+def with_adapter(loss: str, where: str) -> dict[str, Tensor]:
+    """PEFT's adapter on the body or the head, all else frozen."""
+    zero3 = Zero3(loss, inside=False)
+    zero3.engine.destroy()
+    zero3.run.loss = adapted_loss(where, loss)
+    zero3.start(adapted(where))
+    return zero3.gradients(zero3.run.score(zero3.engine, attach(zero3.head), zero3.run.batch))
+
+
+# name -> (how, arguments, arguments of the truth)
+CASES: dict[str, tuple[Callable[..., dict[str, Tensor]], dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"{loss}, {'inside' if inside else 'after'}": (by_method, {"loss": loss, "inside": inside}, {})
+        for loss, inside in itertools.product(LOSSES, (True, False))
+    },
+    **{
+        f"{loss}, a rank with nothing to score": (by_method, {"loss": loss, "last_empty": True}, {"last_empty": True})
+        for loss in ("off-policy", "sequence ratio")
+    },
+    "bias": (by_method, {"loss": "sequence ratio", "bias": True}, {"bias": True}),
+    "tied": (by_method, {"loss": "off-policy", "tied": True}, {"tied": True}),
+    "tied, two passes": (by_method, {"loss": "sequence ratio", "tied": True}, {"tied": True}),
+    "two micro-batches": (in_two_parts, {"loss": "off-policy"}, {"accumulate": 2}),
+    "function, one pass": (within_the_models_forward, {"loss": "off-policy"}, {}),
+    "function, two passes": (within_the_models_forward, {"loss": "sequence ratio"}, {}),
+    "gathered by hand": (gathered_by_hand, {"loss": "sequence ratio"}, {}),
+    "gathered twice": (gathered_twice, {"loss": "frozen head, sequence ratio"}, {}),
+}
+
+
+ADAPTED = [*itertools.product(("off-policy", "sequence ratio"), PLACES)]
+
+
+def run_cases(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
+    found = {name: how(**given) for name, (how, given, _) in CASES.items()}
+    return found | {f"{loss}, adapter on {where}": with_adapter(loss, where) for loss, where in ADAPTED}
+
+
+def test_gradients_are_those_of_one_process() -> None:
+    for found in run_ranks(run_cases, 2):
+        for name, (_, given, options) in CASES.items():
+            errors = relative_error(found[name], truth(LOSSES[given["loss"]], 2, **options))
+            assert max(errors.values()) < EXACT, f"{name}: {errors}"
+        for loss, where in ADAPTED:
+            errors = relative_error(found[f"{loss}, adapter on {where}"], adapted_truth(where, LOSSES[loss]))
+            assert max(errors.values()) < EXACT, f"{loss}, adapter on {where}: {errors}"

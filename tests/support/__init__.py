@@ -1,0 +1,1 @@
+"""What several tests share: the float64 reference, cases, tolerances, stand-ins for devices and ranks."""

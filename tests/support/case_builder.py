@@ -1,0 +1,149 @@
+"""One test case (`Case`) and the builder that makes it from a name: every tensor is seeded by the name alone."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.reference import head, on_grid
+
+DEFAULT_WORKSPACE = 512 * 2**20
+PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `grpo_loss`, and nothing of the library: `config` holds LossConfig fields by name."""
+
+    name: str
+    hidden: Tensor  # (B, T, H)
+    weight: Tensor  # (V, H)
+    completion_ids: Tensor  # (B, T)
+    completion_mask: Tensor  # (B, T)
+    advantages: Tensor  # (B,) or (B, T)
+    bias: Tensor | None = None  # (V,)
+    old_per_token_logps: Tensor | None = None  # (B, T), as the next two
+    ref_per_token_logps: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None  # (B, T), (B, 1) or (B,)
+    num_items_in_batch: float | Tensor | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()  # of "hidden", "weight", "bias"
+    workspace_bytes: int = DEFAULT_WORKSPACE
+
+    @property
+    def group(self) -> str:
+        """The first word of the name."""
+        return self.name.split("/")[0]
+
+    def but(self, **changes: Any) -> Case:
+        """A copy with some fields replaced; `config` is merged."""
+        config = {**self.config, **changes.pop("config", {})}
+        return replace(self, config=config, **changes)
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """All floating-point tensors in `dtype`, whatever they were."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        floating = {k: x.to(dtype) for k, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        return replace(self, **floating)
+
+
+def seeded(name: str) -> torch.Generator:
+    """A generator that depends on the name alone, on every machine and in every process."""
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+def make_mask(kind: str, b: int, t: int, g: torch.Generator) -> Tensor:
+    """(b, t) int64: "ragged" right padding, "holes" (tool output), "full", "none", "left", "one", "first_empty"."""
+    lengths = torch.randint(1, max(t, 1) + 1, (b, 1), generator=g)
+    steps = torch.arange(t)
+    mask = (steps < lengths).long()
+    if kind == "holes":
+        mask = mask * ((torch.rand(b, t, generator=g) > 0.3) | (steps == lengths - 1))
+    elif kind == "full":
+        mask = torch.ones(b, t, dtype=torch.long)
+    elif kind == "none":
+        mask = torch.zeros(b, t, dtype=torch.long)
+    elif kind == "left":
+        mask = mask.flip(1)
+    elif kind == "one":
+        mask = torch.zeros(b, t, dtype=torch.long)
+        mask[b // 2, t // 2] = 1
+    elif kind == "first_empty":
+        mask[0] = 0
+    return mask
+
+
+def make_ratio(kind: str | None, b: int, t: int, g: torch.Generator) -> Tensor | None:
+    """vLLM's importance ratios: "token", "masked" (some of them 0), both (b, t), "sequence" (b, 1), "batch" (b,)."""
+    if kind is None:
+        return None
+    shape = {"token": (b, t), "masked": (b, t), "sequence": (b, 1), "batch": (b,)}[kind]
+    ratio = (0.4 * torch.randn(shape, generator=g)).exp().clamp(max=3.0)
+    return torch.where(ratio > 1.3, 0.0, ratio) if kind == "masked" else ratio
+
+
+def make_case(
+    name: str,
+    *,
+    b: int = 3,
+    t: int = 7,
+    h: int = 16,
+    v: int = 50,
+    dtype: torch.dtype = torch.float32,
+    spread: float = 2.0,  # standard deviation of the logits
+    mask: str = "holes",
+    adv: str = "sequence",
+    zero_adv: bool = False,  # half of the sequences get advantage 0
+    old: bool = True,  # False: on-policy
+    noise: float = 0.25,  # of old against new, per token
+    shift: float = 0.25,  # of old against new, per sequence
+    sampling: bool = False,
+    ratio: str | None = None,
+    bias: bool = False,
+    num_items: float | None = None,
+    frozen: tuple[str, ...] = (),
+    workspace: int = DEFAULT_WORKSPACE,
+    **config: Any,
+) -> Case:
+    """A case around a policy of known logits: old, reference and sampling logps lie near its own."""
+    g = seeded(name)
+    normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
+    case = Case(
+        name,
+        normal(b, t, h).to(dtype),
+        (normal(v, h) * spread / h**0.5).to(dtype),
+        torch.randint(0, v, (b, t), generator=g),
+        make_mask(mask, b, t, g),
+        normal(b, t) if adv == "token" else normal(b),
+        bias=normal(v).to(dtype) if bias else None,
+        config=config,
+        frozen=frozenset(frozen),
+        num_items_in_batch=num_items,
+        workspace_bytes=workspace,
+    )
+    # Two thirds of the ids are sampled from the policy itself, the others are any.
+    everywhere = case.but(completion_mask=torch.ones(b, t, dtype=torch.long))
+    probs = head(everywhere).log_probs.detach().exp()
+    if len(probs):
+        drawn = torch.multinomial(probs, 1, generator=g).reshape(b, t)
+        ids = torch.where(torch.rand(b, t, generator=g) < 0.67, drawn, case.completion_ids)
+        case, everywhere = case.but(completion_ids=ids), everywhere.but(completion_ids=ids)
+    h64 = head(everywhere)
+    logps = on_grid(h64.logps.detach(), h64.counted)
+    old_logps = (logps + noise * normal(b, t) + shift * normal(b, 1)).float()
+    keep = (torch.arange(b) % 2 == 0).reshape(b, *[1] * (case.advantages.dim() - 1))
+    ref = (logps + 0.5 * normal(b, t)).float()
+    wide = dtype if dtype == torch.float64 else torch.float32
+    sampling_logps = (old_logps if old else logps) + 0.3 * normal(b, t) + 0.3 * normal(b, 1)
+    return case.but(
+        advantages=(torch.where(keep, case.advantages, 0.0) if zero_adv else case.advantages).to(wide),
+        old_per_token_logps=old_logps.to(wide) if old else None,
+        ref_per_token_logps=ref.to(wide) if config.get("beta") else None,
+        sampling_per_token_logps=sampling_logps.to(wide) if sampling else None,
+        importance_sampling_ratio=make_ratio(ratio, b, t, g),
+    )

@@ -1,0 +1,192 @@
+"""What the tests on a device share: moving cases there and results back, float64 truth on the device, graphs, waits."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from grpo_kernels.loss import LossOutput
+from tests.support.case_builder import Case
+from tests.support.run_case import run
+
+BACKENDS = ("torch", "triton")
+
+
+def on_backends(*engines: str) -> list[tuple[str, str]]:
+    """Each engine with each backend that has it."""
+    return [(engine, x) for engine in engines for x in BACKENDS if (engine, x) != ("score_dot", "torch")]
+
+
+aten = torch.ops.aten
+WAITING = (aten.nonzero.default, aten._local_scalar_dense.default, aten.masked_select.default)  # for the device
+LIBRARY, ON_THE_CPU_ONLY = "grpo_kernels/", "checks.py"  # which looks at values where that costs no wait
+
+
+def move(case: Case, device: torch.device) -> Case:
+    """The case with every tensor on `device`."""
+    named = {f.name: getattr(case, f.name) for f in fields(case)}
+    return replace(case, **{name: x.to(device) for name, x in named.items() if isinstance(x, Tensor)})
+
+
+def run_on(
+    case: Case, device: torch.device, engine: str, backend: str
+) -> tuple[SimpleNamespace, dict[str, Tensor | None], str]:
+    """The library's results for `case` on `device`, back on the CPU; and the engine that served."""
+    output, grads = run(move(case, device), engine, backend=backend)
+    return on_cpu(output), {name: None if x is None else x.cpu() for name, x in grads.items()}, output.engine
+
+
+def on_cpu(output: LossOutput) -> SimpleNamespace:
+    """What the tolerance looks at."""
+    return SimpleNamespace(
+        loss=output.loss.detach().cpu(),
+        per_token_logps=output.per_token_logps.cpu(),
+        entropies=output.entropies.cpu(),
+        metrics={name: x.cpu() for name, x in output.metrics.items()},
+    )
+
+
+def leaves(
+    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, seed: int = 0, spread: float = 2.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (n, H), weight (V, H), ids (n,), seeded; the first two want gradients."""
+    g = torch.Generator(device).manual_seed(seed)
+    hidden = torch.randn(n, h, generator=g, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(v, h, generator=g, device=device) * (spread / h**0.5)).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(v, (n,), generator=g, device=device)
+
+
+def truth(
+    hidden: Tensor, weight: Tensor, ids: Tensor, coefficients: Tensor, at_once: int = 1024
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Float64 log-probabilities (n,), and d hidden, d weight of ``sum(coefficients * logps)``; some rows at a time."""
+    h64, w64 = hidden.detach().double(), weight.detach().double()
+    logps, d_hidden, d_weight = [], [], torch.zeros_like(w64)
+    for rows in torch.arange(len(ids), device=ids.device).split(at_once):
+        log_probs = torch.log_softmax(h64[rows] @ w64.t(), dim=1)
+        target = torch.zeros_like(log_probs).scatter_(1, ids[rows, None], 1.0)
+        dz = coefficients[rows, None].double() * (target - log_probs.exp())
+        logps.append(log_probs.gather(1, ids[rows, None])[:, 0])
+        d_hidden.append(dz @ w64)
+        d_weight += dz.t() @ h64[rows]
+    return torch.cat(logps), torch.cat(d_hidden), d_weight
+
+
+def relative(got: Tensor | None, want: Tensor) -> float:
+    """Norm of the error over the norm of what is wanted; NaN stays."""
+    assert got is not None
+    return float((got.detach().double() - want).norm() / want.norm())
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether all tensors of two results are equal bit for bit, NaN included."""
+    pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    views = [
+        (
+            x.detach().contiguous().view(integer[x.element_size()]),
+            y.detach().contiguous().view(integer[y.element_size()]),
+        )
+        for x, y in pairs
+        if isinstance(x, Tensor) and x.dtype != torch.bool
+    ]
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in views)
+
+
+def copy_of(result: Any) -> Any:
+    """Detached copies of all tensors, which later runs do not overwrite."""
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, result)
+
+
+class Graphed:
+    """`function` of fixed tensors as a CUDA graph; on a CPU it is run again instead.
+
+    Its results are the same tensors every time, as they are in a graph.
+    """
+
+    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+        self._function, self._graph = function, None
+        if device.type != "cuda":
+            self.results = copy_of(function())
+            return
+        side = torch.cuda.Stream()  # what is compiled and allocated once must not be in the graph
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.results = function()
+
+    def replay(self) -> Any:
+        """Run it on what is in the tensors now."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            for old, new in zip(tree_flatten(self.results)[0], tree_flatten(self._function())[0], strict=True):
+                old.copy_(new)
+        return self.results
+
+
+class _CountedOnCpu(TorchDispatchMode):
+    """Counts what would be a wait on a GPU, and says where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        index = args[1] if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) else []
+        if func in WAITING or any(i is not None and i.dtype == torch.bool for i in index):
+            self.count(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, what: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if LIBRARY in frame.filename]
+        last = frames[-1] if frames else None
+        if last is not None and not last.filename.endswith(ON_THE_CPU_ONLY):
+            self.places.append(f"{what} at {last.filename.rpartition('/')[2]}:{last.lineno}")
+
+
+def waits(function: Callable[[], Any], device: torch.device) -> list[str]:
+    """Each wait for the device in `function`, in words; on a CPU what would be one."""
+    if device.type != "cuda":
+        to_list = torch.Tensor.tolist  # on a CPU no operation
+        with (
+            _CountedOnCpu() as counted,
+            mock.patch.object(torch.Tensor, "tolist", lambda x: (counted.count("tolist"), to_list(x))[1]),
+        ):
+            function()
+        return counted.places
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
+
+
+def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """d loss / d tensors, as new tensors and not in ``.grad``."""
+    return torch.autograd.grad(loss, list(tensors))
+
+
+def report(failures: Mapping[str, Exception], of: int) -> None:
+    """Raise one error for all failures of a loop, so that a run tells as much as it can."""
+    if failures:
+        first = "\n".join(f"{name}: {type(e).__name__}: {str(e)[:300]}" for name, e in list(failures.items())[:12])
+        raise AssertionError(f"{len(failures)} of {of} failed:\n{first}")

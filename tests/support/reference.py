@@ -1,0 +1,273 @@
+"""The GRPO loss family in float64, in plain torch with autograd: what everything else is held against.
+
+It shares no code with the library. The logits are all there; masked positions are selected away, never multiplied away;
+each formula is written the way the papers and TRL 1.16's `GRPOTrainer._compute_loss` state it, plus what this library
+promises beyond it: a clipped branch whose ratio overflows has gradient 0, a masked position is never read, an advantage
+of exactly 0 adds exactly 0 to the policy term, and a sampling logp that is NaN is no evidence of being off-policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tests.support.reference_terms import (
+    CLIPPED,
+    LOG_RATIO_LIMIT,
+    OVERFLOW,
+    gamma_weight,
+    geometric_mean,
+    kl_estimate,
+    pick,
+    settings,
+    surrogate,
+    token_weights,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from tests.support.case_builder import Case
+
+
+@dataclass
+class Head:
+    """The projection of the n counted positions, in one dtype."""
+
+    counted: Tensor  # (B, T) bool
+    ids: Tensor  # (n,)
+    hidden: Tensor  # (n, H) leaf
+    weight: Tensor  # (V, H) leaf
+    bias: Tensor | None  # (V,) leaf
+    raw: Tensor  # (n, V) logit_scale * (hidden @ weight.T + bias)
+    log_probs: Tensor  # (n, V)
+    logps: Tensor  # (n,)
+    entropies: Tensor  # (n,)
+
+
+def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
+    """Log-probabilities and entropies of the counted positions, straight from the full logits.
+
+    logits = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature, softcap(x) = cap * tanh(x / cap);
+    entropy = -sum_v p_v log p_v over the lanes with p_v > 0.
+    """
+    o = settings(case)
+    counted = case.completion_mask != 0
+    flat = counted.reshape(-1).nonzero().squeeze(1)
+    ids = case.completion_ids.reshape(-1)[flat].long()
+    vocab = case.weight.shape[0]
+    if ((ids < 0) | (ids >= vocab)).any():
+        raise ValueError(f"completion_ids: a counted id lies outside [0, {vocab})")
+    leaf = lambda x: x.detach().to(dtype).requires_grad_()  # noqa: E731
+    hidden = leaf(case.hidden.reshape(-1, case.hidden.shape[-1])[flat])
+    weight, bias = leaf(case.weight), None if case.bias is None else leaf(case.bias)
+    raw = hidden @ weight.T
+    raw = o.logit_scale * (raw if bias is None else raw + bias)
+    raw = raw if edit_raw is None else edit_raw(raw)
+    cap = o.final_logit_softcapping
+    capped = raw if cap is None else cap * torch.tanh(raw / cap)
+    log_probs = torch.log_softmax(capped / o.temperature, dim=-1)
+    logps = log_probs.gather(1, ids[:, None]).squeeze(1)
+    banned = log_probs == float("-inf")
+    entropies = -(log_probs.exp() * log_probs.masked_fill(banned, 0.0)).sum(-1)
+    return Head(counted, ids, hidden, weight, bias, raw, log_probs, logps, entropies)
+
+
+@dataclass
+class Evaluation:
+    """The loss as a function of the per-token numbers, with what is needed to bound its error."""
+
+    loss: Tensor  # 0-d
+    policy: Tensor  # 0-d, the surrogate's share alone (no KL, no entropy bonus)
+    log_ratios: Tensor  # (B, T), the log of the ratio that each token's surrogate sees (gmpo: before their mean)
+    parts: dict[str, Tensor]  # their sums add up to the loss
+    sizes: dict[str, Tensor]  # for each part the sum of the absolute values of what it is summed from
+    kl_size: Tensor  # (B, T), the same for each token's KL estimate, before its weight
+    kl_slope_size: Tensor  # (B, T), the same for d KL term / d logp
+    overflow: Tensor  # (B, T) bool: float32 cannot hold the token's term
+    keeps: list[Tensor] = field(default_factory=list)  # discrete decisions (off-policy mask, top-entropy mask)
+    # name -> (values, which of them count): the metric is their mean
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    extremes: dict[str, Tensor] = field(default_factory=dict)
+
+
+def policy_masks(
+    case: Case, logps: Tensor, entropies: Tensor, old: Tensor, adv: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which tokens the surrogate acts on, (B, T): counted, advantage not 0, of high entropy, not too far off-policy."""
+    o, counted = settings(case), case.completion_mask != 0
+    keeps: dict[str, Tensor] = {}
+    if o.top_entropy_quantile < 1.0:
+        pool = entropies.detach()[counted]
+        high = entropies.detach() >= torch.quantile(pool, 1 - o.top_entropy_quantile) if len(pool) else counted
+        keeps["high entropy"] = counted & high
+    if o.off_policy_mask_threshold is not None:
+        sampling = case.sampling_per_token_logps
+        evidence = old if sampling is None else pick(sampling.to(logps.dtype), counted)
+        drift = pick(evidence - logps.detach(), counted).nan_to_num(nan=0.0, posinf=1e30, neginf=-1e30)
+        drift = drift.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+        keeps["on policy"] = (adv >= 0) | (drift <= o.off_policy_mask_threshold)
+    acts = counted & (adv != 0)
+    for keep in keeps.values():
+        acts = acts & keep
+    return acts, keeps
+
+
+def evaluate(case: Case, logps: Tensor, entropies: Tensor) -> Evaluation:
+    """The loss from per-token `logps` and `entropies`, both (B, T), 0 where masked, in the dtype to compute in."""
+    o, counted, dtype = settings(case), case.completion_mask != 0, logps.dtype
+    adv = case.advantages.to(dtype)
+    adv = pick(adv, counted) if adv.dim() == 2 else adv[:, None]
+    old = logps.detach() if case.old_per_token_logps is None else pick(case.old_per_token_logps.to(dtype), counted)
+    log_ratio = pick(logps - old, counted)
+    log_w = log_ratio
+    if o.importance_sampling_level == "sequence":
+        log_w = log_ratio.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    log_w = log_w.clamp(max=LOG_RATIO_LIMIT[dtype])
+    ratio = log_w.exp()  # (B, 1) or (B, T)
+    acts, keeps = policy_masks(case, logps, entropies, old, adv)
+    weights = token_weights(o, counted, case.num_items_in_batch, dtype)
+
+    phi, full = None, log_w.expand_as(logps)
+    if o.loss_type == "gmpo":
+        parts, full = geometric_mean(o, log_ratio, adv, counted, keeps.get("high entropy", counted))
+        unweighted = (parts * len(parts)).expand_as(logps)
+    else:
+        phi = gamma_weight(o, adv, log_ratio, counted, case) if o.loss_type == "vespo" else None
+        unweighted = pick(surrogate(o, full.exp(), pick(adv.expand_as(logps), acts), logps, phi), acts)
+        share = case.importance_sampling_ratio
+        if share is not None and phi is None:
+            unweighted = unweighted * pick(share.to(dtype)[:, None] if share.dim() == 1 else share.to(dtype), counted)
+        parts = weights * unweighted
+    zeros = torch.zeros_like(logps)
+    result = Evaluation(
+        parts.sum(), parts.sum(), full, {"policy": parts},
+        {"policy": parts.detach().abs()}, zeros, zeros, unweighted.detach().abs() > OVERFLOW, list(keeps.values()),
+    )  # fmt: skip
+    if o.beta != 0.0:
+        add_kl(result, case, logps, ratio, weights)
+    result.means["policy_loss"] = (result.loss.detach()[None], torch.ones(1, dtype=torch.bool))
+    if o.entropy_coef != 0.0:
+        chosen = keeps.get("high entropy", counted)
+        bonus = -o.entropy_coef * pick(entropies, chosen) / chosen.sum().clamp(min=1)
+        result.parts["entropy"], result.sizes["entropy"] = bonus, bonus.detach().abs()
+        result.loss = result.loss + bonus.sum()
+    add_metrics(result, case, ratio.detach(), log_ratio.detach(), adv, phi, keeps)
+    result.means["entropy"] = (entropies.detach(), counted)
+    return result
+
+
+def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights: Tensor) -> None:
+    """beta * KL, added to every counted token: neither the masks nor the importance ratio touch it."""
+    o, counted = settings(case), case.completion_mask != 0
+    assert case.ref_per_token_logps is not None
+    kl, size, slope = kl_estimate(o, logps, pick(case.ref_per_token_logps.to(logps.dtype), counted))
+    through_ratio = torch.zeros_like(kl)
+    if o.use_bias_correction_kl and o.loss_type != "gmpo":
+        kl, size, slope = kl * ratio, size * ratio.detach(), slope * ratio.detach()
+        through_ratio = weights * size
+        if o.importance_sampling_level == "sequence":
+            lengths = counted.sum(1, keepdim=True).clamp(min=1)
+            through_ratio = through_ratio.sum(1, keepdim=True) / lengths
+    kl = pick(kl, counted)
+    result.parts["kl"], result.sizes["kl"] = o.beta * weights * kl, (o.beta * weights * size).detach()
+    result.kl_size = pick(size.detach(), counted)
+    result.kl_slope_size = pick(o.beta * (weights * slope + through_ratio), counted).detach()
+    result.overflow = result.overflow | (counted & (o.beta * size > OVERFLOW))
+    result.loss = result.loss + result.parts["kl"].sum()
+    result.means["kl"] = (kl.detach(), counted)
+
+
+def add_metrics(
+    result: Evaluation, case: Case, ratio: Tensor, log_ratio: Tensor, adv: Tensor, phi: Tensor | None, keeps: dict
+) -> None:
+    """Clip shares, ratios and masks. What is one value a sequence is averaged over sequences, the rest over tokens."""
+    o, counted, dtype = settings(case), case.completion_mask != 0, ratio.dtype
+    sequences = torch.ones(len(counted), 1, dtype=torch.bool)
+    by_sequence, adv_by_sequence = o.importance_sampling_level == "sequence", case.advantages.dim() == 1
+    either = sequences if by_sequence and adv_by_sequence else counted
+    of_adv = sequences if adv_by_sequence else counted
+    if o.loss_type == "gmpo":
+        acts = keeps.get("high entropy", counted)
+        mean = pick(result.log_ratios.detach(), acts).sum(1, keepdim=True) / acts.sum(1, keepdim=True).clamp(min=1)
+        result.means["ratio"] = (mean.exp(), sequences)
+    else:
+        result.means["ratio"] = (ratio, sequences if by_sequence else counted)
+    if phi is not None:
+        empty = ~counted.any(1, keepdim=True)  # a sequence without tokens has the weight 1
+        result.means["vespo/phi_seq_mean"] = (torch.where(empty, torch.ones_like(phi), phi), of_adv)
+    if "on policy" in keeps:
+        result.means["off_policy_masked"] = ((~keeps["on policy"]).to(dtype), counted)
+    share = case.importance_sampling_ratio
+    if share is not None:
+        of_share = counted if share.shape == counted.shape else sequences
+        share = share.to(dtype)[:, None] if share.dim() == 1 else share.to(dtype)
+        result.means["importance_sampling_ratio"] = (share, of_share)
+    if o.loss_type == "cispo":
+        capped = (ratio > o.epsilon_high) & (adv > 0) & counted.any(1, keepdim=True)
+        result.means["cispo_clip_ratio"] = (capped.to(dtype), either)
+    if o.loss_type in CLIPPED:
+        bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
+        low, high = (bounded < 1 - o.epsilon) & (adv < 0), (bounded > 1 + o.epsilon_high) & (adv > 0)
+    elif o.loss_type == "gmpo":
+        low, high = (log_ratio < -o.epsilon) & (adv < 0), (log_ratio > o.epsilon_high) & (adv > 0)
+        either = counted
+    else:
+        return
+    for name, clipped in (("low", low), ("high", high), ("region", low | high)):
+        result.means[f"clip_ratio/{name}_mean"] = (clipped.to(dtype), either)
+    rows = either.any(1)
+    if rows.any():
+        share_of = lambda x: (pick(x.to(dtype), either).sum(1) / either.sum(1))[rows]  # noqa: E731
+        result.extremes["clip_ratio/low_min"] = share_of(low).min()
+        result.extremes["clip_ratio/high_max"] = share_of(high).max()
+
+
+@dataclass
+class ReferenceResult:
+    """Everything the library returns, in float64, and the ingredients of its error bounds."""
+
+    loss: Tensor
+    logps: Tensor  # (B, T)
+    entropies: Tensor  # (B, T)
+    d_hidden: Tensor  # (B, T, H)
+    d_weight: Tensor  # (V, H)
+    d_bias: Tensor | None  # (V,)
+    metrics: dict[str, Tensor]
+    d_logps: Tensor  # (B, T), d loss / d logp
+    d_entropies: Tensor  # (B, T)
+    head: Head
+    evaluation: Evaluation
+
+
+def mean_metrics(evaluation: Evaluation) -> dict[str, Tensor]:
+    """Each metric as one number: means over what counts (0 if nothing does), then the extremes."""
+    means = {}
+    for name, pair in evaluation.means.items():
+        values, counts = torch.broadcast_tensors(*pair)
+        means[name] = pick(values, counts).sum() / counts.sum().clamp(min=1)
+    return {**means, **evaluation.extremes}
+
+
+def on_grid(rows: Tensor, counted: Tensor) -> Tensor:
+    """(n, ...) values of the counted positions -> (B, T, ...), 0 elsewhere, differentiable."""
+    grid = rows.new_zeros((counted.numel(), *rows.shape[1:]))
+    index = counted.reshape(-1).nonzero().squeeze(1)
+    return grid.index_put((index,), rows).reshape(*counted.shape, *rows.shape[1:])
+
+
+def reference_loss(case: Case) -> ReferenceResult:
+    """Loss, per-token numbers, every gradient and the metrics of `case`, in float64 from its (rounded) inputs."""
+    h = head(case)
+    logps, entropies = on_grid(h.logps, h.counted), on_grid(h.entropies, h.counted)
+    evaluation = evaluate(case, logps, entropies)
+    wanted = [logps, entropies, h.hidden, h.weight, *([] if h.bias is None else [h.bias])]
+    found = (None,) * len(wanted)
+    if evaluation.loss.requires_grad and h.counted.any():
+        found = torch.autograd.grad(evaluation.loss, wanted, allow_unused=True, retain_graph=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+    return ReferenceResult(
+        evaluation.loss.detach(), logps.detach(), entropies.detach(), on_grid(grads[2], h.counted), grads[3],
+        None if h.bias is None else grads[4], mean_metrics(evaluation), grads[0], grads[1], h, evaluation,
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""The formulas of the float64 reference, one small function each: ratios in, per-token terms out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tests.support.case_builder import Case
+
+# GRPOConfig's defaults (TRL 1.16), then those of the options that are ours; stated again here on purpose.
+DEFAULTS = {
+    "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
+    "beta": 0.0, "use_bias_correction_kl": True, "temperature": 1.0, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+    "off_policy_mask_threshold": None, "max_completion_length": 512, "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0, "logits_dtype": "float32",
+}  # fmt: skip
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# exp() of a log-ratio is cut here, far above all that float32 can hold, so that float64 never meets inf * 0.
+LOG_RATIO_LIMIT = {torch.float64: 600.0, torch.float32: 85.0}
+# A term above this is an overflow for whoever computes in float32.
+OVERFLOW = 1e37
+
+
+def settings(case: Case) -> SimpleNamespace:
+    """The case's configuration with the defaults filled in."""
+    o = SimpleNamespace(**{**DEFAULTS, **case.config})
+    o.epsilon_high = o.epsilon if o.epsilon_high is None else o.epsilon_high
+    return o
+
+
+def kl_estimate(o: SimpleNamespace, logps: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(policy || ref) per token, d = ref - logp; then the size of its terms and of those of its derivative."""
+    d = ref - logps
+    if o.kl_estimator == "k1":
+        return -d, d.abs(), torch.ones_like(d)
+    if o.kl_estimator == "k2":
+        return d * d / 2, d * d / 2, d.abs()
+    grown = torch.exp(d.clamp(max=LOG_RATIO_LIMIT[d.dtype]))
+    return grown - d - 1, grown.detach() + d.abs() + 1, grown.detach() + 1
+
+
+def gamma_weight(o: SimpleNamespace, adv: Tensor, log_ratio: Tensor, counted: Tensor, case: Case) -> Tensor:
+    """VESPO's weight of a sequence, exp(lambda + k log w - lambda w), without gradient. (B, 1) or, by adv, (B, T)."""
+    lowest = torch.tensor(1e-8, dtype=torch.float64).log().item()
+    log_w = log_ratio.detach().clamp(-20, 20).sum(1, keepdim=True)
+    if case.importance_sampling_ratio is not None:
+        ratio = case.importance_sampling_ratio.to(log_w.dtype)
+        ratio = ratio[:, None] if ratio.dim() == 1 else ratio
+        log_is = ratio.log().clamp(lowest, 20)
+        log_w = log_w + (log_is if ratio.shape[1] != counted.shape[1] else pick(log_is, counted).sum(1, keepdim=True))
+    log_w = log_w.clamp(lowest, 20)
+    k = either(adv >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w.dtype)
+    lam = either(adv >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg, log_w.dtype).clamp(min=1e-4)
+    return (lam + k * log_w - lam * log_w.exp()).exp()
+
+
+def either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
+    """`torch.where` of two numbers, without a stop at float32."""
+    return torch.where(condition, torch.tensor(yes, dtype=dtype), torch.tensor(no, dtype=dtype))
+
+
+def pick(x: Tensor, counted: Tensor, other: float = 0.0) -> Tensor:
+    """`x` where counted, `other` elsewhere: a select, so that NaN and inf where masked vanish."""
+    return torch.where(counted, x, torch.full((), other, dtype=x.dtype))
+
+
+def surrogate(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+    """The per-token policy loss (B, T) before masks and weights."""
+    if o.loss_type in CLIPPED:
+        bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
+        return -torch.min(bounded * adv, ratio.clamp(1 - o.epsilon, 1 + o.epsilon_high) * adv)
+    if o.loss_type == "cispo":
+        return -ratio.detach().clamp(max=o.epsilon_high) * adv * logps
+    if o.loss_type == "sapo":
+        tau = either(adv > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, adv.dtype)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
+    assert phi is not None
+    return -phi * adv * logps
+
+
+def token_weights(o: SimpleNamespace, counted: Tensor, num_items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(B, T): the normaliser of each loss type as a weight, so that loss = sum(weight * per-token loss)."""
+    m = counted.to(dtype)
+    batch, per_sequence = max(counted.shape[0], 1), m.sum(1, keepdim=True).clamp(min=1)
+    if o.loss_type in ("grpo", "sapo", "gmpo"):
+        return m / (per_sequence * batch)
+    if o.loss_type == "bnpo":
+        return m / m.sum().clamp(min=1)
+    if o.loss_type == "dr_grpo":
+        return m / (batch * o.max_completion_length)
+    if o.loss_type == "luspo":
+        return m / batch
+    items = float(m.sum()) if num_items is None else float(num_items)
+    return m / max(items, 1.0)
+
+
+def geometric_mean(
+    o: SimpleNamespace, log_ratio: Tensor, adv: Tensor, counted: Tensor, active: Tensor
+) -> tuple[Tensor, Tensor]:
+    """GMPO: -A * exp(mean of the one-sidedly clipped log-ratios over the active tokens), (B, 1); those, (B, T)."""
+    clamped = log_ratio.clamp(-o.epsilon, o.epsilon_high)
+    clipped = torch.where(adv > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
+    clipped = pick(clipped.clamp(max=LOG_RATIO_LIMIT[log_ratio.dtype]), active)
+    mean = clipped.sum(1, keepdim=True) / active.sum(1, keepdim=True).clamp(min=1)
+    valid = counted.any(1, keepdim=True) & (adv != 0)
+    return pick(-mean.exp() * pick(adv, valid), valid) / max(len(adv), 1), clipped

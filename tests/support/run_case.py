@@ -1,0 +1,54 @@
+"""The library on a `Case`: its arguments, its results, and which engines are exact for it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grpo_kernels import LossConfig, grpo_loss
+from grpo_kernels.loss import LossOutput
+from tests.support.case_builder import PER_TOKEN, Case
+from tests.support.reference_terms import settings
+
+
+def arguments(case: Case) -> dict[str, Tensor | float | None]:
+    """Keyword arguments of `grpo_loss`; every head tensor is a leaf that wants a gradient unless it is frozen."""
+    leaf = lambda name: getattr(case, name).detach().requires_grad_(name not in case.frozen)  # noqa: E731
+    names = (
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        *PER_TOKEN,
+        "importance_sampling_ratio",
+        "num_items_in_batch",
+    )
+    head = {"hidden": leaf("hidden"), "weight": leaf("weight"), "bias": None if case.bias is None else leaf("bias")}
+    return head | {name: getattr(case, name) for name in names}
+
+
+def run(
+    case: Case, engine: str = "auto", scale: float = 1.0, backend: str = "auto"
+) -> tuple[LossOutput, dict[str, Tensor | None]]:
+    """The library's output, and its gradients under the upstream gradient `scale`."""
+    given = arguments(case)
+    options = {"engine": engine, "backend": backend, "workspace_bytes": case.workspace_bytes}
+    output = grpo_loss(**given, config=LossConfig(**case.config), **options)
+    if output.loss.requires_grad:
+        (output.loss * scale).backward()
+    return output, {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
+
+
+def allowed_engines(case: Case) -> set[str]:
+    """Which engines are exact for the case, from what each needs to know and when."""
+    o = settings(case)
+    trains = {name for name in ("hidden", "weight", "bias") if getattr(case, name) is not None} - case.frozen
+    on_policy = case.old_per_token_logps is None
+    corrected = o.beta != 0 and o.use_bias_correction_kl and o.loss_type != "gmpo"
+    by_sequence = o.importance_sampling_level == "sequence"
+    coupled = o.top_entropy_quantile < 1.0
+    if o.off_policy_mask_threshold is not None:
+        coupled |= not on_policy or case.sampling_per_token_logps is not None
+    coupled |= (corrected and by_sequence) if on_policy else by_sequence or o.loss_type in ("vespo", "gmpo")
+    allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
+    if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains):
+        allowed.add("frozen")
+    return allowed if trains else allowed | {"score"}

@@ -1,0 +1,178 @@
+"""What the tests of every backend's surrogates try, and the test that its fused kernel is the objective."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import LossConfig
+from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform
+from grpo_kernels.batch.tokens import read_tokens
+from grpo_kernels.config import LOSS_TYPES
+from grpo_kernels.objective import surrogates
+from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.policy import PolicyObjective
+from tests.support.row_cases import DEVICE
+from tests.support.row_truth import U, check
+
+INF, NAN = math.inf, math.nan
+LOG_RATIOS = (-INF, -200, -80, -3, -0.5, -0.25, -0.1, -1e-4, 0.0, 1e-6, 0.1, 0.17, 0.25, 0.5, 3, 20, 87, 88.5)
+ADVANTAGES = (-2.5, -1.0, -1e-3, -0.0, 0.0, 1e-3, 0.7, 3.0)
+
+
+def grid(special: bool = False, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-ratios, advantages and log-probabilities in all combinations."""
+    ratios = [*LOG_RATIOS, 200, 800, INF, NAN] if special else list(LOG_RATIOS)
+    logps = (-3.0, 0.0, -INF) if special else (-3.0, -0.2)
+    found = torch.cartesian_prod(*(torch.tensor(x) for x in (ratios, ADVANTAGES, logps))).to(device)
+    return tuple(x.contiguous() for x in found.unbind(1))  # type: ignore[return-value]
+
+
+def config_of(clip_low: float = 0.8, clip_high: float = 1.28, delta: float | None = None, cispo: bool = False) -> Any:
+    """As `LossConfig`; the bounds are those of the ratio, which for cispo is how its `clip_high` is meant."""
+    high = clip_high if cispo else clip_high - 1
+    return SimpleNamespace(
+        epsilon=1 - clip_low, clip_high=high, delta=delta, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
+    )
+
+
+def mirrored(name: str, config: Any, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
+    """What `grpo_kernels.objective.surrogates` gives: (3, n)."""
+    more = (logps,) if name == "cispo" else ()
+    return torch.stack(getattr(surrogates, name)(config, log_ratio, advantages, *more))
+
+
+# At R = 0 the ratio is exactly 1, so that it meets these bounds exactly, and both branches tie.
+CONFIGS = {
+    "usual": config_of(),
+    "delta": config_of(delta=1.5),
+    "meets low": config_of(clip_low=1.0),
+    "meets high": config_of(clip_high=1.0),
+    "meets delta": config_of(clip_low=0.5, delta=1.0),
+    "delta inside": config_of(delta=1.1),
+    "no range": config_of(1.0, 1.0),
+    "cispo": config_of(clip_high=5.0, cispo=True),
+    "cispo meets": config_of(clip_high=1.0, cispo=True),
+}
+PAIRS = [("clipped", key) for key in list(CONFIGS)[:7]] + [("cispo", key) for key in ("cispo", "cispo meets")]
+PAIRS.append(("sapo", "usual"))
+
+
+def differentiated(name: str, config: Any, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
+    """The loss, written down anew in float64, and its derivatives in R and logp by autograd: (3, n)."""
+    log_ratio, advantages, logps = (x.double().clone() for x in (log_ratio, advantages, logps))
+    log_ratio.requires_grad_()
+    logps.requires_grad_()
+    ratio = log_ratio.exp()
+    low, high = 1 - config.epsilon, 1 + config.clip_high
+    if name == "clipped":
+        free = ratio if config.delta is None else ratio.clamp(max=config.delta)
+        loss = -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages)
+    elif name == "cispo":
+        loss = -ratio.clamp(max=config.clip_high).detach() * advantages * logps
+    else:
+        taus = (config.sapo_temperature_pos, config.sapo_temperature_neg)
+        tau = torch.where(advantages > 0, *(torch.tensor(x, dtype=ratio.dtype, device=ratio.device) for x in taus))
+        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    grads = torch.autograd.grad(loss.sum(), [log_ratio, logps], allow_unused=True)
+    return torch.stack([loss.detach(), *(torch.zeros_like(ratio) if g is None else g for g in grads)])
+
+
+def estimates(name: str, logps: Tensor, ref: Tensor) -> Tensor:
+    """A KL estimate and its two derivatives in logp by `grpo_kernels.objective.surrogates`: (3, n)."""
+    return torch.stack(surrogates.kl_estimate(SimpleNamespace(kl_estimator=name), logps, ref))  # type: ignore[arg-type]
+
+
+def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
+    """The same, written down anew in float64: the derivatives, of kl and of r * kl where r is 1, by autograd."""
+    leaf = logps.double().clone().requires_grad_()
+    d = ref.double() - leaf
+    kl = {"k1": -d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[name]
+    corrected = kl * (leaf - leaf.detach()).exp()
+    slopes = [torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (kl, corrected)]
+    return torch.stack([kl.detach(), *slopes])
+
+
+class FusedSuite:
+    kernels: FusedRowBackend
+    device = DEVICE
+
+    @pytest.mark.parametrize("log_ratio", [None, -3.0, 0.3])
+    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+    def test_corrected_kl_gradient_however_far_the_reference(self, estimator: str, log_ratio: float | None) -> None:
+        """r (kl + kl') to 1e-6. Of k3 that is -r d, of which nothing is left where two parts of e^d are added up."""
+        raw = torch.randn(12, 3, device=self.device)
+        ids = torch.zeros(12, dtype=torch.long, device=self.device)
+        logps = self.kernels.stats(raw, ids, LogitTransform(), entropy=False).logps
+        distances = [-90.0, -16.0, -1e-3, 1e-3, 0.3, 4.0, 10.0, 16.0, 30.0, 60.0, 88.0, 300.0]  # e^88 is the last
+        shape = lambda x: x.view(12, 1)  # noqa: E731
+        tokens = read_tokens(
+            torch.zeros(12, 1, 1, device=self.device),
+            shape(ids),
+            None,
+            torch.zeros(12, device=self.device),
+            old_per_token_logps=None if log_ratio is None else shape(logps - log_ratio),
+            ref_per_token_logps=shape(logps + torch.tensor(distances, device=self.device)),
+            dtype=torch.float32,
+        )
+        config = LossConfig(beta=0.5, kl_estimator=estimator)
+        made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
+        loss = made.token_loss()
+        assert loss is not None
+        fused = self.kernels.fused(raw, ids, LogitTransform(), loss, None)
+        found = {"fused": fused.extras["a"], "evaluated": made.evaluate(logps, logps).a}
+        found["in part"] = made.coefficients(torch.arange(12, device=self.device), logps, logps)[0]
+        at = logps.double()
+        assert tokens.ref_per_token_logps is not None
+        d = tokens.ref_per_token_logps.double() - at
+        r = torch.ones_like(at) if tokens.old_per_token_logps is None else (at - tokens.old_per_token_logps).exp()
+        want = 0.5 * made.weights.double() * r * {"k1": 1 - d, "k2": d * d / 2 - d, "k3": -d}[estimator]
+        for name, x in found.items():
+            torch.testing.assert_close(x.double(), want, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+    @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
+    @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
+    @pytest.mark.parametrize("loss_type", LOSS_TYPES)
+    def test_fused_kernel_is_the_objective(self, loss_type: str, off_policy: bool, estimator: str | None) -> None:
+        """The loss, its terms and its derivative, put together by `assemble`, are those of `evaluate`."""
+        draw = lambda: torch.randn(2, 5, device=self.device) * 0.3 - 2  # noqa: E731
+        config = LossConfig(
+            loss_type=loss_type,
+            beta=0.0 if estimator is None else 0.3,
+            kl_estimator=estimator or "k3",
+            use_bias_correction_kl=estimator != "k2",
+            epsilon_high=1.2 if loss_type == "cispo" else 0.28,
+            delta=1.4 if loss_type == "grpo" else None,
+            entropy_coef=0.05 if off_policy else 0.0,
+        )
+        tokens = read_tokens(
+            torch.zeros(2, 5, 1, device=self.device),
+            torch.randint(7, (2, 5), device=self.device),
+            None,
+            torch.tensor([1.5, -0.7], device=self.device),
+            old_per_token_logps=draw() if off_policy else None,
+            ref_per_token_logps=draw(),
+            importance_sampling_ratio=torch.rand(2, 5, device=self.device) + 0.5,
+            dtype=torch.float32,
+        )
+        made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
+        loss = made.token_loss()
+        assert (loss is None) == made.couples_tokens
+        if loss is None:
+            return
+        raw = torch.randn(10, 7, device=self.device)
+        found = self.kernels.fused(raw, tokens.ids, LogitTransform(), loss, None)
+        assert found.entropies is not None
+        got, want = made.assemble(found.extras, found.entropies), made.evaluate(found.logps, found.entropies)
+        for name in ("loss", "a", "policy_loss"):
+            x = getattr(want, name)
+            check(name, getattr(got, name), x, 64 * U * (1 + x.abs()))
+        assert (got.b is None) == (want.b is None)
+        if estimator is not None:
+            assert got.terms.kl is not None
+            check("kl", got.terms.kl, want.terms.kl, 64 * U * (1 + want.terms.kl.abs()))

@@ -1,0 +1,299 @@
+"""How far a result may lie from the float64 reference, per element and dtype, with no global relative tolerance.
+
+- logp: e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-11), from a product with
+  float32 accumulation whose result nobody rounded. The entropy's bound follows from it to first order.
+- loss, d loss / d logp, d loss / d entropy: the reference evaluated again at logps and entropies moved by their bounds,
+  so that it widens by itself at clip edges and steep ratios; plus 16 float32 roundings of the terms in their sums.
+- gradients: to first order from those, plus one rounding of d logits in the input's dtype if that has 16 bits, the
+  rounding of a float32-accumulated product, and one ulp of the output's dtype.
+
+Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and entropies are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.case_builder import PER_TOKEN, Case
+from tests.support.reference import Evaluation, ReferenceResult, evaluate, on_grid
+from tests.support.reference_terms import OVERFLOW, pick, settings
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Relative roundings of the dtype that is computed in."""
+
+    product: float  # of a sum of products, relative to the sum of their absolute values
+    extra: float  # absolute, of a logp
+    term: float  # of a per-token term: some 16 elementary roundings
+    one: float  # of one operation
+    floor: float  # absolute, of anything: below it numbers lose bits to underflow
+
+
+UNITS = {
+    torch.float32: Unit(product=2.0**-22, extra=2e-5, term=2.0**-20, one=2.0**-23, floor=1e-36),
+    torch.float64: Unit(product=2.0**-51, extra=1e-11, term=2.0**-48, one=2.0**-52, floor=1e-300),
+}
+
+
+def computed_in(case: Case) -> torch.dtype:
+    """float64 inputs are computed in float64, all others in float32."""
+    return torch.float64 if torch.float64 in (case.hidden.dtype, case.weight.dtype) else torch.float32
+
+
+def compute_unit(case: Case) -> Unit:
+    """The roundings of the dtype the case is computed in."""
+    return UNITS[computed_in(case)]
+
+
+@dataclass
+class Bounds:
+    """Largest allowed |got - want|, element by element; inf where float32 cannot hold the number."""
+
+    logps: Tensor  # (B, T)
+    entropies: Tensor  # (B, T)
+    loss: float
+    d_hidden: Tensor  # (B, T, H)
+    d_weight: Tensor  # (V, H)
+    d_bias: Tensor | None  # (V,)
+    metrics: dict[str, float]
+    ambiguous: bool  # a discrete choice could fall either way
+    overflow: bool  # float32 overflows: the loss may be infinite, of the right sign
+
+
+def score_bounds(case: Case, want: ReferenceResult) -> tuple[Tensor, Tensor]:
+    """(n,) bounds of logps and of entropies at the counted positions."""
+    o, unit, h = settings(case), compute_unit(case), want.head
+    size = h.hidden.detach().abs() @ h.weight.detach().abs().T
+    if h.bias is not None:
+        size = size + h.bias.detach().abs().masked_fill(h.bias.isinf(), 0.0)
+    scale = abs(o.logit_scale) / o.temperature
+    e = 2 * unit.product * scale * size.amax(-1) + unit.extra
+    if o.logits_dtype == "input":
+        finite = h.raw.detach().masked_fill(h.raw.isinf(), 0.0)
+        e = e + torch.finfo(case.hidden.dtype).eps * finite.abs().amax(-1) / o.temperature
+    logs = h.log_probs.detach()
+    away = logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]
+    return e, e * (1 + (logs.exp() * away.abs()).sum(-1))
+
+
+def slopes(case: Case, logps: Tensor, entropies: Tensor) -> tuple[Evaluation, Tensor, Tensor]:
+    """The reference's loss at `logps`, `entropies` (B, T), d loss / d logps and d loss / d entropies."""
+    leaves = [x.detach().requires_grad_() for x in (logps, entropies)]
+    at = evaluate(case, *leaves)
+    found: tuple[Tensor | None, ...] = (None, None)
+    if at.loss.requires_grad:
+        found = torch.autograd.grad(at.loss, leaves, allow_unused=True, retain_graph=True)
+    a, b = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+    return at, a, b
+
+
+def moved(case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor) -> list[tuple[Evaluation, Tensor, Tensor]]:
+    """The reference at logps and entropies that are off by their bounds, in four patterns of signs."""
+    counted, unit, g = want.head.counted, compute_unit(case), torch.Generator().manual_seed(7)
+    # The inputs next to a logp are rounded when they are subtracted from it.
+    for x in (getattr(case, name) for name in PER_TOKEN if getattr(case, name) is not None):
+        x = pick(x.double(), counted).nan_to_num(0.0, 0.0, 0.0).abs()
+        e = e + unit.one * x.clamp(max=1e6)
+    flip = 1.0 - 2.0 * torch.randint(2, counted.shape, generator=g)
+    return [slopes(case, want.logps + sign * e, want.entropies + sign * e_entropy) for sign in (1.0, -1.0, flip, -flip)]
+
+
+def spread(at_want: Tensor, at_moved: list[Tensor]) -> Tensor:
+    """Largest distance of the moved values from the value itself, element by element."""
+    return torch.stack([(x - at_want).abs() for x in at_moved]).amax(0).detach()
+
+
+def slope_sizes(case: Case, at: Evaluation, a: Tensor) -> Tensor:
+    """(B, T): sum of the absolute values of the terms that d loss / d logp is summed from."""
+    o, counted = settings(case), case.completion_mask != 0
+    size = a.abs() + at.kl_slope_size
+    if not at.log_ratios.requires_grad or o.importance_sampling_level != "sequence" or not at.policy.requires_grad:
+        return size
+    (g,) = torch.autograd.grad(at.policy, at.log_ratios, allow_unused=True, retain_graph=True)
+    if g is None:
+        return size
+    return size + pick(g.abs().sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1), counted)
+
+
+def is_ambiguous(case: Case, want: ReferenceResult, e_entropy: Tensor, others: list[Evaluation]) -> bool:
+    """Whether a token or sequence could fall on either side of the top-entropy or off-policy threshold."""
+    o = settings(case)
+    pairs = [zip(want.evaluation.keeps, x.keeps, strict=True) for x in others]
+    if any(not torch.equal(k, x) for pair in pairs for k, x in pair):
+        return True
+    pool = want.head.entropies.detach().sort().values
+    if o.top_entropy_quantile >= 1.0 or len(pool) < 2:
+        return False
+    position = (1 - o.top_entropy_quantile) * (len(pool) - 1)
+    below, above = pool[math.floor(position)], pool[math.ceil(position)]
+    threshold = below + (above - below) * (position - math.floor(position))
+    error = 2 * e_entropy.max()
+    return bool(abs(position - round(position)) < 1e-3 or threshold - below < error or above - threshold < error)
+
+
+def logit_bounds(
+    case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor, d_a: Tensor, d_b: Tensor, a_size: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(n, V): the gradient of the products' result (before bias, scale and soft-cap), and its bound.
+
+    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), times scale / T and the soft-cap's 1 - tanh^2.
+    """
+    o, unit, h = settings(case), compute_unit(case), want.head
+    rows = lambda x: x[h.counted][:, None]  # noqa: E731
+    a, b, d_a, d_b, a_size = map(rows, (want.d_logps, want.d_entropies, d_a, d_b, a_size))
+    e, e_entropy = e[:, None], e_entropy[:, None]
+    logs = h.log_probs.detach()
+    p = logs.exp()
+    hot = torch.nn.functional.one_hot(h.ids, logs.shape[1])
+    away = (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]) * (p > 0)
+    dz = a * (hot - p) - b * p * away
+    bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
+    bound = bound + (d_b + unit.term * b.abs()) * p * away.abs() + b.abs() * p * (away.abs() * e + e + e_entropy)
+    chain = torch.full_like(dz, o.logit_scale / o.temperature)
+    slack = torch.zeros_like(dz)
+    cap = o.final_logit_softcapping
+    if cap is not None:
+        tanh = torch.tanh(h.raw.detach() / cap)
+        inner = 2 * tanh.abs() * (1 - tanh**2) * e * o.temperature / cap + 4 * unit.one
+        slack, chain = chain.abs() * inner, chain * (1 - tanh**2)
+    d_raw = dz * chain
+    bound = bound * chain.abs() + dz.abs() * slack
+    if case.hidden.dtype.itemsize == 2:
+        kind = torch.finfo(case.hidden.dtype)
+        bound = bound + kind.eps / 2 * d_raw.abs() + kind.smallest_normal * kind.eps
+    return d_raw, bound
+
+
+def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """One unit in the last place of `dtype` at `x`; inf where `dtype` overflows."""
+    kind = torch.finfo(dtype)
+    step = x.abs().clamp(min=kind.smallest_normal) * kind.eps
+    return torch.where(x.abs() > 0.99 * kind.max, math.inf, step)
+
+
+def metric_bounds(case: Case, want: ReferenceResult, others: list[Evaluation]) -> dict[str, float]:
+    """A mean may be off by the mean of what its values may be off by."""
+    unit, at = compute_unit(case), want.evaluation
+    bounds = {}
+    for name, (values, counts) in at.means.items():
+        error = spread(values, [x.means[name][0] for x in others]) + 2 * unit.term * values.abs()
+        if name == "kl":
+            error = error + 2 * unit.term * at.kl_size
+        error, counts = torch.broadcast_tensors(error, counts)
+        bounds[name] = float(pick(error, counts).sum() / counts.sum().clamp(min=1))
+        if (pick(values.abs().expand_as(counts), counts) > OVERFLOW).any():
+            bounds[name] = math.inf
+    for name, value in at.extremes.items():
+        bounds[name] = float(spread(value, [x.extremes[name] for x in others])) + 2 * unit.term
+    bounds["policy_loss"] = bounds["policy_loss"] + loss_bound(want, others, unit)
+    return bounds
+
+
+def loss_bound(want: ReferenceResult, others: list[Evaluation], unit: Unit) -> float:
+    """Sum of what each token's share of the loss may be off by, and of the sum's own rounding."""
+    at = want.evaluation
+    each = [spread(x, [y.parts[k] for y in others]).sum() for k, x in at.parts.items()]
+    return float(sum(each) + unit.term * sum(x.sum() for x in at.sizes.values()))
+
+
+def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
+    """All bounds of one case."""
+    unit, h = compute_unit(case), want.head
+    e, e_entropy = score_bounds(case, want)
+    e_grid, entropy_grid = on_grid(e, h.counted), on_grid(e_entropy, h.counted)
+    others = moved(case, want, e_grid, entropy_grid)
+    at = [x for x, _, _ in others]
+    d_a, d_b = spread(want.d_logps, [a for _, a, _ in others]), spread(want.d_entropies, [b for _, _, b in others])
+    lost = want.evaluation.overflow & h.counted
+    d_a = torch.where(lost, math.inf, d_a)
+    sizes = slope_sizes(case, want.evaluation, want.d_logps)
+    d_raw, d_raw_bound = logit_bounds(case, want, e, e_entropy, d_a, d_b, sizes)
+    d_raw_bound = torch.where(lost[h.counted][:, None], math.inf, d_raw_bound)
+    weight, hidden = h.weight.detach(), h.hidden.detach()
+    inf_at = lambda x: torch.nan_to_num(x, nan=math.inf, posinf=math.inf)  # noqa: E731  # of inf * 0
+    rows = d_raw_bound @ weight.abs() + 2 * unit.product * (d_raw.abs() @ weight.abs())
+    d_weight = d_raw_bound.T @ hidden.abs() + 2 * unit.product * (d_raw.abs().T @ hidden.abs())
+    d_bias = None
+    if h.bias is not None and case.bias is not None and want.d_bias is not None:
+        d_bias = d_raw_bound.sum(0) + 2 * unit.product * d_raw.abs().sum(0) + ulp(want.d_bias, case.bias.dtype)
+        d_bias = inf_at(d_bias)
+    d_hidden = on_grid(inf_at(rows), h.counted)
+    return Bounds(
+        e_grid, entropy_grid, loss_bound(want, at, unit),
+        d_hidden + pick(ulp(want.d_hidden, case.hidden.dtype), h.counted[..., None]),
+        inf_at(d_weight) + ulp(want.d_weight, case.weight.dtype), d_bias, metric_bounds(case, want, at),
+        is_ambiguous(case, want, e_entropy, at), bool(lost.any()),
+    )  # fmt: skip
+
+
+def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: Case) -> None:
+    """Raise with the worst element, unless every |got - want| is within its bound and NaN meets NaN."""
+    assert got.shape == want.shape, f"{case.name}: {name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    got = got.detach().double()
+    bound = torch.as_tensor(bound, dtype=torch.float64).expand_as(want)
+    bound = torch.where(bound > 0, bound + compute_unit(case).floor, bound)  # where exactly 0 is asked for, exactly 0
+    error = (got - want).abs()
+    excess = torch.where(error <= bound, 0.0, torch.nan_to_num(error / bound, nan=math.inf, posinf=math.inf))
+    excess = torch.where((got == want) | bound.isposinf(), 0.0, excess)
+    excess = torch.where(want.isnan(), torch.where(got.isnan(), 0.0, math.inf), excess)
+    if excess.numel() == 0 or not bool((excess > 0).any()):
+        return
+    where = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+    index = f"[{', '.join(map(str, where))}]" if where else ""
+    raise AssertionError(
+        f"{case.name}: {name}{index}: got {got[where]:.9g}, want {want[where]:.9g}, error {error[where]:.3g}, allowed "
+        f"{bound[where]:.3g} ({int((excess > 0).sum())} of {excess.numel()} elements are off)"
+    )
+
+
+def assert_matches(
+    output: Any,
+    grads: Mapping[str, Tensor | None] | None,
+    reference: ReferenceResult,
+    case: Case,
+    bounds: Bounds | None = None,
+    scale: float = 1.0,
+) -> None:
+    """`output` (loss, per_token_logps, entropies, metrics) and `grads` (hidden, weight, bias) against the reference.
+
+    `grads=None` compares the forward alone; `scale` is the upstream gradient that `grads` were taken under.
+    """
+    limits = bounds_of(reference, case) if bounds is None else bounds
+    compare("per_token_logps", output.per_token_logps, reference.logps, limits.logps, case)
+    compare("entropies", output.entropies, reference.entropies, limits.entropies, case)
+    for name in ("loss", "per_token_logps", "entropies"):
+        dtype = getattr(output, name).dtype
+        assert dtype == computed_in(case), f"{case.name}: {name}: dtype {dtype}"
+    if limits.ambiguous:
+        return
+    if limits.overflow:
+        loss = float(output.loss.detach()) * math.copysign(1.0, reference.loss)
+        assert loss > 1e33, f"{case.name}: loss {output.loss}, want an overflow"
+    else:
+        compare("loss", output.loss, reference.loss, limits.loss, case)
+    for name in reference.metrics.keys() & output.metrics.keys():
+        compare(f"metrics[{name}]", output.metrics[name], reference.metrics[name], limits.metrics[name], case)
+    if grads is not None:
+        compare_grads(grads, reference, case, limits, scale)
+
+
+def compare_grads(
+    grads: Mapping[str, Tensor | None], reference: ReferenceResult, case: Case, limits: Bounds, scale: float
+) -> None:
+    """A frozen tensor has no gradient; every other one has one, in its own dtype and within its bounds."""
+    for name in ("hidden", "weight", "bias"):
+        tensor, got = getattr(case, name), grads.get(name)
+        if tensor is None or name in case.frozen:
+            assert got is None, f"{case.name}: d_{name}: a gradient for a tensor that asks for none"
+            continue
+        assert got is not None, f"{case.name}: d_{name}: no gradient"
+        assert got.dtype == tensor.dtype, f"{case.name}: d_{name}: dtype {got.dtype}, expected {tensor.dtype}"
+        want, bound = getattr(reference, f"d_{name}"), getattr(limits, f"d_{name}")
+        compare(f"d_{name}", got, scale * want, abs(scale) * bound, case)

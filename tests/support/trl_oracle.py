@@ -1,0 +1,149 @@
+"""TRL's own loss as an oracle: `GRPOTrainer._compute_loss`, unmodified, behind a stub of a trainer.
+
+Only the model is replaced: per-token logps and entropies come from full logits in float64, so that the loss, its
+gradients and the logged metrics are TRL's formulas and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # read when the next import runs
+
+from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from tests.support.case_builder import Case
+from tests.support.reference import settings
+
+
+@dataclass
+class OracleResult:
+    """What TRL returned, and the gradients that autograd makes of it."""
+
+    loss: Tensor
+    d_hidden: Tensor
+    d_weight: Tensor
+    d_bias: Tensor | None
+    metrics: dict[str, float]
+
+
+def in_domain(case: Case) -> bool:
+    """Whether TRL defines this case (NaN, overflow, empty batches and what is ours are outside)."""
+    o = settings(case)
+    b, t = case.completion_mask.shape
+    counted = case.completion_mask != 0
+    tensors = (case.hidden, case.weight, case.bias, case.old_per_token_logps, case.ref_per_token_logps)
+    finite = all(x is None or bool(torch.isfinite(x).all()) for x in (*tensors, case.advantages))
+    rolled_out = bool(((case.completion_ids >= 0) & (case.completion_ids < case.weight.shape[0])).all())
+    # With one column TRL takes every metric for one value per sequence, and counts masked sequences too.
+    one_column = t == 1 and not bool(counted.all())
+    ours = o.kl_estimator != "k3" or o.logits_dtype != "float32"
+    # An empty sequence: TRL's GMPO counts -advantage for it, its CISPO takes the ratio, 1, for capped, and its VESPO
+    # takes an importance ratio given for the whole sequence.
+    differs = o.loss_type in ("gmpo", "cispo", "vespo") and not bool(counted.any(1).all())
+    differs |= o.loss_type == "gmpo" and case.advantages.dim() == 2
+    ordinary = case.group not in ("E", "F") and b * t > 0 and finite and rolled_out
+    return ordinary and not (one_column or ours or differs)
+
+
+@contextmanager
+def default_float64():
+    """TRL builds some tensors from Python numbers: let those be float64 too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def full_logits(case: Case, o: SimpleNamespace, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(B, T, V): the order of TRL's fused head: bias, scale, soft-cap, temperature."""
+    logits = torch.nn.functional.linear(hidden, weight, bias) * o.logit_scale
+    cap = o.final_logit_softcapping
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits / o.temperature
+
+
+def stub_trainer(case: Case, o: SimpleNamespace, logps: Tensor, entropies: Tensor) -> SimpleNamespace:
+    """The attributes `_compute_loss` reads, for one process and one gradient accumulation step."""
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        sync_gradients=True,
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        pad_across_processes=lambda x, dim, pad_index: x,
+        reduce=lambda x, reduction: x,
+    )
+    trainer = SimpleNamespace(
+        accelerator=accelerator,
+        args=SimpleNamespace(**vars(o), steps_per_generation=1),
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=o.entropy_coef != 0.0,
+        use_adaptive_entropy=False,
+        use_vllm=case.importance_sampling_ratio is not None,
+        vllm_importance_sampling_correction=True,
+        epsilon_low=o.epsilon,
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logps, entropies, None),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+    )
+    for name in ("loss_type", "importance_sampling_level", "beta", "epsilon_high", "top_entropy_quantile",
+                 "off_policy_mask_threshold", "max_completion_length", "entropy_coef"):  # fmt: skip
+        setattr(trainer, name, getattr(o, name))
+    trainer.get_high_entropy_mask = MethodType(GRPOTrainer.get_high_entropy_mask, trainer)
+    return trainer
+
+
+def trl_loss(case: Case) -> OracleResult:
+    """Loss, gradients and logged metrics of TRL for `case`, in float64 from its (rounded) inputs."""
+    assert in_domain(case), case.name
+    o, exact = settings(case), case.to(torch.float64)
+    leaves = [exact.hidden, exact.weight] + ([] if exact.bias is None else [exact.bias])
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    with default_float64():
+        log_probs = full_logits(
+            case, o, leaves[0], leaves[1], leaves[2] if exact.bias is not None else None
+        ).log_softmax(-1)
+        logps = log_probs.gather(-1, case.completion_ids.long()[..., None]).squeeze(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        mask = (case.completion_mask != 0).long()
+        inputs = {
+            "prompt_ids": mask[:, :0],
+            "prompt_mask": mask[:, :0],
+            "completion_ids": case.completion_ids,
+            "completion_mask": mask,
+            "advantages": exact.advantages,
+            "num_items_in_batch": torch.as_tensor(
+                mask.sum() if case.num_items_in_batch is None else case.num_items_in_batch, dtype=torch.float64
+            ),
+        }
+        ratio = exact.importance_sampling_ratio
+        if ratio is not None:
+            ratio = ratio[:, None] if ratio.dim() == 1 else ratio
+            # TRL's own ratio is exactly 1 at masked positions, and vespo relies on it.
+            inputs["importance_sampling_ratio"] = ratio if ratio.shape[1] == 1 else torch.where(mask != 0, ratio, 1.0)
+        for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
+            if getattr(exact, name) is not None:
+                inputs[name] = getattr(exact, name)
+        trainer = stub_trainer(case, o, logps, entropies)
+        compute = GMPOTrainer._compute_loss if o.loss_type == "gmpo" else GRPOTrainer._compute_loss
+        loss = compute(trainer, None, inputs)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    metrics = {k: x[-1] for k, x in trainer._metrics["train"].items() if not math.isnan(x[-1])}
+    metrics.pop("entropy_coef", None)
+    return OracleResult(loss.detach(), grads[0], grads[1], grads[2] if len(grads) > 2 else None, metrics)
