@@ -59,7 +59,7 @@ REACHES = {
 }
 INNER = {*REACHES, "call"}
 REACHES |= {"call": INNER, "public": INNER, "diagnostics": {*INNER, "public"}, "integrations": {*INNER, "public"}}
-FILES_OF = {"config": {"config", "presets"}, "diagnostics": {"__main__"}, "objective": {"objectives"}}
+FILES_OF = {"config": {"config", "presets"}, "diagnostics": {"__main__", "report"}, "objective": {"objectives"}}
 PUBLIC = {"expectation", "from_logps", "kept_set", "logprob", "loss", "modules"}
 FILES_OF["public"] = PUBLIC
 
