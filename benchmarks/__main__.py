@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import compare, figures, labels, plots, tables
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase
-from benchmarks.child import ROOT
-from benchmarks.machine import describe_cpu, git_commit, peer_versions
+from benchmarks.harness.child import ROOT
+from benchmarks.harness.machine import describe_cpu, git_commit, peer_versions
+from benchmarks.harness.results import Results
 from benchmarks.plan import PARTS, cpu_cases
 from benchmarks.providers import PROVIDERS, named
-from benchmarks.results import Results
+from benchmarks.report import compare, figures, labels, plots, tables
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 MODES = ("forward", "backward", "full", "score")
@@ -108,7 +108,7 @@ def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     """Run what was asked for."""
-    from benchmarks import suite  # pytest is not needed to draw plots
+    from benchmarks.harness import suite  # pytest is not needed to draw plots
 
     torch.set_num_threads(options.threads)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

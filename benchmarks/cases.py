@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 
 SEED = 20240203
 SCALE = 11.0  # standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small probabilities

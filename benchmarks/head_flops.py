@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.flops import counter as operations  # noqa: E402
+from benchmarks.harness.flops import counter as operations  # noqa: E402
 
 
 @dataclass

@@ -26,7 +26,7 @@ import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows, build
 from grpo_kernels.backends.interface import LogitTransform
-from tests.backends.cpp.test_random_rows import ISAS
+from tests.support.row_cases import ISAS
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g")

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
-from tests.call.test_differential import arguments, run
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES
+from tests.support.run_case import arguments, run
 
 NAN, INF = math.nan, math.inf
 TYPES = sorted({loss_type for loss_type, _ in LOSSES})

@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
 from benchmarks.cases import BenchCase
-from benchmarks.child import ROOT
-from benchmarks.events import describe
 from benchmarks.gpu import logs, peers
 from benchmarks.gpu.check_peers import check_peers
 from benchmarks.gpu.run_sanitizer import run_sanitizer
 from benchmarks.gpu.run_tests import run_tests
 from benchmarks.gpu.summary import conclude
 from benchmarks.gpu.supervise import supervise
+from benchmarks.harness import machine
+from benchmarks.harness.child import ROOT
+from benchmarks.harness.events import describe
+from benchmarks.harness.results import Results
 from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
-from benchmarks.results import Results
 
 STEPS = ("tests", "bench", "sanitizer")
 SHARES = {"tests": 0.40, "bench": 0.75}  # of the time left when the step begins; the last one gets all of it

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import environment, run
 from benchmarks.gpu import peers
 from benchmarks.gpu.peer_kernels import PACKAGES
+from benchmarks.harness.child import environment, run
+from benchmarks.harness.results import Results
 from benchmarks.plan import ANCHORS, GOALS, REST
 from benchmarks.providers import named
-from benchmarks.results import Results
 
 SECONDS = 300.0
 

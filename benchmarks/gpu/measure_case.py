@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from benchmarks.cases import BenchCase, Inputs, make_inputs
-from benchmarks.events import Events
-from benchmarks.measure import Step, check, times
-from benchmarks.memory import Peak
+from benchmarks.harness.events import Events
+from benchmarks.harness.measure import Step, check, times
+from benchmarks.harness.memory import Peak
+from benchmarks.harness.reference import Reference, reference
+from benchmarks.harness.timing import Clock, interleaved
 from benchmarks.plan import ANCHORS
 from benchmarks.providers import MIB, Forward, build
-from benchmarks.reference import Reference, reference
-from benchmarks.timing import Clock, interleaved
 
 FIRST_CALL_LIMIT = 180.0  # seconds: Liger's kernels for Hopper take up to 55 to import and 30 to compile
 STEPS_LIMIT = 60.0  # for the rounds of a turn

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.cases import SEED
-from benchmarks.events import Absence, Events
-from benchmarks.timing import Clock, interleaved, quantiles
+from benchmarks.harness.events import Absence, Events
+from benchmarks.harness.timing import Clock, interleaved, quantiles
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30

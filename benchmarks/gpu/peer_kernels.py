@@ -39,9 +39,9 @@ def check(name: str, folders: tuple[str, ...] = ()) -> dict[str, Any]:
     """``importable`` ("wheel", "installed" or "no"), ``kernels`` by name ("compiles" or why not), ``reason``."""
     import torch
 
-    from benchmarks.events import Absence, describe
     from benchmarks.gpu.meta_gpu import open_operators, pretended
-    from benchmarks.measure import Step
+    from benchmarks.harness.events import Absence, describe
+    from benchmarks.harness.measure import Step
     from benchmarks.providers import build, named
 
     package = PACKAGES[named(name).module]

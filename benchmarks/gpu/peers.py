@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import environment, run
+from benchmarks.harness.child import environment, run
 
 SECONDS = 120.0
 PART = re.compile(r"(?P<wheel>.+\.whl)\.part(?P<number>\d+)")

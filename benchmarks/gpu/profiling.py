@@ -8,10 +8,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import BenchCase, make_inputs
-from benchmarks.events import Events
-from benchmarks.measure import Step
+from benchmarks.harness.events import Events
+from benchmarks.harness.measure import Step
+from benchmarks.harness.timing import Clock
 from benchmarks.providers import build
-from benchmarks.timing import Clock
 
 TOP = 25
 

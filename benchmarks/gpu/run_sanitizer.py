@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import ROOT, Ran, environment, run
-from benchmarks.results import Results
+from benchmarks.harness.child import ROOT, Ran, environment, run
+from benchmarks.harness.results import Results
 
 TOOLS = ("memcheck", "racecheck")
 SCRIPT = [sys.executable, "-m", "benchmarks.gpu.sanitized"]

@@ -15,8 +15,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import Ran, environment, run
-from benchmarks.results import Results
+from benchmarks.harness.child import Ran, environment, run
+from benchmarks.harness.results import Results
 
 FOLDER = "tests/gpu"
 ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")

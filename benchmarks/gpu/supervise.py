@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import environment, start, stop
-from benchmarks.results import Results
+from benchmarks.harness.child import environment, start, stop
+from benchmarks.harness.results import Results
 
 START_SECONDS = 90.0  # from the start of a process to its first event
 GRACE_SECONDS = 20.0  # past the end of the budget

@@ -20,7 +20,7 @@ def main(plan_file: str, events_file: str) -> None:
 
     import torch
 
-    from benchmarks.events import Events
+    from benchmarks.harness.events import Events
 
     toy = plan["toy"]
     device = torch.device("cpu" if toy else "cuda")
@@ -28,7 +28,7 @@ def main(plan_file: str, events_file: str) -> None:
         torch.set_num_threads(1)
     events = Events(Path(events_file))
     if plan["first"] == 0:
-        from benchmarks.machine import peer_versions
+        from benchmarks.harness.machine import peer_versions
 
         events.begin("worker")
         events.result("versions", **peer_versions())

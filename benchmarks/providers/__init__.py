@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Inputs, policy_loss
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 
 MIB = 2**20
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from benchmarks.cases import Inputs
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 from benchmarks.providers import Forward, from_logps
 from benchmarks.providers.packing import without_masked
 

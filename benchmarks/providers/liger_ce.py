@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from benchmarks.cases import Inputs
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 from benchmarks.providers import Forward, check_dtypes, from_logps
 from benchmarks.providers.packing import packed
 

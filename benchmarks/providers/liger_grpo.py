@@ -7,7 +7,7 @@ call 8 s longer, and no later call was faster.
 from __future__ import annotations
 
 from benchmarks.cases import EPSILON, Inputs
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 from benchmarks.providers import Forward, Outcome
 
 

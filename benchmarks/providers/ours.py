@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from benchmarks.cases import EPSILON, Inputs
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 from benchmarks.providers import MIB, Forward, Outcome, from_logps
 from grpo_kernels import GRPOLoss, linear_logprob
 from grpo_kernels.backends import choose_backend

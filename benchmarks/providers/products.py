@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Inputs
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 from benchmarks.providers import Forward, Outcome
 
 SLICE = 1024

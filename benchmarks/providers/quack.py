@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Inputs
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 from benchmarks.providers import Forward, Outcome, from_logps
 from benchmarks.providers.packing import without_masked
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from torch import Tensor
 
 from benchmarks.cases import Inputs
-from benchmarks.events import Absence
+from benchmarks.harness.events import Absence
 from benchmarks.providers import Forward, check_dtypes, empty_package, forgotten, from_logps, without_init
 from benchmarks.providers.packing import packed
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.flops import counter
-from benchmarks.memory import CLEAR_REFS, is_measured, status_bytes
+from benchmarks.harness.flops import counter
+from benchmarks.harness.memory import CLEAR_REFS, is_measured, status_bytes
 from benchmarks.providers import MIB
 
 PARTS = ("generation", "head", "body", "optimizer", "other")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.child import environment, run
+from benchmarks.harness.child import environment, run
 from benchmarks.training import flops
 from benchmarks.training.clock import PARTS
 from benchmarks.training.flops import Batch

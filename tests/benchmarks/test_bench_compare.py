@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
-from benchmarks.timing import quantiles
+from benchmarks.harness.timing import quantiles
+from benchmarks.report import compare
 from tests.support.bench_results import results
 
 Data = dict[str, Any]

@@ -22,10 +22,10 @@ import pytest
 import torch
 
 from benchmarks.cases import BenchCase, Inputs, make_inputs
-from benchmarks.child import ROOT, environment
-from benchmarks.events import Absence
+from benchmarks.harness.child import ROOT, environment
+from benchmarks.harness.events import Absence
+from benchmarks.harness.reference import errors, is_right, reference
 from benchmarks.providers import PROVIDERS, Forward, Outcome, build, forgotten, linear_ce, verl
-from benchmarks.reference import errors, is_right, reference
 
 CPU = torch.device("cpu")
 TOY = BenchCase("toy").toy()

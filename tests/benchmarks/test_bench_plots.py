@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import plots, tables
-from benchmarks.plots import accuracy, bars, relative, scaling, style, training
+from benchmarks.report import plots, tables
+from benchmarks.report.plots import accuracy, bars, relative, scaling, style, training
 from tests.support.bench_results import TRAINING, results, sparse
 
 Data = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, labels, tables
+from benchmarks.report import compare, labels, tables
 from tests.support.bench_results import ABSENT, TRAINING, results, sparse
 
 Data = dict[str, Any]

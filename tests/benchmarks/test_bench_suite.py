@@ -15,17 +15,17 @@ import torch
 pytest.importorskip("trl")
 pytest.importorskip("pytest_benchmark")
 
-from benchmarks import suite
 from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_training
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case, make_inputs, policy_loss
-from benchmarks.child import ROOT, environment
-from benchmarks.flops import counter
-from benchmarks.measure import Step, check, times
-from benchmarks.memory import Peak, is_measured
+from benchmarks.harness import suite
+from benchmarks.harness.child import ROOT, environment
+from benchmarks.harness.flops import counter
+from benchmarks.harness.measure import Step, check, times
+from benchmarks.harness.memory import Peak, is_measured
+from benchmarks.harness.reference import Reference, errors, is_right, reference
+from benchmarks.harness.results import Results
 from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import Outcome, build, named
-from benchmarks.reference import Reference, errors, is_right, reference
-from benchmarks.results import Results
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("trl")
 
 from benchmarks import training
-from benchmarks.child import Ran
+from benchmarks.harness.child import Ran
 from benchmarks.training import clock, flops, measured
 from benchmarks.training.flops import OURS, TRL, Batch
 from benchmarks.training.models import MODELS, build, sizes

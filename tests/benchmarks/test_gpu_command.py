@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.cases import make_inputs
-from benchmarks.child import ROOT, environment
 from benchmarks.gpu.__main__ import STEPS, arguments, plan_items
 from benchmarks.gpu.supervise import supervise
 from benchmarks.gpu.verdict import FAMILIES, GOALS
+from benchmarks.harness.child import ROOT, environment
+from benchmarks.harness.results import Results
 from benchmarks.plan import GOAL_CASES, gpu_cases
 from benchmarks.providers import Outcome, under_autocast
-from benchmarks.results import Results
 
 
 def command(*arguments: str) -> list[str]:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import machine
-from benchmarks.child import Ran
-from benchmarks.events import finite
 from benchmarks.gpu import logs, measure_case, peers, run_sanitizer, run_tests, summary, verdict
+from benchmarks.harness import machine
+from benchmarks.harness.child import Ran
+from benchmarks.harness.events import finite
+from benchmarks.harness.timing import Clock, interleaved, quantiles
 from benchmarks.providers import forgotten, without_init
-from benchmarks.timing import Clock, interleaved, quantiles
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.child import ROOT, environment
 from benchmarks.gpu import check_peers
 from benchmarks.gpu.meta_gpu import GPU, pretended
+from benchmarks.harness.child import ROOT, environment
 
 pytest.importorskip("triton")
 

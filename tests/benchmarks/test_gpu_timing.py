@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.events import Events
 from benchmarks.gpu import micro
-from benchmarks.timing import Clock, TooLongToQueue
+from benchmarks.harness.events import Events
+from benchmarks.harness.timing import Clock, TooLongToQueue
 
 CPU = torch.device("cpu")
 

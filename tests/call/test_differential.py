@@ -13,14 +13,13 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
-from torch import Tensor
 
 from grpo_kernels import GRPOLoss, LossConfig, grpo_loss
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import fixed_cases, random_case
 from tests.support.reference import ReferenceResult, reference_loss
 from tests.support.reference_terms import pick
-from tests.support.run_case import allowed_engines, arguments, run
+from tests.support.run_case import allowed_engines, arguments, packed, run
 from tests.support.tolerance import Bounds, assert_matches, bounds_of, compare
 from tests.support.trl_oracle import in_domain, trl_loss
 
@@ -124,19 +123,6 @@ def test_equals_trl(part: int) -> None:
         )
         limits = Bounds(**{**vars(bounds), "metrics": loosened})
         assert_matches(*run(case), as_reference, case, limits)
-
-
-def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
-    """The batch with each sequence cut after its last counted token and laid end to end; which positions stayed."""
-    counted = case.completion_mask != 0
-    steps = torch.arange(counted.shape[1]) + 1
-    lengths = (counted * steps).amax(1)
-    stays = steps <= lengths[:, None]
-    out = dict(given, cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32))
-    for name, x in given.items():
-        if isinstance(x, Tensor) and x.shape[:2] == counted.shape and name != "weight":
-            out[name] = x[stays]
-    return out, stays
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, LossConfig, LossOutput, grpo_loss, linear_logprob, policy_expectation
 from grpo_kernels.engine.plan import padded_rows
-from tests.call.test_differential import arguments
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
 from tests.support.reference import evaluate
+from tests.support.run_case import arguments
 
 N, H, V = 32, 8, 23
 IDS = torch.arange(N) * 5 % V

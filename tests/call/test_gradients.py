@@ -11,9 +11,9 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob, token_level
-from tests.call.test_differential import arguments
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
+from tests.support.run_case import arguments
 
 B, T, H, V = 2, 3, 3, 5
 F64 = torch.float64

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
-from tests.call.test_differential import arguments, packed, run
 from tests.support.case_builder import PER_TOKEN, make_case
 from tests.support.cases import LOSSES
 from tests.support.measure import AllocationWatcher
+from tests.support.run_case import arguments, packed, run
 
 NAN = math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

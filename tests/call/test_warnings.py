@@ -11,7 +11,7 @@ import torch
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps
 from grpo_kernels.base import checks
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
-from tests.objective.test_objective import small_batch
+from tests.support.small_batch import small_batch
 
 NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 

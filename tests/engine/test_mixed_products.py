@@ -11,11 +11,11 @@ from torch import Tensor
 
 from grpo_kernels import LoRA, linear_logprob
 from grpo_kernels.engine import plan, products, slices, sweep
-from tests.call.test_differential import allowed_engines, run
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
 from tests.support.reference import reference_loss
+from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of
 
 CASES = [c for c in fixed_cases() if c.hidden.dtype.itemsize == 2 and c.group in "ABCDG"]

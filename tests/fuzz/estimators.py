@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from grpo_kernels import advantages as adv
-from tests.advantages.test_advantages import (
+from tests.fuzz.harness import Category, Options
+from tests.support.advantage_loops import (
     loop_gae,
     loop_group,
     loop_process,
@@ -22,7 +23,6 @@ from tests.advantages.test_advantages import (
     weighted,
     z_scores,
 )
-from tests.fuzz.harness import Category, Options
 
 NAN = math.nan
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LoRA, LossConfig, grpo_loss
-from tests.call.test_differential import packed
 from tests.fuzz.harness import Category, Options
-from tests.objective.test_sampling import MODES, PREFIX, given_ratio
 from tests.support.case_builder import Case, make_case, seeded
 from tests.support.random_cases import case_options, with_garbage
 from tests.support.reference import ReferenceResult, head, on_grid, reference_loss
-from tests.support.run_case import allowed_engines, arguments
+from tests.support.run_case import allowed_engines, arguments, packed
+from tests.support.sampler_ratio import MODES, PREFIX, given_ratio
 from tests.support.tolerance import Bounds, assert_matches, bounds_of
 
 OWN = ("name", "engine", "backend", "packed", "strides", "garbage", "scale", "lora", "no_mask")

@@ -94,8 +94,8 @@ def test_a_module_may_return_what_the_loss_returned() -> None:
 def test_causal_lm_loss_of_a_wrapped_model() -> None:
     pytest.importorskip("transformers")
     from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
-    from tests.integrations.test_transformers import last_columns, text_batch
     from tests.support import tiny_architectures as tiny
+    from tests.support.model_checks import last_columns, text_batch
 
     model = tiny.text_model("gemma3_text", torch.float32)
     ids, attention_mask = text_batch()

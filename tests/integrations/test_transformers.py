@@ -13,43 +13,11 @@ pytest.importorskip("transformers")
 from grpo_kernels import GRPOLoss
 from grpo_kernels.integrations.transformers import HeadSpec, causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
+from tests.support.model_checks import assert_as_model, last_columns, text_batch
 
 # Their attention masks are no masks in float64: padding makes NaN there.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
-BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-6}  # some models round their logits to float32
 TRAINED = ("gemma2", "minicpm3", "cohere", "falcon_h1", "gpt_oss", "gptj", "gpt2", "bert")
-
-
-def text_batch() -> tuple[Tensor, Tensor]:
-    """ids (3, 12) and their attention mask: one sequence padded on the left, one on the right."""
-    torch.manual_seed(1)
-    ids = torch.randint(3, tiny.VOCAB, (3, 12))
-    attention_mask = torch.ones_like(ids)
-    attention_mask[0, :3] = 0
-    attention_mask[1, 10:] = 0
-    return ids, attention_mask
-
-
-def last_columns(attention_mask: Tensor, count: int = 5) -> Tensor:
-    """A completion mask (B, count), of different lengths."""
-    mask = attention_mask[:, -count:].clone()
-    mask[0, 3:] = 0
-    return mask
-
-
-def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: Any) -> None:
-    """Log-probabilities and entropies are the model's own where the mask counts, and 0 elsewhere."""
-    counted = completion_mask.bool()
-    bound = BOUNDS[next(model.parameters()).dtype]
-    with torch.no_grad():
-        want = [x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **inputs)]
-    got = completion_logprobs(model, ids, completion_mask=completion_mask, **inputs)
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.shape == completion_mask.shape
-        assert ours.isfinite().all()
-        assert (ours == 0)[~counted].all()
-        torch.testing.assert_close(ours[counted].double(), theirs[counted], rtol=bound, atol=bound)
-    assert want[0][counted].std() > 0.2, "the distributions are too flat to tell one from another"
 
 
 @pytest.mark.parametrize("kind", tiny.TEXT)

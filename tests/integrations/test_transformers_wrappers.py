@@ -14,23 +14,9 @@ pytest.importorskip("transformers")
 
 from grpo_kernels import GRPOLoss, LossConfig
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
-from tests.integrations.test_transformers import assert_as_model, last_columns, text_batch
 from tests.support import tiny_architectures as tiny
+from tests.support.model_checks import assert_as_model, last_columns, peft_model, shared_batch, text_batch
 from tests.support.ranks import run_ranks
-
-
-def peft_model(model: Any, **fields: Any) -> Any:
-    """`model` with LoRA, whose second factor is drawn too: a fresh adapter adds nothing."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(4)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, **fields)).to(torch.float64)
-    with torch.no_grad():
-        for name, x in wrapped.named_parameters():
-            if "lora_B" in name:
-                x.normal_(0.0, 0.3)
-            if "modules_to_save" in name:
-                x.add_(0.3 * torch.randn_like(x))
-    return wrapped.eval()
 
 
 @pytest.mark.parametrize(
@@ -136,16 +122,6 @@ def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> Non
         got = completion_logprobs(compiled, ids, attention_mask, mask)[0]
         assert torch.equal(compiled(input_ids=ids, attention_mask=attention_mask).logits, before)
     assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask)[0])
-
-
-def shared_batch(rank: int | None) -> dict[str, Tensor]:
-    """Two sequences, or the one of `rank`."""
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
-    batch = {"input_ids": ids, "attention_mask": attention_mask, "completion_mask": mask}
-    batch["advantages"] = torch.tensor([1.0, -0.5, 0.3]).double()
-    rows = slice(0, 2) if rank is None else slice(rank, rank + 1)
-    return {name: x[rows] for name, x in batch.items()}
 
 
 def engine_task(rank: int, world_size: int) -> dict[str, Any]:

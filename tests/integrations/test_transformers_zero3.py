@@ -11,12 +11,12 @@ pytest.importorskip("transformers")
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
-from tests.integrations.test_transformers_wrappers import peft_model, shared_batch
-from tests.parallel import test_zero3 as zero3
 from tests.support import tiny_architectures as tiny
+from tests.support import zero3
+from tests.support.model_checks import peft_model, shared_batch
 from tests.support.ranks import run_ranks
 
-pytestmark = zero3.pytestmark
+pytestmark = zero3.needs_deepspeed
 
 KINDS = ("tied", "adapter on the head")
 

@@ -9,7 +9,7 @@ import torch
 
 from grpo_kernels import GRPOLoss, TokenInputs, grpo_loss, token_level
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
-from tests.objective.test_objective import small_batch
+from tests.support.small_batch import small_batch
 
 
 class Scaled:

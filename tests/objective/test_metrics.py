@@ -8,7 +8,7 @@ import torch
 from grpo_kernels import LossConfig, grpo_loss
 from grpo_kernels.config import LOSS_TYPES, NUM_ITEMS_LOSS_TYPES
 from grpo_kernels.objective.metrics import Metrics
-from tests.objective.test_objective import small_batch
+from tests.support.small_batch import small_batch
 
 MERGED = [*((x, None) for x in LOSS_TYPES), *((x, 17) for x in NUM_ITEMS_LOSS_TYPES)]
 

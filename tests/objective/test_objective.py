@@ -16,6 +16,7 @@ from grpo_kernels.config import LOSS_TYPES
 from grpo_kernels.objective.metrics import loss_metrics, metric_names
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
+from tests.support.small_batch import small_batch
 
 
 def tokens_of(old: torch.Tensor | None, advantages: torch.Tensor, **more: Any) -> Tokens:
@@ -161,17 +162,6 @@ def test_objective_and_metrics_do_not_wait_for_the_device(loss_type: str) -> Non
     assert waits.seen == []
     assert values["entropy"] == 2
     assert len(values) == len(metrics) > 6
-
-
-def small_batch() -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    return {
-        "hidden": torch.randn(2, 5, 4),
-        "weight": torch.randn(9, 4),
-        "completion_ids": torch.randint(9, (2, 5)),
-        "completion_mask": torch.ones(2, 5),
-        "advantages": torch.tensor([1.0, -1.0]),
-    }
 
 
 def test_unscored_tokens_of_the_sampler_are_counted() -> None:

@@ -17,32 +17,13 @@ from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES, loss
 from tests.support.reference import head, on_grid, reference_loss
 from tests.support.run_case import arguments
+from tests.support.sampler_ratio import MODES, PREFIX, given_ratio, trls_ratio
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-PREFIX = "vllm_importance_sampling_"
 BOUNDS = {f"{PREFIX}clip_max": 1.25, f"{PREFIX}clip_min": 0.7}
 
 
 def correction(mode: str, **more: Any) -> dict[str, Any]:
     return {f"{PREFIX}correction": True, f"{PREFIX}mode": mode, **BOUNDS, **more}
-
-
-def trls_ratio(case: Case, old: Tensor) -> Tensor:
-    """As TRL 1.16 writes it: (B, T), 1 where masked, or (B, 1)."""
-    assert case.sampling_per_token_logps is not None
-    config, mask = LossConfig(**case.config), (case.completion_mask != 0).to(old.dtype)
-    difference = torch.nan_to_num((old - case.sampling_per_token_logps.to(old.dtype)) * mask, nan=0.0)
-    mode, low, high = (getattr(config, PREFIX + x) for x in ("mode", "clip_min", "clip_max"))
-    ratio = torch.exp(difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference)
-    if mode.endswith("truncate"):
-        return torch.clamp(ratio, min=low, max=high)
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
-    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
-
-
-def given_ratio(case: Case, old: Tensor) -> Case:
-    """The same loss, with the ratio made beforehand."""
-    return case.but(importance_sampling_ratio=trls_ratio(case, old), config={f"{PREFIX}correction": False})
 
 
 def unscored(case: Case) -> Case:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
-import importlib.util
 import itertools
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,34 +16,12 @@ from tests.support import parallel_cases as cases
 from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
 from tests.support.parallel_cases import LOSSES, Run, relative_error, truth
 from tests.support.ranks import run_ranks
+from tests.support.zero3 import CONFIG, deepspeed, needs_deepspeed
 
-FOLDER = Path(sys.prefix) / "zero3"  # where `make` puts it: requirements/zero3.txt
 CPU = torch.device("cpu")
 EXACT = 2e-7  # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
-CONFIG = {
-    "train_micro_batch_size_per_gpu": cases.SEQUENCES,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # small parameters are divided too
-    "zero_allow_untested_optimizer": True,  # torch's
-    "zero_force_ds_cpu_optimizer": False,
-}
 
-pytestmark = pytest.mark.skipif(
-    not FOLDER.is_dir() and importlib.util.find_spec("deepspeed") is None,
-    reason="needs DeepSpeed: pip install --no-deps --target .venv/zero3 -r requirements/zero3.txt",
-)
-
-
-def deepspeed() -> Any:
-    """The package, on a CPU."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
-    package = importlib.import_module("deepspeed")
-    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles faster collectives, for a minute
-    # on a processor with fp16 it goes by the model's dtype where on others it takes bf16, and refuses float64
-    package.accelerator.get_accelerator().is_fp16_supported = lambda: False
-    gc.freeze()  # it collects garbage at every start, seconds with all that is imported here
-    return package
+pytestmark = needs_deepspeed
 
 
 class Zero3:

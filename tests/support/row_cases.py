@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the Triton kern
 FIELDS = ("logps", "max_logit", "log_sum", "entropies")
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 PLAIN = LogitTransform()
+ISAS = ("portable", "avx2", "avx512")  # of the C++ kernels
 
 
 def rows(n: int, vocab: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
@@ -72,3 +74,9 @@ def same(x: Tensor, y: Tensor) -> bool:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
     x, y = (torch.where(z.isnan(), torch.nan, z) if z.is_floating_point() else z for z in (x, y))
     return x.dtype == y.dtype and torch.equal(x.view(integer), y.view(integer))
+
+
+def in_double(values: Any) -> Any:
+    """A dataclass with its floating tensors in float64."""
+    tensors = {f.name: getattr(values, f.name) for f in fields(values)}
+    return replace(values, **{name: x.double() for name, x in tensors.items() if isinstance(x, Tensor)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss
@@ -52,3 +53,16 @@ def allowed_engines(case: Case) -> set[str]:
     if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains):
         allowed.add("frozen")
     return allowed if trains else allowed | {"score"}
+
+
+def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
+    """The batch with each sequence cut after its last counted token and laid end to end; which positions stayed."""
+    counted = case.completion_mask != 0
+    steps = torch.arange(counted.shape[1]) + 1
+    lengths = (counted * steps).amax(1)
+    stays = steps <= lengths[:, None]
+    out = dict(given, cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32))
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.shape[:2] == counted.shape and name != "weight":
+            out[name] = x[stays]
+    return out, stays

@@ -11,8 +11,7 @@ from torch.library import opcheck
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import LogitTransform
-from tests.backends.cpp.test_cpp_rows import in_double
-from tests.support.row_cases import EXTRAS, PLAIN, make_loss, make_transform, rows
+from tests.support.row_cases import EXTRAS, PLAIN, in_double, make_loss, make_transform, rows
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import LogitTransform
 from grpo_kernels.backends.torch_rows import TorchRows
-from tests.support.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, make_loss, make_transform, rows, same
+from tests.support.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, in_double, make_loss, make_transform, rows, same
 from tests.support.row_suite import RowSuite, check_kernels
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
@@ -111,12 +109,6 @@ def test_float64_rows() -> None:
 
 def assert_close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
-
-
-def in_double(values: Any) -> Any:
-    """A dataclass with its floating tensors in float64."""
-    tensors = {f.name: getattr(values, f.name) for f in fields(values)}
-    return replace(values, **{name: x.double() for name, x in tensors.items() if isinstance(x, Tensor)})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,14 +17,13 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.token_loss.record import TokenLoss
-from tests.support.row_cases import EXTRAS, FIELDS, assert_same, make_loss, make_transform, rows, same
+from tests.support.row_cases import EXTRAS, FIELDS, ISAS, assert_same, make_loss, make_transform, rows, same
 from tests.support.row_suite import check_kernels
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 
 BLOCKS, BLOCK_SIZE = 4, 50
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
-ISAS = ("portable", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BEYOND = (-1, -100, 2**31, 2**63 - 1, -(2**63))  # ids that do not exist
 UNTOUCHED = 77.0

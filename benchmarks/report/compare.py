@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import figures, labels
-from benchmarks.columns import markdown, number, small
-from benchmarks.figures import Case, Provider
+from benchmarks.report import figures, labels
+from benchmarks.report.columns import markdown, number, small
+from benchmarks.report.figures import Case, Provider
 
 ERRORS = 2.5
 FLOOR = 0.03

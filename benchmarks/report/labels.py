@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from benchmarks.figures import Case
+from benchmarks.report.figures import Case
 
 # name: (label, "{}" being the version of the distribution that follows, that distribution)
 PROVIDERS: dict[str, tuple[str, str | None]] = {

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from benchmarks import figures, labels
-from benchmarks.columns import number
-from benchmarks.figures import Case
-from benchmarks.plots import style
+from benchmarks.report import figures, labels
+from benchmarks.report.columns import number
+from benchmarks.report.figures import Case
+from benchmarks.report.plots import style
 
 AXES = {"n": "tokens, N", "v": "vocabulary, V", "share": "rows with gradient"}
 COLUMNS = 3

@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from benchmarks.cases import BenchCase, Inputs, make_inputs
-from benchmarks.events import Absence, describe
-from benchmarks.measure import Step, check, times
-from benchmarks.memory import Peak
+from benchmarks.harness.events import Absence, describe
+from benchmarks.harness.measure import Step, check, times
+from benchmarks.harness.memory import Peak
+from benchmarks.harness.reference import Reference, reference
+from benchmarks.harness.results import Results
+from benchmarks.harness.timing import order
 from benchmarks.providers import MIB, Forward, build
-from benchmarks.reference import Reference, reference
-from benchmarks.results import Results
-from benchmarks.timing import order
 
 ITEMS = Path(__file__).with_name("items.py")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import figures, labels
-from benchmarks.figures import Case, Provider, ratio
+from benchmarks.report import figures, labels
+from benchmarks.report.figures import Case, Provider, ratio
 
 
 @dataclass(frozen=True)

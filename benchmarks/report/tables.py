@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import columns, figures, labels
-from benchmarks.columns import COSTS, ERRORS, NOTE, markdown, number, rows_of, table, time_columns
-from benchmarks.figures import Case, ratio
-from benchmarks.labels import share
+from benchmarks.report import columns, figures, labels
+from benchmarks.report.columns import COSTS, ERRORS, NOTE, markdown, number, rows_of, table, time_columns
+from benchmarks.report.figures import Case, ratio
+from benchmarks.report.labels import share
 
 NOTES = (
     "Time: the median of the rounds, providers in turn, and the 20 and 80 % quantiles (of two or three rounds: the "

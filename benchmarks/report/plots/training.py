@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks import labels
-from benchmarks.plots import style
+from benchmarks.report import labels
+from benchmarks.report.plots import style
 
 PARTS = {
     "generation": ("generation", "#AEB6C0"),

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from benchmarks import figures, labels
+from benchmarks.report import figures, labels
 
 WIDTH, DPI = 11.0, 150  # inches; a page shows it at half the pixels
 INK, SOFT, GRID = "#1f2328", "#57606a", "#d8dee4"

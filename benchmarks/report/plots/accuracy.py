@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from benchmarks import figures, labels
-from benchmarks.figures import Case
-from benchmarks.plots import style
+from benchmarks.report import figures, labels
+from benchmarks.report.figures import Case
+from benchmarks.report.plots import style
 
 PANELS = {"logp_mean": "mean error of a log-probability", "ratio_off": "ratios off by more than 1 %"}
 MARKS = (("#9ECAE1", "o"), ("#4292C6", "s"), ("#08306B", "D"), ("#000000", "v"))  # light to dark with the logits

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.events import finite
+from benchmarks.harness.events import finite
 
 
 class Results:

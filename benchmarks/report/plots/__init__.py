@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures, labels
+from benchmarks.report import figures, labels
 
 
 def render(data: dict[str, Any], folder: Path) -> list[Path]:
     """The plots for which there are figures, as PNG files in `folder`; which ones are not made is said on stderr."""
     # here and not above: whoever wants no plots needs no matplotlib
-    from benchmarks.plots import accuracy, bars, relative, scaling, style, training
+    from benchmarks.report.plots import accuracy, bars, relative, scaling, style, training
 
     plots = {}
     for name, case in figures.of_part(data, "main").items():

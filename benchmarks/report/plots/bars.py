@@ -8,9 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import figures, labels
-from benchmarks.figures import Case, ratio
-from benchmarks.plots import style
+from benchmarks.report import figures, labels
+from benchmarks.report.figures import Case, ratio
+from benchmarks.report.plots import style
 
 BAR = 0.40  # inches a provider
 TITLES = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-    from benchmarks.suite import Measured, Turn
+    from benchmarks.harness.suite import Measured, Turn
 
 
 def test_step(turn: Turn, measured: Measured, request: pytest.FixtureRequest) -> None:

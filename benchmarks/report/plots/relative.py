@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from benchmarks import figures, labels
-from benchmarks.figures import Case, ratio
-from benchmarks.plots import style
+from benchmarks.report import figures, labels
+from benchmarks.report.figures import Case, ratio
+from benchmarks.report.plots import style
 
 TICKS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 

@@ -1,0 +1,1 @@
+"""How anything is measured: processes, clocks, memory, operations, float64 truth."""

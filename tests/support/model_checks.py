@@ -1,0 +1,70 @@
+"""What the tests of the helper for transformers' models share: batches, adapters, and the model's own numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.integrations.transformers import completion_logprobs
+from tests.support import tiny_architectures as tiny
+
+BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-6}  # some models round their logits to float32
+
+
+def text_batch() -> tuple[Tensor, Tensor]:
+    """ids (3, 12) and their attention mask: one sequence padded on the left, one on the right."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, tiny.VOCAB, (3, 12))
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :3] = 0
+    attention_mask[1, 10:] = 0
+    return ids, attention_mask
+
+
+def last_columns(attention_mask: Tensor, count: int = 5) -> Tensor:
+    """A completion mask (B, count), of different lengths."""
+    mask = attention_mask[:, -count:].clone()
+    mask[0, 3:] = 0
+    return mask
+
+
+def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: Any) -> None:
+    """Log-probabilities and entropies are the model's own where the mask counts, and 0 elsewhere."""
+    counted = completion_mask.bool()
+    bound = BOUNDS[next(model.parameters()).dtype]
+    with torch.no_grad():
+        want = [x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **inputs)]
+    got = completion_logprobs(model, ids, completion_mask=completion_mask, **inputs)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.shape == completion_mask.shape
+        assert ours.isfinite().all()
+        assert (ours == 0)[~counted].all()
+        torch.testing.assert_close(ours[counted].double(), theirs[counted], rtol=bound, atol=bound)
+    assert want[0][counted].std() > 0.2, "the distributions are too flat to tell one from another"
+
+
+def peft_model(model: Any, **fields: Any) -> Any:
+    """`model` with LoRA, whose second factor is drawn too: a fresh adapter adds nothing."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(4)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, **fields)).to(torch.float64)
+    with torch.no_grad():
+        for name, x in wrapped.named_parameters():
+            if "lora_B" in name:
+                x.normal_(0.0, 0.3)
+            if "modules_to_save" in name:
+                x.add_(0.3 * torch.randn_like(x))
+    return wrapped.eval()
+
+
+def shared_batch(rank: int | None) -> dict[str, Tensor]:
+    """Two sequences, or the one of `rank`."""
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    batch = {"input_ids": ids, "attention_mask": attention_mask, "completion_mask": mask}
+    batch["advantages"] = torch.tensor([1.0, -0.5, 0.3]).double()
+    rows = slice(0, 2) if rank is None else slice(rank, rank + 1)
+    return {name: x[rows] for name, x in batch.items()}
