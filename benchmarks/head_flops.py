@@ -110,12 +110,12 @@ def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
 
 
 def count(trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3", **options: Any) -> Counts:
-    """Head operations of `steps` optimiser steps of the tiny run of `benchmarks/tiny_models.py`."""
-    from benchmarks import tiny_models
+    """Head operations of `steps` optimiser steps of the tiny run of `tiny_run.py`."""
+    from benchmarks import tiny_run
 
     counts = Counts(steps=steps)
     with tempfile.TemporaryDirectory() as folder, _watched(counts, compact) as prepare:
-        tiny_models.train(trainer_class, tiny_models.config(folder, steps, **options), kind=kind, prepare=prepare)
+        tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options), kind=kind, prepare=prepare)
     return counts
 
 

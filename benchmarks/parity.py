@@ -158,7 +158,7 @@ def run(case: Case, steps: int) -> Result:
     """Trains with both trainers and compares."""
     from trl import GRPOTrainer
 
-    from benchmarks import tiny_models
+    from benchmarks import tiny_run
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
     began = time.perf_counter()
@@ -166,9 +166,9 @@ def run(case: Case, steps: int) -> Result:
     for base in (GRPOTrainer, FusedGRPOTrainer):
         with tempfile.TemporaryDirectory() as folder:
             histories.append(
-                tiny_models.train(
+                tiny_run.train(
                     mixed(case, base),
-                    tiny_models.config(folder, min(steps, case.most_steps), **case.options),
+                    tiny_run.config(folder, min(steps, case.most_steps), **case.options),
                     kind=case.kind,
                     dtype=getattr(torch, case.dtype),
                     **({"peft_config": lora()} if case.lora else {}),
