@@ -110,7 +110,7 @@ def test_random_cases(block: int, every_backend: str) -> None:
 
 @pytest.mark.parametrize("part", range(8))
 def test_equals_trl(part: int) -> None:
-    """36. TRL's loss, gradients and logged metrics, within the bounds that the reference gives."""
+    """TRL's loss, gradients and logged metrics, within the bounds that the reference gives."""
     cases = [case for case in fixed_cases() if in_domain(case)]
     assert len(cases) >= 100
     for case in cases[part::8]:
