@@ -6,12 +6,10 @@ that the transformer and the sampling are not in the figures.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,10 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness.flops import counter as operations  # noqa: E402
+from benchmarks.harness.flops import counter as operations
 
 
 @dataclass
