@@ -107,7 +107,7 @@ tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS=
 	$(GPU_PYTHON) -m benchmarks.tune $(TUNE_ARGS) </dev/null
 
 parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimiser steps each
-	$(PY) benchmarks/parity.py $(PARITY_ARGS) </dev/null
+	$(PY) -m benchmarks.parity $(PARITY_ARGS) </dev/null
 
 wheel: $(STAMP)  ## a wheel in dist/ with the C++ library inside, for this kind of machine and any torch >= 2.11
 	rm -rf build

@@ -6,12 +6,10 @@ that the transformer and the sampling are not in the figures.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,10 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness.flops import counter as operations  # noqa: E402
+from benchmarks.harness.flops import counter as operations
 
 
 @dataclass
@@ -110,12 +105,12 @@ def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
 
 
 def count(trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3", **options: Any) -> Counts:
-    """Head operations of `steps` optimiser steps of the tiny run of `benchmarks/tiny_models.py`."""
-    from benchmarks import tiny_models
+    """Head operations of `steps` optimiser steps of the tiny run of `tiny_run.py`."""
+    from benchmarks import tiny_run
 
     counts = Counts(steps=steps)
     with tempfile.TemporaryDirectory() as folder, _watched(counts, compact) as prepare:
-        tiny_models.train(trainer_class, tiny_models.config(folder, steps, **options), kind=kind, prepare=prepare)
+        tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options), kind=kind, prepare=prepare)
     return counts
 
 

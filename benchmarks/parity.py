@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-
 TOLERANCE = 1e-5
 # Differences are divided by the stock value, or by this where the value is smaller. A loss is a sum of terms of size
 # |advantage| (times |logp| for cispo and vespo) that nearly cancel, so that its own size says nothing of its rounding.
@@ -158,7 +156,7 @@ def run(case: Case, steps: int) -> Result:
     """Trains with both trainers and compares."""
     from trl import GRPOTrainer
 
-    from benchmarks import tiny_models
+    from benchmarks import tiny_run
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
     began = time.perf_counter()
@@ -166,9 +164,9 @@ def run(case: Case, steps: int) -> Result:
     for base in (GRPOTrainer, FusedGRPOTrainer):
         with tempfile.TemporaryDirectory() as folder:
             histories.append(
-                tiny_models.train(
+                tiny_run.train(
                     mixed(case, base),
-                    tiny_models.config(folder, min(steps, case.most_steps), **case.options),
+                    tiny_run.config(folder, min(steps, case.most_steps), **case.options),
                     kind=case.kind,
                     dtype=getattr(torch, case.dtype),
                     **({"peft_config": lora()} if case.lora else {}),
@@ -273,7 +271,9 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each run")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--only", default="", help="run the configurations whose name contains this; writes no page")

@@ -13,7 +13,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Iterator
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -29,17 +28,6 @@ from tests.support import interpreter
 
 SEED = 20240203
 NO_GPU = "needs a CUDA or ROCm device"
-
-# The same examples in every run, so that a failure is replayed by running it again; a slow machine is no failure.
-REPLAYABLE = "replayable"
-hypothesis.settings.register_profile(
-    REPLAYABLE,
-    derandomize=True,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile(REPLAYABLE)
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     interpreter.prepare()

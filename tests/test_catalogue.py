@@ -1,4 +1,4 @@
-"""Known failure modes of losses from hidden states, by their number in the catalogue: what must hold instead."""
+"""A catalogue of known failure modes of losses from hidden states: what must hold instead."""
 
 from __future__ import annotations
 
@@ -55,13 +55,10 @@ def two_sets(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> tuple[list
     return got, [x.detach().to(F64, copy=True).requires_grad_() for x in got]
 
 
-# --- sizes, indices, layouts ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("v", [1, 2, 3, 7, 8, 9, 31, 33, 127, 129, 255, 257, 1023, 1025])
 @pytest.mark.parametrize("h", [1, 5])
 def test_any_vocabulary_is_exact(v: int, h: int) -> None:
-    """3. No vocabulary size leaves a lane over or out; V = 1 has probability 1 and gradient 0, H = 1 is a size."""
+    """No vocabulary size leaves a lane over or out; V = 1 has probability 1 and gradient 0, H = 1 is a size."""
     g = torch.Generator().manual_seed(v)
     hidden, weight = torch.randn(13, h, generator=g, dtype=F64), torch.randn(v, h, generator=g, dtype=F64)
     ids = torch.randint(0, v, (13,), generator=g)
@@ -80,7 +77,7 @@ def test_any_vocabulary_is_exact(v: int, h: int) -> None:
 @pytest.mark.parametrize("bad", [-1, -100, 11, 2**31, -(2**40)])
 @pytest.mark.parametrize("call", ["loss", "logprob"])
 def test_id_out_of_range_at_a_counted_position(bad: int, call: str) -> None:
-    """5. Refused; never a plausible number."""
+    """Refused; never a plausible number."""
     case = make_case("ids", v=11, mask="full")
     ids = case.completion_ids.clone()
     ids[1, 2] = bad
@@ -97,7 +94,7 @@ def poisoned(case: Case, name: str, value: float) -> Case:
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_garbage_at_masked_positions_changes_no_bit(loss_type: str, level: str) -> None:
-    """6, 11. Each tensor, each value: loss, logps, entropies, metrics and gradients keep their bits."""
+    """Each tensor, each value: loss, logps, entropies, metrics and gradients keep their bits."""
     options: dict[str, Any] = {"beta": 0.1}
     if loss_type != "gmpo":
         options |= {"sampling": True, "ratio": "token", "adv": "token", "off_policy_mask_threshold": 0.2}
@@ -114,7 +111,7 @@ def test_garbage_at_masked_positions_changes_no_bit(loss_type: str, level: str) 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30])
 def test_garbage_at_masked_positions_of_logprob(value: float) -> None:
-    """6, 11. Nor of `linear_logprob`: hidden states, ids, temperatures, and the gradient that arrives there."""
+    """Nor of `linear_logprob`: hidden states, ids, temperatures, and the gradient that arrives there."""
     case = make_case("garbage")
     counted = case.completion_mask != 0
     got = []
@@ -133,7 +130,7 @@ def test_garbage_at_masked_positions_of_logprob(value: float) -> None:
 @pytest.mark.parametrize(("b", "t"), [(0, 5), (3, 0), (0, 0), (2, 4)])
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_nothing_to_learn_from(b: int, t: int, loss_type: str, level: str) -> None:
-    """7, 8. No sequence, no column or nothing counted: an attached loss of exactly 0, zero gradients."""
+    """No sequence, no column or nothing counted: an attached loss of exactly 0, zero gradients."""
     case = make_case("empty", b=b, t=t, mask="none", beta=0.1, bias=True, entropy_coef=0.1, **kind(loss_type, level))
     out, grads = run(case)
     assert out.loss.requires_grad
@@ -148,16 +145,13 @@ def test_nothing_to_learn_from(b: int, t: int, loss_type: str, level: str) -> No
 
 
 def test_packed_of_nothing() -> None:
-    """8. Sequences without tokens, also all of them, in the packed form."""
+    """Sequences without tokens, also all of them, in the packed form."""
     for lengths in ([0], [0, 0, 0], []):
         hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
         bounds, none = torch.tensor([0, *lengths]), torch.zeros(0)
         out = grpo_loss(hidden, weight, none.long(), none, torch.randn(len(lengths)), cu_seqlens=bounds)
         out.loss.backward()
         assert float(out.loss.detach()) == 0.0 and weight.grad is not None and not weight.grad.any()
-
-
-# --- values that are not finite ---------------------------------------------------------------------------------------
 
 
 def off_policy(advantage: float, shift: float, **options: Any) -> Case:
@@ -174,7 +168,7 @@ CLIPPED = [(x, level) for x in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo") for 
 @pytest.mark.parametrize(("loss_type", "level"), CLIPPED)
 @pytest.mark.parametrize("by", [-90.0, -300.0, -3e30, -INF])
 def test_ratio_that_overflows_on_the_clipped_branch(loss_type: str, level: str, by: float) -> None:
-    """12. Its gradient is exactly 0, and the loss the clipped one, for ratios up to infinity."""
+    """Its gradient is exactly 0, and the loss the clipped one, for ratios up to infinity."""
     case = off_policy(1.0, by, **kind(loss_type, level))
     out, grads = run(case)
     at = (1, slice(None)) if level == "sequence" else (1, 3)
@@ -186,7 +180,7 @@ def test_ratio_that_overflows_on_the_clipped_branch(loss_type: str, level: str, 
 
 
 def test_k3_overflows_where_the_maths_does() -> None:
-    """13. exp(ref - logp) beyond fp32 is inf, in its own row only; k1 and k2 stay finite; far below is finite."""
+    """exp(ref - logp) beyond fp32 is inf, in its own row only; k1 and k2 stay finite; far below is finite."""
     case = make_case("k3", beta=0.1, mask="full", old=False)
     ref = case.ref_per_token_logps.clone()
     for by, infinite in ((200.0, True), (-200.0, False), (50.0, False)):
@@ -199,7 +193,7 @@ def test_k3_overflows_where_the_maths_does() -> None:
 
 @pytest.mark.parametrize("loss_type", [x for x in TYPES if x != "gmpo"])
 def test_sampling_logp_that_is_nan(loss_type: str) -> None:
-    """14. A token that the sampler could not score is no evidence: as if it agreed; and the others still are."""
+    """A token that the sampler could not score is no evidence: as if it agreed; and the others still are."""
     case = make_case("sampling", mask="full", sampling=True, off_policy_mask_threshold=0.1, loss_type=loss_type)
     sampling = case.sampling_per_token_logps.clone()
     sampling[:, 2] = NAN
@@ -211,7 +205,7 @@ def test_sampling_logp_that_is_nan(loss_type: str) -> None:
 
 
 def test_banned_vocabulary() -> None:
-    """15. Logits of -inf drop out, whole blocks of them too; a row of nothing else is NaN, as in torch."""
+    """Logits of -inf drop out, whole blocks of them too; a row of nothing else is NaN, as in torch."""
     hidden, weight, bias = torch.randn(9, 8), torch.randn(3000, 8), torch.zeros(3000)
     ids = torch.full((9,), 2500)
     for banned in (slice(0, 1024), slice(0, 2400), slice(2600, None), slice(1, 2500), slice(0, 0)):
@@ -231,7 +225,7 @@ def test_banned_vocabulary() -> None:
     [("grpo", "token"), ("grpo", "sequence"), *((x, "token") for x in ("cispo", "vespo", "gmpo"))],
 )
 def test_banned_target_on_policy(loss_type: str, level: str) -> None:
-    """15. The loss is NaN, since no policy samples what it bans; the ratio is 1, and the gradient what it tends to."""
+    """The loss is NaN, since no policy samples what it bans; the ratio is 1, and the gradient what it tends to."""
     case = make_case("banned", mask="holes", old=False, bias=True, **kind(loss_type, level))
     case = case.but(advantages=torch.tensor([1.0, -0.5, 0.0]))
     banned, ids, bias = 3, case.completion_ids.clone(), case.bias.clone()
@@ -263,7 +257,7 @@ WHERE_NAN_SURFACES = [
 
 @pytest.mark.parametrize(("name", "loss_type", "level"), WHERE_NAN_SURFACES)
 def test_nan_at_a_counted_position_surfaces(name: str, loss_type: str, level: str) -> None:
-    """11. In the loss, and if it is the hidden state's in its row's logp, entropy and gradient."""
+    """In the loss, and if it is the hidden state's in its row's logp, entropy and gradient."""
     ratio = None if loss_type == "gmpo" else "token"
     case = make_case("nan", mask="full", beta=0.1, adv="token", ratio=ratio, bias=True, **kind(loss_type, level))
     x = getattr(case, name).clone()
@@ -280,7 +274,7 @@ def test_nan_at_a_counted_position_surfaces(name: str, loss_type: str, level: st
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_nan_hidden_state_surfaces_on_policy(loss_type: str, level: str) -> None:
-    """11. Also where the loss and its coefficients would be known without any log-probability."""
+    """Also where the loss and its coefficients would be known without any log-probability."""
     case = make_case("nan on-policy", mask="full", old=False, **kind(loss_type, level))
     hidden = case.hidden.clone()
     hidden[1, 2] = NAN
@@ -292,7 +286,7 @@ def test_nan_hidden_state_surfaces_on_policy(loss_type: str, level: str) -> None
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e10, 1e30])
 @pytest.mark.parametrize("cap", [0.3, 30.0])
 def test_softcap(scale: float, cap: float) -> None:
-    """17. cap * tanh(x / cap): finite for any finite logit, with the right derivative, 0 where it is flat."""
+    """cap * tanh(x / cap): finite for any finite logit, with the right derivative, 0 where it is flat."""
     hidden, weight, ids = torch.randn(12, 4), torch.randn(9, 4), torch.arange(12) % 9
     got, want = two_sets(hidden * scale, weight)
     ours = linear_logprob(*got, ids, final_logit_softcapping=cap)
@@ -305,12 +299,9 @@ def test_softcap(scale: float, cap: float) -> None:
         assert_close(x.grad.double(), y.grad, rtol=1e-3, atol=2e-4 * float(y.grad.abs().max()) + 1e-6)
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("margin", [7.0, 12.0, 16.0, 25.0, 60.0])
 def test_gradient_of_a_nearly_certain_token(margin: float) -> None:
-    """26. 1 - p of the target keeps its digits down to where fp32 ends, and so do log p and the entropy."""
+    """1 - p of the target keeps its digits down to where fp32 ends, and so do log p and the entropy."""
     hidden = torch.eye(4, 6)
     weight = torch.zeros(6, 6)
     weight[range(4), range(4)] = margin
@@ -327,7 +318,7 @@ def test_gradient_of_a_nearly_certain_token(margin: float) -> None:
 
 @pytest.mark.parametrize("loss_type", TYPES)
 def test_bias_acts_like_a_column_of_the_weight(loss_type: str) -> None:
-    """28. A bias is a weight for a hidden state of 1: the same loss and gradients."""
+    """A bias is a weight for a hidden state of 1: the same loss and gradients."""
     case = make_case("bias", bias=True, beta=0.1, final_logit_softcapping=5.0, loss_type=loss_type).to(F64)
     wide = case.but(
         hidden=torch.cat([case.hidden, torch.ones(3, 7, 1, dtype=F64)], -1),
@@ -342,7 +333,7 @@ def test_bias_acts_like_a_column_of_the_weight(loss_type: str) -> None:
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_kl_gradient_crosses_tokens_of_a_sequence(corrected: bool) -> None:
-    """29. With one ratio a sequence, the corrected KL of a token moves the others: autograd of the stated formula."""
+    """With one ratio a sequence, the corrected KL of a token moves the others: autograd of the stated formula."""
     config = {"beta": 2.0, "use_bias_correction_kl": corrected, **kind("grpo", "sequence")}
     case = make_case("crossing", mask="holes", **config).to(F64).but(advantages=torch.zeros(3, dtype=F64))
     counted, given = case.completion_mask != 0, arguments(case)
@@ -359,7 +350,7 @@ def test_kl_gradient_crosses_tokens_of_a_sequence(corrected: bool) -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("edge", ["on-policy", "low", "high", "delta"])
 def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
-    """30. At a clip edge and at A = 0 the gradient is that of torch's min and clamp."""
+    """At a clip edge and at A = 0 the gradient is that of torch's min and clamp."""
     from grpo_kernels.objective.surrogates import clipped
 
     config = LossConfig(epsilon=0.5, epsilon_high=1.0, delta=4.0)
@@ -376,7 +367,7 @@ def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype, every_backend: str) -> None:
-    """25. Accumulated in fp32: the error of d weight is that of rounding the result, for 4 sequences as for 256."""
+    """Accumulated in fp32: the error of d weight is that of rounding the result, for 4 sequences as for 256."""
     for batch in (4, 64, 256) if every_backend == "torch" else (4, 16):  # the interpreter is slow
         g = torch.Generator().manual_seed(batch)
         hidden = torch.randn(batch, 8, 32, generator=g).to(dtype)
@@ -393,14 +384,14 @@ def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype
 
 
 def test_the_support_is_the_whole_vocabulary() -> None:
-    """38. Probabilities of all V tokens sum to 1: a sampler's top-k or top-p set is not taken out (README, Limits)."""
+    """Probabilities of all V tokens sum to 1: a sampler's top-k or top-p set is not taken out (README, Limits)."""
     hidden, weight = torch.randn(1, 16).expand(50, 16), torch.randn(50, 16)
     logps, _ = linear_logprob(hidden, weight, torch.arange(50))
     assert_close(logps.exp().sum(), torch.tensor(1.0))
 
 
 def test_logits_beyond_the_range_of_fp16() -> None:
-    """16. Logits of 10^5 from fp16 operands: they are never stored in 16 bits."""
+    """Logits of 10^5 from fp16 operands: they are never stored in 16 bits."""
     hidden, weight = torch.full((12, 64), 200.0, dtype=torch.float16), torch.randn(40, 64).half() * 30
     logps, entropies = linear_logprob(hidden, weight, torch.arange(12))
     z = hidden.double() @ weight.double().T

@@ -323,6 +323,15 @@ def test_core_reads_no_environment_variable(path):
             assert not {alias.name for alias in node.names} & {"environ", "environb", "getenv", "putenv"}
 
 
+def test_no_test_imports_another_and_no_benchmark_a_test():
+    for where, foreign in (("tests", r"tests\.([a-z_]+\.)*test_"), ("benchmarks", r"tests\.")):
+        for path in (ROOT.parent / where).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    names = [f"{node.module}.{alias.name}" for alias in node.names]
+                    assert not [name for name in names if re.match(foreign, name)], f"{path}, line {node.lineno}"
+
+
 def test_uninitialised_memory_is_nan():
     x = torch.ones(3, 4)
     for made in (torch.empty(5), torch.empty_like(x), x.new_empty(2), torch.empty_strided((2, 3), (3, 1))):

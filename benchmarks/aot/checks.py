@@ -66,7 +66,7 @@ def compile_launch(launch: Launch, arch: str) -> Result:
     text = compiled.asm["amdgcn" if arch.startswith("gfx") else "ptx"]
     registers, spilled = _amd_usage(text) if arch.startswith("gfx") else nvidia_usage(compiled.asm)
     shared = compiled.metadata.shared
-    broken = [*_broken_by_code(text, arch), *_narrow_products(compiled.asm["ttir"])]
+    broken = [*broken_by_code(text, arch), *narrow_products(compiled.asm["ttir"])]
     if spilled:
         broken.append(f"{spilled} {'registers' if arch.startswith('gfx') else 'bytes'} spilled")
     if shared > SHARED_BYTES[family(arch)]:
@@ -95,7 +95,7 @@ def _number(pattern: str, text: str) -> int:
     return int(match.group(1))
 
 
-def _broken_by_code(text: str, arch: str) -> list[str]:
+def broken_by_code(text: str, arch: str) -> list[str]:
     if arch.startswith("gfx"):
         rules = {"double precision": r"\bv_\w*_f64", "an atomic": r"\b(global|flat|buffer|ds)_\w*atomic"}
     else:
@@ -117,7 +117,7 @@ def _broken_by_dot(launch: Launch, text: str, arch: str) -> list[str]:
     return broken
 
 
-def _narrow_products(ttir: str) -> list[str]:
+def narrow_products(ttir: str) -> list[str]:
     """32-bit products of a stride (or of the splits of a row) with anything but constants and places within a tile."""
     made: dict[str, list[tuple[str, list[str]]]] = {}  # sibling regions may use a name twice
     products: list[list[str]] = []

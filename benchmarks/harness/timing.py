@@ -32,6 +32,7 @@ class Clock:
 
     Attributes:
         forward_ms: of the last step, up to where it called `lap`; None if it did not.
+        flushed: what is overwritten before each step.
     """
 
     def __init__(self, device: torch.device, *, flush: bool = False, queued: bool = False) -> None:
@@ -39,7 +40,8 @@ class Clock:
         self._cycles = FIRST_SLEEP if queued else 0
         self.forward_ms: float | None = None
         self._lap: Any = None
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flush and self.on_gpu else None
+        flushes = flush and self.on_gpu
+        self.flushed: Any = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flushes else None
 
     def lap(self) -> None:
         """The forward is done."""
@@ -71,8 +73,8 @@ class Clock:
         """The events around one step, and whether all of it was launched before the first of them came."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        if self._flush is not None:
-            self._flush.zero_()
+        if self.flushed is not None:
+            self.flushed.zero_()
             if not self._cycles:
                 torch.cuda.synchronize()
         if self._cycles:

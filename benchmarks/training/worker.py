@@ -20,7 +20,7 @@ import transformers
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks import tiny_models
+from benchmarks import tiny_models, tiny_run
 from benchmarks.training.clock import Clock, heads_marked
 from benchmarks.training.flops import OURS, TRL, Batch
 from benchmarks.training.models import build
@@ -116,7 +116,7 @@ def options(folder: str, batch: Batch, steps: int, *, cuda: bool) -> GRPOConfig:
         "use_cpu": not cuda,
         "bf16": cuda,
     }
-    return tiny_models.config(folder, steps, **chosen)
+    return tiny_run.config(folder, steps, **chosen)
 
 
 def prompts(batch: Batch) -> Dataset:
@@ -129,7 +129,7 @@ def prompts(batch: Batch) -> Dataset:
 def main() -> None:
     """Run what the command line's JSON says."""
     given = json.loads(sys.argv[1])
-    tiny_models.quiet()
+    tiny_run.quiet()
     torch.set_num_threads(given.pop("threads"))
     train(given.pop("model"), Batch(**given.pop("batch")), Path(given.pop("output")), **given)
 

@@ -12,11 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
 from grpo_kernels.rewards import compute_rewards, reward_names
 
@@ -41,21 +37,26 @@ def nothing(completions, **kwargs):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", padding_side="left")
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    vocab = {word: i for i, word in enumerate(WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", padding_side="left"
+    )
     fast.chat_template = TEMPLATE
     return fast
 
 
 @pytest.fixture(scope="module")
 def model():
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = transformers.Qwen2Config(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_labels=1, pad_token_id=0, attention_dropout=0.5,
     )  # fmt: skip
-    return Qwen2ForSequenceClassification(config).eval()
+    return transformers.Qwen2ForSequenceClassification(config).eval()
 
 
 def score_alone(model, text):

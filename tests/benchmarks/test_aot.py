@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.aot.checks import _broken_by_code, _narrow_products
+from benchmarks.aot.checks import broken_by_code, narrow_products
 
 KERNELS = ("stats", "grad", "fused", "single_pass", "dot", "combine")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -62,7 +62,7 @@ def test_it_refuses_an_unknown_target() -> None:
     ],
 )
 def test_forbidden_instructions_are_noticed(code: str, arch: str, broken: str | None) -> None:
-    assert _broken_by_code(code, arch) == ([] if broken is None else [broken])
+    assert broken_by_code(code, arch) == ([] if broken is None else [broken])
 
 
 def test_a_narrow_product_of_a_row_and_its_stride_is_noticed() -> None:
@@ -70,7 +70,7 @@ def test_a_narrow_product_of_a_row_and_its_stride_is_noticed() -> None:
     %pid = tt.get_program_id x : i32 loc(#loc)
     %at = arith.muli %pid, %stride_n : i32 loc(#loc)
     """
-    assert _narrow_products(narrow) == ["a product in 32 bits: %stride_n * %pid"]
+    assert narrow_products(narrow) == ["a product in 32 bits: %stride_n * %pid"]
     spread = """
     %pid = tt.get_program_id x : i32 loc(#loc)
     %range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32> loc(#loc)
@@ -79,7 +79,7 @@ def test_a_narrow_product_of_a_row_and_its_stride_is_noticed() -> None:
     %stride = tt.splat %stride_n : i32 -> tensor<4xi32> loc(#loc)
     %at = arith.muli %rows, %stride : tensor<4xi32> loc(#loc)
     """
-    assert _narrow_products(spread) == ["a product in 32 bits: %stride_n * %rows"]
+    assert narrow_products(spread) == ["a product in 32 bits: %stride_n * %rows"]
 
 
 def test_a_narrow_product_within_a_tile_is_none() -> None:
@@ -90,11 +90,11 @@ def test_a_narrow_product_within_a_tile_is_none() -> None:
     %stride = tt.splat %stride_n : i32 -> tensor<4xi32> loc(#loc)
     %at = arith.muli %rows, %stride : tensor<4xi32> loc(#loc)
     """
-    assert _narrow_products(within) == []
+    assert narrow_products(within) == []
     wide = """
     %pid = tt.get_program_id x : i32 loc(#loc)
     %row = arith.extsi %pid : i32 to i64 loc(#loc)
     %stride = arith.extsi %stride_n : i32 to i64 loc(#loc)
     %at = arith.muli %row, %stride : i64 loc(#loc)
     """
-    assert _narrow_products(wide) == []
+    assert narrow_products(wide) == []

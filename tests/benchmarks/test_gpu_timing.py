@@ -52,7 +52,7 @@ class Device:
 
     def clock(self, **options: bool) -> Clock:
         clock = Clock(torch.device("cuda"), **options)
-        clock._flush = self  # type: ignore[assignment]
+        clock.flushed = self
         return clock
 
 

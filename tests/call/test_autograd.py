@@ -111,7 +111,7 @@ def test_upstream_scale(engine: str, scale: float) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_retain_graph_gives_the_same_bits_three_times(engine: str) -> None:
-    """22. Nothing that is stored is overwritten while the graph is kept, nor by another upstream gradient."""
+    """Nothing that is stored is overwritten while the graph is kept, nor by another upstream gradient."""
     frozen, options = engine_options(engine)
     given = head(torch.float32, frozen)
     upstream = [normal(N), normal(N), torch.linspace(-1, 2, N)]
@@ -144,7 +144,7 @@ UPSTREAM: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("of", ["logps", "entropy", "both"])
 def test_upstream_gradient_per_token(engine: str, kind: str, of: str) -> None:
-    """10, 19, 20. Any upstream gradient, of either output alone and of both."""
+    """Any upstream gradient, of either output alone and of both."""
     frozen, options = engine_options(engine)
     given, plain = head(frozen=frozen), head(frozen=frozen)
     upstream = [UPSTREAM[kind](), UPSTREAM[kind]()]
@@ -193,7 +193,7 @@ def test_frozen(frozen: str, engine: str) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("config", [LossConfig(), LossConfig(loss_type="vespo", entropy_coef=0.1)])
 def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig) -> None:
-    """31. One product, the same bits, no graph; also where an expectation or an objective is given."""
+    """One product, the same bits, no graph; also where an expectation or an objective is given."""
     given = head(torch.float32)
     trained = grpo_loss(**batch(given), config=config)
     asked: list[int] = []
@@ -253,7 +253,7 @@ def test_head_changed_in_place_after_the_forward(engine: str, name: str) -> None
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
-    """23. Every argument keeps its bits; what the caller does afterwards to the other inputs changes nothing."""
+    """Every argument keeps its bits; what the caller does afterwards to the other inputs changes nothing."""
     frozen, options = engine_options(engine)
     given = head(torch.float32, frozen)
     inputs = batch(given, bias=given["bias"], importance_sampling_ratio=torch.rand(2, N // 2))
@@ -296,7 +296,7 @@ TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 @pytest.mark.parametrize("of", TWICE)
 def test_double_backward_raises(of: str) -> None:
-    """24. A penalty on a gradient is an error, never a constant."""
+    """A penalty on a gradient is an error, never a constant."""
     given = head(frozen="weight bias" if of == "frozen" else "")
     loss = TWICE[of](given)
     with pytest.raises(RuntimeError, match="twice"):
@@ -305,7 +305,7 @@ def test_double_backward_raises(of: str) -> None:
 
 @pytest.mark.parametrize("of", TWICE)
 def test_double_backward_raises_whatever_is_asked_for(of: str) -> None:
-    """24. Autograd looks only where the inputs named are: the upstream gradient, too, is among them."""
+    """Autograd looks only where the inputs named are: the upstream gradient, too, is among them."""
     given, scale = head(frozen="weight bias" if of == "frozen" else ""), torch.tensor(2.0).requires_grad_()
     leaves = [x for x in given.values() if x.requires_grad]
     gradients = torch.autograd.grad(TWICE[of](given) * scale, leaves, create_graph=True)

@@ -141,7 +141,7 @@ def far(x: Tensor, y: Tensor) -> float:
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
 def test_fp16_gradients_survive_under_a_loss_scale(engine: str) -> None:
-    """27. The scale enters before the rounding: what would be flushed without it is not with it."""
+    """The scale enters before the rounding: what would be flushed without it is not with it."""
     case = make_case("fp16", b=8, t=16, dtype=torch.float16, num_items=2e5, bias=True, entropy_coef=1e-4)
     want = run(case.to(torch.float32))[1]
     scaled, unscaled = run(case, 65536.0, engine)[1], run(case, 1.0, engine)[1]
@@ -170,7 +170,7 @@ AUTOCAST = [(a, b) for a in (torch.float32, torch.bfloat16) for b in (torch.floa
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: torch.dtype) -> None:
-    """44. The forward is that of explicit casts, bit for bit; gradients come in each tensor's own dtype."""
+    """The forward is that of explicit casts, bit for bit; gradients come in each tensor's own dtype."""
     case = make_case("autocast", b=3, bias=True, beta=0.1, entropy_coef=0.01)
     head = {"hidden": case.hidden.to(dtypes[0]), "weight": case.weight.to(dtypes[1])}
     given = arguments(case.but(**head))
@@ -195,7 +195,7 @@ def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: t
 @pytest.mark.parametrize("hidden", [torch.float16, torch.bfloat16, torch.float32, F64])
 @pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16, torch.float32, F64])
 def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype) -> None:
-    """44. Any two dtypes work: the products are done in the one that holds both, gradients come in each one's own."""
+    """Any two dtypes work: the products are done in the one that holds both, gradients come in each one's own."""
     case = make_case("mixed", b=3, bias=True, beta=0.1)
     case = case.but(hidden=case.hidden.to(hidden), weight=case.weight.to(weight))
     loss, got = run(case)
@@ -228,7 +228,7 @@ def share(case: Case, whole: Case) -> float:
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 @pytest.mark.parametrize("sizes", [[4, 4], [1] * 8, [5, 2, 1]], ids=str)
 def test_micro_batches_add_up(loss_type: str, level: str, sizes: list[int]) -> None:
-    """32, 33, 34. One denominator, given by the caller: any split, fully masked parts included, sums to the whole."""
+    """One denominator, given by the caller: any split, fully masked parts included, sums to the whole."""
     beta = {"beta": 0.1, "loss_type": loss_type, "importance_sampling_level": level}
     case = make_case("split", b=8, mask="first_empty", num_items=33.0, bias=True, ratio="token", **beta)
     loss, want = run(case)
@@ -241,7 +241,7 @@ def test_micro_batches_add_up(loss_type: str, level: str, sizes: list[int]) -> N
 
 
 def test_denominator_counts_what_the_numerator_counts() -> None:
-    """34. Without num_items_in_batch it is the mask's own count, and never less than 1."""
+    """Without num_items_in_batch it is the mask's own count, and never less than 1."""
     case = make_case("count", b=4, mask="holes")
     items = int((case.completion_mask != 0).sum())
     for loss_type in ("dapo", "cispo", "vespo"):

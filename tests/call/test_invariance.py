@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("every_backend")
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_padding_changes_nothing(loss_type: str, level: str) -> None:
-    """34, 35. Five more masked columns, left or right, full of NaN: the same loss, metrics and gradients."""
+    """Five more masked columns, left or right, full of NaN: the same loss, metrics and gradients."""
     options = {} if loss_type == "gmpo" else {"entropy_coef": 0.01, "ratio": "token", "adv": "token"}
     case = make_case("padding", beta=0.1, **options, loss_type=loss_type, importance_sampling_level=level)
     names = ("hidden", "completion_ids", "completion_mask", "importance_sampling_ratio", "advantages", *PER_TOKEN)
@@ -50,7 +50,7 @@ def test_padding_changes_nothing(loss_type: str, level: str) -> None:
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_packed_is_padded(loss_type: str, level: str) -> None:
-    """35. The packed form is the padded one: the same bits of logps and entropies, the loss to rounding."""
+    """The packed form is the padded one: the same bits of logps and entropies, the loss to rounding."""
     case = make_case("packed", b=5, mask="ragged", beta=0.1, loss_type=loss_type, importance_sampling_level=level)
     given = arguments(case)
     cut, stays = packed(case, given)
@@ -69,7 +69,7 @@ SHAPES = [(16, 50), (64, 151), (7, 1000), (96, 33), (33, 4097)]
 @pytest.mark.parametrize(("h", "v"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype, every_backend: str) -> None:
-    """53. Alone, in batches of any size, permuted: the same bits of its log-probability and entropy."""
+    """Alone, in batches of any size, permuted: the same bits of its log-probability and entropy."""
     most = 64 if every_backend == "torch" or v < 100 else 17 if v < 200 else 4  # the interpreter is slow
     g = torch.Generator().manual_seed(h * v)
     hidden, weight = torch.randn(most, h, generator=g).to(dtype), (torch.randn(v, h, generator=g) / h**0.5).to(dtype)
@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo", "gmpo"])
 def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str, every_backend: str) -> None:
-    """53. Old log-probabilities from another batch, another call and no gradient are those of this one."""
+    """Old log-probabilities from another batch, another call and no gradient are those of this one."""
     case = make_case("on-policy", b=6, t=9, h=24, v=333, dtype=dtype, loss_type=loss_type, temperature=0.7)
     with torch.no_grad():
         rows = [
@@ -116,7 +116,7 @@ def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str, ever
 
 
 def test_rows_are_the_same_in_every_engine() -> None:
-    """53. Which engine serves a call changes no bit of its log-probabilities and entropies."""
+    """Which engine serves a call changes no bit of its log-probabilities and entropies."""
     case = make_case("engines", b=5, t=9, h=24, v=333, zero_adv=True)
     outs = [run(case, engine)[0] for engine in ("one_pass", "two_pass")]
     outs += [run(case.but(frozen=frozenset(["weight"])), "frozen")[0]]
@@ -129,7 +129,7 @@ def test_rows_are_the_same_in_every_engine() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
-    """37. After scale and soft-cap; one number is the same as that number for each row; the entropy has it, too."""
+    """After scale and soft-cap; one number is the same as that number for each row; the entropy has it, too."""
     hidden, weight, bias = torch.randn(13, 8).to(dtype), torch.randn(21, 8).to(dtype), torch.randn(21).to(dtype)
     ids, t = torch.arange(13), torch.linspace(0.4, 2.0, 13)
     for cap, scale in ((None, 1.0), (3.0, 1.0), (2.0, -0.7)):
@@ -147,7 +147,7 @@ def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
 
 
 def test_loss_and_logprob_take_the_same_temperature() -> None:
-    """37. `config.temperature` is `linear_logprob`'s: the same bits."""
+    """`config.temperature` is `linear_logprob`'s: the same bits."""
     case = make_case("temperature", temperature=0.6, final_logit_softcapping=4.0, logit_scale=1.3, mask="full")
     head = {"temperature": 0.6, "final_logit_softcapping": 4.0, "logit_scale": 1.3}
     logps, entropies = linear_logprob(case.hidden, case.weight, case.completion_ids, **head)
@@ -157,7 +157,7 @@ def test_loss_and_logprob_take_the_same_temperature() -> None:
 
 
 def test_nothing_is_shifted() -> None:
-    """39. The hidden state at a position scores the id at that position: a one-hot head tells them apart."""
+    """The hidden state at a position scores the id at that position: a one-hot head tells them apart."""
     b, t, v = 2, 5, 12
     weight = 20 * torch.eye(v)
     ids = torch.arange(b * t).view(b, t)

@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 import trl
 import trl.trainer.utils as trl_utils
 
-from benchmarks import head_flops, parity, tiny_models
+from benchmarks import head_flops, parity, tiny_run
 from grpo_kernels import Expectation
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 from grpo_kernels.integrations.trl import hook as trl_hook
@@ -149,7 +149,7 @@ def _history(trainer_class: type, steps: int = 3, **options: Any) -> list[dict[s
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        return tiny_models.train(trainer_class, tiny_models.config(folder, steps, **options)).steps
+        return tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options)).steps
 
 
 def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import trl
 import trl.trainer.utils as trl_utils
 from datasets import Dataset
 
-from benchmarks import parity, tiny_models
+from benchmarks import parity, tiny_run
 from grpo_kernels.integrations.trl import hook as trl_hook
 from grpo_kernels.integrations.trl import patch_trl, unpatch_trl
 
@@ -24,7 +24,7 @@ THEIRS = trl_utils._ChunkedLogProbFunction
 
 
 def _preferences() -> Dataset:
-    prompts = tiny_models.dataset(16)["prompt"]
+    prompts = tiny_run.dataset(16)["prompt"]
     better, worse = ([f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50))
     return Dataset.from_dict({"prompt": list(prompts), "chosen": better, "rejected": worse})
 
@@ -37,13 +37,13 @@ def _labelled() -> Dataset:
 
 
 def _others() -> dict[str, tuple[type, Any, dict[str, Any]]]:
-    texts = Dataset.from_dict({"text": [f"{p} w5 w9" for p in tiny_models.dataset(16)["prompt"]]})
+    texts = Dataset.from_dict({"text": [f"{p} w5 w9" for p in tiny_run.dataset(16)["prompt"]]})
     rl = {"gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 8}
     return {
         "SFT": (trl.SFTTrainer, trl.SFTConfig, {"train_dataset": texts}),
         "DPO": (trl.DPOTrainer, trl.DPOConfig, {"train_dataset": _preferences()}),
         "KTO": (trl.KTOTrainer, trl.KTOConfig, {"train_dataset": _labelled()}),
-        "RLOO": (trl.RLOOTrainer, lambda **o: trl.RLOOConfig(**o, **rl), {"reward_funcs": tiny_models.reward}),
+        "RLOO": (trl.RLOOTrainer, lambda **o: trl.RLOOConfig(**o, **rl), {"reward_funcs": tiny_run.reward}),
     }
 
 
@@ -55,8 +55,8 @@ def test_patched_trainers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trl_hook.FusedHead, "apply", staticmethod(lambda *a: calls.append(len(a)) or ours(*a)))
 
     def trained() -> list[dict[str, float]]:
-        args = config_class(**tiny_models.common_options(str(tmp_path), steps=2))
-        return tiny_models.train(trainer_class, args, **arguments).steps
+        args = config_class(**tiny_run.common_options(str(tmp_path), steps=2))
+        return tiny_run.train(trainer_class, args, **arguments).steps
 
     stock = trained()
     assert not calls

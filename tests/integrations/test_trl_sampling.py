@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from benchmarks import parity, tiny_models
+from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin
 
 CLIP = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip_min": 0.8}
@@ -59,21 +59,21 @@ class Tools(Sampler):
         return prompt_ids, ids, [[int(i % 3 != 1) for i, _ in enumerate(x)] for x in ids], *others
 
 
-def train(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> tuple[tiny_models.History, Any]:
+def train(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> tuple[tiny_run.History, Any]:
     """A short run with the stand-in; the history and the trainer. `fused` turns the option on."""
     more = {"fused_sampling_correction": True} if options.pop("fused", False) else {}
     if options.get("eval_strategy"):
-        more["eval_dataset"] = tiny_models.dataset(8)
+        more["eval_dataset"] = tiny_run.dataset(8)
     kept = []
 
     def prepare(trainer: Any) -> None:
         trainer.use_vllm = True
         kept.append(trainer)
 
-    config_class = GMPOConfig if issubclass(base, GMPOTrainer) else tiny_models.GRPOConfig
+    config_class = GMPOConfig if issubclass(base, GMPOTrainer) else tiny_run.GRPOConfig
     with tempfile.TemporaryDirectory() as folder:
-        args = tiny_models.config(folder, steps, config_class=config_class, **CLIP | options)
-        history = tiny_models.train(type(base.__name__, (mixin, base), {}), args, prepare=prepare, **more)
+        args = tiny_run.config(folder, steps, config_class=config_class, **CLIP | options)
+        history = tiny_run.train(type(base.__name__, (mixin, base), {}), args, prepare=prepare, **more)
     return history, kept[0]
 
 
@@ -109,7 +109,7 @@ def test_training_is_the_same(name: str) -> None:
     ratios = [step["sampling/importance_sampling_ratio/mean"] for step in ours.steps]
     assert all(0.1 < x < 1.5 and x != 1 for x in ratios)
     evaluations = [
-        [{k: x for k, x in tiny_models.compared(log).items() if k.startswith("eval_")} for log in t.state.log_history]
+        [{k: x for k, x in tiny_run.compared(log).items() if k.startswith("eval_")} for log in t.state.log_history]
         for t in (theirs, trainer)
     ]
     assert [*filter(None, evaluations[0])] == [pytest.approx(x, rel=1e-5, abs=1e-6) for x in evaluations[1] if x]

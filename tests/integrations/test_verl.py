@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.importorskip("transformers")
+
 from benchmarks import tiny_models
 from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer

@@ -16,6 +16,8 @@ from types import ModuleType
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+
 from benchmarks import tiny_models
 from grpo_kernels.integrations.verl import forward as verl_forward
 from grpo_kernels.integrations.verl import megatron as verl_megatron

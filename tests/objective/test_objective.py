@@ -165,7 +165,7 @@ def test_objective_and_metrics_do_not_wait_for_the_device(loss_type: str) -> Non
 
 
 def test_unscored_tokens_of_the_sampler_are_counted() -> None:
-    """Item 14 of the catalogue: NaN is no evidence, and a metric says how many there were."""
+    """NaN is no evidence, and a metric says how many there were."""
     sampling = torch.full((2, 5), -2.0)
     sampling[0, :2] = torch.nan
     config = LossConfig(off_policy_mask_threshold=0.1)

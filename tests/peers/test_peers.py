@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.peers import __main__ as peers
-from tests.peers import trl_hub
 
 THEIRS = """
 import os
@@ -51,6 +50,9 @@ def test_outcomes_of_a_source_are_compared(
 
 
 def test_tokenizers_of_the_tests_hub_lose_no_text() -> None:
+    pytest.importorskip("trl")
+    from tests.peers import trl_hub
+
     tokenizer = trl_hub.tokenizer("tiny-Qwen3ForCausalLM")
     text = "Zen é\n<tool_call>{}</tool_call><|im_end|>"
     ids = tokenizer(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""The fixed cases, by group (reliability catalogue): `fixed_cases()`. The random ones: `random_case(seed)`.
+"""The fixed cases, by group: `fixed_cases()`. The random ones: `random_case(seed)`.
 
 A random and on-policy, B head and loss options, C shapes and chunk edges, D masks and counts, E garbage where masked,
 F extremes where counted, G layouts and dtypes.

@@ -13,13 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # read when the next import runs
-
-from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from tests.support.case_builder import Case
 from tests.support.reference import settings
@@ -75,7 +71,15 @@ def full_logits(case: Case, o: SimpleNamespace, hidden: Tensor, weight: Tensor, 
     return logits / o.temperature
 
 
-def stub_trainer(case: Case, o: SimpleNamespace, logps: Tensor, entropies: Tensor) -> SimpleNamespace:
+def trainers() -> tuple[type, type]:
+    """TRL's GRPO and GMPO trainers; the test is skipped where TRL is not installed."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # read when the next import runs
+    gmpo = pytest.importorskip("trl.experimental.gmpo.gmpo_trainer")
+    grpo = pytest.importorskip("trl.trainer.grpo_trainer")
+    return grpo.GRPOTrainer, gmpo.GMPOTrainer
+
+
+def stub_trainer(case: Case, o: SimpleNamespace, logps: Tensor, entropies: Tensor, grpo: type) -> SimpleNamespace:
     """The attributes `_compute_loss` reads, for one process and one gradient accumulation step."""
     accelerator = SimpleNamespace(
         num_processes=1,
@@ -98,19 +102,20 @@ def stub_trainer(case: Case, o: SimpleNamespace, logps: Tensor, entropies: Tenso
         epsilon_low=o.epsilon,
         _metrics={"train": defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logps, entropies, None),
-        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
-        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_off_policy_mask=grpo.get_off_policy_mask,
+        get_gamma_weights=grpo.get_gamma_weights,
     )
     for name in ("loss_type", "importance_sampling_level", "beta", "epsilon_high", "top_entropy_quantile",
                  "off_policy_mask_threshold", "max_completion_length", "entropy_coef"):  # fmt: skip
         setattr(trainer, name, getattr(o, name))
-    trainer.get_high_entropy_mask = MethodType(GRPOTrainer.get_high_entropy_mask, trainer)
+    trainer.get_high_entropy_mask = MethodType(grpo.get_high_entropy_mask, trainer)
     return trainer
 
 
 def trl_loss(case: Case) -> OracleResult:
     """Loss, gradients and logged metrics of TRL for `case`, in float64 from its (rounded) inputs."""
     assert in_domain(case), case.name
+    grpo, gmpo = trainers()
     o, exact = settings(case), case.to(torch.float64)
     leaves = [exact.hidden, exact.weight] + ([] if exact.bias is None else [exact.bias])
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
@@ -139,9 +144,8 @@ def trl_loss(case: Case) -> OracleResult:
         for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
             if getattr(exact, name) is not None:
                 inputs[name] = getattr(exact, name)
-        trainer = stub_trainer(case, o, logps, entropies)
-        compute = GMPOTrainer._compute_loss if o.loss_type == "gmpo" else GRPOTrainer._compute_loss
-        loss = compute(trainer, None, inputs)
+        trainer = stub_trainer(case, o, logps, entropies, grpo)
+        loss = (gmpo if o.loss_type == "gmpo" else grpo)._compute_loss(trainer, None, inputs)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
     metrics = {k: x[-1] for k, x in trainer._metrics["train"].items() if not math.isnan(x[-1])}

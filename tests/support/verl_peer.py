@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
@@ -70,6 +70,8 @@ def monkey_patch() -> ModuleType:
 
     verl looks for a class that TRL 1.16 has no more, and for output classes that transformers has replaced by one.
     """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
     module = verl_module("models.transformers.monkey_patch")
     module.is_trl_available = lambda: False
     for folder, prefix in VISION.items():
@@ -89,12 +91,16 @@ def with_own_class(model: PreTrainedModel) -> PreTrainedModel:
 
 def text_model(kind: str = "Qwen3", **fields: Any) -> PreTrainedModel:
     """A tiny text model with random weights and a class of its own; `fields` are those of its configuration."""
+    import transformers
+
     config = getattr(transformers, f"{kind}Config")(**{**_TEXT, **fields})
     return with_own_class(getattr(transformers, f"{kind}ForCausalLM")(config))
 
 
 def vision_model(kind: str) -> PreTrainedModel:
     """A tiny vision-language model with random weights and a class of its own."""
+    import transformers
+
     prefix, text, eyes = _VISION_KINDS[kind]
     config = getattr(transformers, f"{prefix}Config")(
         text_config={**_TEXT, **text},

@@ -1,0 +1,145 @@
+"""A tiny run of TRL's trainers on `tiny_models`, and what it logged. Nothing is downloaded.
+
+It knows TRL and nothing of `grpo_kernels`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from trl import GRPOConfig
+
+from benchmarks.tiny_models import WORDS, model, tokenizer
+
+# Wall-clock figures and the learning-rate schedule say nothing of the loss.
+
+NOT_COMPARED = ("time", "runtime", "per_second", "epoch", "learning_rate", "total_flos")
+
+
+def dataset(rows: int = 64, seed: int = 0) -> Dataset:
+    """Prompts of 2 to 6 words. Every second one starts with `w0`, and `reward` scores all its completions alike."""
+    draw = random.Random(seed)
+    prompts = []
+    for row in range(rows):
+        words = [f"w{draw.randrange(1, WORDS)}" for _ in range(draw.randrange(1, 6))]
+        prompts.append(" ".join([f"w{row % 2}", *words]))
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """1 for groups whose prompt starts with `w0` (advantage 0), else the share of ids that are multiples of three."""
+    scores = []
+    for prompt, ids in zip(prompts, completion_ids, strict=True):
+        share = sum(i % 3 == 0 for i in ids) / max(len(ids), 1)
+        scores.append(1.0 if prompt.startswith("w0 ") else share)
+    return scores
+
+
+def common_options(output_dir: str, steps: int) -> dict[str, Any]:
+    """Options every TRL configuration has: a CPU run in fp32 that logs every step and writes nothing."""
+    return {
+        "output_dir": output_dir,
+        "max_steps": steps,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "seed": 7,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def config(output_dir: str, steps: int = 4, config_class: type[GRPOConfig] = GRPOConfig, **options: Any) -> GRPOConfig:
+    """A GRPO configuration of 16 completions of at most 12 tokens a step, in 2 accumulated micro-batches, on a CPU."""
+    base: dict[str, Any] = {
+        **common_options(output_dir, steps),
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "shuffle_dataset": False,
+    }
+    return config_class(**{**base, **options})
+
+
+@dataclass
+class History:
+    """What a run logged: one mapping per optimiser step, and the loss of every micro-batch."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def train(
+    trainer_class: type[Any],
+    args: Any,
+    *,
+    kind: str = "qwen3",
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Any], None] | None = None,
+    **arguments: Any,
+) -> History:
+    """Trains a fresh tiny model with a TRL trainer and returns everything that was logged.
+
+    `prepare` gets the trainer before it starts; `arguments` are the trainer's own, by default those of GRPO.
+    """
+    quiet()
+    history = History()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = model(kind, dtype=dtype)
+        policy.save_pretrained(args.output_dir)  # TRL loads the reference model from where the policy came
+        policy.config._name_or_path = args.output_dir
+        given: dict[str, Any] = {"reward_funcs": reward} if isinstance(args, GRPOConfig) else {}
+        given = {"train_dataset": dataset(), **given, **arguments}
+        trainer = trainer_class(model=policy, args=args, processing_class=tokenizer(), **given)
+        trainer.remove_callback(transformers.PrinterCallback)
+        _record(trainer, history)
+        if prepare is not None:
+            prepare(trainer)
+        trainer.train()
+    return history
+
+
+def _record(trainer: Any, history: History) -> None:
+    step, log = trainer.training_step, trainer.log
+
+    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = step(*args, **kwargs)
+        history.losses.append(loss.item())
+        return loss
+
+    def recorded_log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        seen = dict(logs)
+        if "loss" in seen:
+            seen.update({name: sum(v) / len(v) for name, v in trainer._metrics["train"].items()})
+            history.steps.append(compared(seen))
+        log(logs, *args, **kwargs)
+
+    trainer.training_step = training_step
+    trainer.log = recorded_log
+
+
+def compared(logs: dict[str, float]) -> dict[str, float]:
+    """The logged values that the loss and the sampled text decide, without clocks and schedules."""
+    return {name: float(v) for name, v in logs.items() if not any(part in name for part in NOT_COMPARED)}
+
+
+def quiet() -> None:
+    """One thread and no log lines: the runs are compared, not read."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("trl", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
