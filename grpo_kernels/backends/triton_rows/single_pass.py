@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, store_rows, write_gradient
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
@@ -35,16 +35,14 @@ from grpo_kernels.backends.triton_rows.steps import (
     reduce_rows,
     row_block,
 )
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, bend, row_factors, row_slope, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, chunk_arguments, row_factors, row_slope, scaled
 
 FARTHEST = tl.constexpr(40.0)  # e^40 times the size of a vocabulary is far from the largest float, and from bfloat16's
 
 
 def launch_single_pass(
-    projection: Tensor,  # (n, V)
-    ids: Tensor,  # (n,)
-    transform: LogitTransform,
-    out: Tensor,  # (n, V), may be `projection` if `in_place`
+    chunk: Chunk,
+    out: Tensor,  # (n, V), may be the chunk's logits if `in_place`
     config: RowConfig,
     *,
     entropy: bool,
@@ -52,31 +50,18 @@ def launch_single_pass(
     in_place: bool,
 ) -> tuple[RowStats, Tensor]:
     """The statistics, and the scale (n,): d logp / d (raw projection) is ``out * scale[:, None]``."""
-    n, vocab = projection.shape
-    stats = new_statistics(projection, entropy=entropy, extras=extras)
-    scale = projection.new_empty(n)
+    n = len(chunk.logits)
+    stats = new_statistics(chunk.logits, entropy=entropy, extras=extras)
+    scale = chunk.logits.new_empty(n)
     single_pass_kernel[(triton.cdiv(n, config.block_n),)](
-        # data
-        logits_ptr=projection,
-        out_ptr=out,
-        ids_ptr=ids,
+        **chunk_arguments(chunk),
         # results
         **pointers(stats),
         scale_ptr=scale,
-        # shapes and strides
-        n=n,
-        V=vocab,
-        stride_n=projection.stride(0),
+        out_ptr=out,
         stride_out_n=out.stride(0),
         IN_PLACE=in_place,
-        # the transform
-        **arguments(transform),
-        # the tile
-        BLOCK_N=config.block_n,
-        BLOCK_V=config.block_v,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        **config.arguments(),
     )
     return stats, scale
 

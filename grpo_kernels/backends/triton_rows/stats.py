@@ -11,45 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import log1p
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, row_factors, scaled
 
 
-def launch_stats(
-    logits: Tensor,  # (n, V)
-    ids: Tensor,  # (n,)
-    transform: LogitTransform,
-    config: RowConfig,
-    *,
-    entropy: bool,
-    extras: tuple[str, ...],
-) -> RowStats:
-    """The statistics of the rows of `logits`."""
-    n, vocab = logits.shape
-    stats = new_statistics(logits, entropy=entropy, extras=extras)
-    stats_kernel[(triton.cdiv(n, config.block_n),)](
-        # data
-        logits_ptr=logits,
-        ids_ptr=ids,
-        # results
-        **pointers(stats),
-        # shapes and strides
-        n=n,
-        V=vocab,
-        stride_n=logits.stride(0),
-        # the transform
-        **arguments(transform),
-        # the tile
-        BLOCK_N=config.block_n,
-        BLOCK_V=config.block_v,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
-    )
+def launch_stats(chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+    """The statistics of the rows of `chunk`."""
+    stats = new_statistics(chunk.logits, entropy=entropy, extras=extras)
+    grid = (triton.cdiv(len(chunk.logits), config.block_n),)
+    stats_kernel[grid](**chunk_arguments(chunk), **pointers(stats), **config.arguments())
     return stats
 
 
