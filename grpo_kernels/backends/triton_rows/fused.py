@@ -125,10 +125,10 @@ def fused_kernel(
     is_id = (ids >= 0) & (ids < V)
     x_target = load_at(row_ptrs, bias_ptr, ids, is_id, ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
+    wanted = (True, False, False, False)
     m, rest, t, _squares, _total, _top_id = reduce_rows(
-        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-        True, False, False, False, BLOCK_N, BLOCK_V, NUM_STAGES,
-    )  # fmt: skip
+        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
+    )
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
 
