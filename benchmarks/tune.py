@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.tuned_table import SPLITS_AT_MOST, Config, Entry, check_table, entries, merged, own_table, write
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows import INTERPRETED, configs, dot, fused, grad, stats
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, family
 from grpo_kernels.backends.triton_rows.device import arch_of
@@ -268,9 +268,9 @@ def row_runs(kernel: str, n: int, vocab: int, device: torch.device) -> Callable[
     )  # fmt: skip
     a = some()
     return {
-        "stats": lambda c: lambda: stats.launch_stats(logits, ids, plain, c, entropy=True, extras=()),
-        "grad": lambda c: lambda: grad.launch_grad(logits, ids, known, a, None, plain, out, c, first_id=0),
-        "fused": lambda c: lambda: fused.launch_fused(logits, ids, plain, loss, out, c),
+        "stats": lambda c: lambda: stats.launch_stats(Chunk(logits, ids, plain), c, entropy=True, extras=()),
+        "grad": lambda c: lambda: grad.launch_grad(Chunk(logits, ids, plain), known, a, None, out, c),
+        "fused": lambda c: lambda: fused.launch_fused(Chunk(logits, ids, plain), loss, out, c),
     }[kernel]
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows, build
-from grpo_kernels.backends.interface import LogitTransform
+from grpo_kernels.backends.interface import Chunk, LogitTransform
 from tests.support.row_cases import ISAS
 
 ROOT = Path(__file__).parents[1]
@@ -72,19 +72,20 @@ def build_sanitized(folder: Path) -> tuple[Path, dict[str, str]]:
 
 def read_too_far() -> None:
     """The last row ends one number before the tensor does."""
-    CppRows().stats(_cut_short(torch.zeros(3, 17)), torch.zeros(3, dtype=torch.int64), LogitTransform(), entropy=True)
+    ids = torch.zeros(3, dtype=torch.int64)
+    CppRows().stats(Chunk(_cut_short(torch.zeros(3, 17)), ids, LogitTransform()), entropy=True)
 
 
 def write_too_far() -> None:
     x, ids = torch.zeros(3, 17), torch.zeros(3, dtype=torch.int64)
-    stats = CppRows().stats(x, ids, LogitTransform(), entropy=True)
+    stats = CppRows().stats(Chunk(x, ids, LogitTransform()), entropy=True)
     out = _cut_short(torch.zeros(3, 17, dtype=torch.bfloat16))
-    CppRows().grad(x, ids, stats, stats.logps, None, LogitTransform(), out)
+    CppRows().grad(Chunk(x, ids, LogitTransform()), stats, stats.logps, None, out)
 
 
 def read_unaligned() -> None:
     ids = torch.frombuffer(bytearray(33), dtype=torch.int64, offset=1, count=4)
-    CppRows().stats(torch.zeros(4, 17), ids, LogitTransform(), entropy=True)
+    CppRows().stats(Chunk(torch.zeros(4, 17), ids, LogitTransform()), entropy=True)
 
 
 def _cut_short(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.aot.launches import Launch, caught
-from grpo_kernels.backends.interface import STATISTICS, LogitTransform, RowStats
+from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows import combine, dot, fused, grad, single_pass, stats
 from grpo_kernels.backends.triton_rows.configs import (
     ROW_KERNELS,
@@ -102,7 +102,8 @@ def _stats(arch: str, config: RowConfig) -> Iterator[Case]:
                 transform: LogitTransform = transform,
                 extras: tuple[str, ...] = extras,
             ) -> None:
-                stats.launch_stats(empty(N, vocab), ids(), transform, config, entropy=bool(extras), extras=extras)
+                chunk = Chunk(empty(N, vocab), ids(), transform)
+                stats.launch_stats(chunk, config, entropy=bool(extras), extras=extras)
 
             if vocab == V or name == "all":
                 variant = f"{_row(config)} V {vocab} {name}{' extras' if extras else ''}"
@@ -120,10 +121,8 @@ def _grad(arch: str, config: RowConfig) -> Iterator[Case]:
                 has_b: bool = has_b,
             ) -> None:
                 b = empty(N) if has_b else None
-                grad.launch_grad(
-                    empty(N, vocab), ids(), row_statistics(), empty(N), b, transform,
-                    empty(N, vocab, dtype=dtype), config, first_id=0,
-                )  # fmt: skip
+                chunk, out = Chunk(empty(N, vocab), ids(), transform), empty(N, vocab, dtype=dtype)
+                grad.launch_grad(chunk, row_statistics(), empty(N), b, out, config)
 
             if name in ("plain", "all") if vocab == V else (name == "all" and dtype == BF16):
                 variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{' b' if has_b else ''}"
@@ -149,10 +148,8 @@ def _single_pass(arch: str, config: RowConfig) -> Iterator[Case]:
                 in_place: bool = in_place,
             ) -> None:
                 raw, out = (empty(N, -(-vocab // 64) * 64, dtype=kind)[:, :vocab] for kind in (FP32, dtype))
-                single_pass.launch_single_pass(
-                    raw, ids(), transforms(vocab)[name], out, config,
-                    entropy=bool(extras), extras=extras, in_place=in_place,
-                )  # fmt: skip
+                chunk, entropy = Chunk(raw, ids(), transforms(vocab)[name]), bool(extras)
+                single_pass.launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)
 
             suffix = f"{' in place' if in_place else ''}{' extras' if extras else ''}"
             variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{suffix}"
@@ -185,7 +182,7 @@ def _fused(arch: str, config: RowConfig) -> Iterator[Case]:
                 out: torch.dtype | None = out,
             ) -> None:
                 written = None if out is None else empty(N, vocab, dtype=out)
-                fused.launch_fused(empty(N, vocab), ids(), transform, token_loss(*loss), written, config)
+                fused.launch_fused(Chunk(empty(N, vocab), ids(), transform), token_loss(*loss), written, config)
 
             picked = name == "plain" or (name == "all" and loss in LOSSES[1:6:2])
             if picked if vocab == V else (name == "all" and surrogate == "sapo"):

@@ -65,17 +65,17 @@ def _row_runs(
     backend: Any, logits: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
     """What to run, and the least bytes a logit it moves."""
-    from grpo_kernels.backends.interface import LogitTransform
+    from grpo_kernels.backends.interface import Chunk, LogitTransform
 
     transform = LogitTransform()
     work = logits.clone() if backend.name == "torch" else logits  # the torch backend's grad writes into its input
-    stats = backend.stats(logits, ids, transform, entropy=True)
+    stats = backend.stats(Chunk(logits, ids, transform), entropy=True)
     a, b = torch.full_like(stats.logps, 1e-3), torch.full_like(stats.logps, 1e-4)
     runs: dict[str, Callable[[], Any]] = {
-        "stats": lambda: backend.stats(logits, ids, transform, entropy=True),
-        "stats_no_entropy": lambda: backend.stats(logits, ids, transform, entropy=False),
-        "grad": lambda: backend.grad(work, ids, stats, a, None, transform, out),
-        "grad_entropy": lambda: backend.grad(work, ids, stats, a, b, transform, out),
+        "stats": lambda: backend.stats(Chunk(logits, ids, transform), entropy=True),
+        "stats_no_entropy": lambda: backend.stats(Chunk(logits, ids, transform), entropy=False),
+        "grad": lambda: backend.grad(Chunk(work, ids, transform), stats, a, None, out),
+        "grad_entropy": lambda: backend.grad(Chunk(work, ids, transform), stats, a, b, out),
     }
     sizes = {"stats": 4, "stats_no_entropy": 4, "grad": 6, "grad_entropy": 6}
     sizes |= {"fused": 6, "fused_no_gradient": 4, "single_pass": 6}
@@ -85,15 +85,15 @@ def _row_runs(
 def _fused_runs(
     backend: Any, logits: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
 ) -> dict[str, Callable[[], Any]]:
-    from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, SinglePassRowBackend
+    from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, SinglePassRowBackend
 
     if not (isinstance(backend, FusedRowBackend) and isinstance(backend, SinglePassRowBackend)):
         raise Absence("this backend does not fuse")
     transform, loss = LogitTransform(), _clipped_loss(torch.full_like(logits[:, 0], -2.0))
     return {
-        "fused": lambda: backend.fused(logits, ids, transform, loss, out),
-        "fused_no_gradient": lambda: backend.fused(logits, ids, transform, loss, None),
-        "single_pass": lambda: backend.single_pass(logits, ids, transform, out, entropy=True),
+        "fused": lambda: backend.fused(Chunk(logits, ids, transform), loss, out),
+        "fused_no_gradient": lambda: backend.fused(Chunk(logits, ids, transform), loss, None),
+        "single_pass": lambda: backend.single_pass(Chunk(logits, ids, transform), out, entropy=True),
     }
 
 

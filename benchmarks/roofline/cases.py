@@ -19,7 +19,7 @@ from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, row_sta
 from benchmarks.roofline.parts import Layout, parts_of
 from benchmarks.roofline.pins import Taken
 from benchmarks.roofline.sass import disassembled
-from grpo_kernels.backends.interface import STATISTICS, LogitTransform
+from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows import dot, fused, grad, single_pass, stats
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
 from grpo_kernels.engine.plan import row_width
@@ -98,35 +98,36 @@ def taken_at(place: int) -> Taken | str:
 
 def _stats(transform: LogitTransform = PLAIN, *, vocab: int = V, extras: tuple[str, ...] = ()) -> Callable[[], Any]:
     config = row_config("stats", vocab, ARCH)
-    return lambda: stats.launch_stats(_rows(vocab), ids(), transform, config, entropy=True, extras=extras)
+    return lambda: stats.launch_stats(_chunk(vocab, transform), config, entropy=True, extras=extras)
 
 
 def _fused(loss: Any, transform: LogitTransform = PLAIN, *, vocab: int = V) -> Callable[[], Any]:
     config = row_config("fused", vocab, ARCH)
-    return lambda: fused.launch_fused(
-        _rows(vocab), ids(), transform, token_loss(*loss), _rows(vocab, BF16), config
-    )  # fmt: skip
+    return lambda: fused.launch_fused(_chunk(vocab, transform), token_loss(*loss), _rows(vocab, BF16), config)
 
 
 def _single_pass(transform: LogitTransform = PLAIN, *, vocab: int = V) -> Callable[[], Any]:
     config = row_config("stats", vocab, ARCH)
     return lambda: single_pass.launch_single_pass(
-        _rows(vocab), ids(), transform, _rows(vocab, BF16), config, entropy=True, extras=(), in_place=False
-    )  # fmt: skip
+        _chunk(vocab, transform), _rows(vocab, BF16), config, entropy=True, extras=(), in_place=False
+    )
 
 
 def _grad(transform: LogitTransform = PLAIN, *, vocab: int = V, has_b: bool = False) -> Callable[[], Any]:
     config = row_config("grad", vocab, ARCH)
     return lambda: grad.launch_grad(
-        _rows(vocab), ids(), row_statistics(), empty(N), empty(N) if has_b else None, transform,
-        _rows(vocab, BF16), config, first_id=0,
-    )  # fmt: skip
+        _chunk(vocab, transform), row_statistics(), empty(N), empty(N) if has_b else None, _rows(vocab, BF16), config
+    )
 
 
 def _dot() -> None:
     hidden, weight = empty(N, H, dtype=BF16), empty(V, H, dtype=BF16)
     config = dot_config(H, V, BF16, ARCH, softcap=False, aligned=dot.is_aligned(weight))
     dot.launch_dot(hidden, weight, ids(), PLAIN, config, entropy=True)
+
+
+def _chunk(vocab: int, transform: LogitTransform) -> Chunk:
+    return Chunk(_rows(vocab), ids(), transform)
 
 
 def _rows(vocab: int, dtype: torch.dtype = FP32) -> Tensor:

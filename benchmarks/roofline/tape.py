@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.roofline import pretend_gpu
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.call import projection
 from grpo_kernels.token_loss.record import TokenLoss
 
@@ -155,44 +155,22 @@ class NotedRows:
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         pass
 
-    def stats(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> RowStats:
-        self._tape.rows("stats", logits, None)
-        return self._statistics(logits, extras)
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        self._tape.rows("stats", chunk.logits, None)
+        return self._statistics(chunk.logits, extras)
 
-    def grad(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        first_id: int = 0,
-    ) -> None:
-        self._tape.rows("grad", logits, out)
+    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+        self._tape.rows("grad", chunk.logits, out)
 
-    def fused(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
-    ) -> RowStats:
-        self._tape.rows("fused", logits, out, reads=1 if out is None else 2)
-        return self._statistics(logits, token_loss.terms)
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
+        return self._statistics(chunk.logits, token_loss.terms)
 
     def single_pass(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        entropy: bool,
-        extras: tuple[str, ...] = (),
+        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
     ) -> tuple[RowStats, Tensor]:
-        self._tape.rows("single_pass", logits, out)
-        found = self._statistics(logits, extras)
+        self._tape.rows("single_pass", chunk.logits, out)
+        found = self._statistics(chunk.logits, extras)
         return found, found.logps
 
     def _statistics(self, logits: Tensor, extras: tuple[str, ...]) -> RowStats:

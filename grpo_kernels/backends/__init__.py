@@ -2,9 +2,9 @@
 
 A backend knows no matrix product, and of the loss only two numbers a row. It is called in this order on one chunk::
 
-    prepare_(logits, transform)                              raw projection -> what the backend wants to read
-    stats(logits, ids, transform, ...)    -> RowStats        log-probability, entropy, what `grad` needs
-    grad(logits, ids, stats, a, b, transform, out)           out = d loss / d raw projection
+    prepare_(logits, transform)             raw projection -> what the backend wants to read
+    stats(chunk, ...)    -> RowStats        log-probability, entropy, what `grad` needs
+    grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
 or, for a loss that can be described by a `TokenLoss` and a backend that fuses, ``fused`` in place of the last two.
 `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.TritonRows` runs on a GPU,

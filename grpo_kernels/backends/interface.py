@@ -39,6 +39,23 @@ class LogitTransform:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Some rows of the logits: what a backend reads.
+
+    Attributes:
+        logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left them; n is at least 16.
+        ids: int64 in [0, V), each row's target; `fused` and `grad` say what others mean.
+        transform: from the raw projection to the scaled logits z.
+        first_id: the id of the first column, where the columns are a part of the vocabulary: only `grad` can do that.
+    """
+
+    logits: Tensor  # (n, V)
+    ids: Tensor  # (n,)
+    transform: LogitTransform
+    first_id: int = 0
+
+
+@dataclass(frozen=True)
 class RowStats:
     """Per-row results over the scaled logits z (n, V); all of shape (n,), in the accumulator's dtype."""
 
@@ -75,7 +92,7 @@ class RowStats:
 
 
 class RowBackend(Protocol):
-    """Row work on a chunk of logits (n, V), fp32 (fp64 for fp64 inputs), the rows contiguous; n is at least 16."""
+    """Row work on a chunk of logits."""
 
     name: str
 
@@ -87,28 +104,15 @@ class RowBackend(Protocol):
         """Turn the raw projection into the form that the other methods read, in place."""
         ...
 
-    def stats(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> RowStats:
-        """Reduce each row; `ids` (n,) int64 in [0, V)."""
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        """Reduce each row."""
         ...
 
-    def grad(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        first_id: int = 0,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
         """``out = d loss / d (raw projection)``; a = d loss / d logp, b = d loss / d entropy, (n,).
 
-        `out` (n, V) may be `logits` itself, or another tensor, of 16 bits too; `logits` is lost either way. `first_id`
-        is the id of the first column: a part of the vocabulary has no target in rows whose id lies elsewhere.
+        `out` (n, V) may be the logits themselves, or another tensor, of 16 bits too; the logits are lost either way. A
+        part of the vocabulary has no target in rows whose id lies elsewhere.
         """
         ...
 
@@ -117,9 +121,7 @@ class RowBackend(Protocol):
 class FusedRowBackend(RowBackend, Protocol):
     """One that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
 
-    def fused(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
-    ) -> RowStats:
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         """`stats`, the loss of each row, and `grad` where `out` is given, at once; the loss's terms are the extras.
 
         An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
@@ -132,21 +134,14 @@ class SinglePassRowBackend(RowBackend, Protocol):
     """One that can also write a gradient while it reduces the row, save for a factor of the row."""
 
     def single_pass(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        entropy: bool,
-        extras: tuple[str, ...] = (),
+        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
     ) -> tuple[RowStats, Tensor]:
         """`stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) = ``out * scale[:, None]``.
 
-        `out` (n, V) is fp32 or bf16, may be `logits` itself, and no part of it otherwise; never fp16, which holds no
-        e^40. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``. Elements of `out`
-        are up to e^40 (as large as V e^40 at the target), which products in fp32 and bf16 hold; scale is 1 in rows that
-        are not finite, and there `out` is what `grad` would write for a = 1.
+        `out` (n, V) is fp32 or bf16, may be the logits themselves, and no part of them otherwise; never fp16, which
+        holds no e^40. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``. Elements
+        of `out` are up to e^40 (as large as V e^40 at the target), which products in fp32 and bf16 hold; scale is 1 in
+        rows that are not finite, and there `out` is what `grad` would write for a = 1.
         """
         ...
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 
 BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
 LEAST_BLOCK_ROWS = 3
@@ -47,9 +47,8 @@ class TorchRows:
         if cap is not None:
             logits.tanh_().mul_(cap * inv_t)
 
-    def stats(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> RowStats:
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        logits = chunk.logits
         n, vocab = logits.shape
         names = ["logps", "max_logit", "log_sum", *(["entropies"] if entropy else [])]
         out = {name: logits.new_empty(n) for name in names}
@@ -59,7 +58,7 @@ class TorchRows:
             shifted, exps = scratch[:, : block.stop - block.start]
             _block_stats(
                 logits[block],
-                ids[block, None],
+                chunk.ids[block, None],
                 shifted,
                 exps,
                 {name: x[block] for name, x in out.items()},
@@ -67,20 +66,10 @@ class TorchRows:
             )
         return RowStats(**out, extras=more)
 
-    def grad(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        first_id: int = 0,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+        logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
-        columns = ids - first_id
+        columns = chunk.ids - chunk.first_id
         # d raw = d z * dz/draw: the part that is the same for the whole row goes into a and b
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)

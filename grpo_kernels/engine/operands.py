@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowBackend, RowStats
 from grpo_kernels.engine.memory import AMPLE, Room
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
 from grpo_kernels.engine.vocab_parallel import Shard
@@ -112,16 +112,14 @@ class HeadConfig:
     def _slice_bytes(self) -> int:
         return min(SLICE_BYTES, self.workspace_bytes // 8)
 
-    def stats(
-        self, logits: Tensor, rows: Rows, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...]
-    ) -> RowStats:
-        """The backend's statistics of `rows`, whose prepared logits these are."""
+    def stats(self, chunk: Chunk, invalid: Tensor | None, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+        """The backend's statistics, the log-probability NaN in the rows that are `invalid` (n,)."""
         if self.shard is None:
-            found = self.backend.stats(logits, rows.ids, transform, entropy=entropy, extras=extras)
+            found = self.backend.stats(chunk, entropy=entropy, extras=extras)
         else:
-            found = self.shard.stats(self.backend, logits, rows.ids, transform, entropy=entropy, extras=extras)
-        if rows.invalid is not None:
-            found.logps.masked_fill_(rows.invalid, torch.nan)
+            found = self.shard.stats(self.backend, chunk, entropy=entropy, extras=extras)
+        if invalid is not None:
+            found.logps.masked_fill_(invalid, torch.nan)
         return found
 
     def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.engine.gradients import Gradients, Wants
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
 from grpo_kernels.engine.plan import padded_rows
@@ -140,15 +140,13 @@ class _Slice:
         config, columns, some, products = self._config, self._columns, block.rows, self._factors[0]
         dtype, width = config.accumulator, columns.stop - columns.start
         logits = matrix_of_logits(features[0], len(some), width, dtype)
-        transform = config.transform(self._bias, some.inv_temperature)
+        chunk = Chunk(logits, some.ids, config.transform(self._bias, some.inv_temperature), columns.start)
         for i, (factor, x) in enumerate(zip(self._factors, features, strict=True)):
             factor.logits(x, logits, first=i == 0)
-        config.backend.prepare_(logits, transform)
+        config.backend.prepare_(logits, chunk.transform)
         in_place = products.gradient_dtype == dtype
         d_logits = logits if in_place else matrix_of_logits(logits, len(some), width, products.gradient_dtype)
-        config.backend.grad(
-            logits, some.ids, block.stats, block.a, block.b, transform, d_logits, first_id=columns.start
-        )
+        config.backend.grad(chunk, block.stats, block.a, block.b, d_logits)
         d_logits[block.count :] = 0.0
         return d_logits
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, SinglePassRowBackend
 from grpo_kernels.engine.gradients import Gradients, Wants
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.plan import Group, plan_groups, row_width
@@ -179,36 +179,33 @@ class _Chunks:
         """
         config, asked = self._config, self._asked
         index, rows, token_loss, found = members.at(places)
-        transform = config.transform(self._bias, rows.inv_temperature)
-        config.backend.prepare_(logits, transform)
+        chunk = Chunk(logits, rows.ids, config.transform(self._bias, rows.inv_temperature))
+        config.backend.prepare_(logits, chunk.transform)
         if self._single_pass and target is not None:
-            found = self._at_once(logits, target, rows, transform, count)
+            found = self._at_once(chunk, target, rows.invalid, count)
         elif token_loss is not None:
             assert isinstance(config.backend, FusedRowBackend)
-            ids = rows.ids if rows.marked is None else rows.marked
-            out = target if self._fuses_gradient else None
-            found = config.backend.fused(logits, ids, transform, token_loss, out)
+            marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
+            found = config.backend.fused(marked, token_loss, target if self._fuses_gradient else None)
         elif found is None:
-            found = config.stats(logits, rows, transform, entropy=asked.entropy, extras=asked.extras)
+            found = config.stats(chunk, rows.invalid, entropy=asked.entropy, extras=asked.extras)
         if target is not None and not (self._fuses_gradient or self._single_pass):
             a, b = torch.ones_like(found.logps), None
             if not asked.slopes:
                 assert asked.coefficients is not None
                 a, b = asked.coefficients(index, found)
-            a, b, self.scale = self._products.scaled(a, b, transform)
-            config.backend.grad(logits, rows.ids, found, a, b, transform, target)
+            a, b, self.scale = self._products.scaled(a, b, chunk.transform)
+            config.backend.grad(chunk, found, a, b, target)
         if asked.stats is None:
             self._stats.append(found.rows(slice(max(0, count))))
 
-    def _at_once(self, logits: Tensor, target: Tensor, rows: Rows, transform: LogitTransform, count: int) -> RowStats:
+    def _at_once(self, chunk: Chunk, target: Tensor, invalid: Tensor | None, count: int) -> RowStats:
         backend, asked = self._config.backend, self._asked
         assert isinstance(backend, SinglePassRowBackend)
-        found, factor = backend.single_pass(
-            logits, rows.ids, transform, target, entropy=asked.entropy, extras=asked.extras
-        )
-        if rows.invalid is not None:
+        found, factor = backend.single_pass(chunk, target, entropy=asked.entropy, extras=asked.extras)
+        if invalid is not None:
             for x in (found.logps, factor):
-                x.masked_fill_(rows.invalid, torch.nan)
+                x.masked_fill_(invalid, torch.nan)
         self._row_factors.append(factor[: max(0, count)])
         return found
 

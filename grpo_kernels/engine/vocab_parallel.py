@@ -14,7 +14,7 @@ token is nearly certain. All ranks join the same numbers in the same order, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from grpo_kernels.engine.memory import AMPLE, Room
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from grpo_kernels.backends.interface import LogitTransform
+    from grpo_kernels.backends.interface import Chunk, LogitTransform
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
@@ -65,16 +65,14 @@ class Shard:
     def stats(
         self,
         backend: RowBackend,
-        logits: Tensor,  # (n, V_r)
-        ids: Tensor,  # (n,) counted from `start`; not in [0, V_r) where another rank has the id
-        transform: LogitTransform,
+        chunk: Chunk,  # (n, V_r); ids are counted from `start`, not in [0, V_r) where another rank has the id
         *,
         entropy: bool,
         extras: tuple[str, ...],
     ) -> RowStats:
         """`RowBackend.stats` of the whole vocabulary. Every rank of the group has to call it for the same rows."""
-        found = backend.stats(logits, self.own(ids), transform, entropy=entropy, extras=extras)
-        return self.joined(found, ids, transform)
+        found = backend.stats(replace(chunk, ids=self.own(chunk.ids)), entropy=entropy, extras=extras)
+        return self.joined(found, chunk.ids, chunk.transform)
 
     def own(self, ids: Tensor) -> Tensor:
         """The ids of this rank, 0 in the place of those of the others."""

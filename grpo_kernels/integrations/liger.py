@@ -7,10 +7,7 @@ liger-kernel. Where Liger's loss is not TRL's, this one is TRL's: docs/trainers.
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +17,14 @@ from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.call.projection import check_options
 from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
 from grpo_kernels.head.module import gather_of
+from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import LossOutput, grpo_loss
 
 __all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]
 
 NAME = "LigerFusedLinearGRPOLoss"
-BINDERS = ("liger_kernel.chunked_loss", "trl.trainer.grpo_trainer")  # TRL <= 1.12 takes the name when it is imported
+IMPORTERS = ("trl.trainer.grpo_trainer",)  # TRL <= 1.12 takes the name when it is imported
 TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")  # where Liger has no ratio a sequence
 
 
@@ -246,7 +244,7 @@ def _clipped_share(
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 
-_theirs: Any = None  # Liger's class, while ours stands in its place
+_patches = Patches()
 
 
 def patch_liger() -> bool:
@@ -259,7 +257,6 @@ def patch_liger() -> bool:
     Raises:
         ImportError: liger-kernel is not installed.
     """
-    global _theirs
     import liger_kernel.chunked_loss as chunked_loss
 
     theirs = getattr(chunked_loss, NAME, None)
@@ -268,8 +265,8 @@ def patch_liger() -> bool:
     unknown = [
         f"{function}({parameter})"
         for function in ("__init__", "forward")
-        for parameter in ([] if theirs is None else inspect.signature(getattr(theirs, function)).parameters)
-        if parameter not in inspect.signature(getattr(LigerFusedLinearGRPOLoss, function)).parameters
+        for parameter in (() if theirs is None else parameters_of(getattr(theirs, function)))
+        if parameter not in parameters_of(getattr(LigerFusedLinearGRPOLoss, function))
     ]
     if theirs is None or unknown:
         what = f"has no {NAME}" if theirs is None else f"takes {', '.join(unknown)}"
@@ -277,21 +274,10 @@ def patch_liger() -> bool:
             f"grpo_kernels: this liger-kernel {what}, which we do not know; it is left as it is", stacklevel=2
         )
         return False
-    _theirs = theirs
-    _replace(theirs, LigerFusedLinearGRPOLoss)
+    _patches.replace(chunked_loss, NAME, LigerFusedLinearGRPOLoss, importers=IMPORTERS)
     return True
 
 
 def unpatch_liger() -> None:
     """Put Liger's class back; losses that were constructed meanwhile stay ours. Without a patch, nothing happens."""
-    global _theirs
-    if _theirs is not None:
-        _replace(LigerFusedLinearGRPOLoss, _theirs)
-        _theirs = None
-
-
-def _replace(old: Any, new: Any) -> None:
-    for name in BINDERS:
-        module = sys.modules.get(name)
-        if module is not None and vars(module).get(NAME) is old:
-            setattr(module, NAME, new)
+    _patches.restore()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
+from grpo_kernels.backends.interface import Chunk
 from tests.support.on_device import BACKENDS, leaves, on_backends, relative, same_bits, truth
 
 GIB = 2**30
@@ -31,9 +32,9 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
     ids = torch.randint(v, (64,), generator=g, device=device).repeat(-(-n // 64))[:n]
     few = min(64, n)
     transform = LogitTransform()
-    alone = backend.stats(some[:few].clone(), ids[:few], transform, entropy=True)
+    alone = backend.stats(Chunk(some[:few].clone(), ids[:few], transform), entropy=True)
     if kernel == "stats":
-        found = backend.stats(logits, ids, transform, entropy=True)
+        found = backend.stats(Chunk(logits, ids, transform), entropy=True)
         rows = torch.arange(n, device=device) % few if device.type == "cuda" else torch.arange(few, device=device)
         assert found.entropies is not None
         assert alone.entropies is not None
@@ -44,13 +45,13 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
     want = torch.empty_like(some[:few])
     out = torch.empty(n, v, device=device)
     if kernel == "grad":
-        stats = backend.stats(logits, ids, transform, entropy=True)
-        backend.grad(logits, ids, stats, ones, ones * 0.1, transform, out)
-        backend.grad(some[:few].clone(), ids[:few], alone, ones[:few], ones[:few] * 0.1, transform, want)
+        stats = backend.stats(Chunk(logits, ids, transform), entropy=True)
+        backend.grad(Chunk(logits, ids, transform), stats, ones, ones * 0.1, out)
+        backend.grad(Chunk(some[:few].clone(), ids[:few], transform), alone, ones[:few], ones[:few] * 0.1, want)
     else:
         loss = clipped(ones)
-        backend.fused(logits, ids, transform, loss, out)
-        backend.fused(some[:few].clone(), ids[:few], transform, loss.at(torch.arange(few, device=device)), want)
+        backend.fused(Chunk(logits, ids, transform), loss, out)
+        backend.fused(Chunk(some[:few].clone(), ids[:few], transform), loss.at(torch.arange(few, device=device)), want)
     for start in range(0, n, 64):
         rows_here = min(64, n - start)
         assert torch.equal(out[start : start + rows_here], want[:rows_here]), f"rows from {start}"

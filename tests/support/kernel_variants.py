@@ -11,7 +11,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from grpo_kernels.backends.interface import LogitTransform
+from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.configs import row_config
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
 from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
@@ -45,9 +45,9 @@ def launch_all(n: int, at: int, swept: float) -> None:
         beta=swept, b=0.1 + swept,
     )  # fmt: skip
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
-    stats = launch_stats(x, ids, transform, config["stats"], entropy=True, extras=())
-    launch_grad(x, ids, replace(stats, logps=ones), ones, ones, transform, x, config["grad"], first_id=at)
-    launch_fused(x, ids, transform, loss, x, config["fused"])
+    stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())
+    launch_grad(Chunk(x, ids, transform, at), replace(stats, logps=ones), ones, ones, x, config["grad"])
+    launch_fused(Chunk(x, ids, transform), loss, x, config["fused"])
 
 
 def variants() -> dict[str, int]:

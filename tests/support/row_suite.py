@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.row_cases import DEVICE, EXTRAS, FIELDS, PLAIN, assert_same, make_loss, make_transform, rows
 from tests.support.row_truth import Truth, U, check, check_stats, gradient, loss_terms, truth
@@ -32,11 +32,11 @@ def check_kernels(
 def _check_stats_kernel(
     kernels: FusedRowBackend, raw: Tensor, ids: Tensor, transform: LogitTransform, at: Truth
 ) -> RowStats:
-    stats = kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
+    stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
     check_stats(stats, at)
     z = raw.clone()
     TorchRows().prepare_(z, transform)
-    want = TorchRows().stats(z, ids, transform, entropy=True, extras=EXTRAS)
+    want = TorchRows().stats(Chunk(z, ids, transform), entropy=True, extras=EXTRAS)
     for field in FIELDS:
         check(f"{tuple(raw.shape)}: {field}", getattr(stats, field), getattr(want, field), 2 * at.bound[field])
     assert torch.equal(stats.extras["is_top1"], want.extras["is_top1"]), raw.shape
@@ -57,12 +57,12 @@ def _check_grad_kernel(
     name = f"{tuple(raw.shape)}: d raw"
     a, b = torch.randn_like(stats.logps), torch.randn_like(stats.logps) if has_b else None
     out = torch.empty_like(raw, dtype=dtype)
-    kernels.grad(raw, ids, stats, a, b, transform, out)
+    kernels.grad(Chunk(raw, ids, transform), stats, a, b, out)
     want, bound = gradient(at, ids, a, b)
     check(name, out, want, bound + _rounding(want, dtype))
     z = raw.clone()
     TorchRows().prepare_(z, transform)
-    TorchRows().grad(z, ids, stats, a, b, transform, z)
+    TorchRows().grad(Chunk(z, ids, transform), stats, a, b, z)
     cancelled = 0.0 if transform.softcap is None else 16 * U * (want / at.slope).abs()  # in torch's 1 - tanh^2
     check(f"{name} of torch", out, z, 2 * bound + cancelled + _rounding(want, dtype))
 
@@ -78,7 +78,7 @@ def _check_fused_kernel(
     kind: int,
 ) -> None:
     name, loss, out = f"{tuple(raw.shape)}", make_loss(stats.logps, kind), torch.empty_like(raw, dtype=dtype)
-    fused = kernels.fused(raw, ids, transform, loss, out)
+    fused = kernels.fused(Chunk(raw, ids, transform), loss, out)
     assert_same(fused, stats, name)
     assert set(fused.extras) == set(loss.terms)
     for term, (want, size) in loss_terms(loss, fused.logps, fused.extras["log_ratio"]).items():
@@ -109,8 +109,8 @@ class RowSuite:
         for vocab in self.vocabs:
             raw, ids = self.rows(40, vocab)
             transform, order = make_transform(40, vocab, 3, None, self.device), torch.randperm(40, device=self.device)
-            whole = self.kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
-            fused = self.kernels.fused(raw, ids, transform, make_loss(whole.logps, 9), torch.empty_like(raw))
+            whole = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
+            fused = self.kernels.fused(Chunk(raw, ids, transform), make_loss(whole.logps, 9), torch.empty_like(raw))
             assert_same(fused, whole)
             assert_same(_part(self.kernels, raw, ids, transform, order), whole.rows(order), "permuted")
             for i in (0, 17, 39):
@@ -119,15 +119,15 @@ class RowSuite:
             for other in self.likewise:
                 assert_same(_part(other, raw, ids, transform, order), whole.rows(order), "another kernel")
             for _ in range(3):
-                assert_same(self.kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS), whole, "again")
+                assert_same(self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS), whole, "again")
 
     def test_entropy_does_not_depend_on_the_target(self) -> None:
         raw, ids = torch.randn(1, 50, device=self.device).repeat(50, 1), torch.arange(50, device=self.device)
-        stats = self.kernels.stats(raw, ids, PLAIN, entropy=True)
+        stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True)
         assert stats.entropies is not None
         for x in (stats.entropies, stats.log_sum, stats.max_logit):
             assert x.unique().numel() == 1
-        without = self.kernels.stats(raw, ids, PLAIN, entropy=False)
+        without = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=False)
         assert without.entropies is None
         assert torch.equal(without.logps, stats.logps)
 
@@ -136,36 +136,36 @@ class RowSuite:
             n = 5
             raw, ids = self.rows(n, vocab)
             transform, (a, b) = make_transform(n, vocab, 3, None, self.device), torch.randn(2, n, device=self.device)
-            want = self.kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
+            want = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
             d_raw = torch.empty_like(raw)
-            self.kernels.grad(raw, ids, want, a, b, transform, d_raw)
+            self.kernels.grad(Chunk(raw, ids, transform), want, a, b, d_raw)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 part, out = _inside(raw, 3), _inside(torch.empty_like(raw, dtype=dtype), 5)
-                assert_same(self.kernels.stats(part, ids, transform, entropy=True, extras=EXTRAS), want)
-                self.kernels.grad(part, ids, want, a, b, transform, out)
+                assert_same(self.kernels.stats(Chunk(part, ids, transform), entropy=True, extras=EXTRAS), want)
+                self.kernels.grad(Chunk(part, ids, transform), want, a, b, out)
                 assert torch.equal(out, d_raw.to(dtype))
                 _assert_untouched_around(out, 5)
                 assert torch.equal(part, raw)
-            self.kernels.grad(part, ids, want, a, b, transform, part)
+            self.kernels.grad(Chunk(part, ids, transform), want, a, b, part)
             assert torch.equal(part, d_raw)
             _assert_untouched_around(part, 3)
 
             loss, out = make_loss(want.logps, 0), torch.empty_like(raw)
-            self.kernels.fused(raw, ids, transform, loss, out)
-            assert torch.equal(self.kernels.fused(raw, ids, transform, loss, None).logps, want.logps)
-            self.kernels.fused(raw, ids, transform, loss, raw)
+            self.kernels.fused(Chunk(raw, ids, transform), loss, out)
+            assert torch.equal(self.kernels.fused(Chunk(raw, ids, transform), loss, None).logps, want.logps)
+            self.kernels.fused(Chunk(raw, ids, transform), loss, raw)
             assert torch.equal(raw, out)
 
     def test_gradient_of_a_part_of_the_vocabulary(self) -> None:
         for vocab in self.vocabs:
             raw, ids = self.rows(6, vocab)
             a, b = torch.randn(2, 6, device=self.device)
-            stats = self.kernels.stats(raw, ids, PLAIN, entropy=True)
+            stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True)
             whole, parts = torch.empty_like(raw), torch.empty_like(raw)
-            self.kernels.grad(raw, ids, stats, a, b, PLAIN, whole)
+            self.kernels.grad(Chunk(raw, ids, PLAIN), stats, a, b, whole)
             for start, stop in ((0, 1), (1, 40), (40, vocab)):
                 out = parts[:, start:stop]
-                self.kernels.grad(raw[:, start:stop], ids, stats, a, b, PLAIN, out, first_id=start)
+                self.kernels.grad(Chunk(raw[:, start:stop], ids, PLAIN, start), stats, a, b, out)
             assert torch.equal(parts, whole)
 
 
@@ -174,7 +174,7 @@ def _part(kernels: FusedRowBackend, raw: Tensor, ids: Tensor, transform: LogitTr
     inv_t = transform.inv_temperature
     assert isinstance(inv_t, Tensor)
     transform = replace(transform, inv_temperature=inv_t[index])
-    return kernels.stats(raw[index], ids[index], transform, entropy=True, extras=EXTRAS)
+    return kernels.stats(Chunk(raw[index], ids[index], transform), entropy=True, extras=EXTRAS)
 
 
 def _inside(x: Tensor, left: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.fused import launch_fused
@@ -27,41 +27,17 @@ class SmallTiles(TritonRows):
     def __init__(self, tile: Callable[[int], RowConfig] = tile, **changes: int) -> None:
         self._tile = lambda logits: replace(tile(logits.shape[1]), **changes)
 
-    def stats(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> RowStats:
-        return launch_stats(logits, ids, transform, self._tile(logits), entropy=entropy, extras=extras)
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        return launch_stats(chunk, self._tile(chunk.logits), entropy=entropy, extras=extras)
 
-    def grad(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        first_id: int = 0,
-    ) -> None:
-        launch_grad(logits, ids, stats, a, b, transform, out, self._tile(logits), first_id=first_id)
+    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+        launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits))
 
-    def fused(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
-    ) -> RowStats:
-        return launch_fused(logits, ids, transform, token_loss, out, self._tile(logits))
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        return launch_fused(chunk, token_loss, out, self._tile(chunk.logits))
 
     def single_pass(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        entropy: bool,
-        extras: tuple[str, ...] = (),
+        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
     ) -> tuple[RowStats, Tensor]:
-        config, in_place = self._tile(logits), out.data_ptr() == logits.data_ptr()
-        return launch_single_pass(
-            logits, ids, transform, out, config, entropy=entropy, extras=extras, in_place=in_place
-        )
+        config, in_place = self._tile(chunk.logits), out.data_ptr() == chunk.logits.data_ptr()
+        return launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.row_cases import DEVICE, EXTRAS, PLAIN, assert_same, make_loss
 from tests.support.row_truth import check, check_stats, gradient, truth
@@ -30,23 +30,23 @@ class SpecialSuite:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
     def stats_of(self, raw: Tensor, ids: Tensor) -> RowStats:
-        return self.kernels.stats(raw, ids, PLAIN, entropy=True, extras=EXTRAS)
+        return self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
 
     def check_row(self, raw: Tensor, ids: list[int], transform: LogitTransform = PLAIN) -> RowStats:
         """Statistics and gradients of one row (V,) for each of `ids`, and of the same by the fused kernel."""
         rows, index = raw.to(self.device, self.dtype).repeat(len(ids), 1), torch.tensor(ids, device=self.device)
         at = truth(rows, index, transform)
-        stats = self.kernels.stats(rows, index, transform, entropy=True, extras=EXTRAS)
+        stats = self.kernels.stats(Chunk(rows, index, transform), entropy=True, extras=EXTRAS)
         check_stats(stats, at)
         a, b = self.randn(2, len(ids))
         for coefficient in (None, b):
             out = torch.empty_like(rows)
-            self.kernels.grad(rows, index, stats, a, coefficient, transform, out)
+            self.kernels.grad(Chunk(rows, index, transform), stats, a, coefficient, out)
             check("d raw", out, *gradient(at, index, a, coefficient))
         loss, by_grad = make_loss(stats.logps, 9), torch.empty_like(rows)
-        fused = self.kernels.fused(rows, index, transform, loss, out)
+        fused = self.kernels.fused(Chunk(rows, index, transform), loss, out)
         assert_same(fused, stats)
-        self.kernels.grad(rows, index, stats, fused.extras["a"], torch.full_like(a, loss.b), transform, by_grad)
+        self.kernels.grad(Chunk(rows, index, transform), stats, fused.extras["a"], torch.full_like(a, loss.b), by_grad)
         assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
         return stats
 
@@ -105,7 +105,7 @@ class SpecialSuite:
             raw = torch.cat([orders, orders.flip(0) + offset], 1).repeat_interleave(self.block // 4, dim=1)
             raw = (raw + torch.rand_like(raw)).to(self.device, self.dtype)
             ids = torch.randint(raw.shape[1], (len(raw),), device=self.device)
-            stats = self.kernels.stats(raw, ids, PLAIN, entropy=True, extras=EXTRAS)
+            stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
             check_stats(stats, truth(raw, ids, PLAIN))
             assert torch.equal(stats.extras["is_top1"], raw.argmax(1) == ids)
 
@@ -139,7 +139,7 @@ class SpecialSuite:
             lost = raw.isnan().any(1) | (raw == -INF).all(1)
             a = b = torch.ones_like(clean[:, 0])
             stats, want, out = self.stats_of(raw, ids), self.stats_of(clean, ids), torch.empty_like(raw)
-            fused = self.kernels.fused(raw, ids, PLAIN, make_loss(a, 0), out)
+            fused = self.kernels.fused(Chunk(raw, ids, PLAIN), make_loss(a, 0), out)
             for found in (stats, fused):
                 for x in (found.logps, found.log_sum, found.entropies):
                     assert x is not None
@@ -148,14 +148,14 @@ class SpecialSuite:
             index = torch.nonzero(~lost)[:, 0]
             assert_same(stats.rows(index), want.rows(index))
             assert torch.equal(out.isnan().any(1), lost)
-            self.kernels.grad(raw, ids, stats, a, b, PLAIN, out)
+            self.kernels.grad(Chunk(raw, ids, PLAIN), stats, a, b, out)
             assert torch.equal(out.isnan().any(1), lost)
 
     def test_plus_inf(self) -> None:
         """Its own log-probability and the entropy are NaN, another's is -inf, as in the torch backend."""
         raw, ids = self.randn(3, 40), torch.tensor([20, 5, 0], device=self.device)
         raw[:2, 20] = INF
-        got, want = self.stats_of(raw, ids), TorchRows().stats(raw, ids, PLAIN, entropy=True, extras=EXTRAS)
+        got, want = self.stats_of(raw, ids), TorchRows().stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
         assert want.entropies is not None
         assert got.entropies is not None
         assert got.logps[:2].isnan().tolist() == want.logps[:2].isnan().tolist() == [True, False]
@@ -165,7 +165,7 @@ class SpecialSuite:
         for x, y in ((got.max_logit, want.max_logit), (got.log_sum, want.log_sum)):
             assert torch.equal(x[:2], y[:2])
         out = torch.empty_like(raw)
-        self.kernels.grad(raw, ids, got, torch.ones_like(got.logps), None, PLAIN, out)
+        self.kernels.grad(Chunk(raw, ids, PLAIN), got, torch.ones_like(got.logps), None, out)
         assert torch.equal(out.isnan(), raw == INF)
 
     def test_a_row_without_a_token(self) -> None:
@@ -173,7 +173,7 @@ class SpecialSuite:
         raw, ids = self.randn(3, 20), torch.tensor([4, -1, 19], device=self.device)
         for kind in range(5):
             loss, out = make_loss(-torch.ones_like(raw[:, 0]), kind), torch.empty_like(raw)
-            fused = self.kernels.fused(raw, ids, PLAIN, loss, out)
+            fused = self.kernels.fused(Chunk(raw, ids, PLAIN), loss, out)
             for x in (fused.logps, fused.extras["loss"], fused.extras["a"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]
             assert fused.entropies is not None
@@ -184,4 +184,4 @@ def check_many_rows(kernels: FusedRowBackend, device: str) -> None:
     """More than a GPU grid's second and third dimension could count."""
     n = 70_001
     raw, ids = torch.randn(n, 3, device=device), torch.randint(3, (n,), device=device)
-    check_stats(kernels.stats(raw, ids, PLAIN, entropy=False), truth(raw, ids, PLAIN))
+    check_stats(kernels.stats(Chunk(raw, ids, PLAIN), entropy=False), truth(raw, ids, PLAIN))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig
-from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
 from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.config import LOSS_TYPES
 from grpo_kernels.objective import surrogates
@@ -108,7 +108,7 @@ class FusedSuite:
         """r (kl + kl') to 1e-6. Of k3 that is -r d, of which nothing is left where two parts of e^d are added up."""
         raw = torch.randn(12, 3, device=self.device)
         ids = torch.zeros(12, dtype=torch.long, device=self.device)
-        logps = self.kernels.stats(raw, ids, LogitTransform(), entropy=False).logps
+        logps = self.kernels.stats(Chunk(raw, ids, LogitTransform()), entropy=False).logps
         distances = [-90.0, -16.0, -1e-3, 1e-3, 0.3, 4.0, 10.0, 16.0, 30.0, 60.0, 88.0, 300.0]  # e^88 is the last
         shape = lambda x: x.view(12, 1)  # noqa: E731
         tokens = read_tokens(
@@ -124,7 +124,7 @@ class FusedSuite:
         made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
         loss = made.token_loss()
         assert loss is not None
-        fused = self.kernels.fused(raw, ids, LogitTransform(), loss, None)
+        fused = self.kernels.fused(Chunk(raw, ids, LogitTransform()), loss, None)
         found = {"fused": fused.extras["a"], "evaluated": made.evaluate(logps, logps).a}
         found["in part"] = made.coefficients(torch.arange(12, device=self.device), logps, logps)[0]
         at = logps.double()
@@ -166,7 +166,7 @@ class FusedSuite:
         if loss is None:
             return
         raw = torch.randn(10, 7, device=self.device)
-        found = self.kernels.fused(raw, tokens.ids, LogitTransform(), loss, None)
+        found = self.kernels.fused(Chunk(raw, tokens.ids, LogitTransform()), loss, None)
         assert found.entropies is not None
         got, want = made.assemble(found.extras, found.entropies), made.evaluate(found.logps, found.entropies)
         for name in ("loss", "a", "policy_loss"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.token_loss.record import TokenLoss
 
 SURROGATES = ("clipped", "cispo", "sapo", "constant", "linear")  # the order of the enums in token_loss.h
@@ -31,17 +31,13 @@ class CppRows:
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         """Nothing: the kernels read the raw projection."""
 
-    def stats(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> RowStats:
-        new = _Results(logits)
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        new = _Results(chunk.logits)
         logps, max_logit, log_sum = new(), new(), new()
         entropies = new() if entropy else None
         more = {name: new(torch.bool if name == "is_top1" else None) for name in extras}
         torch.ops.grpo_kernels_cpp.stats(
-            logits,
-            ids,
-            *_arguments(transform),
+            *_arguments(chunk),
             logps=logps,
             max_logit=max_logit,
             log_sum=log_sum,
@@ -52,42 +48,25 @@ class CppRows:
         )
         return RowStats(logps, max_logit, log_sum, entropies, more)
 
-    def grad(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        first_id: int = 0,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
         torch.ops.grpo_kernels_cpp.grad(
-            logits,
-            ids,
-            *_arguments(transform),
+            *_arguments(chunk),
             stats.logps,
             stats.max_logit,
             stats.log_sum,
             None if b is None else stats.entropies,
             a.contiguous(),  # the gradient of a sum may be one number, expanded
             None if b is None else b.contiguous(),
-            first_id,
+            chunk.first_id,
             out=out,
         )
 
-    def fused(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
-    ) -> RowStats:
-        new = _Results(logits)
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        new = _Results(chunk.logits)
         logps, max_logit, log_sum, entropies = new(), new(), new(), new()
         terms = {name: new() for name in token_loss.terms}
         torch.ops.grpo_kernels_cpp.fused(
-            logits,
-            ids,
-            *_arguments(transform),
+            *_arguments(chunk),
             token_loss.advantages,
             token_loss.weights,
             token_loss.old,
@@ -129,8 +108,10 @@ class _Results:
         return self._logits.new_empty(self._logits.shape[0], dtype=dtype or self._dtype)
 
 
-def _arguments(transform: LogitTransform) -> tuple[Any, ...]:
-    """What `transform` is to an op: bias, one inverse temperature a row, inner, outer, has_softcap, rounded_to."""
+def _arguments(chunk: Chunk) -> tuple[Any, ...]:
+    """What it is to an op: logits, ids, bias, one inverse temperature a row, inner, outer, has_softcap, rounded_to."""
+    transform = chunk.transform
     inv_t = transform.inv_temperature
     per_row = inv_t.reshape(-1).contiguous() if isinstance(inv_t, Tensor) else None
-    return transform.bias, per_row, *transform.factors(), transform.softcap is not None, transform.rounded_to
+    numbers = (*transform.factors(), transform.softcap is not None, transform.rounded_to)
+    return chunk.logits, chunk.ids, transform.bias, per_row, *numbers

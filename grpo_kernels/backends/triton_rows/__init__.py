@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
 from grpo_kernels.backends.triton_rows.device import arch_of, on
 from grpo_kernels.backends.triton_rows.dot import score_dot
@@ -34,55 +34,32 @@ class TritonRows:
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         """Nothing: the kernels read the raw projection."""
 
-    def stats(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> RowStats:
-        config = _config("stats", logits)
-        with on(logits.device):
-            return launch_stats(logits, ids, transform, config, entropy=entropy, extras=extras)
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        config = _config("stats", chunk.logits)
+        with on(chunk.logits.device):
+            return launch_stats(chunk, config, entropy=entropy, extras=extras)
 
-    def grad(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        first_id: int = 0,
-    ) -> None:
-        config = _config("grad", logits)
-        with on(logits.device):
-            launch_grad(logits, ids, stats, a, b, transform, out, config, first_id=first_id)
+    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+        config = _config("grad", chunk.logits)
+        with on(chunk.logits.device):
+            launch_grad(chunk, stats, a, b, out, config)
 
-    def fused(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
-    ) -> RowStats:
-        config = _config("fused", logits)
-        with on(logits.device):
-            return launch_fused(logits, ids, transform, token_loss, out, config)
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        config = _config("fused", chunk.logits)
+        with on(chunk.logits.device):
+            return launch_fused(chunk, token_loss, out, config)
 
     def single_pass(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        entropy: bool,
-        extras: tuple[str, ...] = (),
+        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
     ) -> tuple[RowStats, Tensor]:
         """See `SinglePassRowBackend`; `out` in float16 would overflow."""
         if out.dtype == torch.float16:
             raise ValueError("out: expected float32 or bfloat16, got float16, which e^40 does not fit")
+        logits = chunk.logits
         config = _config("stats", logits)  # whose bits these statistics have
         in_place = out.dtype == logits.dtype and out.data_ptr() == logits.data_ptr()
         with on(logits.device):
-            return launch_single_pass(
-                logits, ids, transform, out, config, entropy=entropy, extras=extras, in_place=in_place
-            )
+            return launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)
 
     def score_dot(
         self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool

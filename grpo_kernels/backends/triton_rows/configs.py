@@ -35,6 +35,16 @@ class RowConfig:
     num_warps: int
     num_stages: int
 
+    def arguments(self) -> dict[str, Any]:
+        """What it is to a launch: the kernel's constants, and how to compile it."""
+        return {
+            "BLOCK_N": self.block_n,
+            "BLOCK_V": self.block_v,
+            "NUM_STAGES": self.num_stages,
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": False,
+        }
+
 
 @dataclass(frozen=True)
 class DotConfig:

@@ -10,34 +10,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, target_gradient, write_gradient, write_target
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, row_factors, scaled
 from grpo_kernels.token_loss.record import TokenLoss
 
 
 def launch_fused(
-    logits: Tensor,  # (n, V)
-    ids: Tensor,  # (n,), -1 where a row has no token: its numbers are NaN
-    transform: LogitTransform,
+    chunk: Chunk,  # an id is -1 where a row has no token: its numbers are NaN
     loss: TokenLoss,
-    out: Tensor | None,  # (n, V), may be `logits`
+    out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,
 ) -> RowStats:
     """Statistics with the loss's terms as extras; d loss / d (raw projection) goes to `out`."""
-    n, vocab = logits.shape
-    logps, max_logit, log_sum, entropies = (logits.new_empty(n) for _ in range(4))
-    terms = {name: logits.new_empty(n) for name in loss.terms}
+    n, new = len(chunk.logits), chunk.logits.new_empty
+    logps, max_logit, log_sum, entropies = (new(n) for _ in range(4))
+    terms = {name: new(n) for name in loss.terms}
     fused_kernel[(triton.cdiv(n, config.block_n),)](
-        # data
-        logits_ptr=logits,
-        out_ptr=out,
-        ids_ptr=ids,
+        **chunk_arguments(chunk),
         # tokens
         advantages_ptr=loss.advantages,
         weights_ptr=loss.weights,
@@ -53,10 +48,7 @@ def launch_fused(
         a_ptr=terms["a"],
         log_ratio_ptr=terms["log_ratio"],
         kl_ptr=terms.get("kl"),
-        # shapes and strides
-        n=n,
-        V=vocab,
-        stride_n=logits.stride(0),
+        out_ptr=out,
         stride_out_n=0 if out is None else out.stride(0),
         # the loss
         clip_low=loss.clip_low,
@@ -70,14 +62,7 @@ def launch_fused(
         ESTIMATOR=ESTIMATORS[loss.kl],
         CORRECTS_KL=loss.corrects_kl,
         HAS_ENTROPY_GRADIENT=loss.b != 0.0,
-        # the transform
-        **arguments(transform),
-        # the tile
-        BLOCK_N=config.block_n,
-        BLOCK_V=config.block_v,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        **config.arguments(),
     )
     return RowStats(logps, max_logit, log_sum, entropies, terms)
 
@@ -140,10 +125,10 @@ def fused_kernel(
     is_id = (ids >= 0) & (ids < V)
     x_target = load_at(row_ptrs, bias_ptr, ids, is_id, ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
+    wanted = (True, False, False, False)
     m, rest, t, _squares, _total, _top_id = reduce_rows(
-        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-        True, False, False, False, BLOCK_N, BLOCK_V, NUM_STAGES,
-    )  # fmt: skip
+        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
+    )
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
 

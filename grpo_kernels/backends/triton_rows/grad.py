@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
 from grpo_kernels.backends.triton_rows.steps import load_at, load_step, row_block
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
-    arguments,
     bend,
+    chunk_arguments,
     row_factors,
     row_slope,
     scaled,
@@ -28,25 +28,19 @@ STEPS = 4  # a program: what it computes once for its rows is then a tenth of it
 
 
 def launch_grad(
-    logits: Tensor,  # (n, V)
-    ids: Tensor,  # (n,)
+    chunk: Chunk,
     stats: RowStats,
     a: Tensor,  # (n,)
     b: Tensor | None,  # (n,)
-    transform: LogitTransform,
-    out: Tensor,  # (n, V), may be `logits`
+    out: Tensor,  # (n, V), may be the chunk's logits
     config: RowConfig,
-    *,
-    first_id: int,
 ) -> None:
     """Write d loss / d (raw projection) to `out`."""
-    n, vocab = logits.shape
+    n, vocab = chunk.logits.shape
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocab, STEPS * config.block_v),)
     grad_kernel[grid](
-        # data
-        logits_ptr=logits,
-        out_ptr=out,
-        ids_ptr=ids,
+        **chunk_arguments(chunk),
+        first_id=chunk.first_id,
         # statistics and coefficients
         logps_ptr=stats.logps,
         max_logit_ptr=stats.max_logit,
@@ -54,21 +48,11 @@ def launch_grad(
         entropies_ptr=None if b is None else stats.entropies,
         a_ptr=a.contiguous(),  # the gradient of a sum may be one number, expanded
         b_ptr=None if b is None else b.contiguous(),
-        # shapes and strides
-        n=n,
-        V=vocab,
-        first_id=first_id,
-        stride_n=logits.stride(0),
+        # result
+        out_ptr=out,
         stride_out_n=out.stride(0),
-        # the transform
-        **arguments(transform),
-        # the tile
-        BLOCK_N=config.block_n,
-        BLOCK_V=config.block_v,
         STEPS=STEPS,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        **config.arguments(),
     )
 
 

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, store_rows, write_gradient
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
-from grpo_kernels.backends.triton_rows.stats import new_statistics, pointers, store_statistics
+from grpo_kernels.backends.triton_rows.stats import new_statistics, pointers, store_statistics, sums_for
 from grpo_kernels.backends.triton_rows.steps import (
     fold_step,
     load_at,
@@ -35,16 +35,14 @@ from grpo_kernels.backends.triton_rows.steps import (
     reduce_rows,
     row_block,
 )
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, bend, row_factors, row_slope, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, chunk_arguments, row_factors, row_slope, scaled
 
 FARTHEST = tl.constexpr(40.0)  # e^40 times the size of a vocabulary is far from the largest float, and from bfloat16's
 
 
 def launch_single_pass(
-    projection: Tensor,  # (n, V)
-    ids: Tensor,  # (n,)
-    transform: LogitTransform,
-    out: Tensor,  # (n, V), may be `projection` if `in_place`
+    chunk: Chunk,
+    out: Tensor,  # (n, V), may be the chunk's logits if `in_place`
     config: RowConfig,
     *,
     entropy: bool,
@@ -52,31 +50,18 @@ def launch_single_pass(
     in_place: bool,
 ) -> tuple[RowStats, Tensor]:
     """The statistics, and the scale (n,): d logp / d (raw projection) is ``out * scale[:, None]``."""
-    n, vocab = projection.shape
-    stats = new_statistics(projection, entropy=entropy, extras=extras)
-    scale = projection.new_empty(n)
+    n = len(chunk.logits)
+    stats = new_statistics(chunk.logits, entropy=entropy, extras=extras)
+    scale = chunk.logits.new_empty(n)
     single_pass_kernel[(triton.cdiv(n, config.block_n),)](
-        # data
-        logits_ptr=projection,
-        out_ptr=out,
-        ids_ptr=ids,
+        **chunk_arguments(chunk),
         # results
         **pointers(stats),
         scale_ptr=scale,
-        # shapes and strides
-        n=n,
-        V=vocab,
-        stride_n=projection.stride(0),
+        out_ptr=out,
         stride_out_n=out.stride(0),
         IN_PLACE=in_place,
-        # the transform
-        **arguments(transform),
-        # the tile
-        BLOCK_N=config.block_n,
-        BLOCK_V=config.block_v,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        **config.arguments(),
     )
     return stats, scale
 
@@ -125,41 +110,35 @@ def single_pass_kernel(
     x_target = load_at(row_ptrs, bias_ptr, ids, is_id, ROUNDED_TO)
     z_target = scaled(x_target, inner, outer, HAS_SOFTCAP)
 
+    results = (
+        logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
+    )  # fmt: skip
+    wanted = sums_for(results)
     ref = z_target
-    m, rest, t, squares, total, top_id = no_logits(BLOCK_N, LANES)
     if IN_PLACE:
-        m, rest, t, squares, total, top_id = reduce_rows(
-            row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-            entropies_ptr is not None, log_sum_sq_probs_ptr is not None, mean_logits_ptr is not None,
-            is_top1_ptr is not None, BLOCK_N, BLOCK_V, NUM_STAGES,
-        )  # fmt: skip
+        sums = reduce_rows(
+            row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
+        )
     else:
         x, columns = load_x(row_ptrs, bias_ptr, 0, V, ROUNDED_TO, LANES)
         z = logits(x, columns, V, inner, outer, HAS_SOFTCAP)
         ref = tl.maximum(ref, tl.max(z, axis=1)[:, None])
+        sums = no_logits(BLOCK_N, LANES)
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-            m, rest, t, squares, total, top_id = reduce_and_write(
-                m, rest, t, squares, total, top_id, row_ptrs, out_ptrs, bias_ptr, start, None, counts, ref,
-                inner, outer, HAS_SOFTCAP, ROUNDED_TO, entropies_ptr is not None, log_sum_sq_probs_ptr is not None,
-                mean_logits_ptr is not None, is_top1_ptr is not None,
+            sums = reduce_and_write(
+                sums, row_ptrs, out_ptrs, bias_ptr, start, None, counts, ref, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+                wanted,
             )  # fmt: skip
         if whole < V:
-            m, rest, t, squares, total, top_id = reduce_and_write(
-                m, rest, t, squares, total, top_id, row_ptrs, out_ptrs, bias_ptr, whole, V, counts, ref,
-                inner, outer, HAS_SOFTCAP, ROUNDED_TO, entropies_ptr is not None, log_sum_sq_probs_ptr is not None,
-                mean_logits_ptr is not None, is_top1_ptr is not None,
+            sums = reduce_and_write(
+                sums, row_ptrs, out_ptrs, bias_ptr, whole, V, counts, ref, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
+                wanted,
             )  # fmt: skip
-        m, rest, t, squares, total, top_id = merge_lanes(
-            m, rest, t, squares, total, top_id, V,
-            log_sum_sq_probs_ptr is not None, mean_logits_ptr is not None, is_top1_ptr is not None,
-        )  # fmt: skip
-    rest, log_sum, logp = store_statistics(
-        rows, counts, ids, V, m, rest, t, squares, total, top_id, tl.reshape(z_target, ids.shape),
-        logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
-    )  # fmt: skip
+        sums = merge_lanes(sums, V, wanted)
+    rest, log_sum, logp = store_statistics(rows, counts, ids, V, sums, tl.reshape(z_target, ids.shape), results)
 
-    m = m[:, None]
+    m = sums[0][:, None]
     rest = rest[:, None]
     log_sum = log_sum[:, None]
     is_near = (m - ref <= FARTHEST) & (not IN_PLACE)  # not so if it is NaN
@@ -193,13 +172,7 @@ def single_pass_kernel(
 
 @triton.jit
 def reduce_and_write(
-    # of each lane: (R, W)
-    m,
-    rest,
-    t,
-    squares,
-    total,
-    top_id,
+    sums,  # of each lane: (R, W)
     # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
     row_ptrs,
     out_ptrs,
@@ -212,13 +185,10 @@ def reduce_and_write(
     outer,
     HAS_SOFTCAP: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_SQUARES: tl.constexpr,
-    WITH_TOTAL: tl.constexpr,
-    WITH_TOP_ID: tl.constexpr,
+    wanted,
 ):
     """`reduce_step`, and e^(z - ref) written."""
-    LANES: tl.constexpr = m.shape[1]
+    LANES: tl.constexpr = sums[0].shape[1]
     if end is None:
         x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, None, ROUNDED_TO, LANES)
         z0 = write_unscaled(x0, id0, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
@@ -234,10 +204,7 @@ def reduce_and_write(
         z2 = write_unscaled(x2, id2, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
         x3, id3 = load_x(row_ptrs, bias_ptr, start + 3 * LANES, end, ROUNDED_TO, LANES)
         z3 = write_unscaled(x3, id3, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-    return fold_step(
-        m, rest, t, squares, total, top_id, z0, z1, z2, z3, id0, id1, id2, id3, end,
-        WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
-    )  # fmt: skip
+    return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
 
 @triton.jit

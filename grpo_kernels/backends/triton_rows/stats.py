@@ -11,45 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import log1p
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, arguments, row_factors, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, row_factors, scaled
 
 
-def launch_stats(
-    logits: Tensor,  # (n, V)
-    ids: Tensor,  # (n,)
-    transform: LogitTransform,
-    config: RowConfig,
-    *,
-    entropy: bool,
-    extras: tuple[str, ...],
-) -> RowStats:
-    """The statistics of the rows of `logits`."""
-    n, vocab = logits.shape
-    stats = new_statistics(logits, entropy=entropy, extras=extras)
-    stats_kernel[(triton.cdiv(n, config.block_n),)](
-        # data
-        logits_ptr=logits,
-        ids_ptr=ids,
-        # results
-        **pointers(stats),
-        # shapes and strides
-        n=n,
-        V=vocab,
-        stride_n=logits.stride(0),
-        # the transform
-        **arguments(transform),
-        # the tile
-        BLOCK_N=config.block_n,
-        BLOCK_V=config.block_v,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
-    )
+def launch_stats(chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+    """The statistics of the rows of `chunk`."""
+    stats = new_statistics(chunk.logits, entropy=entropy, extras=extras)
+    grid = (triton.cdiv(len(chunk.logits), config.block_n),)
+    stats_kernel[grid](**chunk_arguments(chunk), **pointers(stats), **config.arguments())
     return stats
 
 
@@ -108,43 +82,33 @@ def stats_kernel(
     inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
     row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
     ids = tl.load(ids_ptr + rows)
-    m, rest, t, squares, total, top_id = reduce_rows(
-        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-        entropies_ptr is not None, log_sum_sq_probs_ptr is not None, mean_logits_ptr is not None,
-        is_top1_ptr is not None, BLOCK_N, BLOCK_V, NUM_STAGES,
-    )  # fmt: skip
-    x_target = load_at(row_ptrs, bias_ptr, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
-    store_statistics(
-        rows, counts, ids, V, m, rest, t, squares, total, top_id,
-        tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape),
+    results = (
         logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
     )  # fmt: skip
+    sums = reduce_rows(
+        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES
+    )
+    x_target = load_at(row_ptrs, bias_ptr, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
+    store_statistics(rows, counts, ids, V, sums, z_target, results)
 
 
 @triton.jit
-def store_statistics(
-    rows,
-    counts,
-    ids,
-    V,
-    # of whole rows, as `merge_lanes` returned them, and the targets' z: (R,)
-    m,
-    rest,
-    t,
-    squares,
-    total,
-    top_id,
-    z_target,
-    # results
-    logps_ptr,
-    max_logit_ptr,
-    log_sum_ptr,
-    entropies_ptr,
-    log_sum_sq_probs_ptr,
-    mean_logits_ptr,
-    is_top1_ptr,
-):
-    """Store what is wanted of the rows that count; returns rest as `finish` does, and logp."""
+def sums_for(results):
+    """Which of the sums the `results` that are wanted take; see `steps`."""
+    _logps, _max_logit, _log_sum, entropies, log_sum_sq_probs, mean_logits, is_top1 = results
+    return entropies is not None, log_sum_sq_probs is not None, mean_logits is not None, is_top1 is not None
+
+
+@triton.jit
+def store_statistics(rows, counts, ids, V, sums, z_target, results):
+    """Store what is wanted of the rows that count; returns rest as `finish` does, and logp.
+
+    The sums are those of whole rows, as `merge_lanes` returned them, z_target (R,) the targets' z. `results` is a tuple
+    of pointers in the order of the kernel's arguments, None where nobody wants them.
+    """
+    m, rest, t, squares, total, top_id = sums
+    logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr = results
     rest, log_sum, entropy = finish(m, rest, t)
     logp = target_logp(m, rest, z_target)
     tl.store(logps_ptr + rows, logp, mask=counts)

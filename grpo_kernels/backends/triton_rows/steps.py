@@ -2,6 +2,10 @@
 
 Whole steps have no mask, so that loads are wide and nothing is compared; what is left at the end of a row, less than a
 step, is the only one with a mask.
+
+The sums of a row or of a lane travel as one tuple, `sums`: (m, rest, t) of `reduce`, the sum of squares, the sum of z,
+and the lowest id of the largest z. Which of them are asked for is another, `wanted`: (t, squares, total, top_id), each
+true or false when the kernel is compiled. What is not asked for is some number.
 """
 
 import triton
@@ -27,32 +31,20 @@ def reduce_rows(
     outer,
     HAS_SOFTCAP: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_SQUARES: tl.constexpr,
-    WITH_TOTAL: tl.constexpr,
-    WITH_TOP_ID: tl.constexpr,
+    wanted,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """The running sums of whole rows (`reduce`), and sum of squares, sum of z, lowest id of the largest z; (BLOCK_N,).
-
-    What is not asked for is some number.
-    """
+    """The sums of whole rows, (BLOCK_N,)."""
     LANES: tl.constexpr = BLOCK_V // 4
-    m, rest, t, squares, total, top_id = no_logits(BLOCK_N, LANES)
+    sums = no_logits(BLOCK_N, LANES)
     whole = V // BLOCK_V * BLOCK_V
     for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-        m, rest, t, squares, total, top_id = reduce_step(
-            m, rest, t, squares, total, top_id, row_ptrs, bias_ptr, start, None, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-            WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
-        )  # fmt: skip
+        sums = reduce_step(sums, row_ptrs, bias_ptr, start, None, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted)
     if whole < V:
-        m, rest, t, squares, total, top_id = reduce_step(
-            m, rest, t, squares, total, top_id, row_ptrs, bias_ptr, whole, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-            WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
-        )  # fmt: skip
-    return merge_lanes(m, rest, t, squares, total, top_id, V, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID)
+        sums = reduce_step(sums, row_ptrs, bias_ptr, whole, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted)
+    return merge_lanes(sums, V, wanted)
 
 
 @triton.jit
@@ -65,13 +57,7 @@ def no_logits(R: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def reduce_step(
-    # of each lane: (R, W)
-    m,
-    rest,
-    t,
-    squares,
-    total,
-    top_id,
+    sums,  # of each lane: (R, W)
     # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
     row_ptrs,
     bias_ptr,
@@ -81,76 +67,49 @@ def reduce_step(
     outer,
     HAS_SOFTCAP: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_SQUARES: tl.constexpr,
-    WITH_TOTAL: tl.constexpr,
-    WITH_TOP_ID: tl.constexpr,
+    wanted,
 ):
     """Four logits more for every lane."""
-    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, m.shape[1])
+    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, sums[0].shape[1])
     z0 = logits(x0, id0, end, inner, outer, HAS_SOFTCAP)
     z1 = logits(x1, id1, end, inner, outer, HAS_SOFTCAP)
     z2 = logits(x2, id2, end, inner, outer, HAS_SOFTCAP)
     z3 = logits(x3, id3, end, inner, outer, HAS_SOFTCAP)
-    return fold_step(
-        m, rest, t, squares, total, top_id, z0, z1, z2, z3, id0, id1, id2, id3, end,
-        WITH_ENTROPY, WITH_SQUARES, WITH_TOTAL, WITH_TOP_ID,
-    )  # fmt: skip
+    return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
 
 @triton.jit
-def fold_step(
-    # of each lane: (R, W)
-    m,
-    rest,
-    t,
-    squares,
-    total,
-    top_id,
-    # its logits, (R, W), and their columns, (1, W)
-    z0,
-    z1,
-    z2,
-    z3,
-    id0,
-    id1,
-    id2,
-    id3,
-    end,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_SQUARES: tl.constexpr,
-    WITH_TOTAL: tl.constexpr,
-    WITH_TOP_ID: tl.constexpr,
-):
-    """`fold` and what goes with it."""
-    if WITH_TOTAL:
+def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
+    """`fold` and what goes with it, of each lane's sums and logits, (R, W), and the logits' columns, (1, W)."""
+    m, rest, t, squares, total, top_id = sums
+    with_entropy, with_squares, with_total, with_top_id = wanted
+    if with_total:
         total += (number(z0, id0, end) + number(z1, id1, end)) + (number(z2, id2, end) + number(z3, id3, end))
-    if WITH_TOP_ID:
+    if with_top_id:
         top_id = first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3)
     m, rest, t_new, keep, e0, e1, e2, e3 = fold(m, rest, t, z0, z1, z2, z3)
-    if WITH_ENTROPY:
+    if with_entropy:
         t = t_new
-    if WITH_SQUARES:
+    if with_squares:
         squares = fold_squares(squares, keep, e0, e1, e2, e3)
     return m, rest, t, squares, total, top_id
 
 
 @triton.jit
-def merge_lanes(
-    m, rest, t, squares, total, top_id, V, WITH_SQUARES: tl.constexpr, WITH_TOTAL: tl.constexpr,
-    WITH_TOP_ID: tl.constexpr,
-):  # fmt: skip
+def merge_lanes(sums, V, wanted):
     """From the sums of each lane (R, W) to those of the rows (R,)."""
+    m, rest, t, squares, total, top_id = sums
+    _with_entropy, with_squares, with_total, with_top_id = wanted
     lane_m = m
     m, rest, t, e, is_first = merge(m, rest, t)
     squares_all = m
-    if WITH_SQUARES:
+    if with_squares:
         squares_all = merge_squares(squares, e, is_first)
     total_all = m
-    if WITH_TOTAL:
+    if with_total:
         total_all = sum_lanes(total)
     top_id_all = tl.full(m.shape, 0, tl.int32)
-    if WITH_TOP_ID:
+    if with_top_id:
         top_id_all = tl.min(tl.where(lane_m == m[:, None], top_id, V), axis=1)
     return m, rest, t, squares_all, total_all, top_id_all
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform
+from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
 # Arguments with one number a row: read once, so that it is not worth a variant of the kernel where they lie.
@@ -36,6 +36,19 @@ def arguments(transform: LogitTransform) -> dict[str, Any]:
         "outer": outer,
         "HAS_SOFTCAP": transform.softcap is not None,
         "ROUNDED_TO": ROUNDINGS[transform.rounded_to],
+    }
+
+
+def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
+    """What `chunk` is to a row kernel, by the names of the kernel's arguments."""
+    n, vocab = chunk.logits.shape
+    return {
+        "logits_ptr": chunk.logits,
+        "ids_ptr": chunk.ids,
+        "n": n,
+        "V": vocab,
+        "stride_n": chunk.logits.stride(0),
+        **arguments(chunk.transform),
     }
 
 

@@ -8,9 +8,8 @@ their gradient will be) says so with `rows`.
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
 from grpo_kernels.config import LossConfig
+from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 
 HOOK = "_ChunkedLogProbFunction"
@@ -184,9 +184,8 @@ def compatible() -> bool:
     if theirs is FusedHead:
         return True
     forward = getattr(theirs, "forward", None)
-    if forward is None or not all(hasattr(trl_utils, name) for name in NEEDED):
-        return False
-    return tuple(inspect.signature(forward).parameters) == PARAMETERS
+    is_known = forward is not None and parameters_of(forward) == PARAMETERS
+    return is_known and all(hasattr(trl_utils, name) for name in NEEDED)
 
 
 def warn_incompatible() -> None:
@@ -203,18 +202,16 @@ def warn_incompatible() -> None:
 @contextmanager
 def hooked() -> Iterator[None]:
     """Inside, TRL's fused head is ours, if this TRL is a known one; afterwards it is what it was."""
-    theirs: Callable[..., Any] | None = getattr(trl_utils, HOOK, None)
-    if theirs is FusedHead or not compatible():
-        yield
-        return
-    setattr(trl_utils, HOOK, FusedHead)
+    patches = Patches()
+    if compatible():
+        patches.replace(trl_utils, HOOK, FusedHead)
     try:
         yield
     finally:
-        setattr(trl_utils, HOOK, theirs)
+        patches.restore()
 
 
-_theirs: Any = None  # TRL's function while `patch_trl` is in force
+_patches = Patches()  # what `patch_trl` has done
 
 
 class Patch(int):
@@ -248,10 +245,9 @@ def patch_trl(*, logits_dtype: str = "float32") -> Patch:
     Raises:
         ValueError: an unknown `logits_dtype`, or another one than that of the patch that is in force.
     """
-    global _theirs, _logits_dtype
+    global _logits_dtype
     LossConfig(logits_dtype=logits_dtype)  # which knows the choices
-    current = getattr(trl_utils, HOOK, None)
-    if current is FusedHead:
+    if getattr(trl_utils, HOOK, None) is FusedHead:
         if logits_dtype != _logits_dtype:
             raise ValueError(
                 f"logits_dtype: expected {_logits_dtype!r}, that of the patch in force, got {logits_dtype!r}; "
@@ -261,8 +257,8 @@ def patch_trl(*, logits_dtype: str = "float32") -> Patch:
     if not compatible():
         warn_incompatible()
         return Patch(False)
-    _theirs, _logits_dtype = current, logits_dtype
-    setattr(trl_utils, HOOK, FusedHead)
+    _logits_dtype = logits_dtype
+    _patches.replace(trl_utils, HOOK, FusedHead)
     done = Patch(True)
     done.undoes = True
     return done
@@ -270,7 +266,6 @@ def patch_trl(*, logits_dtype: str = "float32") -> Patch:
 
 def unpatch_trl() -> None:
     """Give TRL its own function back. Without `patch_trl` before, nothing changes."""
-    global _theirs, _logits_dtype
-    if _theirs is not None and getattr(trl_utils, HOOK, None) is FusedHead:
-        setattr(trl_utils, HOOK, _theirs)
-    _theirs, _logits_dtype = None, LossConfig.logits_dtype
+    global _logits_dtype
+    _patches.restore()
+    _logits_dtype = LossConfig.logits_dtype

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.integrations.patching import Patches, function_of
 from grpo_kernels.modules import attach
 
 BACKEND = "grpo_kernels"
@@ -80,7 +81,7 @@ FAMILIES = {
     "glm4v": GLM4V,
 }
 
-_forwards: dict[Any, tuple[Any, Any]] = {}  # class -> (its forward before, ours)
+patches = Patches()  # all of verl that is ours now: functions of its modules (`plugin`), forwards of models' classes
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
@@ -115,17 +116,8 @@ def use(model: Any) -> None:
     forward = _forward(family)
     attach(describe_head(model).module)  # an unknown kind of head is refused here, not within the first step
     model._verl_fused_kernels_backend = BACKEND  # verl's own mark
-    _forwards.setdefault(type(model), (type(model).forward, forward))
-    type(model).forward = forward
+    patches.replace(type(model), "forward", forward)
     print(f"Using {BACKEND} backend for fused kernels in {type(model).__name__}")  # where verl says the same
-
-
-def restore() -> None:
-    """Take our forwards out of the classes that still have them."""
-    for cls, (theirs, ours) in _forwards.items():
-        if cls.forward is ours:
-            cls.forward = theirs
-    _forwards.clear()
 
 
 @functools.cache
@@ -194,18 +186,3 @@ def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) 
     )
     assert entropy is not None
     return log_probs, entropy
-
-
-def function_of(module: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of a module or class of verl.
-
-    Raises:
-        LookupError: there is none, or it has other parameters.
-    """
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise LookupError(f"{module.__name__} has no function {name}")
-    names = tuple(inspect.signature(found).parameters)
-    if names != tuple(parameters):
-        raise LookupError(f"{module.__name__}.{name}: expected the parameters {tuple(parameters)}, got {names}")
-    return found

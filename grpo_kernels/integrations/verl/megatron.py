@@ -14,7 +14,6 @@ wrong. Ours is the whole sum; for the gather that will add up, each rank gives a
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,7 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.integrations.verl.forward import BACKEND, function_of
+from grpo_kernels.integrations.patching import function_of, parameters_of
+from grpo_kernels.integrations.verl.forward import BACKEND
 from grpo_kernels.logprob import linear_logprob
 
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
@@ -52,7 +52,7 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     theirs = getattr(module, "linear_cross_entropy", None)
     # The `apply` of an autograd function, whose parameters are those of its forward
     forward = getattr(getattr(theirs, "__self__", None), "forward", None)
-    names = None if forward is None else tuple(inspect.signature(forward).parameters)
+    names = None if forward is None else parameters_of(forward)
     if names != PARAMETERS:
         raise LookupError(f"linear_cross_entropy: expected the parameters {PARAMETERS}, got {names}")
     assert theirs is not None

@@ -80,7 +80,6 @@ class _Loader(Loader):
 
 
 _importer = _Importer()
-_done: list[tuple[Any, str, Any, Any]] = []  # (object, attribute, theirs, ours)
 _patched: set[str] = set()
 
 
@@ -105,12 +104,8 @@ def unpatch_verl() -> None:
     """Give verl everything back, also the forwards of models that asked for ours. Without `patch_verl`, a no-op."""
     if _importer in sys.meta_path:
         sys.meta_path.remove(_importer)
-    while _done:
-        owner, name, theirs, ours = _done.pop()
-        if vars(owner).get(name) is ours:
-            setattr(owner, name, theirs)
     _patched.clear()
-    verl_forward.restore()
+    verl_forward.patches.restore()
 
 
 def _patch(module: ModuleType) -> None:
@@ -129,6 +124,5 @@ def _patch(module: ModuleType) -> None:
         )
         return
     _patched.add(name)
-    for owner, attribute, ours in changes:
-        _done.append((owner, attribute, getattr(owner, attribute), ours))
-        setattr(owner, attribute, ours)
+    for change in changes:
+        verl_forward.patches.replace(*change)

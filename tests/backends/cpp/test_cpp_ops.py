@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import LogitTransform
+from grpo_kernels.backends.interface import Chunk, LogitTransform
 from tests.support.row_cases import EXTRAS, PLAIN, in_double, make_loss, make_transform, rows
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
@@ -43,12 +43,12 @@ def use_every_op(dtype: torch.dtype, kind: int) -> None:
     (raw, ids), kernels = rows(N, V, "cpu"), CppRows()
     transform = make_transform(N, V, kind, None if dtype == torch.float64 else torch.bfloat16, "cpu")
     raw, transform = raw.to(dtype), in_double(transform) if dtype == torch.float64 else transform
-    stats = kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
-    kernels.stats(raw, ids, PLAIN, entropy=False)
-    kernels.grad(raw, ids, stats, stats.logps, stats.entropies, transform, torch.empty_like(raw), first_id=3)
-    kernels.grad(raw, ids, stats, stats.logps, None, PLAIN, torch.empty_like(raw))
-    kernels.fused(raw, ids, transform, make_loss(stats.logps, kind), torch.empty_like(raw))
-    kernels.fused(raw, ids, PLAIN, make_loss(stats.logps, kind + 4), None)
+    stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
+    kernels.stats(Chunk(raw, ids, PLAIN), entropy=False)
+    kernels.grad(Chunk(raw, ids, transform, 3), stats, stats.logps, stats.entropies, torch.empty_like(raw))
+    kernels.grad(Chunk(raw, ids, PLAIN), stats, stats.logps, None, torch.empty_like(raw))
+    kernels.fused(Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw))
+    kernels.fused(Chunk(raw, ids, PLAIN), make_loss(stats.logps, kind + 4), None)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), list(enumerate(DTYPES)), ids=str)
@@ -72,12 +72,12 @@ def test_schemas_return_nothing_and_write_what_they_say() -> None:
 
 def test_refusals() -> None:
     raw, ids = rows(N, V, "cpu")
-    kernels, stats = CppRows(), CppRows().stats(raw, ids, PLAIN, entropy=False)
+    kernels, stats = CppRows(), CppRows().stats(Chunk(raw, ids, PLAIN), entropy=False)
     a = stats.logps
 
     def refused(message: str, logits: Tensor = raw, ids: Tensor = ids, **transform: Any) -> None:
         with pytest.raises(RuntimeError, match=message):
-            kernels.stats(logits, ids, LogitTransform(**transform), entropy=False)
+            kernels.stats(Chunk(logits, ids, LogitTransform(**transform)), entropy=False)
 
     refused(r"ids: expected contiguous \(4,\)", ids=ids[:-1])
     refused(r"ids: expected contiguous", ids=ids.repeat_interleave(2)[::2])
@@ -90,8 +90,8 @@ def test_refusals() -> None:
     refused("rounded_to: expected a dtype of 16 bits", rounded_to=torch.float32)
     for out in (torch.empty(N, V + 1), torch.empty(N, V, dtype=torch.float64), torch.empty(V, N).T):
         with pytest.raises(RuntimeError, match="out: "):
-            kernels.grad(raw, ids, stats, a, None, PLAIN, out)
+            kernels.grad(Chunk(raw, ids, PLAIN), stats, a, None, out)
     with pytest.raises(RuntimeError, match="entropies: expected with b"):
-        kernels.grad(raw, ids, stats, a, a, PLAIN, torch.empty_like(raw))
+        kernels.grad(Chunk(raw, ids, PLAIN), stats, a, a, torch.empty_like(raw))
     with pytest.raises(RuntimeError, match="a: expected"):
-        kernels.grad(raw, ids, stats, a[:2], None, PLAIN, torch.empty_like(raw))
+        kernels.grad(Chunk(raw, ids, PLAIN), stats, a[:2], None, torch.empty_like(raw))

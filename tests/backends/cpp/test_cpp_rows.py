@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import LogitTransform
+from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, in_double, make_loss, make_transform, rows, same
 from tests.support.row_suite import RowSuite, check_kernels
@@ -56,15 +56,15 @@ def outcomes(raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int = 3)
     wide = raw.double() if raw.dtype == torch.float64 else raw.float()
     generator = torch.Generator().manual_seed(kind)
     a, b = torch.randn(2, len(ids), generator=generator, dtype=wide.dtype)
-    stats = CPP.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
+    stats = CPP.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
     with torch.random.fork_rng():
         torch.manual_seed(kind)
         loss = make_loss(stats.logps.nan_to_num(), kind)
     found = {"d": torch.empty_like(wide), "d entropy": torch.empty_like(wide), "in place": raw.clone()}
-    CPP.grad(raw, ids, stats, a, None, transform, found["d"])
-    CPP.grad(raw, ids, stats, a, b, transform, found["d entropy"])
-    CPP.grad(found["in place"], ids, stats, a, b, transform, found["in place"])
-    fused = CPP.fused(raw, ids, transform, loss, found.setdefault("d fused", torch.empty_like(wide)))
+    CPP.grad(Chunk(raw, ids, transform), stats, a, None, found["d"])
+    CPP.grad(Chunk(raw, ids, transform), stats, a, b, found["d entropy"])
+    CPP.grad(Chunk(found["in place"], ids, transform), stats, a, b, found["in place"])
+    fused = CPP.fused(Chunk(raw, ids, transform), loss, found.setdefault("d fused", torch.empty_like(wide)))
     assert_same(fused, stats, nan=True)
     found |= {field: getattr(stats, field) for field in FIELDS}
     return found | stats.extras | fused.extras
@@ -94,16 +94,16 @@ def test_float64_rows() -> None:
             a, b = torch.randn(2, 5, dtype=torch.float64)
             z, d = raw.clone(), torch.empty_like(raw)
             TorchRows().prepare_(z, transform)
-            want = TorchRows().stats(z, ids, transform, entropy=True, extras=EXTRAS)
-            stats = CPP.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
+            want = TorchRows().stats(Chunk(z, ids, transform), entropy=True, extras=EXTRAS)
+            stats = CPP.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
             for name in FIELDS:
                 assert_close(getattr(stats, name), getattr(want, name))
             for name in EXTRAS:
                 assert_close(stats.extras[name], want.extras[name])
             for coefficient in (None, b):
                 z_again = z.clone()
-                CPP.grad(raw, ids, stats, a, coefficient, transform, d)
-                TorchRows().grad(z_again, ids, want, a, coefficient, transform, z_again)
+                CPP.grad(Chunk(raw, ids, transform), stats, a, coefficient, d)
+                TorchRows().grad(Chunk(z_again, ids, transform), want, a, coefficient, z_again)
                 assert_close(d, z_again)
 
 
@@ -117,13 +117,13 @@ def test_gradients_in_place_leave_what_is_around(dtype: torch.dtype) -> None:
     for vocab in (1, 31, 33, 100, 4099):
         for left in (1, 3):
             raw, ids = rows(4, vocab, CPU)
-            stats = CPP.stats(raw, ids, PLAIN, entropy=False)
+            stats = CPP.stats(Chunk(raw, ids, PLAIN), entropy=False)
             wide = torch.full((4, vocab + 50), 77.0, dtype=dtype)
             part = wide[:, left : left + vocab]
             part.copy_(raw)
             want = torch.empty_like(raw)
-            CPP.grad(part, ids, stats, stats.logps, None, PLAIN, want)
-            CPP.grad(part, ids, stats, stats.logps, None, PLAIN, part)
+            CPP.grad(Chunk(part, ids, PLAIN), stats, stats.logps, None, want)
+            CPP.grad(Chunk(part, ids, PLAIN), stats, stats.logps, None, part)
             assert torch.equal(part, want.to(dtype))
             assert (wide[:, :left] == 77).all()
             assert (wide[:, left + vocab :] == 77).all()
@@ -134,7 +134,7 @@ def test_ids_that_do_not_exist() -> None:
     for vocab in (1, 40, 4097):
         raw = torch.randn(1, vocab).repeat(6, 1)
         ids = torch.tensor([-1, vocab, -(2**62), 2**62, 2**32, 0])
-        stats = CPP.stats(raw, ids, PLAIN, entropy=True, extras=EXTRAS)
+        stats = CPP.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
         assert stats.logps.isnan().tolist() == [True] * 5 + [False]
         assert not stats.extras["is_top1"][:5].any()
         for x in (stats.max_logit, stats.log_sum, stats.entropies, stats.extras["mean_logits"]):
@@ -144,7 +144,7 @@ def test_ids_that_do_not_exist() -> None:
         wide = torch.full((6, vocab + 2), 77.0)
         out = wide[:, 1:-1]
         for first_id in (0, 1, -vocab):
-            CPP.grad(raw, ids, stats, a, None, PLAIN, out, first_id=first_id)
+            CPP.grad(Chunk(raw, ids, PLAIN, first_id), stats, a, None, out)
             elsewhere = torch.tensor([not 0 <= i - first_id < vocab for i in ids.tolist()])
             torch.testing.assert_close(out[elsewhere], -p[elsewhere])
             assert (wide[:, [0, -1]] == 77).all()
@@ -152,9 +152,9 @@ def test_ids_that_do_not_exist() -> None:
 
 def test_no_rows() -> None:
     raw, none = torch.empty(0, 5), torch.empty(0, dtype=torch.int64)
-    stats = CPP.stats(raw, none, PLAIN, entropy=True, extras=EXTRAS)
-    fused = CPP.fused(raw, none, PLAIN, make_loss(stats.logps, 3), torch.empty_like(raw))
-    CPP.grad(raw, none, stats, stats.logps, None, PLAIN, torch.empty_like(raw))
+    stats = CPP.stats(Chunk(raw, none, PLAIN), entropy=True, extras=EXTRAS)
+    fused = CPP.fused(Chunk(raw, none, PLAIN), make_loss(stats.logps, 3), torch.empty_like(raw))
+    CPP.grad(Chunk(raw, none, PLAIN), stats, stats.logps, None, torch.empty_like(raw))
     assert all(x.shape == (0,) for x in (*stats.extras.values(), *fused.extras.values(), stats.logps, fused.entropies))
 
 

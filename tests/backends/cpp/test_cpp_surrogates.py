@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.objective import surrogates
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.row_cases import PLAIN, make_loss, rows, same
@@ -59,7 +59,7 @@ def fused(logps: Tensor, config: Any = CONFIGS["usual"], **changes: Any) -> RowS
         "beta": 0.0 if changes.get("kl") is None else 1.0,
         "b": 0.0,
     }
-    return CPP.fused(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN, TokenLoss(**options | changes), None)
+    return CPP.fused(Chunk(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN), TokenLoss(**options | changes), None)
 
 
 def run(name: str, log_ratio: Tensor, advantages: Tensor, logps: Tensor, config: Any) -> tuple[Tensor, list[Tensor]]:
@@ -178,9 +178,9 @@ def test_kl_estimators(name: str, corrects: bool, dtype: torch.dtype) -> None:
 def test_whole_losses() -> None:
     """Weights, gates, KL terms and surrogates in all combinations."""
     raw, ids = rows(40, 5, "cpu")
-    logps = CPP.stats(raw.double(), ids, PLAIN, entropy=False).logps
+    logps = CPP.stats(Chunk(raw.double(), ids, PLAIN), entropy=False).logps
     for kind in range(420):
         loss = make_loss(logps, kind)
-        found = CPP.fused(raw.double(), ids, PLAIN, loss, None)
+        found = CPP.fused(Chunk(raw.double(), ids, PLAIN), loss, None)
         for term, (want, size) in loss_terms(loss, found.logps, found.extras["log_ratio"]).items():
             check(f"{kind} {term}", found.extras[term], want, 8 * UNITS[torch.float64] * size)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.row_cases import EXTRAS, FIELDS, ISAS, assert_same, make_loss, make_transform, rows, same
 from tests.support.row_suite import check_kernels
@@ -67,9 +67,9 @@ def check(seed: int) -> None:
 
 
 def check_no_rows(kernels: Everywhere, raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int) -> None:
-    stats = kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
-    fused = kernels.fused(raw, ids, transform, make_loss(stats.logps, kind), torch.empty_like(raw))
-    kernels.grad(raw, ids, stats, stats.logps, stats.logps, transform, torch.empty_like(raw))
+    stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
+    fused = kernels.fused(Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw))
+    kernels.grad(Chunk(raw, ids, transform), stats, stats.logps, stats.logps, torch.empty_like(raw))
     assert all(x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.extras.values()))
 
 
@@ -93,15 +93,13 @@ class Everywhere(CppRows):
     def __init__(self, dtype: torch.dtype, draw: random.Random) -> None:
         self._dtype, self._draw = dtype, draw
 
-    def stats(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> RowStats:
-        bad, odd = self._some_beyond(ids, logits.shape[1])
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        bad, odd = self._some_beyond(chunk)
         results = []
         for _ in instruction_sets():
-            x = self._placed(logits, self._dtype, torch.nan)
-            found = super().stats(x, ids, transform, entropy=entropy, extras=extras)
-            spoiled = super().stats(x, odd, transform, entropy=entropy, extras=extras)
+            chunk = replace(chunk, logits=self._placed(chunk.logits, self._dtype, torch.nan))
+            found = super().stats(chunk, entropy=entropy, extras=extras)
+            spoiled = super().stats(replace(chunk, ids=odd), entropy=entropy, extras=extras)
             assert spoiled.logps[bad].isnan().all()
             assert same(spoiled.logps[~bad], found.logps[~bad])
             for field in FIELDS[1:]:
@@ -110,21 +108,11 @@ class Everywhere(CppRows):
             assert_same(found, results[0])
         return results[0]
 
-    def grad(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        transform: LogitTransform,
-        out: Tensor,
-        *,
-        first_id: int = 0,
-    ) -> None:
+    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+        logits, ids, transform = chunk.logits, chunk.ids, chunk.transform
         vocab = logits.shape[1]
         cut, in_place = self._draw.randint(0, vocab), out.dtype == self._dtype and self._draw.random() < 0.5
-        bad, odd = self._some_beyond(ids, vocab)
+        bad, odd = self._some_beyond(chunk)
         is_target = torch.arange(vocab) == ids[:, None]
 
         def run(targets: Tensor, *parts: slice) -> Tensor:
@@ -132,8 +120,8 @@ class Everywhere(CppRows):
             to = x if in_place else self._placed(out, out.dtype, UNTOUCHED)
             for part in parts:
                 some = transform if transform.bias is None else replace(transform, bias=transform.bias[part])
-                args = (x[:, part], targets, stats, a, b, some, to[:, part])
-                super(Everywhere, self).grad(*args, first_id=part.start)
+                cut_out = Chunk(x[:, part], targets, some, part.start)
+                super(Everywhere, self).grad(cut_out, stats, a, b, to[:, part])
             assert_untouched_around(to)
             return to
 
@@ -149,22 +137,21 @@ class Everywhere(CppRows):
                 assert same(run(odd, slice(0, vocab)).contiguous(), want)
                 assert same(run(odd, slice(0, cut), slice(cut, vocab)).contiguous(), want)
 
-    def fused(
-        self, logits: Tensor, ids: Tensor, transform: LogitTransform, token_loss: TokenLoss, out: Tensor | None
-    ) -> RowStats:
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         assert out is not None
-        bad, odd = self._some_beyond(ids, logits.shape[1])
+        bad, odd = self._some_beyond(chunk)
         results = []
         for _ in instruction_sets():
-            x, to = self._placed(logits, self._dtype, torch.nan), self._placed(out, out.dtype, UNTOUCHED)
-            results.append(super().fused(x, ids, transform, token_loss, to))
+            chunk = replace(chunk, logits=self._placed(chunk.logits, self._dtype, torch.nan))
+            to = self._placed(out, out.dtype, UNTOUCHED)
+            results.append(super().fused(chunk, token_loss, to))
             assert_untouched_around(to)
             assert_same(results[-1], results[0])
-            assert_same(super().fused(x, ids, transform, token_loss, None), results[0])
+            assert_same(super().fused(chunk, token_loss, None), results[0])
             if len(results) == 1:
                 out.copy_(to)
             assert same(to.contiguous(), out.contiguous())
-            spoiled = super().fused(x, odd, transform, token_loss, to)
+            spoiled = super().fused(replace(chunk, ids=odd), token_loss, to)
             for name, term in spoiled.extras.items():
                 assert same(term[~bad], results[0].extras[name][~bad]), name
                 assert term[bad].isnan().all(), name
@@ -179,10 +166,10 @@ class Everywhere(CppRows):
         memory = torch.full((left + n * (vocab + gap) - gap if n else 0,), around, dtype=dtype)
         return memory.as_strided((n, vocab), (vocab + gap, 1), left if n else 0).copy_(x)
 
-    def _some_beyond(self, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    def _some_beyond(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Which rows get an id that does not exist (n,), and the ids (n,)."""
-        bad = torch.rand(len(ids)) < 0.4
-        return bad, torch.where(bad, self._draw.choice((vocab, *BEYOND)), ids)
+        bad = torch.rand(len(chunk.ids)) < 0.4
+        return bad, torch.where(bad, self._draw.choice((chunk.logits.shape[1], *BEYOND)), chunk.ids)
 
 
 def instruction_sets() -> Iterator[str]:

@@ -13,6 +13,7 @@ from tests.support.row_truth import check, check_stats, gradient, truth
 
 pytest.importorskip("triton")
 
+from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows import TritonRows
 from tests.support.row_cases import DEVICE, PLAIN, assert_same, make_loss, make_transform, rows
 from tests.support.row_suite import RowSuite, check_kernels
@@ -73,13 +74,13 @@ def test_default_tiles(vocab: int) -> None:
     raw, ids = rows(5, vocab)
     transform, backend = make_transform(5, vocab, 3, torch.bfloat16), TritonRows()
     at, loss = truth(raw, ids, transform), make_loss(-torch.rand(5, device=DEVICE), 3)
-    stats, out = backend.stats(raw, ids, transform, entropy=True), torch.empty_like(raw)
+    stats, out = backend.stats(Chunk(raw, ids, transform), entropy=True), torch.empty_like(raw)
     check_stats(stats, at)
-    fused = backend.fused(raw, ids, transform, loss, out)
+    fused = backend.fused(Chunk(raw, ids, transform), loss, out)
     assert_same(fused, stats)
     by_grad = torch.empty_like(raw)
     b = torch.full_like(stats.logps, loss.b) if loss.b else None
-    backend.grad(raw, ids, stats, fused.extras["a"], b, transform, by_grad)
+    backend.grad(Chunk(raw, ids, transform), stats, fused.extras["a"], b, by_grad)
     assert torch.equal(out, by_grad)
     check("d raw", out, *gradient(at, ids, fused.extras["a"], b))
 
@@ -87,17 +88,18 @@ def test_default_tiles(vocab: int) -> None:
 def test_refusals() -> None:
     raw, ids = rows(2, 8)
     with pytest.raises(ValueError, match="backend: expected float32 logits"):
-        TritonRows().stats(raw.double(), ids, PLAIN, entropy=False)
+        TritonRows().stats(Chunk(raw.double(), ids, PLAIN), entropy=False)
     with pytest.raises(ValueError, match="backend: expected logits with contiguous rows"):
-        TritonRows().stats(raw.T, ids, PLAIN, entropy=False)
+        TritonRows().stats(Chunk(raw.T, ids, PLAIN), entropy=False)
 
 
 def test_cpu_tensors_without_the_interpreter() -> None:
     code = (
-        "import torch; from grpo_kernels.backends.interface import LogitTransform\n"
+        "import torch; from grpo_kernels.backends.interface import Chunk, LogitTransform\n"
         "from grpo_kernels.backends.triton_rows import INTERPRETED, TritonRows\n"
         "assert not INTERPRETED\n"
-        "TritonRows().stats(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), LogitTransform(), entropy=False)"
+        "ids = torch.zeros(1, dtype=torch.int64)\n"
+        "TritonRows().stats(Chunk(torch.zeros(1, 2), ids, LogitTransform()), entropy=False)"
     )
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)

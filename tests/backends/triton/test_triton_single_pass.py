@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats, SinglePassRowBackend
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats, SinglePassRowBackend
 from grpo_kernels.backends.torch_rows import TorchRows
 
 pytest.importorskip("triton")
@@ -30,8 +30,8 @@ def check_pass(
 ) -> tuple[RowStats, Tensor]:
     """Against `stats`, with the same bits, and float64."""
     out = torch.empty_like(raw, dtype=dtype)
-    stats, scale = kernels.single_pass(raw, ids, transform, out, entropy=True, extras=EXTRAS)
-    assert_same(stats, kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS))
+    stats, scale = kernels.single_pass(Chunk(raw, ids, transform), out, entropy=True, extras=EXTRAS)
+    assert_same(stats, kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS))
     at = truth(raw, ids, transform)
     want, bound = gradient(at, ids, torch.ones_like(scale), None)
     kind = torch.finfo(dtype)
@@ -71,7 +71,7 @@ def test_a_row_does_not_depend_on_its_block() -> None:
     raw[::3, 30] += 80.0
     outs = [torch.empty_like(raw) for _ in range(2)]
     scales = [
-        k.single_pass(raw, ids, PLAIN, out, entropy=False)[1]
+        k.single_pass(Chunk(raw, ids, PLAIN), out, entropy=False)[1]
         for k, out in zip((KERNELS, ONE_BY_ONE), outs, strict=True)
     ]
     assert torch.equal(*scales)
@@ -94,17 +94,17 @@ def test_in_place_and_strided() -> None:
         part, ones = wide[:, :75], torch.ones(5, device=DEVICE)
         part.copy_(raw)
         out = torch.empty_like(raw)
-        stats, scale = KERNELS.single_pass(part, ids, transform, part, entropy=True)
-        assert_same(stats, KERNELS.stats(raw, ids, transform, entropy=True))
-        KERNELS.grad(raw, ids, stats, ones, None, transform, out)
+        stats, scale = KERNELS.single_pass(Chunk(part, ids, transform), part, entropy=True)
+        assert_same(stats, KERNELS.stats(Chunk(raw, ids, transform), entropy=True))
+        KERNELS.grad(Chunk(raw, ids, transform), stats, ones, None, out)
         assert torch.equal(part, out)
         assert torch.equal(scale, ones)
         assert (wide[:, 75:] == 77.0).all()
         part.copy_(raw)
         other = torch.full((5, 128), 55.0, device=DEVICE, dtype=torch.bfloat16)
-        _stats, scale = KERNELS.single_pass(part, ids, transform, other[:, 3:78], entropy=True)
+        _stats, scale = KERNELS.single_pass(Chunk(part, ids, transform), other[:, 3:78], entropy=True)
         want = torch.empty_like(raw, dtype=torch.bfloat16)
-        assert torch.equal(KERNELS.single_pass(raw, ids, transform, want, entropy=True)[1], scale)
+        assert torch.equal(KERNELS.single_pass(Chunk(raw, ids, transform), want, entropy=True)[1], scale)
         assert torch.equal(other[:, 3:78], want)
         assert torch.equal(part, raw)
         assert (other[:, :3] == 55.0).all()
@@ -125,12 +125,12 @@ def test_special_values(cap: float | None) -> None:
     raw[6, [20, 49]] = INF
     raw[7, :49] = -INF
     transform = LogitTransform(softcap=cap)
-    stats = KERNELS.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
+    stats = KERNELS.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
     by_grad = torch.empty_like(raw)
-    KERNELS.grad(raw, ids, stats, torch.ones(9, device=DEVICE), None, transform, by_grad)
+    KERNELS.grad(Chunk(raw, ids, transform), stats, torch.ones(9, device=DEVICE), None, by_grad)
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty_like(raw, dtype=dtype)
-        found, scale = KERNELS.single_pass(raw, ids, transform, out, entropy=True, extras=EXTRAS)
+        found, scale = KERNELS.single_pass(Chunk(raw, ids, transform), out, entropy=True, extras=EXTRAS)
         assert_same(found, stats, nan=True)
         d = out.double() * scale.double()[:, None]
         assert torch.equal(d.isnan(), by_grad.isnan())
@@ -146,12 +146,12 @@ def test_the_backend() -> None:
     assert not isinstance(torch_rows, SinglePassRowBackend)
     raw, ids = rows(3, 2100)
     out = torch.empty_like(raw, dtype=torch.bfloat16)
-    stats, scale = backend.single_pass(raw, ids, PLAIN, out, entropy=True)
-    assert_same(stats, backend.stats(raw, ids, PLAIN, entropy=True))
+    stats, scale = backend.single_pass(Chunk(raw, ids, PLAIN), out, entropy=True)
+    assert_same(stats, backend.stats(Chunk(raw, ids, PLAIN), entropy=True))
     by_grad, ones = torch.empty_like(raw), torch.ones_like(scale)
-    backend.grad(raw, ids, stats, ones, None, PLAIN, by_grad)
+    backend.grad(Chunk(raw, ids, PLAIN), stats, ones, None, by_grad)
     torch.testing.assert_close(out.float() * scale[:, None], by_grad, rtol=2**-8, atol=1e-12)
-    _, scale = backend.single_pass(raw, ids, PLAIN, raw, entropy=False)
+    _, scale = backend.single_pass(Chunk(raw, ids, PLAIN), raw, entropy=False)
     assert torch.equal(raw, by_grad)
     with pytest.raises(ValueError, match="out: expected float32 or bfloat16"):
-        backend.single_pass(raw, ids, PLAIN, out.half(), entropy=False)
+        backend.single_pass(Chunk(raw, ids, PLAIN), out.half(), entropy=False)

@@ -9,6 +9,7 @@ from tests.support.row_truth import check, check_stats, gradient, truth
 
 pytest.importorskip("triton")
 
+from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows import INTERPRETED, TritonRows
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from tests.support.row_cases import DEVICE, PLAIN
@@ -34,9 +35,9 @@ def test_offsets_beyond_32_bits() -> None:
     raw = torch.zeros(n, vocab, device=DEVICE)
     raw[-3:] = torch.randn(3, vocab, device=DEVICE) * 3
     ids = torch.randint(vocab, (n,), device=DEVICE)
-    stats = TritonRows().stats(raw, ids, PLAIN, entropy=True)
+    stats = TritonRows().stats(Chunk(raw, ids, PLAIN), entropy=True)
     last, a = raw[-3:].clone(), torch.randn(n, device=DEVICE)
     at = truth(last, ids[-3:], PLAIN)
     check_stats(stats.rows(slice(n - 3, n)), at)
-    TritonRows().grad(raw, ids, stats, a, None, PLAIN, raw)
+    TritonRows().grad(Chunk(raw, ids, PLAIN), stats, a, None, raw)
     check("d raw", raw[-3:], *gradient(at, ids[-3:], a[-3:], None))
