@@ -69,7 +69,7 @@ def outcomes(raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int = 3)
     fused = CPP.fused(raw, ids, transform, loss, found.setdefault("d fused", torch.empty_like(wide)))
     assert_same(fused, stats, nan=True)
     found |= {field: getattr(stats, field) for field in FIELDS}
-    return found | stats.extras | fused.extras
+    return found | stats.extras | fused.terms
 
 
 @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16, torch.float16], ids=str)
@@ -163,7 +163,7 @@ def test_no_rows() -> None:
     stats = CPP.stats(raw, none, PLAIN, entropy=True, extras=EXTRAS)
     fused = CPP.fused(raw, none, PLAIN, make_loss(stats.logps, 3), torch.empty_like(raw))
     CPP.grad(raw, none, stats, stats.logps, None, PLAIN, torch.empty_like(raw))
-    assert all(x.shape == (0,) for x in (*stats.extras.values(), *fused.extras.values(), stats.logps, fused.entropies))
+    assert all(x.shape == (0,) for x in (*stats.extras.values(), *fused.terms.values(), stats.logps, fused.entropies))
 
 
 def many_outcomes() -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:

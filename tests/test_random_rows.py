@@ -71,7 +71,7 @@ def check_no_rows(kernels: Everywhere, raw: Tensor, ids: Tensor, transform: Logi
     stats = kernels.stats(raw, ids, transform, entropy=True, extras=EXTRAS)
     fused = kernels.fused(raw, ids, transform, make_loss(stats.logps, kind), torch.empty_like(raw))
     kernels.grad(raw, ids, stats, stats.logps, stats.logps, transform, torch.empty_like(raw))
-    assert all(x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.extras.values()))
+    assert all(x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.terms.values()))
 
 
 def with_tensors(transform: LogitTransform, dtype: torch.dtype) -> LogitTransform:
@@ -166,8 +166,8 @@ class Everywhere(CppRows):
                 out.copy_(to)
             assert same(to.contiguous(), out.contiguous())
             spoiled = super().fused(x, odd, transform, token_loss, to)
-            for name, term in spoiled.extras.items():
-                assert same(term[~bad], results[0].extras[name][~bad]), name
+            for name, term in spoiled.terms.items():
+                assert same(term[~bad], results[0].terms[name][~bad]), name
                 assert term[bad].isnan().all(), name
             assert same(to[~bad], out[~bad])
             assert to[bad].isnan().all()

@@ -78,10 +78,10 @@ def test_default_tiles(vocab: int) -> None:
     fused = backend.fused(raw, ids, transform, loss, out)
     assert_same(fused, stats)
     by_grad = torch.empty_like(raw)
-    b = torch.full_like(stats.logps, loss.b) if loss.b else None
-    backend.grad(raw, ids, stats, fused.extras["a"], b, transform, by_grad)
+    b = torch.full_like(stats.logps, loss.d_entropy) if loss.d_entropy else None
+    backend.grad(raw, ids, stats, fused.terms["a"], b, transform, by_grad)
     assert torch.equal(out, by_grad)
-    check("d raw", out, *gradient(at, ids, fused.extras["a"], b))
+    check("d raw", out, *gradient(at, ids, fused.terms["a"], b))
 
 
 def test_refusals() -> None:

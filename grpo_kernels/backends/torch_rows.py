@@ -65,7 +65,7 @@ class TorchRows:
                 {name: x[block] for name, x in out.items()},
                 {name: x[block] for name, x in more.items()},
             )
-        return RowStats(**out, extras=more)
+        return RowStats(out["logps"], out["max_logit"], out["log_sum"], out.get("entropies"), more)
 
     def grad(
         self,
