@@ -12,6 +12,7 @@ from typing import ClassVar
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "grpo_kernels.backends.cpp_rows.grpo_kernels_cpp"
@@ -36,6 +37,13 @@ class NativeWheel(bdist_wheel):
         return ("py3", "none", tag[2]) if self.native else tag
 
 
+class Modules(build_py):
+    """Without csrc/generate.py, which writes csrc/formulas.h in a checkout."""
+
+    def find_package_modules(self, package, package_dir):
+        return [] if package == "grpo_kernels.csrc" else super().find_package_modules(package, package_dir)
+
+
 class BuildLibrary(build_ext):
     """Has the package itself build its library, in a process of its own."""
 
@@ -51,5 +59,5 @@ class BuildLibrary(build_ext):
 setup(
     packages=[*find_packages(include=["grpo_kernels*"]), "grpo_kernels.csrc"],
     package_dir={"grpo_kernels.csrc": "csrc"},
-    cmdclass={"bdist_wheel": NativeWheel, "build_ext": BuildLibrary},
+    cmdclass={"bdist_wheel": NativeWheel, "build_ext": BuildLibrary, "build_py": Modules},
 )

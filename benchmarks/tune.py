@@ -263,8 +263,8 @@ def row_runs(kernel: str, n: int, vocab: int, device: torch.device) -> Callable[
     out = torch.empty(n, vocab, device=device, dtype=torch.float32 if INTERPRETED else torch.bfloat16)
     plain, known = LogitTransform(), RowStats(-some(), logits.amax(1), some(), some())
     loss = TokenLoss(
-        surrogate="clipped", kl="k3", corrects_kl=False, advantages=some(), weights=some(), old=-some(), ref=-some(),
-        gate=None, clip_low=0.8, clip_high=1.2, delta=math.inf, tau_pos=1.0, tau_neg=1.05, beta=0.04, b=0.0,
+        surrogate="clipped", kl="k3", corrects_kl=False, advantages=some(), d_logps=None, weights=some(), old=-some(),
+        ref=-some(), gate=None, constants=(0.8, 1.2, math.inf), beta=0.04, d_entropy=0.0,
     )  # fmt: skip
     a = some()
     return {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "row.h"
 #include "row_stats.h"
@@ -182,7 +183,8 @@ void grad_of(const Tensor& logits, const Tensor& ids, const Transform& transform
 }
 
 struct TokenTensors {
-  Tensor advantages, weights;
+  MaybeTensor advantages, d_logps;
+  Tensor weights;
   MaybeTensor old, ref, gate;
 };
 
@@ -196,7 +198,8 @@ void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
               const LossConstants<double>& given, const FusedResults& results) {
   const Chunk<T> chunk(logits, ids, transform);
   const int64_t n = logits.size(0);
-  const T *advantages = column<T>(tokens.advantages, n, "advantages"), *weights = column<T>(tokens.weights, n, "weights");
+  const T *advantages = column<T>(tokens.advantages, n, "advantages"), *d_logps = column<T>(tokens.d_logps, n, "d_logps");
+  const T* weights = column<T>(tokens.weights, n, "weights");
   const T *old = column<T>(tokens.old, n, "old"), *ref = column<T>(tokens.ref, n, "ref");
   const T* gate = column<T>(tokens.gate, n, "gate");
   const StatColumns<T> stats(n, results.logps, results.max_logit, results.log_sum, results.entropies);
@@ -206,6 +209,10 @@ void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
   const bool has_kl = constants.estimator != Estimator::none;
   STD_TORCH_CHECK(tokens.ref.has_value() == has_kl && results.kl.has_value() == has_kl,
                   "ref, kl: expected with an estimator, and without one neither");
+  const bool on_policy = old == nullptr;
+  STD_TORCH_CHECK(on_policy == (d_logps != nullptr) && on_policy == (advantages == nullptr),
+                  "old, advantages: expected together, and without them d_logps");
+  const T* slopes = on_policy ? d_logps : advantages;
   std::optional<Matrix> to;
   if (results.out.has_value()) {
     to.emplace(*results.out, n, logits.size(1), "out");
@@ -213,12 +220,12 @@ void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
   }
   chunk.each_row(n, [&](int64_t i) {
     write_stats(chunk, stats, i, false);
-    const Token<T> token{advantages[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
-                         old == nullptr, gate != nullptr};
+    const Token<T> token{slopes[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
+                         on_policy, gate != nullptr};
     const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
     loss[i] = terms.loss, a[i] = terms.a, log_ratio[i] = terms.log_ratio;
     if (kl != nullptr) kl[i] = terms.kl;
-    if (to.has_value()) write_gradient(chunk, stats, i, terms.a, constants.b, constants.b != T(0), 0, *to);
+    if (to.has_value()) write_gradient(chunk, stats, i, terms.a, constants.d_entropy, constants.d_entropy != T(0), 0, *to);
   });
 }
 
@@ -242,17 +249,21 @@ void grad(const Tensor& logits, const Tensor& ids, const MaybeTensor& bias, cons
 
 void fused(const Tensor& logits, const Tensor& ids, const MaybeTensor& bias, const MaybeTensor& inv_temperatures,
            double inner, double outer, bool has_softcap, std::optional<ScalarType> rounded_to,
-           const Tensor& advantages, const Tensor& weights, const MaybeTensor& old, const MaybeTensor& ref,
-           const MaybeTensor& gate, int64_t surrogate, int64_t estimator, bool corrects_kl, double clip_low,
-           double clip_high, double delta, double tau_pos, double tau_neg, double beta, double b, const Tensor& logps,
+           const MaybeTensor& advantages, const MaybeTensor& d_logps, const Tensor& weights, const MaybeTensor& old,
+           const MaybeTensor& ref, const MaybeTensor& gate, int64_t surrogate, std::vector<double> constants,
+           int64_t estimator, bool corrects_kl, double beta, double d_entropy, const Tensor& logps,
            const Tensor& max_logit, const Tensor& log_sum, const Tensor& entropies, const Tensor& loss,
            const Tensor& a, const Tensor& log_ratio, const MaybeTensor& kl, const MaybeTensor& out) {
-  STD_TORCH_CHECK(surrogate >= 0 && surrogate <= 4 && estimator >= 0 && estimator <= 3, "surrogate, estimator: unknown");
+  STD_TORCH_CHECK(surrogate >= 0 && surrogate < kSurrogates, "surrogate: unknown");
+  STD_TORCH_CHECK(estimator >= 0 && estimator < kEstimators, "estimator: unknown");
+  STD_TORCH_CHECK(static_cast<int64_t>(constants.size()) == kConstants[surrogate], "constants: expected ",
+                  kConstants[surrogate], " for this surrogate");
   const Transform transform{bias, inv_temperatures, inner, outer, has_softcap, rounded_to};
-  const LossConstants<double> constants{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator),
-                                        corrects_kl, clip_low, clip_high, delta, tau_pos, tau_neg, beta, b};
+  LossConstants<double> given{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), corrects_kl, beta,
+                              d_entropy, {}};
+  std::copy(constants.begin(), constants.end(), given.constants);
   const auto run = logits.scalar_type() == ScalarType::Double ? fused_of<double> : fused_of<float>;
-  run(logits, ids, transform, {advantages, weights, old, ref, gate}, constants,
+  run(logits, ids, transform, {advantages, d_logps, weights, old, ref, gate}, given,
       {logps, max_logit, log_sum, entropies, loss, a, log_ratio, kl, out});
 }
 
@@ -277,9 +288,8 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
         "Tensor logps, Tensor max_logit, Tensor log_sum, Tensor? entropies, Tensor a, Tensor? b, int first_id, "
         "*, Tensor(a!) out) -> ()");
   m.def("fused(" ROWS
-        "Tensor advantages, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, int surrogate, int estimator, "
-        "bool corrects_kl, float clip_low, float clip_high, float delta, float tau_pos, float tau_neg, float beta, "
-        "float b, *, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, "
+        "Tensor? advantages, Tensor? d_logps, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, int surrogate, "
+        "float[] constants, int estimator, bool corrects_kl, float beta, float d_entropy, *, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, "
         "Tensor(e!) loss, Tensor(f!) a, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? out) -> ()");
   m.def("isa(str name) -> str");
 }

@@ -8,19 +8,16 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
 from grpo_kernels.base.checks import check_number
+from grpo_kernels.objective.losses import LOSSES, loss_of
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
-CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # min(ratio * A, clip(ratio) * A)
-NUM_ITEMS_LOSS_TYPES = ("dapo", "cispo", "vespo")  # normalised by num_items_in_batch
-
-_CHOICES = {
-    "loss_type": LOSS_TYPES,
+_CHOICES: dict[str, Collection[str]] = {
+    "loss_type": LOSSES,
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -125,9 +122,10 @@ class LossConfig:
             name, value = field.name, getattr(self, field.name)
             plain = value
             if name in _CHOICES:
-                if value not in _CHOICES[name]:
-                    raise ValueError(f"{name}: expected one of {', '.join(_CHOICES[name])}, got {value!r}")
-                plain = _CHOICES[name][_CHOICES[name].index(value)]
+                choices = (*_CHOICES[name],)
+                if value not in choices:
+                    raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+                plain = choices[choices.index(value)]
             elif name in _SWITCHES:
                 if not isinstance(value, bool):
                     raise TypeError(f"{name}: expected a bool, got {value!r}")
@@ -169,27 +167,27 @@ class LossConfig:
     @property
     def corrects_kl(self) -> bool:
         """Whether the KL estimate is multiplied by the ratio."""
-        return self.beta != 0.0 and self.use_bias_correction_kl and self.loss_type != "gmpo"
+        return self.beta != 0.0 and self.use_bias_correction_kl and loss_of(self).corrects_kl
 
     @property
     def ratio_is_per_sequence(self) -> bool:
         """Whether the policy term sees one ratio a sequence, so that the tokens of a sequence are coupled."""
-        return self.importance_sampling_level == "sequence" or self.loss_type in ("vespo", "gmpo")
+        return self.importance_sampling_level == "sequence" or loss_of(self).shares_ratio
 
     @property
     def masks_off_policy(self) -> bool:
         """Whether off-policy sequences are dropped."""
-        return self.off_policy_mask_threshold is not None and self.loss_type != "gmpo"
+        return self.off_policy_mask_threshold is not None and loss_of(self).masks
 
     @property
     def multiplies_by_importance_ratio(self) -> bool:
         """Whether an importance sampling ratio is a factor on the policy term."""
-        return self.loss_type not in ("vespo", "gmpo")
+        return loss_of(self).importance_ratio == "factor"
 
     @property
     def corrects_sampling(self) -> bool:
         """Whether the importance sampling ratio is made here."""
-        return self.vllm_importance_sampling_correction and self.loss_type != "gmpo"
+        return self.vllm_importance_sampling_correction and loss_of(self).importance_ratio is not None
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:

@@ -21,7 +21,7 @@ from grpo_kernels.loss import LossOutput
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
-from grpo_kernels.objective.metrics import loss_metrics
+from grpo_kernels.objective.measure import loss_metrics
 from grpo_kernels.objective.normaliser import check_num_items, token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.objective.sampler_correction import check_sampling

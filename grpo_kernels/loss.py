@@ -6,7 +6,7 @@
     weights = the loss type's normaliser, one weight a token                     aggregate.py
     logps, entropies = hidden @ weight.T, a chunk of rows at a time              engine/sweep.py, backends/
     R       = logps - old_per_token_logps                                        objective.py
-    l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  surrogates.py
+    l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  token_loss/formulas.py
     loss    = sum(weights * l) - entropy_coef * mean entropy
     engine  = the cheapest that gives this loss its exact gradient               engine/plan.py
 

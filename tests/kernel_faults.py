@@ -26,7 +26,8 @@ WHOLE = ("tests/call/test_differential.py", "-k", "fixed_case and torch and (A o
 CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
 
 STATS, GRAD, FUSED, REDUCE, STEPS = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce", "steps"))
-MATH, TRANSFORM, MIRROR = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
+MATH, TRANSFORM, PRIMITIVES = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
+FORMULAS = "grpo_kernels/token_loss/formulas.py"
 DOT_KERNEL, SINGLE = KERNELS + "dot.py", KERNELS + "single_pass.py"
 FAULTS = [
     # the row reduction
@@ -140,34 +141,42 @@ FAULTS = [
     # the surrogates
     Fault(
         "a bound does not pass",
-        MIRROR,
-        "(ratio >= clip_low) & (ratio <= clip_high)",
-        "(ratio > clip_low) & (ratio < clip_high)",
+        FORMULAS,
+        "(ratio >= low) & (ratio <= high)",
+        "(ratio > low) & (ratio < high)",
         SURROGATES,
     ),
-    Fault("delta ignored", MIRROR, "tl.where(ratio > delta, delta, ratio)", "ratio", SURROGATES),
+    Fault("delta ignored", FORMULAS, "where(ratio > delta, delta, ratio)", "ratio", SURROGATES),
     Fault(
         "temperatures of SAPO swapped",
-        MIRROR,
-        "tl.where(advantage > 0, tau_pos, tau_neg)",
-        "tl.where(advantage > 0, tau_neg, tau_pos)",
+        FORMULAS,
+        "full_like(ratio, tau_pos), full_like(ratio, tau_neg)",
+        "full_like(ratio, tau_neg), full_like(ratio, tau_pos)",
         SURROGATES,
     ),
     Fault(
         "CISPO's ratio not capped",
-        MIRROR,
-        "weight = -tl.where(ratio > clip_high, clip_high, ratio)",
+        FORMULAS,
+        "weight = -where(ratio > cap, cap, ratio)",
         "weight = -ratio",
         SURROGATES,
     ),
     Fault(
         "0 * inf",
-        MIRROR,
-        "return tl.where((factor == 0.0) & (x == x), 0.0, x * factor)",
+        FORMULAS,
+        "return where((factor == 0.0) & (x == x), 0.0, x * factor)",
         "return x * factor",
         SURROGATES,
     ),
-    Fault("k3's derivative", MIRROR, "return expm1(d) - d, -expm1(d)", "return expm1(d) - d, -d", SURROGATES),
+    Fault("k3's derivative", FORMULAS, "return expm1(d) - d, -expm1(d)", "return expm1(d) - d, -d", SURROGATES),
+    Fault(
+        "k and lambda of VESPO by another sign",
+        FORMULAS,
+        "k = where(advantage >= 0.0",
+        "k = where(advantage < 0.0",
+        SURROGATES,
+    ),
+    Fault("the greater for the lesser", PRIMITIVES, "tl.where(x < y, x, y)", "tl.where(x < y, y, x)", SURROGATES),
     # scoring without logits
     Fault(
         "a phantom column of the last tile",

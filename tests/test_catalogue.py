@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import grpo_loss, linear_logprob
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES
 from tests.support.run_case import arguments, run
@@ -351,15 +351,16 @@ def test_kl_gradient_crosses_tokens_of_a_sequence(corrected: bool) -> None:
 @pytest.mark.parametrize("edge", ["on-policy", "low", "high", "delta"])
 def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
     """At a clip edge and at A = 0 the gradient is that of torch's min and clamp."""
-    from grpo_kernels.objective.surrogates import clipped
+    from grpo_kernels.token_loss.formulas import clipped
 
-    config = LossConfig(epsilon=0.5, epsilon_high=1.0, delta=4.0)
     ratio = torch.tensor({"on-policy": 1.0, "low": 0.5, "high": 2.0, "delta": 4.0}[edge], dtype=F64)
     log_ratio = ratio.log().requires_grad_()
     assert float(log_ratio.detach().exp()) == float(ratio)
     r = log_ratio.exp()
     (-torch.minimum(r.clamp(max=4.0) * advantage, r.clamp(0.5, 2.0) * advantage)).backward()
-    loss, slope, through_logp = clipped(config, log_ratio.detach(), torch.tensor(advantage, dtype=F64))
+    loss, slope, through_logp = clipped(
+        log_ratio.detach(), torch.tensor(advantage, dtype=F64), ratio.log(), 0.5, 2.0, 4.0
+    )
     assert float(slope) == float(log_ratio.grad)
     assert float(through_logp) == 0.0
     assert float(loss) == -min(min(float(ratio), 4.0) * advantage, min(max(float(ratio), 0.5), 2.0) * advantage)

@@ -53,13 +53,12 @@ REACHES = {
     "batch": {"base"},
     "backends": {"base", "token_loss"},
     "engine": {"base", "token_loss", "backends"},  # the vocabulary, and no policy
-    "config": {"base"},
-    "objective": {"base", "token_loss", "batch", "config"},  # the policy, and no vocabulary
+    "objective": {"base", "token_loss", "batch"},  # the policy, and no vocabulary
     "head": {"base", "token_loss", "backends", "engine"},
 }
 INNER = {*REACHES, "call"}
 REACHES |= {"call": INNER, "public": INNER, "diagnostics": {*INNER, "public"}, "integrations": {*INNER, "public"}}
-FILES_OF = {"config": {"config", "presets"}, "diagnostics": {"__main__", "report"}, "objective": {"objectives"}}
+FILES_OF = {"diagnostics": {"__main__", "report"}, "objective": {"config", "objectives", "presets"}}
 PUBLIC = {"expectation", "from_logps", "kept_set", "logprob", "loss", "modules"}
 FILES_OF["public"] = PUBLIC
 

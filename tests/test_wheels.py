@@ -19,7 +19,7 @@ from grpo_kernels.backends.cpp_rows import build
 from tests.support.acted_build import script
 
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
-SOURCES = {path.name for path in (CHECKOUT / "csrc").iterdir()}
+SOURCES = {path.name for path in (CHECKOUT / "csrc").iterdir() if path.suffix in (".cpp", ".h", ".inl")}
 LIBRARY = "grpo_kernels/backends/cpp_rows/grpo_kernels_cpp.so"
 NATIVE = "--config-settings=--build-option=--native"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]

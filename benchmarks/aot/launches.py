@@ -36,7 +36,7 @@ class Launch:
     """A kernel and the arguments of `triton.compiler.ASTSource`."""
 
     kernel: JITFunction
-    signature: dict[str, str]
+    signature: dict[str, Any]  # a tuple's is a tuple
     constexprs: dict[tuple[int, ...], Any]
     attrs: dict[tuple[int, ...], Any]
     options: dict[str, Any]
@@ -72,8 +72,10 @@ def describe(kernel: JITFunction, given: dict[str, Any]) -> Launch:
     return Launch(kernel, signature, constexprs, attrs, options)
 
 
-def _specialise(value: Any, param: Any) -> tuple[str, bool]:
+def _specialise(value: Any, param: Any) -> tuple[Any, bool]:
     """The type of an argument, and whether the compiler may take it for a multiple of 16."""
+    if isinstance(value, tuple):
+        return tuple(_specialise(x, param)[0] for x in value), False
     if param.is_constexpr or value is None:
         return "constexpr", False
     if isinstance(value, torch.Tensor):

@@ -195,10 +195,12 @@ def token_loss(
     surrogate: str, kl: str | None, corrects_kl: bool, has_gate: bool, _out: torch.dtype | None, b: float
 ) -> TokenLoss:
     on_policy = surrogate in ("constant", "linear")
+    constants = {"clipped": (0.8, 1.2, float("inf")), "cispo": (1.2,), "sapo": (1.0, 1.05)}.get(surrogate, ())
     return TokenLoss(
-        surrogate=surrogate, kl=kl, corrects_kl=corrects_kl, advantages=empty(N), weights=empty(N),
+        surrogate=surrogate, constants=constants, kl=kl, corrects_kl=corrects_kl,
+        advantages=None if on_policy else empty(N), d_logps=empty(N) if on_policy else None, weights=empty(N),
         old=None if on_policy else empty(N), ref=None if kl is None else empty(N), gate=empty(N) if has_gate else None,
-        clip_low=0.8, clip_high=1.2, delta=float("inf"), tau_pos=1.0, tau_neg=1.05, beta=0.04, b=b,
+        beta=0.04, d_entropy=b,
     )  # fmt: skip
 
 

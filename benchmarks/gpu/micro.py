@@ -106,17 +106,14 @@ def _clipped_loss(logps: torch.Tensor) -> Any:
         kl=None,
         corrects_kl=False,
         advantages=ones,
+        d_logps=None,
         weights=ones / len(ones),
         old=logps - 0.1,
         ref=None,
         gate=None,
-        clip_low=0.8,
-        clip_high=1.2,
-        delta=float("inf"),
-        tau_pos=1.0,
-        tau_neg=1.05,
+        constants=(0.8, 1.2, float("inf")),
         beta=0.0,
-        b=0.0,
+        d_entropy=0.0,
     )
 
 

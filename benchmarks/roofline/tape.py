@@ -164,7 +164,7 @@ class NotedRows:
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
-        return self._statistics(chunk.logits, token_loss.terms)
+        return self._statistics(chunk.logits, terms=token_loss.terms)
 
     def single_pass(
         self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
@@ -173,9 +173,10 @@ class NotedRows:
         found = self._statistics(chunk.logits, extras)
         return found, found.logps
 
-    def _statistics(self, logits: Tensor, extras: tuple[str, ...]) -> RowStats:
+    def _statistics(self, logits: Tensor, extras: tuple[str, ...] = (), terms: tuple[str, ...] = ()) -> RowStats:
         new = lambda: pretend_gpu.OnGPU(torch.zeros(logits.shape[0]))  # noqa: E731
-        return RowStats(new(), new(), new(), new(), {name: new() for name in extras})
+        more = ({name: new() for name in names} for names in (extras, terms))
+        return RowStats(new(), new(), new(), new(), *more)
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -63,23 +63,30 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
-    extras: dict[str, Tensor] = field(default_factory=dict)  # of STATISTICS, or a fused loss's terms
+    extras: dict[str, Tensor] = field(default_factory=dict)  # of STATISTICS
+    terms: dict[str, Tensor] = field(default_factory=dict)  # a fused loss's, see `TokenLoss`
 
     def rows(self, index: Tensor | slice) -> RowStats:
         """The statistics of the rows at `index`."""
         entropies = None if self.entropies is None else self.entropies[index]
-        extras = {name: x[index] for name, x in self.extras.items()}
-        return RowStats(self.logps[index], self.max_logit[index], self.log_sum[index], entropies, extras)
+        extras, terms = ({name: x[index] for name, x in more.items()} for more in (self.extras, self.terms))
+        return RowStats(self.logps[index], self.max_logit[index], self.log_sum[index], entropies, extras, terms)
 
     @staticmethod
     def concatenate(
-        chunks: list[RowStats], like: Tensor, dtype: torch.dtype, *, entropy: bool, extras: tuple[str, ...]
+        chunks: list[RowStats],
+        like: Tensor,
+        dtype: torch.dtype,
+        *,
+        entropy: bool,
+        extras: tuple[str, ...],
+        terms: tuple[str, ...] = (),
     ) -> RowStats:
         """The statistics of all chunks one after the other; of no rows, on the device of `like`, if there are none."""
         if not chunks:
             none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
             empty = {name: flags if name == "is_top1" else none for name in extras}
-            return RowStats(none, none, none, none if entropy else None, empty)
+            return RowStats(none, none, none, none if entropy else None, empty, dict.fromkeys(terms, none))
         if len(chunks) == 1:
             return chunks[0]
         return RowStats(
@@ -88,6 +95,7 @@ class RowStats:
             torch.cat([c.log_sum for c in chunks]),
             torch.cat([c.entropies for c in chunks if c.entropies is not None]) if entropy else None,
             {name: torch.cat([c.extras[name] for c in chunks]) for name in extras},
+            {name: torch.cat([c.terms[name] for c in chunks]) for name in terms},
         )
 
 
@@ -122,7 +130,7 @@ class FusedRowBackend(RowBackend, Protocol):
     """One that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """`stats`, the loss of each row, and `grad` where `out` is given, at once; the loss's terms are the extras.
+        """`stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once.
 
         An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
         """

@@ -64,7 +64,7 @@ class TorchRows:
                 {name: x[block] for name, x in out.items()},
                 {name: x[block] for name, x in more.items()},
             )
-        return RowStats(**out, extras=more)
+        return RowStats(out["logps"], out["max_logit"], out["log_sum"], out.get("entropies"), more)
 
     def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
         logits, transform = chunk.logits, chunk.transform

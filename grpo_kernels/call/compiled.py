@@ -19,7 +19,8 @@ from grpo_kernels.config import LossConfig, config_of
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.passes import STORING
 from grpo_kernels.engine.plan import Coupling, choose_engine
-from grpo_kernels.objective.metrics import Metrics, metric_names
+from grpo_kernels.objective.measure import metric_names
+from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.objective.normaliser import averaged_over
 
 _POLICY_LOSS = torch.ops.grpo_kernels.policy_loss.default

@@ -27,7 +27,8 @@ from grpo_kernels.head.lora import LoRA, check_lora
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
-from grpo_kernels.objective.metrics import Metrics, loss_metrics
+from grpo_kernels.objective.measure import loss_metrics
+from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.objective.normaliser import check_num_items, token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.objective.sampler_correction import check_sampling
@@ -55,7 +56,7 @@ class LossCall:
         if self.request.token_loss is None:
             return self.objective.evaluate(stats.logps, stats.entropies)
         assert isinstance(self.objective, PolicyObjective)
-        return self.objective.assemble(stats.extras, stats.entropies)
+        return self.objective.assemble(stats.terms, stats.entropies)
 
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
         """What happened, from the statistics of all rows and what they evaluated to."""

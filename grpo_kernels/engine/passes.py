@@ -212,6 +212,11 @@ def _score_without_logits(head: Head, rows: Rows, request: Request) -> RowStats:
 
 def _interleave(first: RowStats, at_first: Tensor, second: RowStats, at_second: Tensor) -> RowStats:
     both = RowStats.concatenate(
-        [first, second], first.logps, first.logps.dtype, entropy=first.entropies is not None, extras=(*first.extras,)
+        [first, second],
+        first.logps,
+        first.logps.dtype,
+        entropy=first.entropies is not None,
+        extras=(*first.extras,),
+        terms=(*first.terms,),
     )
     return both.rows(torch.cat([at_first, at_second]).argsort())

@@ -31,7 +31,7 @@ class Asked:
         stats: the statistics, (n,) each, where they are known already.
         coefficients: of the gradient; called with places among the rows (m,) and their statistics, a chunk at a time.
         slopes: whether all coefficients are a = 1, b = 0, in place of `coefficients`.
-        token_loss: the loss of the rows, for a backend that fuses: its terms are then the extras, and `coefficients`
+        token_loss: the loss of the rows, for a backend that fuses: its terms are then there too, and `coefficients`
             are asked only where d logits have to be scaled before they are rounded.
         wants: which gradients; None: none.
     """
@@ -214,10 +214,10 @@ class _Chunks:
         asked = self._asked
         if asked.stats is not None:
             return asked.stats
-        entropy, extras = asked.entropy, asked.extras
-        if asked.token_loss is not None:
-            entropy, extras = True, asked.token_loss.terms
-        return RowStats.concatenate(self._stats, like, self._config.accumulator, entropy=entropy, extras=extras)
+        dtype, loss = self._config.accumulator, asked.token_loss
+        if loss is not None:
+            return RowStats.concatenate(self._stats, like, dtype, entropy=True, extras=(), terms=loss.terms)
+        return RowStats.concatenate(self._stats, like, dtype, entropy=asked.entropy, extras=asked.extras)
 
     def row_factor(self) -> Tensor | None:
         """What the rows of d hidden are still to be multiplied by, (n,); None: nothing."""

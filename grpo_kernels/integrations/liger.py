@@ -8,6 +8,7 @@ liger-kernel. Where Liger's loss is not TRL's, this one is TRL's: docs/trainers.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.call.projection import check_options
-from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
+from grpo_kernels.config import LossConfig
 from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import LossOutput, grpo_loss
+from grpo_kernels.objective.losses import loss_of
 
 __all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]
 
@@ -163,9 +165,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     "grpo_kernels: Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.",
                     stacklevel=2,
                 )
-        num_items_in_batch = (
-            _items_of_a_rank(attention_mask, num_items_in_batch) if self.loss_type in NUM_ITEMS_LOSS_TYPES else None
-        )
+        takes_items = loss_of(config).normaliser == "num_items"
+        num_items_in_batch = _items_of_a_rank(attention_mask, num_items_in_batch) if takes_items else None
         out = grpo_loss(
             _input,
             lin_weight,
@@ -227,6 +228,7 @@ def _clipped_share(
     config: LossConfig, out: LossOutput, mask: Tensor, advantages: Tensor, old_per_token_logps: Tensor | None
 ) -> Tensor:
     """The share of the counted tokens whose ratio, before `delta`, is outside the range on the side that is clipped."""
+    loss_type, config = loss_of(config), replace(config, delta=None)
     counted, logps = mask != 0, out.per_token_logps
     log_ratio = torch.zeros_like(logps)
     if old_per_token_logps is not None:
@@ -234,13 +236,13 @@ def _clipped_share(
     if config.importance_sampling_level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True) / counted.sum(dim=1, keepdim=True).clamp(min=1)
     ratio, advantages = log_ratio.exp(), advantages if advantages.dim() == 2 else advantages[:, None]
-    if config.loss_type in ("sapo", "vespo"):
-        return torch.zeros_like(out.loss)
-    if config.loss_type == "cispo":
-        clipped = (ratio > config.clip_high) & (advantages > 0)
-    else:
-        low, high = (ratio < 1 - config.epsilon) & (advantages < 0), (ratio > 1 + config.clip_high) & (advantages > 0)
+    if loss_type.capped is not None:
+        clipped = loss_type.capped(config, ratio, advantages)
+    elif loss_type.clipped is not None:
+        low, high = loss_type.clipped(config, ratio, log_ratio, advantages)
         clipped = low | high
+    else:
+        return torch.zeros_like(out.loss)
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 

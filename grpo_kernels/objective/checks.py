@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
+from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.losses import loss_of
 
 
 def check_config(config: Any) -> None:
@@ -43,7 +44,7 @@ def warn_of_inputs(
     sampling_per_token_logps: Any,
 ) -> None:
     """Warn, once each, of inputs that nothing reads or that are too coarse for their use. The inputs are checked."""
-    if num_items_in_batch is not None and config.loss_type not in NUM_ITEMS_LOSS_TYPES:
+    if num_items_in_batch is not None and loss_of(config).normaliser != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the call. Under gradient "
             "accumulation divide the loss by the number of steps, and leave num_items_in_batch out"

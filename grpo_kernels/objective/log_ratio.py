@@ -1,11 +1,16 @@
-"""The log-ratio that a policy term sees: a token's own, or one a sequence, shared by its tokens."""
+"""The log-ratio that a policy term sees: a token's own, or one per sequence, shared by its tokens."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.batch.tokens import Tokens
+
+LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
 
 
 class LogRatio:
@@ -26,7 +31,7 @@ class LogRatio:
 
     @property
     def is_shared(self) -> bool:
-        """Whether R is one a sequence."""
+        """Whether R is one per sequence."""
         return self._tokens is not None
 
     def to_logps(self, d_log_ratio: Tensor) -> Tensor:
@@ -36,3 +41,29 @@ class LogRatio:
         layout = self._tokens.layout
         passed = (layout.sequence_sum(d_log_ratio) / self._counts)[layout.sequence]
         return passed if self._passes is None else torch.where(self._passes, passed, 0.0)
+
+
+def of_level(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
+    """Each token's own, or the mean over its sequence: as `importance_sampling_level` says, whatever is `kept`."""
+    return LogRatio(tokens if config.importance_sampling_level == "sequence" else None, token_log_ratio)
+
+
+def clipped_mean(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
+    """GMPO's: the mean over the sequence's `kept` tokens of log-ratios that are clipped, one-sidedly, beforehand."""
+    up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
+    bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
+    passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
+    if kept is not None:
+        passes, bounded = passes & kept, torch.where(kept, bounded, 0.0)
+    return LogRatio(tokens, bounded, passes, kept=kept)
+
+
+def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
+    """VESPO's log w of each token's sequence: its log-ratios and log importance ratios, summed, (n,)."""
+    log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT))
+    if tokens.sequence_ratio is not None:
+        log_weight = log_weight + tokens.sequence_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    elif tokens.importance_sampling_ratio is not None:
+        log_is = tokens.importance_sampling_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+        log_weight = log_weight + tokens.layout.sequence_sum(log_is)
+    return log_weight.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[tokens.layout.sequence]

@@ -1,14 +1,16 @@
-"""Every normaliser as one weight a token: ``loss = sum(weight * per_token_loss)``.
+"""Every normaliser as one weight per token: ``loss = sum(weight * per_token_loss)``.
 
 With m the mask, n_b the counted tokens of sequence b (at least 1), B the number of sequences:
 
-================== =======================================
-grpo, sapo, gmpo   m / (n_b B)
-bnpo               m / sum m
-dr_grpo            m / (B max_completion_length)
-dapo, cispo, vespo m / num_items_in_batch
-luspo              m / B
-================== =======================================
+============= ===============================================
+sequence_mean m / (n_b B)
+token_mean    m / sum m
+max_length    m / (B max_completion_length)
+num_items     m / num_items_in_batch (absent: m / sum m)
+sequence_sum  m / B
+============= ===============================================
+
+Which of them a loss type has stands in `losses`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_tensor
 from grpo_kernels.batch.tokens import Layout
-from grpo_kernels.config import NUM_ITEMS_LOSS_TYPES, LossConfig
+from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.losses import loss_of
 
 
 def token_weights(
@@ -28,21 +31,18 @@ def token_weights(
 ) -> Tensor:
     """The weight of each counted token, (n,). `num_items_in_batch` is a number or a 0-d tensor; at least 1 is used."""
     batch, device = max(layout.batch, 1), layout.positions.device
+    normaliser = loss_of(config).normaliser
 
     def one_over(x: float) -> Tensor:  # rounded once, as the quotient of two numbers of `dtype` is
         return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
 
-    if config.loss_type in ("grpo", "sapo", "gmpo"):
+    if normaliser == "sequence_mean":
         return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)
-    if config.loss_type == "bnpo":
-        return one_over(max(layout.total, 1))
-    if config.loss_type == "dr_grpo":
+    if normaliser == "max_length":
         return one_over(batch * config.max_completion_length)
-    if config.loss_type == "luspo":
+    if normaliser == "sequence_sum":
         return one_over(batch)
-    if config.loss_type not in NUM_ITEMS_LOSS_TYPES:
-        raise NotImplementedError(f"loss_type: no normaliser for {config.loss_type!r}")
-    if num_items_in_batch is None:
+    if normaliser == "token_mean" or num_items_in_batch is None:
         return one_over(max(layout.total, 1))
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.device.type == "cpu":  # copying it to the device would wait for that
@@ -56,9 +56,10 @@ def averaged_over(config: LossConfig, *, num_items: bool) -> str:
 
     `num_items` says whether there is a ``num_items_in_batch``: calls of one batch then add up.
     """
-    if config.loss_type in NUM_ITEMS_LOSS_TYPES and num_items:
+    normaliser = loss_of(config).normaliser
+    if normaliser == "num_items" and num_items:
         return "nothing"
-    return "tokens" if config.loss_type in (*NUM_ITEMS_LOSS_TYPES, "bnpo") else "sequences"
+    return "tokens" if normaliser in ("num_items", "token_mean") else "sequences"
 
 
 def check_num_items(num_items_in_batch: Any) -> None:

@@ -19,7 +19,6 @@ The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cached_property
 
@@ -27,15 +26,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.config import CLIPPED_LOSS_TYPES, LossConfig
-from grpo_kernels.objective import surrogates
+from grpo_kernels.config import LossConfig
 from grpo_kernels.objective.evaluation import Evaluation, Terms
 from grpo_kernels.objective.log_ratio import LogRatio
+from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.sampler_correction import with_sampling_ratio
 from grpo_kernels.objective.token_masks import keep_high_entropy, keep_on_policy
+from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.token_loss.record import TokenLoss
-
-LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
 
 
 class PolicyObjective:
@@ -43,6 +41,7 @@ class PolicyObjective:
 
     def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
         self.config, self.tokens, self.weights = config, tokens, weights
+        self.loss_type = loss_of(config)
         if self._lacks_ratio and tokens.old_per_token_logps is not None:  # then it is known from the start
             self.tokens = with_sampling_ratio(config, tokens, tokens.old_per_token_logps)
 
@@ -105,7 +104,7 @@ class PolicyObjective:
     def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
         """(a, b) of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
         assert not self.couples_tokens
-        b = torch.full_like(logps, self._b) if self.has_entropy_gradient else None
+        b = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
         if not self.on_policy or self._lacks_ratio:
             return part._per_token(logps, None)[1], b
@@ -115,44 +114,32 @@ class PolicyObjective:
         return a, b
 
     @property
-    def _b(self) -> float:
+    def _d_entropy(self) -> float:
         """d loss / d entropy of every token, where no mask chooses among them."""
         return -self.config.entropy_coef / max(1, self.tokens.layout.total)
-
-    @property
-    def _is_linear(self) -> bool:
-        """Whether the policy term is a constant times logp, rather than a function of the ratio."""
-        return self.config.loss_type in ("cispo", "vespo")
 
     def token_loss(self) -> TokenLoss | None:
         """What a row kernel needs to compute this loss by itself; None if tokens are coupled or lack their ratio."""
         if self.couples_tokens or self._lacks_ratio:
             return None
-        config, tokens = self.config, self.tokens
+        config, tokens, loss_type = self.config, self.tokens, self.loss_type
         if self.on_policy:
-            surrogate = "linear" if self._is_linear else "constant"
-        elif config.loss_type in CLIPPED_LOSS_TYPES:
-            surrogate = "clipped"
-        elif config.loss_type in ("cispo", "sapo"):
-            surrogate = config.loss_type
+            surrogate = "linear" if loss_type.is_linear else "constant"
         else:
-            raise NotImplementedError(f"loss_type: no token loss for {config.loss_type!r}")
+            surrogate = loss_type.surrogate
         return TokenLoss(
             surrogate=surrogate,
+            constants=() if self.on_policy else tuple(float(x) for x in loss_type.constants(config)),
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=config.corrects_kl,
-            advantages=self._at_ratio_one.a if self.on_policy else tokens.advantages,
+            advantages=None if self.on_policy else tokens.advantages,
+            d_logps=self._at_ratio_one.a if self.on_policy else None,
             weights=self.weights,
             old=tokens.old_per_token_logps,
             ref=tokens.ref_per_token_logps if config.beta != 0.0 else None,
-            gate=None if self.on_policy else tokens.importance_sampling_ratio,
-            clip_low=1 - config.epsilon,
-            clip_high=config.clip_high if config.loss_type == "cispo" else 1 + config.clip_high,
-            delta=math.inf if config.delta is None else config.delta,
-            tau_pos=config.sapo_temperature_pos,
-            tau_neg=config.sapo_temperature_neg,
-            beta=config.beta,
-            b=self._b if self.has_entropy_gradient else 0.0,
+            gate=None if self.on_policy else self._gate(None, None),
+            beta=float(config.beta),
+            d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
         )
 
     def assemble(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
@@ -160,7 +147,7 @@ class PolicyObjective:
         policy_loss, known = terms["loss"].sum(), Terms()
         if self.on_policy:
             known = self._at_ratio_one.terms
-            if not self._is_linear:
+            if not self.loss_type.is_linear:
                 policy_loss = policy_loss + self._at_ratio_one.policy_loss
         bonus, b = self._entropy_bonus(entropies, None)
         log_ratio = terms["log_ratio"]
@@ -184,14 +171,19 @@ class PolicyObjective:
             return complete._per_token(logps, keep_entropy)
         old = tokens.old_per_token_logps
         token_log_ratio = torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
-        log_ratio = self._log_ratio(token_log_ratio, keep_entropy)
-        (loss, d_log_ratio, d_logps), phi = self._surrogate(log_ratio.value, token_log_ratio, logps)
+        log_ratio = self.loss_type.log_ratio(config, tokens, token_log_ratio, keep_entropy)
+        argument = (
+            log_ratio.value if self.loss_type.argument is None else self.loss_type.argument(tokens, token_log_ratio)
+        )
+        constants = self.loss_type.constants(config)
+        surrogate = SURROGATES[self.loss_type.surrogate]
+        loss, d_log_ratio, d_logps = surrogate(argument, tokens.advantages, logps, *constants)
+        phi = None if self.loss_type.phi is None else self.loss_type.phi(argument, tokens.advantages, *constants)
 
         on_policy_keep = keep_on_policy(config, tokens, logps)
-        if config.loss_type != "gmpo":  # which takes the entropy mask into its mean, and nothing else
-            gate = self._gate(on_policy_keep, keep_entropy)
-            if gate is not None:
-                loss, d_log_ratio, d_logps = (surrogates.times(x, gate) for x in (loss, d_log_ratio, d_logps))
+        gate = self._gate(on_policy_keep, keep_entropy)
+        if gate is not None:
+            loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
         if old is None:
             loss = loss + (logps - logps)  # NaN, where the gradient need not tell
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
@@ -220,61 +212,19 @@ class PolicyObjective:
         tokens = self.tokens
         gate = tokens.importance_sampling_ratio if self.config.multiplies_by_importance_ratio else None
         for keep in (on_policy_keep, keep_entropy):
-            if keep is not None:
+            if keep is not None and self.loss_type.masks:
                 gate = torch.where(keep, torch.ones_like(tokens.advantages) if gate is None else gate, 0.0)
         return gate
-
-    def _log_ratio(self, token_log_ratio: Tensor, keep_entropy: Tensor | None) -> LogRatio:
-        """R of each token; GMPO clips the log-ratios, one-sidedly, before it averages them."""
-        config, tokens = self.config, self.tokens
-        if config.loss_type == "gmpo":
-            up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
-            bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
-            passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
-            if keep_entropy is not None:
-                passes, bounded = passes & keep_entropy, torch.where(keep_entropy, bounded, 0.0)
-            return LogRatio(tokens, bounded, passes, kept=keep_entropy)
-        if config.importance_sampling_level == "sequence":
-            return LogRatio(tokens, token_log_ratio)
-        return LogRatio(None, token_log_ratio)
-
-    def _surrogate(
-        self, log_ratio: Tensor, token_log_ratio: Tensor, logps: Tensor
-    ) -> tuple[surrogates.Surrogate, Tensor | None]:
-        """The loss type's surrogate, and VESPO's phi."""
-        config, advantages = self.config, self.tokens.advantages
-        if config.loss_type == "cispo":
-            return surrogates.cispo(config, log_ratio, advantages, logps), None
-        if config.loss_type == "sapo":
-            return surrogates.sapo(config, log_ratio, advantages), None
-        if config.loss_type == "vespo":
-            return surrogates.vespo(config, self._log_weight(token_log_ratio), advantages, logps)
-        if config.loss_type == "gmpo":
-            return surrogates.sequence_mean(log_ratio, advantages), None
-        if config.loss_type in CLIPPED_LOSS_TYPES:
-            return surrogates.clipped(config, log_ratio, advantages), None
-        raise NotImplementedError(f"loss_type: no surrogate for {config.loss_type!r}")
-
-    def _log_weight(self, token_log_ratio: Tensor) -> Tensor:
-        """VESPO's log w of each token's sequence: its log-ratios and log importance ratios, summed, (n,)."""
-        tokens = self.tokens
-        log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT))
-        if tokens.sequence_ratio is not None:
-            log_weight = log_weight + tokens.sequence_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
-        elif tokens.importance_sampling_ratio is not None:
-            log_is = tokens.importance_sampling_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
-            log_weight = log_weight + tokens.layout.sequence_sum(log_is)
-        return log_weight.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[tokens.layout.sequence]
 
     def _kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate a token, and its part of a = d loss / d logp, beta included."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
-        kl, d_kl, d_corrected = surrogates.kl_estimate(config, logps, self.tokens.ref_per_token_logps)
+        kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, self.tokens.ref_per_token_logps)
         if not config.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
-        kl, a = surrogates.times(ratio, kl), weights * surrogates.times(ratio, d_corrected)
+        kl, a = times(ratio, kl), weights * times(ratio, d_corrected)
         if log_ratio.is_shared:  # then it moves by a part of this token's logp, and of the others'
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a
@@ -285,4 +235,4 @@ class PolicyObjective:
             return None, None
         kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
         weight = self.config.entropy_coef * kept / self.tokens.layout.over_ranks(kept.sum()).clamp(min=1.0)
-        return surrogates.times(entropies, weight).sum(), -weight
+        return times(entropies, weight).sum(), -weight

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_number
 from grpo_kernels.objective.custom import TokenInputs
-from grpo_kernels.objective.surrogates import times
+from grpo_kernels.token_loss.formulas import times
 
 __all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"]
 

@@ -1,15 +1,15 @@
-"""A built-in loss as numbers a token and a few constants: what a row kernel that fuses the loss needs of it.
+"""A built-in loss as numbers per token and a few constants: what a row kernel that fuses the loss needs of it.
 
-With R = logp - old (0 on-policy), w the weight, gate the importance ratio and the masks, and ``surrogate``, ``kl`` as
-in `surrogates`::
+With R = logp - old (0 on-policy), w the weight, gate the importance ratio and the masks, and ``surrogate`` and ``kl``
+those of `formulas`::
 
-    loss_t = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
-    a_t    = d loss_t / d logp_t
-    b_t    = b, the same for every token
+    loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
+    a_t       = d loss_t / d logp_t
+    d_entropy = d loss / d entropy_t, the same for every token
 
-On-policy the policy term's a is known beforehand, and there are two surrogates of its own for that: ``"constant"``,
-whose loss is known as well and left out here, and ``"linear"``, whose loss is a * logp. Both find a in `advantages`.
-R is then 0; the loss is NaN where the log-probability is not finite, and a, too, where that is NaN.
+On-policy the policy term's derivative is known beforehand, `d_logps`, and there are two surrogates of its own for that:
+``"constant"``, whose loss is known as well and left out here, and ``"linear"``, whose loss is d_logp * logp. R is then
+0; the loss is NaN where the log-probability is not finite, and a, too, where that is NaN.
 Written by `objective.PolicyObjective.token_loss`; it knows no vocabulary, and its readers know no policy.
 """
 
@@ -20,28 +20,25 @@ from typing import Any
 
 from torch import Tensor
 
-TERMS = ("loss", "a", "log_ratio", "kl")  # what a fused kernel returns a token, besides the statistics
+TERMS = ("loss", "a", "log_ratio", "kl")  # what a fused kernel returns per token, besides the statistics
 
 
 @dataclass(frozen=True)
 class TokenLoss:
     """A loss whose tokens are not coupled. Tensors are (n,), in the accumulator's dtype."""
 
-    surrogate: str  # "clipped", "cispo", "sapo"; on-policy "constant", "linear"
-    kl: str | None  # estimator: "k1", "k2", "k3"; None without a KL term
+    surrogate: str  # of `formulas.SURROGATES`
+    constants: tuple[float, ...]  # the surrogate's own, in its order
+    kl: str | None  # of `formulas.ESTIMATORS`; None without a KL term
     corrects_kl: bool  # the estimate is multiplied by exp(R)
-    advantages: Tensor  # A; on-policy a itself, weight and gate included
+    advantages: Tensor | None  # A; None on-policy
+    d_logps: Tensor | None  # on-policy, and only there: the policy term's derivative, weight and gate included
     weights: Tensor
     old: Tensor | None  # None on-policy
     ref: Tensor | None  # where there is a KL term
     gate: Tensor | None  # None: 1
-    clip_low: float  # 1 - epsilon
-    clip_high: float  # 1 + epsilon_high; for "cispo" the cap
-    delta: float  # inf: none
-    tau_pos: float
-    tau_neg: float
     beta: float
-    b: float  # d loss / d entropy
+    d_entropy: float  # d loss / d entropy
 
     @property
     def terms(self) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels.config import LOSS_TYPES, LossConfig
+from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.plan import ENGINES, Coupling, choose_engine
 from grpo_kernels.objective.custom import TokenInputs
+from grpo_kernels.objective.losses import LOSSES
 from tests.support.measure import count_flops
 
 B, T, H, V = 8, 12, 10, 64
@@ -61,7 +62,7 @@ COST = {  # of the share s of rows with gradient: (head trains, head frozen)
 @pytest.mark.parametrize("share_zero", [0.0, 0.5])
 @pytest.mark.parametrize("head", ["trainable", "frozen", "no grad"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_cost_of_every_loss(loss_type: str, level: str, head: str, share_zero: float, off_policy: bool) -> None:
     inputs = batch(share_zero, head)
     config = LossConfig(loss_type=loss_type, importance_sampling_level=level, epsilon=100.0)  # nothing is clipped

@@ -62,8 +62,8 @@ def clipped(ones: Tensor):
 
     inf = float("inf")
     return TokenLoss(
-        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, weights=ones, old=ones * -3.0, ref=None,
-        gate=None, clip_low=0.8, clip_high=1.2, delta=inf, tau_pos=1.0, tau_neg=1.05, beta=0.0, b=0.0,
+        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_logps=None, weights=ones, old=ones * -3.0,
+        ref=None, gate=None, constants=(0.8, 1.2, inf), beta=0.0, d_entropy=0.0,
     )  # fmt: skip
 
 

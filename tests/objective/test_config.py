@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_kernels import GRPOLoss, LossConfig, presets
-from grpo_kernels.config import LOSS_TYPES
+from grpo_kernels.objective.losses import LOSSES
 
 OURS = {"kl_estimator", "final_logit_softcapping", "logit_scale", "logits_dtype"}
 SWITCH = "vllm_importance_sampling_correction"
@@ -88,7 +88,7 @@ def test_it_is_frozen_and_the_module_takes_its_fields() -> None:
     assert GRPOLoss(presets.DAPO, epsilon_high=0.3).config.epsilon_high == 0.3
     with pytest.raises(TypeError, match="epsilom"):
         GRPOLoss(epsilom=0.1)
-    assert {*LOSS_TYPES} - {"gmpo"} == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
+    assert {*LOSSES} - {"gmpo"} == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
 
 
 def test_numpy_numbers_are_numbers() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from grpo_kernels import LossConfig, grpo_loss
-from grpo_kernels.config import LOSS_TYPES, NUM_ITEMS_LOSS_TYPES
+from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.metrics import Metrics
 from tests.support.small_batch import small_batch
 
-MERGED = [*((x, None) for x in LOSS_TYPES), *((x, 17) for x in NUM_ITEMS_LOSS_TYPES)]
+MERGED = [*((x, None) for x in LOSSES), *((x.name, 17) for x in LOSSES.values() if x.normaliser == "num_items")]
 
 
 @pytest.mark.parametrize(("loss_type", "items"), MERGED)

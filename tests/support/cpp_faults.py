@@ -15,9 +15,10 @@ SURROGATES = ("tests/backends/cpp/test_cpp_surrogates.py",)
 ELEMENTARY = ("tests/backends/cpp/test_cpp_exp.py", "-m", "not slow")
 SANITIZED = ("tests/test_sanitize.py",)
 
-KERNELS, HALVES, VECTOR, OPS, STATS, TOKEN = (
-    f"csrc/{name}" for name in ("rows.inl", "halves.inl", "vector.inl", "ops.cpp", "row_stats.h", "token_loss.h")
+KERNELS, HALVES, VECTOR, OPS, STATS = (
+    f"csrc/{name}" for name in ("rows.inl", "halves.inl", "vector.inl", "ops.cpp", "row_stats.h")
 )
+TOKEN, FORMULAS, PRIMITIVES = (f"csrc/{name}.h" for name in ("token_loss", "formulas", "primitives"))
 FAULTS = [
     # the sums over a row
     Fault("a row's tail is not filled", KERNELS, "i = count; i <", "i = count + 1; i <", ROWS),
@@ -86,7 +87,9 @@ FAULTS = [
     ),
     Fault("rows taken to be V apart", OPS, "row_bytes = x.stride(0) *", "row_bytes = vocab *", ROWS),
     Fault("ids not shifted to the part", OPS, "(chunk.ids[i]) - first_id", "(chunk.ids[i])", ROWS),
-    Fault("no entropy coefficient in the fused loss", OPS, "constants.b != T(0), 0, *to", "false, 0, *to", ROWS),
+    Fault(
+        "no entropy coefficient in the fused loss", OPS, "constants.d_entropy != T(0), 0, *to", "false, 0, *to", ROWS
+    ),
     # statistics
     Fault("the target counted twice", STATS, "sums.rest - sums.target_term", "sums.rest", ROWS),
     Fault("a target that ties counts as another", STATS, "is_max ? sums.rest : 1.0", "false ? sums.rest : 1.0", ROWS),
@@ -141,21 +144,29 @@ FAULTS = [
     ),
     Fault("an id that overflows", OPS, "static_cast<uint64_t>(chunk.ids[i]) - f", "chunk.ids[i] - f", SANITIZED),
     # the loss of a token
-    Fault("a bound does not pass", TOKEN, "ratio >= c.clip_low &&", "ratio > c.clip_low &&", SURROGATES),
-    Fault("the clipped side's gradient", TOKEN, "free < bounded ? T(1)", "free > bounded ? T(1)", SURROGATES),
-    Fault("delta ignored", TOKEN, "ratio > c.delta ? c.delta : ratio", "ratio", SURROGATES),
+    Fault("a bound does not pass", FORMULAS, "(ratio >= low) &", "(ratio > low) &", SURROGATES),
+    Fault(
+        "the clipped side's gradient",
+        FORMULAS,
+        "where(free < bounded, one, zero)",
+        "where(free > bounded, one, zero)",
+        SURROGATES,
+    ),
+    Fault("delta ignored", FORMULAS, "where(ratio > delta, delta, ratio)", "ratio", SURROGATES),
     Fault(
         "CISPO's ratio not capped",
-        TOKEN,
-        "(ratio > c.clip_high ? c.clip_high : ratio) * adv",
+        FORMULAS,
+        "where(ratio > cap, cap, ratio) * adv",
         "ratio * adv",
         SURROGATES,
     ),
-    Fault("temperatures of SAPO swapped", TOKEN, "advantage > T(0) ?", "advantage <= T(0) ?", SURROGATES),
-    Fault("0 * inf", TOKEN, "factor == T(0) && !std::isnan(x) ?", "false ?", SURROGATES),
-    Fault("NaN lost by a factor of 0", TOKEN, "factor == T(0) && !std::isnan(x)", "factor == T(0)", SURROGATES),
-    Fault("k2's derivative", TOKEN, "T(2), -d,", "T(2), d,", SURROGATES),
-    Fault("k3's derivative", TOKEN, ", -std::expm1(d)", ", -d", SURROGATES),
+    Fault("temperatures of SAPO swapped", FORMULAS, "advantage > T(0.0)", "advantage <= T(0.0)", SURROGATES),
+    Fault("0 * inf", FORMULAS, "(factor == T(0.0)) & (x == x)", "false", SURROGATES),
+    Fault("NaN lost by a factor of 0", FORMULAS, "(factor == T(0.0)) & (x == x)", "factor == T(0.0)", SURROGATES),
+    Fault("k2's derivative", FORMULAS, "T(2.0), -d,", "T(2.0), d,", SURROGATES),
+    Fault("k3's derivative", FORMULAS, ", -expm1(d)", ", -d", SURROGATES),
+    Fault("the greater for the lesser", PRIMITIVES, "x < y ? x : y", "x < y ? y : x", SURROGATES),
+    Fault("a constant in the place of another", FORMULAS, "c[0], c[1], c[2])", "c[1], c[0], c[2])", SURROGATES),
     Fault("gate on the loss alone", TOKEN, "times(s.d_log_ratio, token.gate)", "s.d_log_ratio", SURROGATES),
     Fault("ratio's share of the KL gradient", TOKEN, "found.corrected_slope", "found.slope", SURROGATES),
     Fault(

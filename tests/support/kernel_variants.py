@@ -40,9 +40,8 @@ def launch_all(n: int, at: int, swept: float) -> None:
     ones = torch.ones(n + at)[at:]
     transform = LogitTransform(scale=1 + swept, softcap=30 + swept, inv_temperature=1 / (1 + swept))
     loss = TokenLoss(
-        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, weights=ones, old=ones, ref=ones, gate=ones,
-        clip_low=1 - swept, clip_high=1 + swept, delta=math.inf if swept else 2.0, tau_pos=swept, tau_neg=swept,
-        beta=swept, b=0.1 + swept,
+        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_logps=None, weights=ones, old=ones, ref=ones,
+        gate=ones, constants=(1 - swept, 1 + swept, math.inf if swept else 2.0), beta=swept, d_entropy=0.1 + swept,
     )  # fmt: skip
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
     stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())

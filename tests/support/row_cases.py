@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.token_loss.formulas import ESTIMATORS
 from grpo_kernels.token_loss.record import TokenLoss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the Triton kernels run
@@ -17,6 +18,7 @@ FIELDS = ("logps", "max_logit", "log_sum", "entropies")
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 PLAIN = LogitTransform()
 ISAS = ("portable", "avx2", "avx512")  # of the C++ kernels
+ON_POLICY = ("constant", "linear")  # surrogates of a derivative that is known
 
 
 def rows(n: int, vocab: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
@@ -40,23 +42,22 @@ def make_transform(
 def make_loss(logps: Tensor, kind: int) -> TokenLoss:
     """Each surrogate and estimator in turn, with log-ratios on both sides of the bounds."""
     some = lambda: torch.randn_like(logps)  # noqa: E731
-    kl = (None, "k1", "k2", "k3")[kind % 4]
+    kl, surrogate = (None, *ESTIMATORS)[kind % 4], ("clipped", "cispo", "sapo", "constant", "linear")[kind % 5]
+    slopes, on_policy = some(), surrogate in ON_POLICY
+    constants = {"clipped": (0.8, 1.28, math.inf if kind % 7 else 1.5), "cispo": (1.28,), "sapo": (1.0, 1.05)}
     return TokenLoss(
-        surrogate=("clipped", "cispo", "sapo", "constant", "linear")[kind % 5],
+        surrogate=surrogate,
+        constants=constants.get(surrogate, ()),
         kl=kl,
         corrects_kl=kind % 3 == 0,
-        advantages=some(),
+        advantages=None if on_policy else slopes,
+        d_logps=slopes if on_policy else None,
         weights=torch.rand_like(logps),
-        old=None if kind % 5 > 2 else logps + 0.3 * some(),
+        old=None if on_policy else logps + 0.3 * some(),
         ref=None if kl is None else logps + 0.3 * some(),
         gate=None if kind % 2 else torch.rand_like(logps).round(decimals=1),
-        clip_low=0.8,
-        clip_high=1.28,
-        delta=math.inf if kind % 7 else 1.5,
-        tau_pos=1.0,
-        tau_neg=1.05,
         beta=0.0 if kl is None else 0.04,
-        b=0.0 if kind % 3 else -0.01,
+        d_entropy=0.0 if kind % 3 else -0.01,
     )
 
 
@@ -65,8 +66,9 @@ def assert_same(got: RowStats, want: RowStats, name: str = "", *, nan: bool = Fa
     equal = same if nan else torch.equal
     for field in FIELDS:
         assert equal(getattr(got, field), getattr(want, field)), f"{name}: {field}"
-    for field in got.extras.keys() & want.extras.keys():
-        assert equal(got.extras[field], want.extras[field]), f"{name}: {field}"
+    for gots, wants in ((got.extras, want.extras), (got.terms, want.terms)):
+        for field in gots.keys() & wants.keys():
+            assert equal(gots[field], wants[field]), f"{name}: {field}"
 
 
 def same(x: Tensor, y: Tensor) -> bool:

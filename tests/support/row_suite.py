@@ -80,10 +80,10 @@ def _check_fused_kernel(
     name, loss, out = f"{tuple(raw.shape)}", make_loss(stats.logps, kind), torch.empty_like(raw, dtype=dtype)
     fused = kernels.fused(Chunk(raw, ids, transform), loss, out)
     assert_same(fused, stats, name)
-    assert set(fused.extras) == set(loss.terms)
-    for term, (want, size) in loss_terms(loss, fused.logps, fused.extras["log_ratio"]).items():
-        check(f"{name}: {loss.surrogate} {loss.kl} {term}", fused.extras[term], want, 8 * U * size)
-    want, bound = gradient(at, ids, fused.extras["a"], torch.full_like(stats.logps, loss.b))
+    assert set(fused.terms) == set(loss.terms)
+    for term, (want, size) in loss_terms(loss, fused.logps, fused.terms["log_ratio"]).items():
+        check(f"{name}: {loss.surrogate} {loss.kl} {term}", fused.terms[term], want, 8 * U * size)
+    want, bound = gradient(at, ids, fused.terms["a"], torch.full_like(stats.logps, loss.d_entropy))
     check(f"{name}: d raw", out, want, bound + _rounding(want, dtype))
 
 

@@ -7,15 +7,13 @@ sum by |d| * 2 u and its own rounding, a sum by a rounding for each of the sums 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
-from grpo_kernels.config import LossConfig
-from grpo_kernels.objective import surrogates
+from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.token_loss.record import TokenLoss
 
 U = 2.0**-24
@@ -98,31 +96,24 @@ def gradient(at: Truth, ids: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tenso
 
 
 def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """The terms of `loss` (n,) by `surrogates` in float64, and the sizes of what they are sums of."""
-    config = LossConfig(
-        epsilon=1 - loss.clip_low,
-        epsilon_high=loss.clip_high - (0 if loss.surrogate == "cispo" else 1),
-        delta=None if math.isinf(loss.delta) else loss.delta,
-        sapo_temperature_pos=loss.tau_pos,
-        sapo_temperature_neg=loss.tau_neg,
-        kl_estimator=loss.kl or "k3",
-    )
-    logps, log_ratio, advantages, weights = (x.double() for x in (logps, log_ratio, loss.advantages, loss.weights))
+    """The terms of `loss` (n,) by `formulas` in float64, and the sizes of what they are sums of."""
+    slopes = loss.d_logps if loss.advantages is None else loss.advantages
+    assert slopes is not None
+    logps, log_ratio, slopes, weights = (x.double() for x in (logps, log_ratio, slopes, loss.weights))
     ratio = log_ratio.exp()
     if loss.old is None:
-        policy, a = surrogates.times(logps, advantages) if loss.surrogate == "linear" else 0 * logps, advantages
+        policy, a = times(logps, slopes) if loss.surrogate == "linear" else 0 * logps, slopes
     else:
         gate = torch.ones_like(weights) if loss.gate is None else loss.gate.double()
-        more = (logps,) if loss.surrogate == "cispo" else ()
-        found = getattr(surrogates, loss.surrogate)(config, log_ratio, advantages, *more)
-        policy, d_ratio, d_logp = (surrogates.times(x, gate) for x in found)
+        found = SURROGATES[loss.surrogate](log_ratio, slopes, logps, *loss.constants)
+        policy, d_ratio, d_logp = (times(x, gate) for x in found)
         policy, a = weights * policy, weights * (d_ratio + d_logp)
         if loss.surrogate == "sapo":
             ratio = ratio * (1 + ratio)
-    size = advantages.abs() * (1 + logps.abs()) * (1 + ratio) * (1 if loss.old is None else weights)
-    if loss.ref is None:
+    size = slopes.abs() * (1 + logps.abs()) * (1 + ratio) * (1 if loss.old is None else weights)
+    if loss.kl is None or loss.ref is None:
         return {"loss": (policy, size), "a": (a, size)}
-    kl, d_kl, d_corrected = surrogates.kl_estimate(config, logps, loss.ref.double())
+    kl, d_kl, d_corrected = ESTIMATORS[loss.kl](logps, loss.ref.double())
     kl_size = (1 + (loss.ref - logps).abs().exp() + (loss.ref - logps).square()) * (1 + log_ratio.exp())
     if loss.corrects_kl:
         kl, d_kl = log_ratio.exp() * kl, log_ratio.exp() * d_corrected
@@ -148,7 +139,7 @@ def check(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 def check_stats(got: RowStats, at: Truth, slack: float = 1.0) -> None:
     """Every statistic there is but `is_top1`."""
-    found = {"logps": got.logps, "max_logit": got.max_logit, "log_sum": got.log_sum, **got.extras}
+    found = {"logps": got.logps, "max_logit": got.max_logit, "log_sum": got.log_sum, **got.extras, **got.terms}
     if got.entropies is not None:
         found["entropies"] = got.entropies
     for name in found.keys() & at.want.keys():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +11,15 @@ from torch import Tensor
 from grpo_kernels import LossConfig
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
 from grpo_kernels.batch.tokens import read_tokens
-from grpo_kernels.config import LOSS_TYPES
-from grpo_kernels.objective import surrogates
+from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
-from tests.support.row_cases import DEVICE
+from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
+from tests.support.row_cases import DEVICE, ON_POLICY
 from tests.support.row_truth import U, check
 
 INF, NAN = math.inf, math.nan
+Constants = tuple[float, ...]
 LOG_RATIOS = (-INF, -200, -80, -3, -0.5, -0.25, -0.1, -1e-4, 0.0, 1e-6, 0.1, 0.17, 0.25, 0.5, 3, 20, 87, 88.5)
 ADVANTAGES = (-2.5, -1.0, -1e-3, -0.0, 0.0, 1e-3, 0.7, 3.0)
 
@@ -33,59 +32,80 @@ def grid(special: bool = False, device: str = DEVICE) -> tuple[Tensor, Tensor, T
     return tuple(x.contiguous() for x in found.unbind(1))  # type: ignore[return-value]
 
 
-def config_of(clip_low: float = 0.8, clip_high: float = 1.28, delta: float | None = None, cispo: bool = False) -> Any:
-    """As `LossConfig`; the bounds are those of the ratio, which for cispo is how its `clip_high` is meant."""
-    high = clip_high if cispo else clip_high - 1
-    return SimpleNamespace(
-        epsilon=1 - clip_low, clip_high=high, delta=delta, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
-    )
-
-
-def mirrored(name: str, config: Any, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
-    """What `grpo_kernels.objective.surrogates` gives: (3, n)."""
-    more = (logps,) if name == "cispo" else ()
-    return torch.stack(getattr(surrogates, name)(config, log_ratio, advantages, *more))
-
-
-# At R = 0 the ratio is exactly 1, so that it meets these bounds exactly, and both branches tie.
-CONFIGS = {
-    "usual": config_of(),
-    "delta": config_of(delta=1.5),
-    "meets low": config_of(clip_low=1.0),
-    "meets high": config_of(clip_high=1.0),
-    "meets delta": config_of(clip_low=0.5, delta=1.0),
-    "delta inside": config_of(delta=1.1),
-    "no range": config_of(1.0, 1.0),
-    "cispo": config_of(clip_high=5.0, cispo=True),
-    "cispo meets": config_of(clip_high=1.0, cispo=True),
+# Surrogate and its constants. At R = 0 the ratio is exactly 1, so that it meets these bounds exactly, and both branches
+# of a minimum tie.
+CASES = {
+    "clipped": ("clipped", (0.8, 1.28, INF)),
+    "clipped, delta": ("clipped", (0.8, 1.28, 1.5)),
+    "clipped, meets low": ("clipped", (1.0, 1.28, INF)),
+    "clipped, meets high": ("clipped", (0.8, 1.0, INF)),
+    "clipped, meets delta": ("clipped", (0.5, 1.28, 1.0)),
+    "clipped, delta inside": ("clipped", (0.8, 1.28, 1.1)),
+    "clipped, no range": ("clipped", (1.0, 1.0, INF)),
+    "cispo": ("cispo", (5.0,)),
+    "cispo, meets": ("cispo", (1.0,)),
+    "sapo": ("sapo", (1.0, 1.05)),
+    "vespo": ("vespo", (2.0, 3.0, 3.0, 2.0)),
+    "unclipped": ("unclipped", ()),
 }
-PAIRS = [("clipped", key) for key in list(CONFIGS)[:7]] + [("cispo", key) for key in ("cispo", "cispo meets")]
-PAIRS.append(("sapo", "usual"))
+EACH = list(CASES.values())
+each_surrogate = pytest.mark.parametrize(("name", "constants"), EACH, ids=list(CASES))
 
 
-def differentiated(name: str, config: Any, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
+def mirrored(name: str, constants: Constants, *inputs: Tensor) -> Tensor:
+    """What torch makes of the formula: (3, n)."""
+    return torch.stack(SURROGATES[name](*inputs, *constants))
+
+
+def steepness(name: str, constants: Constants, log_ratio: Tensor) -> Tensor:
+    """How many times a relative error of the ratio there is in a loss, over what a product of it has."""
+    ratio = log_ratio.double().exp()
+    ratio = torch.where(ratio < 1e3, ratio, 0.0)  # beyond it a sigmoid is 0 or 1, and phi is 0
+    if name == "vespo":
+        return max(constants) * (1 + ratio + torch.where(ratio > 0, log_ratio.double().abs(), 0.0))
+    return 1 + (ratio if name == "sapo" else 0 * ratio)
+
+
+def is_nothing(name: str, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """(n,) bool: where loss and derivatives have to be 0. An infinite log w, which the objective has not, makes NaN."""
+    return (advantages == 0) & ~log_ratio.isnan() & (log_ratio.isfinite() | (name != "vespo"))
+
+
+def differentiated(name: str, constants: Constants, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
     """The loss, written down anew in float64, and its derivatives in R and logp by autograd: (3, n)."""
     log_ratio, advantages, logps = (x.double().clone() for x in (log_ratio, advantages, logps))
     log_ratio.requires_grad_()
     logps.requires_grad_()
     ratio = log_ratio.exp()
-    low, high = 1 - config.epsilon, 1 + config.clip_high
+
+    def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
+        return torch.where(positive, torch.full_like(ratio, yes), torch.full_like(ratio, no)).detach()
+
     if name == "clipped":
-        free = ratio if config.delta is None else ratio.clamp(max=config.delta)
-        loss = -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages)
+        low, high, delta = constants
+        loss = -torch.minimum(ratio.clamp(max=delta) * advantages, ratio.clamp(low, high) * advantages)
     elif name == "cispo":
-        loss = -ratio.clamp(max=config.clip_high).detach() * advantages * logps
-    else:
-        taus = (config.sapo_temperature_pos, config.sapo_temperature_neg)
-        tau = torch.where(advantages > 0, *(torch.tensor(x, dtype=ratio.dtype, device=ratio.device) for x in taus))
+        loss = -ratio.clamp(max=constants[0]).detach() * advantages * logps
+    elif name == "sapo":
+        tau = by_sign(advantages > 0, *constants)
         loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    elif name == "vespo":
+        k, rate = (by_sign(advantages >= 0, constants[i], constants[i + 2]) for i in (0, 1))
+        loss = -(ratio**k * torch.exp(rate * (1 - ratio))).detach() * advantages * logps
+    else:
+        assert name == "unclipped"
+        loss = -ratio * advantages
     grads = torch.autograd.grad(loss.sum(), [log_ratio, logps], allow_unused=True)
     return torch.stack([loss.detach(), *(torch.zeros_like(ratio) if g is None else g for g in grads)])
 
 
+def test_every_surrogate_is_tried() -> None:
+    assert {name for name, _ in EACH} | {*ON_POLICY} == {*SURROGATES}
+
+
 def estimates(name: str, logps: Tensor, ref: Tensor) -> Tensor:
-    """A KL estimate and its two derivatives in logp by `grpo_kernels.objective.surrogates`: (3, n)."""
-    return torch.stack(surrogates.kl_estimate(SimpleNamespace(kl_estimator=name), logps, ref))  # type: ignore[arg-type]
+    """What torch makes of an estimator: KL and its two derivatives in logp, (3, n)."""
+    return torch.stack(ESTIMATORS[name](logps, ref))
 
 
 def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
@@ -103,7 +123,7 @@ class FusedSuite:
     device = DEVICE
 
     @pytest.mark.parametrize("log_ratio", [None, -3.0, 0.3])
-    @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+    @pytest.mark.parametrize("estimator", ESTIMATORS)
     def test_corrected_kl_gradient_however_far_the_reference(self, estimator: str, log_ratio: float | None) -> None:
         """r (kl + kl') to 1e-6. Of k3 that is -r d, of which nothing is left where two parts of e^d are added up."""
         raw = torch.randn(12, 3, device=self.device)
@@ -125,7 +145,7 @@ class FusedSuite:
         loss = made.token_loss()
         assert loss is not None
         fused = self.kernels.fused(Chunk(raw, ids, LogitTransform()), loss, None)
-        found = {"fused": fused.extras["a"], "evaluated": made.evaluate(logps, logps).a}
+        found = {"fused": fused.terms["a"], "evaluated": made.evaluate(logps, logps).a}
         found["in part"] = made.coefficients(torch.arange(12, device=self.device), logps, logps)[0]
         at = logps.double()
         assert tokens.ref_per_token_logps is not None
@@ -135,9 +155,9 @@ class FusedSuite:
         for name, x in found.items():
             torch.testing.assert_close(x.double(), want, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
-    @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
+    @pytest.mark.parametrize("estimator", [None, *ESTIMATORS])
     @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
-    @pytest.mark.parametrize("loss_type", LOSS_TYPES)
+    @pytest.mark.parametrize("loss_type", LOSSES)
     def test_fused_kernel_is_the_objective(self, loss_type: str, off_policy: bool, estimator: str | None) -> None:
         """The loss, its terms and its derivative, put together by `assemble`, are those of `evaluate`."""
         draw = lambda: torch.randn(2, 5, device=self.device) * 0.3 - 2  # noqa: E731
@@ -168,7 +188,7 @@ class FusedSuite:
         raw = torch.randn(10, 7, device=self.device)
         found = self.kernels.fused(Chunk(raw, tokens.ids, LogitTransform()), loss, None)
         assert found.entropies is not None
-        got, want = made.assemble(found.extras, found.entropies), made.evaluate(found.logps, found.entropies)
+        got, want = made.assemble(found.terms, found.entropies), made.evaluate(found.logps, found.entropies)
         for name in ("loss", "a", "policy_loss"):
             x = getattr(want, name)
             check(name, getattr(got, name), x, 64 * U * (1 + x.abs()))

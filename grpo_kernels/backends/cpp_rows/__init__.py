@@ -2,7 +2,7 @@
 
 The logits are read as the products left them, in any floating dtype: what is done to them first (`LogitTransform`)
 happens on the fly. Sums of lanes and logarithms are taken in float64, whatever the logits' dtype; the loss of a token
-is that of `objective.surrogates`, operation by operation. A row's bits depend on nothing but the row: not on
+is made of `token_loss.formulas`, operation by operation. A row's bits depend on nothing but the row: not on
 threads, nor on the processor's instruction set.
 """
 
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.token_loss.record import TokenLoss
-
-SURROGATES = ("clipped", "cispo", "sapo", "constant", "linear")  # the order of the enums in token_loss.h
-ESTIMATORS = (None, "k1", "k2", "k3")
 
 
 class CppRows:
@@ -68,20 +66,17 @@ class CppRows:
         torch.ops.grpo_kernels_cpp.fused(
             *_arguments(chunk),
             token_loss.advantages,
+            token_loss.d_logps,
             token_loss.weights,
             token_loss.old,
             token_loss.ref,
             token_loss.gate,
-            SURROGATES.index(token_loss.surrogate),
-            ESTIMATORS.index(token_loss.kl),
+            [*SURROGATES].index(token_loss.surrogate),  # as formulas.h counts them
+            token_loss.constants,
+            [None, *ESTIMATORS].index(token_loss.kl),
             token_loss.corrects_kl,
-            token_loss.clip_low,
-            token_loss.clip_high,
-            token_loss.delta,
-            token_loss.tau_pos,
-            token_loss.tau_neg,
             token_loss.beta,
-            token_loss.b,
+            token_loss.d_entropy,
             logps=logps,
             max_logit=max_logit,
             log_sum=log_sum,
@@ -92,7 +87,7 @@ class CppRows:
             kl=terms.get("kl"),
             out=out,
         )
-        return RowStats(logps, max_logit, log_sum, entropies, terms)
+        return RowStats(logps, max_logit, log_sum, entropies, terms=terms)
 
 
 class _Results:

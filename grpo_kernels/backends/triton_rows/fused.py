@@ -27,7 +27,7 @@ def launch_fused(
     out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,
 ) -> RowStats:
-    """Statistics with the loss's terms as extras; d loss / d (raw projection) goes to `out`."""
+    """Statistics with the loss's terms; d loss / d (raw projection) goes to `out`."""
     n, new = len(chunk.logits), chunk.logits.new_empty
     logps, max_logit, log_sum, entropies = (new(n) for _ in range(4))
     terms = {name: new(n) for name in loss.terms}
@@ -35,6 +35,7 @@ def launch_fused(
         **chunk_arguments(chunk),
         # tokens
         advantages_ptr=loss.advantages,
+        d_logps_ptr=loss.d_logps,
         weights_ptr=loss.weights,
         old_ptr=loss.old,
         ref_ptr=loss.ref,
@@ -51,20 +52,16 @@ def launch_fused(
         out_ptr=out,
         stride_out_n=0 if out is None else out.stride(0),
         # the loss
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        delta=loss.delta,
-        tau_pos=loss.tau_pos,
-        tau_neg=loss.tau_neg,
+        constants=loss.constants,
         beta=loss.beta,
-        b=loss.b,
+        d_entropy=loss.d_entropy,
         SURROGATE=SURROGATES[loss.surrogate],
         ESTIMATOR=ESTIMATORS[loss.kl],
         CORRECTS_KL=loss.corrects_kl,
-        HAS_ENTROPY_GRADIENT=loss.b != 0.0,
+        HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
         **config.arguments(),
     )
-    return RowStats(logps, max_logit, log_sum, entropies, terms)
+    return RowStats(logps, max_logit, log_sum, entropies, terms=terms)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
@@ -75,6 +72,7 @@ def fused_kernel(
     ids_ptr,
     # tokens: (n,)
     advantages_ptr,
+    d_logps_ptr,
     weights_ptr,
     old_ptr,
     ref_ptr,
@@ -94,13 +92,9 @@ def fused_kernel(
     stride_n,
     stride_out_n,
     # the loss
-    clip_low,
-    clip_high,
-    delta,
-    tau_pos,
-    tau_neg,
+    constants,
     beta,
-    b,
+    d_entropy,
     SURROGATE: tl.constexpr,
     ESTIMATOR: tl.constexpr,
     CORRECTS_KL: tl.constexpr,
@@ -132,20 +126,14 @@ def fused_kernel(
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
 
-    advantage = tl.load(advantages_ptr + rows)
     weight = tl.load(weights_ptr + rows)
-    beta = tl.cast(beta, tl.float32)
-    b = tl.cast(b, tl.float32)
-    log_ratio = tl.where(logp == logp, 0.0, logp)
-    if old_ptr is not None:
-        log_ratio = logp - tl.load(old_ptr + rows)
-    loss, d_log_ratio, a = SURROGATE(
-        log_ratio, advantage, logp, tl.cast(clip_low, tl.float32), tl.cast(clip_high, tl.float32),
-        tl.cast(delta, tl.float32), tl.cast(tau_pos, tl.float32), tl.cast(tau_neg, tl.float32),
-    )  # fmt: skip
-    if old_ptr is None:  # weight and gate are in a already
+    if old_ptr is None:
+        log_ratio = tl.where(logp == logp, 0.0, logp)
+        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
         loss += logp - logp  # NaN where there is no finite log-probability: nothing else would tell
     else:
+        log_ratio = logp - tl.load(old_ptr + rows)
+        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + rows)
             loss = times(loss, gate)
@@ -173,7 +161,7 @@ def fused_kernel(
     tl.store(a_ptr + rows, a, mask=counts)
     tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
     if out_ptr is not None:
-        b_rows = tl.zeros_like(a) + b
+        b_rows = tl.zeros_like(a) + d_entropy
         level, tilt = row_terms(
             log_sum[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT,
             inner, outer, HAS_SOFTCAP,

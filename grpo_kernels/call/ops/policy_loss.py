@@ -19,7 +19,7 @@ from grpo_kernels.config import config_of
 from grpo_kernels.engine.gradients import Wants
 from grpo_kernels.engine.operands import Head
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, all_rows, loss_pass, spread
-from grpo_kernels.objective.metrics import metric_names
+from grpo_kernels.objective.measure import metric_names
 
 
 class Arguments(NamedTuple):

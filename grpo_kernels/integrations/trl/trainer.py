@@ -22,6 +22,7 @@ from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.trl import hook as trl_hook
 from grpo_kernels.integrations.trl import sampling as trl_sampling
+from grpo_kernels.objective.losses import loss_of
 
 
 class FusedLossMixin:
@@ -155,7 +156,8 @@ class FusedLossMixin:
         found = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         if config.masks_off_policy or config.corrects_sampling:
             found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
-        if config.loss_type == "vespo" or (trl_sampling.is_corrected(self) and config.loss_type != "gmpo"):
+        enters = loss_of(config).importance_ratio
+        if enters == "argument" or (enters == "factor" and trl_sampling.is_corrected(self)):
             found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
         items = inputs.get("num_items_in_batch")
         if items is not None:

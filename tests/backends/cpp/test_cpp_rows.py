@@ -67,7 +67,7 @@ def outcomes(raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int = 3)
     fused = CPP.fused(Chunk(raw, ids, transform), loss, found.setdefault("d fused", torch.empty_like(wide)))
     assert_same(fused, stats, nan=True)
     found |= {field: getattr(stats, field) for field in FIELDS}
-    return found | stats.extras | fused.extras
+    return found | stats.extras | fused.terms
 
 
 @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16, torch.float16], ids=str)
@@ -155,7 +155,7 @@ def test_no_rows() -> None:
     stats = CPP.stats(Chunk(raw, none, PLAIN), entropy=True, extras=EXTRAS)
     fused = CPP.fused(Chunk(raw, none, PLAIN), make_loss(stats.logps, 3), torch.empty_like(raw))
     CPP.grad(Chunk(raw, none, PLAIN), stats, stats.logps, None, torch.empty_like(raw))
-    assert all(x.shape == (0,) for x in (*stats.extras.values(), *fused.extras.values(), stats.logps, fused.entropies))
+    assert all(x.shape == (0,) for x in (*stats.extras.values(), *fused.terms.values(), stats.logps, fused.entropies))
 
 
 def many_outcomes() -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:

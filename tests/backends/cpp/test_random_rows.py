@@ -70,7 +70,7 @@ def check_no_rows(kernels: Everywhere, raw: Tensor, ids: Tensor, transform: Logi
     stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
     fused = kernels.fused(Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw))
     kernels.grad(Chunk(raw, ids, transform), stats, stats.logps, stats.logps, torch.empty_like(raw))
-    assert all(x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.extras.values()))
+    assert all(x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.terms.values()))
 
 
 def with_tensors(transform: LogitTransform, dtype: torch.dtype) -> LogitTransform:
@@ -152,8 +152,8 @@ class Everywhere(CppRows):
                 out.copy_(to)
             assert same(to.contiguous(), out.contiguous())
             spoiled = super().fused(replace(chunk, ids=odd), token_loss, to)
-            for name, term in spoiled.extras.items():
-                assert same(term[~bad], results[0].extras[name][~bad]), name
+            for name, term in spoiled.terms.items():
+                assert same(term[~bad], results[0].terms[name][~bad]), name
                 assert term[bad].isnan().all(), name
             assert same(to[~bad], out[~bad])
             assert to[bad].isnan().all()

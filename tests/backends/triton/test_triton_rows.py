@@ -79,10 +79,10 @@ def test_default_tiles(vocab: int) -> None:
     fused = backend.fused(Chunk(raw, ids, transform), loss, out)
     assert_same(fused, stats)
     by_grad = torch.empty_like(raw)
-    b = torch.full_like(stats.logps, loss.b) if loss.b else None
-    backend.grad(Chunk(raw, ids, transform), stats, fused.extras["a"], b, by_grad)
+    b = torch.full_like(stats.logps, loss.d_entropy) if loss.b else None
+    backend.grad(Chunk(raw, ids, transform), stats, fused.terms["a"], b, by_grad)
     assert torch.equal(out, by_grad)
-    check("d raw", out, *gradient(at, ids, fused.extras["a"], b))
+    check("d raw", out, *gradient(at, ids, fused.terms["a"], b))
 
 
 def test_refusals() -> None:

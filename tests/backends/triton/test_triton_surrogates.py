@@ -1,16 +1,16 @@
-"""The jit mirror of the surrogates, its elementary functions, and the fused kernel against the objective."""
+"""The surrogates compiled by Triton, their elementary functions, and the fused kernel against the objective."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.objective import surrogates
+from grpo_kernels.token_loss import formulas
+from grpo_kernels.token_loss.formulas import times
 from tests.support.row_truth import U, check
 
 pytest.importorskip("triton")
@@ -22,16 +22,18 @@ from grpo_kernels.backends.triton_rows import TritonRows, mathfn
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES
 from tests.support.row_cases import DEVICE
 from tests.support.surrogate_suite import (
-    CONFIGS,
     INF,
     NAN,
-    PAIRS,
+    Constants,
     FusedSuite,
     differentiated,
+    each_surrogate,
     estimates,
     estimates_differentiated,
     grid,
+    is_nothing,
     mirrored,
+    steepness,
 )
 
 
@@ -43,13 +45,12 @@ def elementwise_kernel(x_ptr, out_ptr, n, F: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def surrogate_kernel(
-    log_ratio_ptr, advantage_ptr, logp_ptr, out_ptr, n, clip_low, clip_high, delta, tau_pos, tau_neg,
-    SURROGATE: tl.constexpr, BLOCK: tl.constexpr,
+    log_ratio_ptr, advantage_ptr, logp_ptr, out_ptr, n, constants, SURROGATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     loss, d_log_ratio, d_logp = SURROGATE(
         tl.load(log_ratio_ptr + i, mask=i < n, other=0.0), tl.load(advantage_ptr + i, mask=i < n, other=0.0),
-        tl.load(logp_ptr + i, mask=i < n, other=0.0), clip_low, clip_high, delta, tau_pos, tau_neg,
+        tl.load(logp_ptr + i, mask=i < n, other=0.0), *constants,
     )  # fmt: skip
     tl.store(out_ptr + i, loss, mask=i < n)
     tl.store(out_ptr + n + i, d_log_ratio, mask=i < n)
@@ -111,62 +112,57 @@ def test_elementary_functions_at_the_ends() -> None:
     check("quarter_tanh_slope", slope, want, (8 + 8 * x.abs()) * U * want)
 
 
-def run(name: str, log_ratio: Tensor, advantages: Tensor, logps: Tensor, config: Any) -> Tensor:
-    """The jit surrogate: (3, n)."""
+def run(name: str, constants: Constants, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
+    """The compiled surrogate: (3, n)."""
     n = log_ratio.numel()
     out = torch.empty(3, n, device=DEVICE)
     surrogate_kernel[(1,)](
-        log_ratio, advantages, logps, out, n, 1 - config.epsilon, config.clip_high + (0.0 if name == "cispo" else 1.0),
-        INF if config.delta is None else config.delta, config.sapo_temperature_pos, config.sapo_temperature_neg,
-        SURROGATE=SURROGATES[name], BLOCK=triton.next_power_of_2(n),
-    )  # fmt: skip
+        log_ratio, advantages, logps, out, n, constants, SURROGATE=SURROGATES[name], BLOCK=triton.next_power_of_2(n)
+    )
     return out
 
 
-@pytest.mark.parametrize(("name", "key"), PAIRS)
-def test_surrogates_are_those_of_the_torch_module(name: str, key: str) -> None:
+@each_surrogate
+def test_surrogates_are_those_of_torch(name: str, constants: Constants) -> None:
     """In every branch, at ties, at exact bounds, and where the ratio overflows, is 0 or NaN."""
-    config, inputs = CONFIGS[key], grid(special=True)
-    got, want = run(name, *inputs, config), mirrored(name, config, *(x.double() for x in inputs))
-    single = mirrored(name, config, *inputs)  # infinite where float32 is
-    ratio = inputs[0].double().exp()
-    steep = 1 + (0 if name != "sapo" else torch.where(ratio < 1e3, ratio, 0.0))
-    bound = 16 * U * want.abs() * steep
+    inputs = grid(special=True)
+    got, want = run(name, constants, *inputs), mirrored(name, constants, *(x.double() for x in inputs))
+    single = mirrored(name, constants, *inputs)  # infinite where float32 is
+    bound = 16 * U * want.abs() * steepness(name, constants, inputs[0])
     assert torch.equal(got.isnan(), single.isnan())
     assert torch.equal(got.isinf(), single.isinf())
     assert torch.equal(got.sign()[got.isinf()], single.sign()[got.isinf()])
     finite = got.isfinite() & want.isfinite()  # e^-200 is 0 in float32, and not times -inf
-    check(f"{name} {key}", got[finite], want[finite], bound[finite])
-    assert (got[:, (inputs[1] == 0) & ~inputs[0].isnan()] == 0).all()
+    check(name, got[finite], want[finite], bound[finite])
+    assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
 
 
-@pytest.mark.parametrize(("name", "key"), PAIRS)
-def test_surrogates_against_autograd(name: str, key: str) -> None:
+@each_surrogate
+def test_surrogates_against_autograd(name: str, constants: Constants) -> None:
     """The pair of a loss and its derivatives: the derivatives are those of the loss, written down anew in float64."""
-    config, inputs = CONFIGS[key], grid()
+    inputs = grid()
     inputs = [x[inputs[0].abs() < 30] for x in inputs]
-    want, advantages, ratio = differentiated(name, config, *inputs), inputs[1], inputs[0].double().exp()
-    got = run(name, *inputs, config)
-    nonzero = advantages != 0  # at 0 both branches tie, whatever the ratio: a share of nothing
-    steep = 1 + (0 if name != "sapo" else torch.where(ratio < 1e3, ratio, 0.0))
-    check(f"{name} {key}", got[:, nonzero], want[:, nonzero], (16 * U * want.abs() * steep)[:, nonzero])
+    want, got = differentiated(name, constants, *inputs), run(name, constants, *inputs)
+    nonzero = inputs[1] != 0  # at 0 both branches tie, whatever the ratio: a share of nothing
+    bound = 16 * U * want.abs() * steepness(name, constants, inputs[0])
+    check(name, got[:, nonzero], want[:, nonzero], bound[:, nonzero])
     assert (got[:, ~nonzero] == 0).all()
 
 
 def test_known_losses() -> None:
-    """On-policy: the derivative is what `advantages` holds, the loss that times logp, or left out."""
+    """On-policy: the derivative is given, the loss that times logp, or left out."""
     inputs = grid(special=True)
-    out = run("constant", *inputs, CONFIGS["usual"])
+    out = run("constant", (), *inputs)
     assert (out[:2] == 0).all()
     assert torch.equal(out[2], inputs[1])
-    out = run("linear", *inputs, CONFIGS["usual"])
-    assert torch.equal(out[0], surrogates.times(inputs[2], inputs[1]))
+    out = run("linear", (), *inputs)
+    assert torch.equal(out[0], times(inputs[2], inputs[1]))
     assert torch.equal(out[2], inputs[1])
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", formulas.ESTIMATORS)
 def test_kl_estimators(name: str) -> None:
-    """Against `grpo_kernels.objective.surrogates`, and the derivative against autograd in float64."""
+    """Against torch's, and the derivative against autograd in float64."""
     ds = torch.cat([torch.linspace(-20, 20, 161), torch.tensor([1e-6, -1e-6, 80.0, 200.0, -1e4, -INF, INF, NAN])])
     logps = torch.where(ds.abs() < 1, -0.5, 0.0).to(DEVICE)
     ref = ds.to(DEVICE) + logps

@@ -1,0 +1,137 @@
+// The policy surrogates and KL estimators: made from grpo_kernels/token_loss/formulas.py by csrc/generate.py.
+#pragma once
+
+#include <cstdint>
+
+#include "primitives.h"
+
+namespace grpo_kernels {
+
+// x * factor, where a factor of exactly 0 gives 0 unless x is NaN: 0 * inf is not NaN here.
+template <class T>
+T times(T x, T factor) {
+  return where((factor == T(0.0)) & (x == x), T(0.0), x * factor);
+}
+
+// log phi = lambda + k log w - lambda w, k and lambda by the sign of A.
+template <class T>
+T phi(T log_weight, T advantage, T k_pos, T lambda_pos, T k_neg, T lambda_neg) {
+  const auto k = where(advantage >= T(0.0), full_like(log_weight, k_pos), full_like(log_weight, k_neg));
+  const auto rate = where(advantage >= T(0.0), full_like(log_weight, lambda_pos), full_like(log_weight, lambda_neg));
+  return exp(rate + k * log_weight - rate * exp(log_weight));
+}
+
+// -min(min(r, delta) A, clip(r, low, high) A) (PPO, https://arxiv.org/abs/1707.06347).
+template <class T>
+Surrogated<T> clipped(T log_ratio, T advantage, T, T low, T high, T delta) {
+  const auto ratio = exp(log_ratio);
+  const auto free = times(where(ratio > delta, delta, ratio), advantage);
+  const auto raised = where(ratio < low, low, ratio);
+  const auto bounded = where(raised > high, high, raised) * advantage;
+  const auto loss = -minimum(free, bounded);
+  const auto zero = full_like(ratio, T(0.0));
+  const auto one = full_like(ratio, T(1.0));
+  const auto share = where(free == bounded, T(0.5) * one, where(free < bounded, one, zero));
+  const auto inside = (ratio >= low) & (ratio <= high);
+  const auto passes = share * where(ratio <= delta, one, zero) + (T(1.0) - share) * where(inside, one, zero);
+  return {loss, -times(ratio, passes * advantage), zero};
+}
+
+// -min(r, cap) A logp, the ratio a constant (MiniMax-M1, https://arxiv.org/abs/2506.13585).
+template <class T>
+Surrogated<T> cispo(T log_ratio, T advantage, T logp, T cap) {
+  const auto ratio = exp(log_ratio);
+  const auto weight = -where(ratio > cap, cap, ratio) * advantage;
+  return {times(logp, weight), full_like(weight, T(0.0)), weight};
+}
+
+// -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (SAPO, https://arxiv.org/abs/2511.20347).
+template <class T>
+Surrogated<T> sapo(T log_ratio, T advantage, T, T tau_pos, T tau_neg) {
+  const auto ratio = exp(log_ratio);
+  const auto tau = where(advantage > T(0.0), full_like(ratio, tau_pos), full_like(ratio, tau_neg));
+  const auto gate = sigmoid(tau * (ratio - T(1.0)));
+  const auto slope = T(4.0) * gate * sigmoid(tau * (T(1.0) - ratio));
+  const auto loss = -times(T(4.0) * gate / tau, advantage);
+  return {loss, -times(ratio, slope * advantage), full_like(loss, T(0.0))};
+}
+
+// -phi(w) A logp, phi a constant (https://arxiv.org/abs/2602.10693); w is the sequence's, in place of r.
+template <class T>
+Surrogated<T> vespo(T log_weight, T advantage, T logp, T k_pos, T lambda_pos, T k_neg, T lambda_neg) {
+  const auto weight = -phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg) * advantage;
+  return {times(logp, weight), full_like(weight, T(0.0)), weight};
+}
+
+// -r A; of a mean log-ratio that was clipped beforehand GMPO (https://arxiv.org/abs/2507.20673).
+template <class T>
+Surrogated<T> unclipped(T log_ratio, T advantage, T) {
+  const auto loss = -times(exp(log_ratio), advantage);
+  return {loss, loss, full_like(loss, T(0.0))};
+}
+
+// On-policy, where d_logp is known beforehand. So is the loss, which is left out.
+template <class T>
+Surrogated<T> constant(T, T d_logp, T logp) {
+  return {full_like(logp, T(0.0)), full_like(logp, T(0.0)), d_logp};
+}
+
+// On-policy, d_logp times logp.
+template <class T>
+Surrogated<T> linear(T, T d_logp, T logp) {
+  return {times(logp, d_logp), full_like(logp, T(0.0)), d_logp};
+}
+
+// With d = ref - logp, KL(policy || reference) per token, -d (http://joschu.net/blog/kl-approx.html).
+template <class T>
+Estimated<T> k1(T logp, T ref) {
+  const auto d = ref - logp;
+  return {-d, full_like(d, T(1.0)), T(1.0) - d};
+}
+
+// d^2 / 2
+template <class T>
+Estimated<T> k2(T logp, T ref) {
+  const auto d = ref - logp;
+  return {d * d / T(2.0), -d, d * (d / T(2.0) - T(1.0))};
+}
+
+// e^d - 1 - d
+template <class T>
+Estimated<T> k3(T logp, T ref) {
+  const auto d = ref - logp;
+  return {expm1(d) - d, -expm1(d), -d};
+}
+
+enum class Surrogate : int64_t { clipped, cispo, sapo, vespo, unclipped, constant, linear };
+enum class Estimator : int64_t { none, k1, k2, k3 };
+constexpr int64_t kSurrogates = 7, kEstimators = 4;
+constexpr int64_t kConstants[] = {3, 1, 2, 4, 0, 0, 0}, kMostConstants = 4;
+
+// `slope` is the advantage, or on-policy d loss / d logp; `c` are the surrogate's constants
+template <class T>
+Surrogated<T> surrogate(Surrogate which, T log_ratio, T slope, T logp, const T* c) {
+  switch (which) {
+    case Surrogate::clipped: return clipped(log_ratio, slope, logp, c[0], c[1], c[2]);
+    case Surrogate::cispo: return cispo(log_ratio, slope, logp, c[0]);
+    case Surrogate::sapo: return sapo(log_ratio, slope, logp, c[0], c[1]);
+    case Surrogate::vespo: return vespo(log_ratio, slope, logp, c[0], c[1], c[2], c[3]);
+    case Surrogate::unclipped: return unclipped(log_ratio, slope, logp);
+    case Surrogate::constant: return constant(log_ratio, slope, logp);
+    case Surrogate::linear: return linear(log_ratio, slope, logp);
+  }
+  return {NAN, NAN, NAN};
+}
+
+template <class T>
+Estimated<T> estimate_kl(Estimator which, T logp, T ref) {
+  switch (which) {
+    case Estimator::k1: return k1(logp, ref);
+    case Estimator::k2: return k2(logp, ref);
+    case Estimator::k3: return k3(logp, ref);
+    case Estimator::none: break;
+  }
+  return {NAN, NAN, NAN};
+}
+
+}  // namespace grpo_kernels

@@ -1,0 +1,43 @@
+// What the functions of formulas.h are made of: the counterparts of the torch functions of the same names.
+#pragma once
+
+#include <cmath>
+
+namespace grpo_kernels {
+
+using std::exp;
+using std::expm1;
+
+template <class T>
+T where(bool condition, T x, T y) {
+  return condition ? x : y;
+}
+
+template <class T>
+T minimum(T x, T y) {
+  return x < y ? x : y;
+}
+
+template <class T>
+T full_like(T, T value) {
+  return value;
+}
+
+template <class T>
+T sigmoid(T x) {
+  return T(1) / (T(1) + std::exp(-x));
+}
+
+// loss, d loss / d R, d loss / d logp
+template <class T>
+struct Surrogated {
+  T loss, d_log_ratio, d_logp;
+};
+
+// KL(policy || reference), its derivative in logp, and over r that of r * kl, where r moves with logp: kl + slope
+template <class T>
+struct Estimated {
+  T kl, slope, corrected_slope;
+};
+
+}  // namespace grpo_kernels

@@ -1,0 +1,116 @@
+"""The policy surrogates and KL estimators, elementwise: the one source of all backends.
+
+torch runs these functions as they stand; Triton compiles the same ones with its own `where`, `exp`, ... in place of
+torch's (`backends/triton_rows/surrogates.py`); of their text `csrc/generate.py` makes `csrc/formulas.h`. Hence they use
+the functions imported here, names, arithmetic and comparisons only, and numbers are floats.
+
+A surrogate maps the log-ratio R (or what its loss type has in that place), the advantage A, the log-probability, and
+constants of its own to ``(loss, d loss / d R, d loss / d logp)``, where R is held apart from logp: what R depends on is
+the objective's business. Derivatives take the branch in use only, so that a ratio that overflows on a branch not taken
+leaves 0 behind and not NaN. An advantage of exactly 0 contributes exactly 0, unless the ratio is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, exp, expm1, full_like, minimum, sigmoid, where
+
+Formula = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def clipped(log_ratio, advantage, logp, low, high, delta):
+    """``-min(min(r, delta) A, clip(r, low, high) A)`` (PPO, https://arxiv.org/abs/1707.06347).
+
+    At a tie each branch gets half of the gradient, and a bound that is met exactly still passes it, as in torch's min
+    and clamp.
+    """
+    ratio = exp(log_ratio)
+    free = times(where(ratio > delta, delta, ratio), advantage)
+    raised = where(ratio < low, low, ratio)
+    bounded = where(raised > high, high, raised) * advantage
+    loss = -minimum(free, bounded)  # of a NaN ratio both are NaN
+    zero = full_like(ratio, 0.0)
+    one = full_like(ratio, 1.0)
+    share = where(free == bounded, 0.5 * one, where(free < bounded, one, zero))  # of the gradient, for `free`
+    inside = (ratio >= low) & (ratio <= high)
+    passes = share * where(ratio <= delta, one, zero) + (1.0 - share) * where(inside, one, zero)
+    return loss, -times(ratio, passes * advantage), zero
+
+
+def cispo(log_ratio, advantage, logp, cap):
+    """``-min(r, cap) A logp``, the ratio a constant (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
+    ratio = exp(log_ratio)
+    weight = -where(ratio > cap, cap, ratio) * advantage
+    return times(logp, weight), full_like(weight, 0.0), weight
+
+
+def sapo(log_ratio, advantage, logp, tau_pos, tau_neg):
+    """``-(4 / tau) sigmoid(tau (r - 1)) A``, tau by the sign of A (SAPO, https://arxiv.org/abs/2511.20347)."""
+    ratio = exp(log_ratio)
+    tau = where(advantage > 0.0, full_like(ratio, tau_pos), full_like(ratio, tau_neg))
+    gate = sigmoid(tau * (ratio - 1.0))
+    slope = 4.0 * gate * sigmoid(tau * (1.0 - ratio))  # d (4 / tau) gate / d r
+    loss = -times(4.0 * gate / tau, advantage)
+    return loss, -times(ratio, slope * advantage), full_like(loss, 0.0)
+
+
+def vespo(log_weight, advantage, logp, k_pos, lambda_pos, k_neg, lambda_neg):
+    """``-phi(w) A logp``, phi a constant (https://arxiv.org/abs/2602.10693); w is the sequence's, in place of r."""
+    weight = -phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg) * advantage
+    return times(logp, weight), full_like(weight, 0.0), weight
+
+
+def phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
+    """``log phi = lambda + k log w - lambda w``, k and lambda by the sign of A."""
+    k = where(advantage >= 0.0, full_like(log_weight, k_pos), full_like(log_weight, k_neg))
+    rate = where(advantage >= 0.0, full_like(log_weight, lambda_pos), full_like(log_weight, lambda_neg))
+    return exp(rate + k * log_weight - rate * exp(log_weight))
+
+
+def unclipped(log_ratio, advantage, logp):
+    """``-r A``; of a mean log-ratio that was clipped beforehand GMPO (https://arxiv.org/abs/2507.20673)."""
+    loss = -times(exp(log_ratio), advantage)
+    return loss, loss, full_like(loss, 0.0)
+
+
+def constant(log_ratio, d_logp, logp):
+    """On-policy, where `d_logp` is known beforehand. So is the loss, which is left out."""
+    return full_like(logp, 0.0), full_like(logp, 0.0), d_logp
+
+
+def linear(log_ratio, d_logp, logp):
+    """On-policy, `d_logp` times logp."""
+    return times(logp, d_logp), full_like(logp, 0.0), d_logp
+
+
+def k1(logp, ref):
+    """With d = ref - logp, KL(policy || reference) per token, ``-d`` (http://joschu.net/blog/kl-approx.html).
+
+    An estimator returns kl, its derivative in logp, and the derivative of ``r kl`` over r, where the ratio r moves with
+    logp, ``kl + kl'``: written out, since of k3, whose two parts grow as e^d, the sum is but ``-d``.
+    """
+    d = ref - logp
+    return -d, full_like(d, 1.0), 1.0 - d
+
+
+def k2(logp, ref):
+    """``d^2 / 2``"""
+    d = ref - logp
+    return d * d / 2.0, -d, d * (d / 2.0 - 1.0)
+
+
+def k3(logp, ref):
+    """``e^d - 1 - d``"""
+    d = ref - logp
+    return expm1(d) - d, -expm1(d), -d
+
+
+def times(x, factor):
+    """``x * factor``, where a factor of exactly 0 gives 0 unless x is NaN: 0 * inf is not NaN here."""
+    return where((factor == 0.0) & (x == x), 0.0, x * factor)
+
+
+HELPERS = (times, phi)  # what the others are made of, before what calls it
+SURROGATES: dict[str, Formula] = {f.__name__: f for f in (clipped, cispo, sapo, vespo, unclipped, constant, linear)}
+ESTIMATORS: dict[str, Formula] = {f.__name__: f for f in (k1, k2, k3)}
