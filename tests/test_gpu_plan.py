@@ -15,7 +15,7 @@ from benchmarks.roofline.budget import Shape, noted
 from benchmarks.roofline.tape import Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine import memory, plan
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import Room
 from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from tests.pretend_gpu import OnGPU
@@ -137,7 +137,7 @@ def room(free: int, unused: int | None = 0, **asked: Any) -> tuple[Room, list[st
     weight = SimpleNamespace(
         is_cuda=True, shape=(V, H), dtype=BF16, device="cuda", numel=lambda: V * H, element_size=lambda: 2
     )
-    given: dict[str, Any] = {"wants": Wants(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
+    given: dict[str, Any] = {"needs_grad": NeedsGrad(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
     with mock.patch.object(memory.torch, "cuda", cuda):
         return Room.of(weight, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
 
@@ -150,7 +150,7 @@ def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
     assert room(none, none)[0] == Room(tight=True, ample=False)
     assert room(none, None)[0] == Room(tight=True, ample=False)  # raises nothing
     assert not room(none, none, asks_tight=False)[0].tight
-    assert not room(none, none, wants=Wants(hidden=True))[0].tight
+    assert not room(none, none, needs_grad=NeedsGrad(hidden=True))[0].tight
     assert room(gradients + 64 * MIB, workspace_bytes=64 * MIB)[0] == Room(tight=False, ample=True)
 
 

@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_kernels.batch.inputs import LossInputs
+from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.ops import linear_logprob as logprob_op
 from grpo_kernels.call.ops import policy_loss as loss_op
-from grpo_kernels.call.projection import compute_dtype, wanted
+from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.config import LossConfig, config_of
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.passes import STORING
 from grpo_kernels.engine.plan import Coupling, choose_engine
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.metrics import Metrics, metric_names
 from grpo_kernels.objective.normaliser import averaged_over
 
@@ -39,79 +42,65 @@ def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 
 def policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor | None,
-    advantages: Tensor,
-    *,
-    bias: Tensor | None,
-    old_per_token_logps: Tensor | None,
-    ref_per_token_logps: Tensor | None,
-    sampling_per_token_logps: Tensor | None,
-    importance_sampling_ratio: Tensor | None,
-    num_items_in_batch: float | Tensor | None,
-    config: LossConfig,
-    cu_seqlens: Tensor | None,
-    engine: str,
-    backend: str,
-    workspace_bytes: int | None,
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor, Metrics, str]:
-    """`grpo_loss`: the fields of its `LossOutput`."""
-    wants, dtype = wanted(hidden, weight, bias), compute_dtype(hidden, weight)
-    engine, has_b, head, loss_over, pair_names, extreme_names = _plan_loss(
+    """`grpo_loss` with a head of plain tensors: the fields of its `LossOutput`."""
+    hidden, weight, bias = head.hidden, head.weight, head.bias
+    ids, mask, num_items_in_batch = inputs.completion_ids, inputs.completion_mask, inputs.num_items_in_batch
+    assert ids is not None
+    needs_grad, dtype = head.needs_grad(), head.compute_dtype()
+    engine, has_b, options, loss_over, pair_names, extreme_names = _plan_loss(
         config.key,
-        old_per_token_logps is None,
-        sampling_per_token_logps is not None,
-        importance_sampling_ratio is not None,
+        inputs.old_per_token_logps is None,
+        inputs.sampling_per_token_logps is not None,
+        inputs.importance_sampling_ratio is not None,
         num_items_in_batch is not None,
-        wants.hidden,
-        wants.weight or wants.bias,
-        engine,
+        needs_grad.hidden,
+        needs_grad.head,
+        execution.engine,
     )
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
         # of a number that changes, torch.full would make a graph for each value
         num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
+    computed = (engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
     done = loss_op.Results(
         *_POLICY_LOSS(
             hidden.detach(),
             weight.detach(),
             None if bias is None else bias.detach(),
-            completion_ids,
-            completion_mask,
-            advantages,
-            old_per_token_logps,
-            ref_per_token_logps,
-            sampling_per_token_logps,
-            importance_sampling_ratio,
+            ids,
+            mask,
+            inputs.advantages,
+            inputs.old_per_token_logps,
+            inputs.ref_per_token_logps,
+            inputs.sampling_per_token_logps,
+            inputs.importance_sampling_ratio,
             num_items_in_batch,
-            cu_seqlens,
+            inputs.cu_seqlens,
             config.key,
-            engine,
-            backend,
-            workspace_bytes,
-            dtype,
-            [wants.hidden, wants.weight, wants.bias],
+            *computed,
         )
     )
     loss = done.loss
-    if wants.hidden or wants.head:
+    if needs_grad.hidden or needs_grad.head:
         if engine in STORING:
             stored = (done.d_hidden, done.d_weight, done.d_bias)
-            loss = _StoredGradient.apply(hidden, weight, bias, completion_mask, loss, *stored)
+            loss = _StoredGradient.apply(hidden, weight, bias, mask, loss, *stored)
         else:
-            gradients = [wants.hidden, wants.weight, wants.bias]
-            settings = logprob_op.Settings(*(*head, engine, backend, workspace_bytes, dtype, gradients))
+            settings = logprob_op.Settings(*(*options, *computed))
             known = (done.logps, done.entropies if has_b else None, done.max_logit, done.log_sum)
-            logps, entropies = _SecondPass.apply(
-                hidden, weight, bias, completion_ids, completion_mask, None, *known, settings
-            )
+            logps, entropies = _SecondPass.apply(hidden, weight, bias, ids, mask, None, *known, settings)
             loss = _Coefficients.apply(logps, entropies, loss, done.a, done.b if has_b else None)
     pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, done.pairs.unbind(0), strict=True)}
     extremes = dict(zip(extreme_names, done.extremes.unbind(0), strict=True))
-    sequences = completion_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = ids.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     metrics = Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
     return loss, done.logps, done.entropies, metrics, engine
+
+
+def _three(needs_grad: NeedsGrad) -> list[bool]:
+    """As the ops take it: of hidden states, weight and bias."""
+    return [needs_grad.hidden, needs_grad.weight, needs_grad.bias]
 
 
 @torch.compiler.assume_constant_result  # of strings and bools; a graph must not read the config's numbers
@@ -145,42 +134,28 @@ def _plan_loss(
     return engine, has_b, head, averaged_over(config, num_items=num_items), *names
 
 
-def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    final_logit_softcapping: float | None,
-    logit_scale: float,
-    outputs: tuple[str, ...],
-    logits_dtype: str,
-    engine: str,
-    backend: str,
-    workspace_bytes: int | None,
-) -> dict[str, Tensor]:
-    """`linear_logprob_with`, without its expectation."""
-    wants = wanted(hidden, weight, bias)
+def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
+    """`linear_logprob_with` with a head of plain tensors, without its expectation."""
+    hidden, weight, bias, temperature = head.hidden, head.weight, head.bias, options.temperature
+    ids, mask, outputs, needs_grad = inputs.ids, inputs.mask, inputs.outputs, head.needs_grad()
     entropy = "entropy" in outputs
-    engine = _plan_logprob(wants.hidden, wants.weight or wants.bias, entropy, engine)
+    engine = _plan_logprob(needs_grad.hidden, needs_grad.head, entropy, execution.engine)
     temperatures = temperature.detach() if isinstance(temperature, Tensor) else None
     settings = logprob_op.Settings(
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        final_logit_softcapping=final_logit_softcapping,
-        logit_scale=logit_scale,
-        logits_dtype=logits_dtype,
+        final_logit_softcapping=options.final_logit_softcapping,
+        logit_scale=options.logit_scale,
+        logits_dtype=options.logits_dtype,
         engine=engine,
-        backend=backend,
-        workspace_bytes=workspace_bytes,
-        dtype=compute_dtype(hidden, weight),
-        wants=[wants.hidden, wants.weight, wants.bias],
+        backend=execution.backend,
+        workspace_bytes=execution.workspace_bytes,
+        dtype=head.compute_dtype(),
+        needs_grad=_three(needs_grad),
     )
     given = (hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, mask, temperatures)
     done = logprob_op.Results(*_LINEAR_LOGPROB(*given, list(outputs), *settings))
     logps, entropies = done.logps, done.entropies if entropy else None
-    if wants.hidden or wants.head:
+    if needs_grad.hidden or needs_grad.head:
         if engine == "frozen":
             logps = _StoredSlopes.apply(hidden, mask, logps, done.slopes)
         else:
@@ -288,11 +263,11 @@ class _SecondPass(torch.autograd.Function):
     def backward(ctx: Any, d_logps: Tensor, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         gradients = _LINEAR_LOGPROB_BACKWARD(*saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings)
-        wants = Wants(*ctx.settings.wants)
+        needs_grad = NeedsGrad(*ctx.settings.needs_grad)
         return (
-            gradients[0] if wants.hidden else None,
-            gradients[1] if wants.weight else None,
-            gradients[2] if wants.bias else None,
+            gradients[0] if needs_grad.hidden else None,
+            gradients[1] if needs_grad.weight else None,
+            gradients[2] if needs_grad.bias else None,
             *[None] * 8,
         )
 

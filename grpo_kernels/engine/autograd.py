@@ -34,7 +34,7 @@ from grpo_kernels.engine.remainder import Remainder, split_off
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, hidden, weight, bias, u, b, request, finish)`` -> loss, logps (N,), entropies (N,); the last two
+    ``forward(ctx, hidden, weight, bias, lora_u, lora_b, request, finish)`` -> loss, logps (N,), entropies (N,); the last two
     carry no gradient. `finish` maps the statistics of all rows to the loss and its coefficients. ``one_pass`` and
     ``frozen`` store the gradient of the loss, ``two_pass`` and ``lean`` its coefficients.
     """
@@ -45,12 +45,12 @@ class PolicyLoss(torch.autograd.Function):
         hidden: Tensor,  # (N, H)
         weight: Tensor,  # (V, H)
         bias: Tensor | None,  # (V,)
-        u: Tensor | None,  # (N, r)
-        b: Tensor | None,  # (V, r)
+        lora_u: Tensor | None,  # (N, r)
+        lora_b: Tensor | None,  # (V, r)
         request: Request,
         finish: Callable[[RowStats], Differentiated],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = Head(hidden, weight, bias, u, b)
+        head = Head(hidden, weight, bias, lora_u, lora_b)
         first, done = loss_pass(head, request, finish)
         stats, grads = first.stats, first.grads
         assert stats.entropies is not None
@@ -81,7 +81,7 @@ class PolicyLoss(torch.autograd.Function):
 class LinearLogprob(torch.autograd.Function):
     """Log-probabilities and entropies, both differentiable.
 
-    ``forward(ctx, hidden, weight, bias, u, b, request)`` -> logps (N,), entropies (N,) or None, and the extras. With
+    ``forward(ctx, hidden, weight, bias, lora_u, lora_b, request)`` -> logps (N,), entropies (N,) or None, and the extras. With
     stored gradients for coefficients (a, b) and upstream gradients (g, h), the backward returns c times what is stored
     plus, by a second sweep, the gradient of what is left: g - c a and h - c b, in the rows where that is more than
     rounding (`remainder.py`).
@@ -93,12 +93,12 @@ class LinearLogprob(torch.autograd.Function):
         hidden: Tensor,  # (N, H)
         weight: Tensor,  # (V, H)
         bias: Tensor | None,  # (V,)
-        u: Tensor | None,  # (N, r)
-        b: Tensor | None,  # (V, r)
+        lora_u: Tensor | None,  # (N, r)
+        lora_b: Tensor | None,  # (V, r)
         request: Request,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        head = Head(hidden, weight, bias, u, b)
+        head = Head(hidden, weight, bias, lora_u, lora_b)
         first = first_pass(head, request)
         stats, grads = first.stats, first.grads
         ctx.request, ctx.like = request, Like.of(head)
@@ -159,7 +159,7 @@ class Like:
     """How many positions there are, and the dtypes of the gradients to return."""
 
     positions: int
-    dtypes: tuple[torch.dtype | None, ...]  # hidden, weight, bias, u, b
+    dtypes: tuple[torch.dtype | None, ...]  # hidden, weight, bias, lora_u, lora_b
 
     @staticmethod
     def of(head: Head) -> Like:
@@ -211,8 +211,8 @@ def _merge(
         hidden=row_by_row(stored.hidden, more.hidden),
         weight=add(stored.weight, more.weight),
         bias=add(stored.bias, more.bias),
-        u=row_by_row(stored.u, more.u),
-        b=add(stored.b, more.b),
+        lora_u=row_by_row(stored.lora_u, more.lora_u),
+        lora_b=add(stored.lora_b, more.lora_b),
     )
 
 
@@ -227,7 +227,7 @@ def returned(
     rows, shard = request.rows, request.config.shard
 
     def whole(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        if name not in ("hidden", "u"):
+        if name not in ("hidden", "lora_u"):
             return _times(x, factor, dtype)
         if shard is not None:  # of all rows of the call: their number is the same on every rank
             summed = shard.sum_(all_rows(_times(x, factor, x.dtype), places, len(rows)))
@@ -235,7 +235,7 @@ def returned(
         positions = rows.positions if places.shape == rows.positions.shape else rows.positions[places]
         return all_rows(_times(x, factor, dtype), positions, like.positions)
 
-    pairs = zip(("hidden", "weight", "bias", "u", "b"), grads, like.dtypes, strict=True)
+    pairs = zip(("hidden", "weight", "bias", "lora_u", "lora_b"), grads, like.dtypes, strict=True)
     return tuple(None if x is None or dtype is None else whole(name, x, dtype) for name, x, dtype in pairs)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.plan import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS, row_width
 from grpo_kernels.engine.products import accumulator_of, converted_dtype
 
@@ -24,7 +24,12 @@ class Room:
 
     @staticmethod
     def of(
-        weight: Tensor, wants: Wants, compute_dtype: torch.dtype, workspace_bytes: int | None, *, asks_tight: bool
+        weight: Tensor,
+        needs_grad: NeedsGrad,
+        compute_dtype: torch.dtype,
+        workspace_bytes: int | None,
+        *,
+        asks_tight: bool,
     ) -> Room:
         """That of the device of `weight`. A CPU is not asked.
 
@@ -40,15 +45,15 @@ class Room:
         dtype = converted_dtype(weight, compute_dtype)
         held = 0 if dtype is None else weight.numel() * dtype.itemsize
         least = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-        most = large_workspace(weight, wants) if workspace_bytes is None else workspace_bytes
-        if wants.weight:
+        most = large_workspace(weight, needs_grad) if workspace_bytes is None else workspace_bytes
+        if needs_grad.weight:
             least += (gradients := weight.numel() * (accumulator_of(weight.dtype).itemsize + weight.element_size()))
             held += gradients
         free, unused = _free(weight.device), 0
         if max(held + most, least) > free:  # the allocator takes longer to ask
             unused = _unused(weight.device)
         return Room(
-            tight=asks_tight and wants.weight and least > free + unused,
+            tight=asks_tight and needs_grad.weight and least > free + unused,
             ample=held + most <= free + unused,
         )
 
@@ -56,20 +61,20 @@ class Room:
 AMPLE = Room(tight=False, ample=True)
 
 
-def default_workspace(weight: Tensor, wants: Wants, *, ample: bool) -> int:
+def default_workspace(weight: Tensor, needs_grad: NeedsGrad, *, ample: bool) -> int:
     """Bytes: `WORKSPACE_BYTES`; on a GPU with `ample` room, `large_workspace`."""
-    return large_workspace(weight, wants) if weight.is_cuda and ample else WORKSPACE_BYTES
+    return large_workspace(weight, needs_grad) if weight.is_cuda and ample else WORKSPACE_BYTES
 
 
-def large_workspace(weight: Tensor, wants: Wants) -> int:
+def large_workspace(weight: Tensor, needs_grad: NeedsGrad) -> int:
     """What chunks of `LARGE_CHUNK_ROWS` rows take, between `WORKSPACE_BYTES` and `MOST_WORKSPACE_BYTES`.
 
     On a GPU a product with fewer rows waits for the weight that it reads. On a CPU it is slow enough for that not to
     matter.
     """
     vocab, width = weight.shape
-    chunks = CHUNKS_OF_A_GROUP[0] if wants.weight else 1  # whose d logits are kept at a time
-    d_logits = 2 * chunks if wants.hidden or wants.head else 0
+    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits are kept at a time
+    d_logits = 2 * chunks if needs_grad.hidden or needs_grad.head else 0
     row_bytes = row_width(vocab, on_gpu=True) * (4 + d_logits) + width * 4 * chunks
     return min(max(WORKSPACE_BYTES, LARGE_CHUNK_ROWS * row_bytes), MOST_WORKSPACE_BYTES)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import DotRowBackend, RowStats
 from grpo_kernels.base.checks import is_captured
-from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import Asked, sweep
@@ -33,7 +33,7 @@ class Request:
 
     rows: Rows  # n rows; the others are 0 in every result
     config: HeadConfig
-    wants: Wants
+    needs_grad: NeedsGrad
     engine: str  # one of `plan.ENGINES`
     entropy: bool = True
     extras: tuple[str, ...] = ()
@@ -85,8 +85,8 @@ def first_pass(head: Head, request: Request) -> FirstPass:
 
     def with_gradient(asked: Asked) -> Asked:
         if request.engine == "frozen":
-            return replace(asked, slopes=True, wants=Wants(hidden=True))
-        return replace(asked, coefficients=known, wants=request.wants)
+            return replace(asked, slopes=True, needs_grad=NeedsGrad(hidden=True))
+        return replace(asked, coefficients=known, needs_grad=request.needs_grad)
 
     if graded.shape[0] == len(rows):
         stats, grads = sweep(head, rows, config, with_gradient(asked))
@@ -151,11 +151,11 @@ def second_pass(head: Head, request: Request, stats: RowStats, a: Tensor, b: Ten
     rows, some = request.rows.at(places), stats.rows(places)
     picked = a[places], None if b is None else b[places]
     if request.engine == "lean":
-        return sweep_slices(head, rows, request.config, some, *picked, request.wants), places
+        return sweep_slices(head, rows, request.config, some, *picked, request.needs_grad), places
     known = Asked(
         stats=some,
         coefficients=lambda index, _: (picked[0][index], None if picked[1] is None else picked[1][index]),
-        wants=request.wants,
+        needs_grad=request.needs_grad,
     )
     _, grads = sweep(request.config.converted(head), rows, request.config, known)
     assert grads is not None

@@ -70,7 +70,7 @@ def choose_engine(
 
     Args:
         coupling: when the coefficients of a row are known.
-        hidden_trains, head_trains: what wants a gradient (weight or bias for the head).
+        hidden_trains, head_trains: what trains (weight or bias for the head).
         entropy_gradient: whether the loss depends on the entropies, b != 0.
         tight_memory: whether an accumulator for d weight would not fit.
         scores_without_logits: whether the backend can.

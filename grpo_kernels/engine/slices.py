@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
 from grpo_kernels.engine.plan import padded_rows
 from grpo_kernels.engine.products import Products
@@ -25,7 +25,7 @@ FEATURES_SHARE = 4  # of the workspace, one part in so many is the most that ope
 
 
 def sweep_slices(
-    head: Head, rows: Rows, config: HeadConfig, stats: RowStats, a: Tensor, b: Tensor | None, wants: Wants
+    head: Head, rows: Rows, config: HeadConfig, stats: RowStats, a: Tensor, b: Tensor | None, needs_grad: NeedsGrad
 ) -> Gradients:
     """The gradient of `rows`, n of them, given their statistics and coefficients a, b (n,).
 
@@ -36,15 +36,15 @@ def sweep_slices(
     bias = head.row_bias(dtype)
     # one factor for all: what is summed over rows and over slices must carry the same
     a, b, scale = config.products(head.weight).scaled(a, b, config.transform(bias, rows.inv_temperature))
-    rows_at_once, columns_at_once = _slice_shape(n, head, config, wants)
+    rows_at_once, columns_at_once = _slice_shape(n, head, config, needs_grad)
     blocks = _blocks(rows, stats, a, b, rows_at_once)
     m = blocks[-1].place.stop if blocks else 0
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
     d_rows, d_matrices = [], []  # of each factor
-    for (x, matrix), (wants_rows, wants_matrix) in zip(head.factors(), wants.factors(), strict=False):
-        d_rows.append(new(m, x.shape[1], dtype=dtype) if wants_rows else None)
-        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if wants_matrix else None)
-    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if wants.bias else None
+    for (x, matrix), (needs_rows, needs_matrix) in zip(head.factors(), needs_grad.factors(), strict=False):
+        d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
+        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
+    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if needs_grad.bias else None
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             columns = slice(first_id, min(first_id + columns_at_once, vocab))
@@ -53,13 +53,13 @@ def sweep_slices(
                 part.add(block)
             part.finish(scale)
             del part  # before the next one is made
-    (hidden, *u), (weight, *adapter_b) = d_rows, d_matrices
-    scaled = Gradients(hidden, None, d_bias, *u)
+    (hidden, *lora_u), (weight, *lora_b) = d_rows, d_matrices
+    scaled = Gradients(hidden, None, d_bias, *lora_u)
     if scale is not None:
         unscale = 1.0 / scale
         scaled = scaled.apply(lambda x: x.mul_(unscale))
-    d_hidden, d_u = (None if x is None else x[:n] for x in (scaled.hidden, scaled.u))
-    return Gradients(d_hidden, weight, scaled.bias, d_u, *adapter_b)
+    d_hidden, d_lora_u = (None if x is None else x[:n] for x in (scaled.hidden, scaled.lora_u))
+    return Gradients(d_hidden, weight, scaled.bias, d_lora_u, *lora_b)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Slice:
         return d_logits
 
 
-def _slice_shape(n: int, head: Head, config: HeadConfig, wants: Wants) -> tuple[int, int]:
+def _slice_shape(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int]:
     """How many of `n` rows and how many columns to take at a time, so that the workspace stays within its budget.
 
     A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
@@ -165,7 +165,7 @@ def _slice_shape(n: int, head: Head, config: HeadConfig, wants: Wants) -> tuple[
     dtype = factors[0].gradient_dtype
     logit_bytes = size + (0 if dtype == config.accumulator else dtype.itemsize)
     row_bytes = column_bytes = padding_bytes = 0
-    for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), wants.factors(), strict=False):
+    for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), needs_grad.factors(), strict=False):
         converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # of an adapter more precise than d logits
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != config.accumulator else 0))

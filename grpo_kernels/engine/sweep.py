@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
-from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.plan import Group, plan_groups, row_width
 from grpo_kernels.engine.products import Products
@@ -33,7 +33,7 @@ class Asked:
         slopes: whether all coefficients are a = 1, b = 0, in place of `coefficients`.
         token_loss: the loss of the rows, for a backend that fuses: its terms are then the extras, and `coefficients`
             are asked only where d logits have to be scaled before they are rounded.
-        wants: which gradients; None: none.
+        needs_grad: which gradients; None: none.
     """
 
     entropy: bool = False
@@ -42,7 +42,7 @@ class Asked:
     coefficients: Callable[[Index, RowStats], Coefficients] | None = None
     slopes: bool = False
     token_loss: TokenLoss | None = None
-    wants: Wants | None = None
+    needs_grad: NeedsGrad | None = None
 
     def at(self, index: Index) -> Asked:
         """The same of the rows at `index`."""
@@ -53,12 +53,12 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
     """Statistics of `rows`, n of them, and their gradients if any is wanted.
 
     Returns:
-        Statistics (n,), and the gradients, or None without `asked.wants`.
+        Statistics (n,), and the gradients, or None without `asked.needs_grad`.
     """
     n, vocab = len(rows), head.weight.shape[0]
-    groups, factors = _groups(n, head, config, asked.wants), config.all_products(head)
+    groups, factors = _groups(n, head, config, asked.needs_grad), config.all_products(head)
     work = _Chunks(config, asked, factors[0], head.row_bias(config.accumulator))
-    sums = None if asked.wants is None else _Sums(head, n, groups, config, asked.wants)
+    sums = None if asked.needs_grad is None else _Sums(head, n, groups, config, asked.needs_grad)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
         buffer = matrix_of_logits(head.hidden, most, vocab, config.accumulator)
@@ -91,13 +91,13 @@ def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) 
     return like.new_empty(rows, row_width(columns, on_gpu=like.is_cuda), dtype=dtype)[:, :columns]
 
 
-def _groups(n: int, head: Head, config: HeadConfig, wants: Wants | None) -> list[Group]:
+def _groups(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
     """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
     products, on_gpu = config.products(widest_part(head.weight, config.shard)), head.weight.is_cuda
     vocab = products.weight.shape[0]
     width = row_width(vocab, on_gpu=on_gpu)
     row_bytes = width * config.accumulator.itemsize
-    separate = wants is not None and products.gradient_dtype != config.accumulator
+    separate = needs_grad is not None and products.gradient_dtype != config.accumulator
 
     def scratch_bytes(m: int) -> int:
         return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * row_bytes)  # never at the same time
@@ -107,7 +107,7 @@ def _groups(n: int, head: Head, config: HeadConfig, wants: Wants | None) -> list
         config.workspace_bytes,
         chunk_row_bytes=row_bytes,
         group_row_bytes=products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0),
-        grouped=separate and wants is not None and wants.weight and not products.scales_gradient,
+        grouped=separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient,
         scratch_bytes=scratch_bytes,
         on_gpu=on_gpu,
     )
@@ -230,8 +230,8 @@ class _Chunks:
 class _Sums:
     """The gradients of the head's tensors, as the groups add to them."""
 
-    def __init__(self, head: Head, n: int, groups: list[Group], config: HeadConfig, wants: Wants) -> None:
-        self._head, self._n, self._dtype, self._wants = head, n, config.accumulator, wants
+    def __init__(self, head: Head, n: int, groups: list[Group], config: HeadConfig, needs_grad: NeedsGrad) -> None:
+        self._head, self._n, self._dtype, self._wants = head, n, config.accumulator, needs_grad
         self._padded = max((group.start + group.rows for group in groups), default=0)
         self._rows: list[Tensor | None] = []  # of each factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
@@ -240,13 +240,13 @@ class _Sums:
 
     def _allocate(self) -> None:
         """Only when the first group's d logits are under way."""
-        new, dtype, wants = self._head.hidden, self._dtype, self._wants
+        new, dtype, needs_grad = self._head.hidden, self._dtype, self._wants
         # what is of the vocabulary's size is written by the first group's product; without a group it is 0
         new_matrix = new.new_empty if self._n > 0 else new.new_zeros
-        for (x, matrix), (wants_rows, wants_matrix) in zip(self._head.factors(), wants.factors(), strict=False):
-            self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if wants_rows else None)
-            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if wants_matrix else None)
-        if wants.bias:
+        for (x, matrix), (needs_rows, needs_matrix) in zip(self._head.factors(), needs_grad.factors(), strict=False):
+            self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None)
+            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
+        if needs_grad.bias:
             self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
 
     def add(
@@ -275,10 +275,10 @@ class _Sums:
         if self._scale is not None:
             self._rescale(1.0 / self._scale)
         rows = [None if x is None else x[: self._n] for x in self._rows]
-        (hidden, u), (weight, b) = ((*x, None)[:2] for x in (rows, self._matrices))
+        (hidden, lora_u), (weight, lora_b) = ((*x, None)[:2] for x in (rows, self._matrices))
         if row_factor is not None and hidden is not None:
             hidden.mul_(row_factor[:, None])
-        return Gradients(hidden, weight, self._bias, u, b)
+        return Gradients(hidden, weight, self._bias, lora_u, lora_b)
 
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):

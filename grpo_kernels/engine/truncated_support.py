@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.products import accumulator_of
 
 
@@ -31,7 +31,7 @@ class KeptSets:
     blocks: list[tuple[slice, int]]  # of the rows, and the size of their largest set
     entries: int  # (position, kept id) pairs that are gathered at a time
     invalid: Tensor | None  # (N,) bool: positions whose results are NaN; None: none
-    wants: Wants
+    needs_grad: NeedsGrad
     entropy: bool
     compute_dtype: torch.dtype
     scale: float
@@ -127,7 +127,7 @@ class KeptSetLogprob(torch.autograd.Function):
                 logps[places] = log_probs.gather(1, hot)[:, 0]
                 if entropies is not None:
                     entropies[places] = _entropies(log_probs)
-                if sets.wants.hidden or sets.wants.head:
+                if sets.needs_grad.hidden or sets.needs_grad.head:
                     saved += [some, log_probs, hot, slope]
         if sets.invalid is not None:
             for x in (logps, entropies):
@@ -140,12 +140,12 @@ class KeptSetLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         sets, (hidden, weight, *saved) = ctx.sets, ctx.saved_tensors
-        wants, new = sets.wants, hidden.new_zeros
+        needs_grad, new = sets.needs_grad, hidden.new_zeros
         if d_logps is None and d_entropies is None:
             return None, None, None, None, None
-        d_hidden = torch.zeros_like(hidden) if wants.hidden else None
-        d_weight = new(weight.shape, dtype=sets.accumulator) if wants.weight else None
-        d_bias = new(weight.shape[0], dtype=sets.accumulator) if wants.bias else None
+        d_hidden = torch.zeros_like(hidden) if needs_grad.hidden else None
+        d_weight = new(weight.shape, dtype=sets.accumulator) if needs_grad.weight else None
+        d_bias = new(weight.shape[0], dtype=sets.accumulator) if needs_grad.bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             head = _HeadRows(weight, sets)
             for i, (rows, _) in enumerate(sets.blocks):

@@ -3,22 +3,25 @@
 Besides the loss, its per-token numbers and its metrics it returns what the backward needs. From the engines that store:
 the gradient of the loss in hidden states (all rows), weight and bias, in the accumulator's dtype, neither scaled nor
 rounded. From those that recompute: a = d loss / d logp, b = d loss / d entropy (if there is an entropy bonus), and the
-statistics that `linear_logprob_backward` wants.
+statistics that `linear_logprob_backward` needs_grad.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.ops.results import Empty
+from grpo_kernels.call.options import Execution
 from grpo_kernels.config import config_of
-from grpo_kernels.engine.gradients import Wants
-from grpo_kernels.engine.operands import Head
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.passes import RECOMPUTING, STORING, all_rows, loss_pass, spread
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.metrics import metric_names
 
 
@@ -42,7 +45,16 @@ class Arguments(NamedTuple):
     backend: str
     workspace_bytes: int | None
     dtype: torch.dtype  # of the products' operands
-    wants: list[bool]  # which gradients: hidden, weight, bias
+    needs_grad: list[bool]  # of hidden, weight, bias
+
+    def inputs(self) -> LossInputs:
+        """What is per token or per sequence."""
+        return LossInputs(**{field.name: getattr(self, field.name) for field in fields(LossInputs)})
+
+    def execution(self) -> Execution:
+        """How the loss is computed."""
+        needs_grad = NeedsGrad(*self.needs_grad)
+        return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
 
 
 class Results(NamedTuple):
@@ -66,20 +78,10 @@ class Results(NamedTuple):
 def run(*arguments: Any) -> Results:
     """The op on real tensors."""
     given = Arguments(*arguments)
-    options = given._asdict()
-    for name in ("hidden", "weight", "completion_ids", "completion_mask", "advantages"):
-        del options[name]
-    call = plan_loss(
-        given.hidden,
-        given.weight,
-        given.completion_ids,
-        given.completion_mask,
-        given.advantages,
-        **{**options, "config": config_of(given.config), "wants": Wants(*given.wants)},
-        objective=None,
-    )
+    head, config = LMHead(given.hidden, given.weight, given.bias), config_of(given.config)
+    call = plan_loss(given.inputs(), head, given.execution(), config, None)
     new, rows, n = Empty(given.hidden, given.dtype), call.request.rows, given.completion_ids.numel()
-    first, done = loss_pass(Head(given.hidden.flatten(0, -2), given.weight, given.bias), call.request, call.evaluate)
+    first, done = loss_pass(call.head.operands(rows.positions), call.request, call.evaluate)
     stats, grads = first.stats, first.grads
     pairs, extremes = call.metrics(stats, done).stacked()
 
@@ -122,9 +124,9 @@ def fake(*arguments: Any) -> Results:
         entropies=new(ids.shape),
         pairs=new((len(pairs), 2)),
         extremes=new((len(extremes),)),
-        d_hidden=new(given.hidden.shape, wanted=stores and given.wants[0]),
-        d_weight=new(given.weight.shape, wanted=stores and given.wants[1]),
-        d_bias=new() if given.bias is None else new(given.bias.shape, wanted=stores and given.wants[2]),
+        d_hidden=new(given.hidden.shape, wanted=stores and given.needs_grad[0]),
+        d_weight=new(given.weight.shape, wanted=stores and given.needs_grad[1]),
+        d_bias=new() if given.bias is None else new(given.bias.shape, wanted=stores and given.needs_grad[2]),
         a=new(ids.shape, wanted=recomputes),
         b=new(ids.shape, wanted=recomputes and config.entropy_coef != 0.0),
         max_logit=new(ids.shape, wanted=recomputes),
