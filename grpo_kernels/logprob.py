@@ -17,7 +17,8 @@ from grpo_kernels.call.expected import Expectation, Expected
 from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.engine.autograd import LinearLogprob
-from grpo_kernels.engine.passes import Gather
+from grpo_kernels.engine.engines import ONE_PASS
+from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.lora import LoRA
 
@@ -64,7 +65,7 @@ def linear_logprob(
             with b = d loss / d entropy or None; or an `Expectation`, or just its function. Whatever is expected, the
             gradient is that of what is really computed. Not used under torch.compile, which takes two passes.
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
-        engine: ``"auto"`` or one of `grpo_kernels.engine.plan.ENGINES`.
+        engine: ``"auto"`` or one of `grpo_kernels.engine.engines.ENGINES`.
         backend: ``"auto"`` or the name of a row backend.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU, where the
             weight trains, 4 V H bytes, but at least that and at most 2 GiB.
@@ -134,7 +135,7 @@ def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: Hea
     from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
     engine, gather = execution.engine, execution.gather
-    if inputs.expected is not None and engine == "one_pass":  # an expectation only buys speed
+    if inputs.expected is not None and engine == ONE_PASS.name:  # an expectation only buys speed
         engine = "auto"
     if not compiling:
         named = ("ids", inputs.ids), ("mask", inputs.mask)
@@ -149,7 +150,7 @@ def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: Hea
 def _score_eagerly(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
     head, request = plan_logprob(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
-    logps, entropies, *extras = LinearLogprob.apply(*operands, request)
+    logps, entropies, *extras = LinearLogprob.apply(request, *operands)
     results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
     if entropies is not None:
         results["entropy"] = entropies

@@ -8,7 +8,7 @@
     R       = logps - old_per_token_logps                                        objective.py
     l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  surrogates.py
     loss    = sum(weights * l) - entropy_coef * mean entropy
-    engine  = the cheapest that gives this loss its exact gradient               engine/plan.py
+    engine  = the cheapest that gives this loss its exact gradient               engine/engines.py
 
 and the gradient of the logits is ``a_t (1[j = y_t] - p_j) - b_t p_j (log p_j + entropy_t)`` with the objective's two
 numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
@@ -32,7 +32,7 @@ from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.options import Execution, check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.autograd import PolicyLoss
-from grpo_kernels.engine.passes import Gather
+from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.objective.checks import check_config, check_objective
@@ -194,9 +194,9 @@ def _loss(
     group = None if objective is None else execution.sequence_group
     with Agreement("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
         operands = call.head.operands(call.request.rows.positions)
-        loss, logps, entropies = PolicyLoss.apply(*operands, call.request, finish)
+        loss, logps, entropies = PolicyLoss.apply(call.request, finish, *operands)
     shape = call.tokens.layout.shape
-    return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
+    return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine.name)
 
 
 def _compiled_loss(

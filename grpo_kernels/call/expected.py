@@ -38,13 +38,13 @@ class ExpectedRows:
     """An expected gradient, read for the rows of a call."""
 
     coefficients: CoefficientsOf | None = None  # by index among the rows
-    has_grad: Tensor | None = None  # (n,) bool: rows that they may not be 0 for; None: all
+    may_have_grad: Tensor | None = None  # (n,) bool: rows that they may be other than 0 for; None: all
     of_entropy: bool = False  # whether any is for the entropy
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
         """What ranks have to expect alike."""
-        return self.coefficients is not None, self.has_grad is not None, self.of_entropy
+        return self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
 
 
 def read_expected(
@@ -87,8 +87,8 @@ def read_expected(
                     check_shape(name, x, ("that of the index", tuple(index.shape)))
             return usable(a), None if b is None else usable(b)
 
-        has_grad = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
-        return ExpectedRows(None if coefficients is None else ask, has_grad, expected.has_entropy_gradient)
+        may_have_grad = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
+        return ExpectedRows(None if coefficients is None else ask, may_have_grad, expected.has_entropy_gradient)
 
     a, b = expected if isinstance(expected, tuple) else (expected, None)
     a = usable(rows("expected", a))

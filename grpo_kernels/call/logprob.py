@@ -15,8 +15,7 @@ from grpo_kernels.call.expected import Expected, ExpectedRows, read_expected
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.engine.operands import Rows
-from grpo_kernels.engine.passes import Request
-from grpo_kernels.engine.plan import Coupling
+from grpo_kernels.engine.request import Coupling, Request
 from grpo_kernels.head.lm_head import LMHead
 
 
@@ -52,7 +51,7 @@ def plan_logprob(
             _describe(ranks, inputs, planned, options, rows, expected)
     planned = planned.divided(ranks)
     rows = planned.read_rows("ids", rows)
-    coupling = Coupling.COUPLED if expected.coefficients is None else Coupling.TOKEN
+    coupling = Coupling.CROSS_TOKEN if expected.coefficients is None else Coupling.TOKEN
     engine = planned.choose_engine(coupling, entropy_gradient=expected.of_entropy, only_logps=not inputs.extras)
     request = Request(
         rows=rows,
@@ -62,8 +61,8 @@ def plan_logprob(
         entropy="entropy" in inputs.outputs,
         extras=inputs.extras,
         coefficients=expected.coefficients,
-        graded=expected.has_grad,
-        gather=execution.gather or nullcontext,
+        may_have_grad=expected.may_have_grad,
+        gathered_weight=execution.gather or nullcontext,
     )
     return planned.head, request
 
@@ -118,5 +117,5 @@ def _describe(
     ranks.same_bits("ids", rows.ids)
     if isinstance(inv_t, Tensor):
         ranks.same_values({"temperatures": inv_t[:, 0]})
-    if expected.has_grad is not None:
-        ranks.same_bits("expected: where it is not 0", expected.has_grad)
+    if expected.may_have_grad is not None:
+        ranks.same_bits("expected: where it is not 0", expected.may_have_grad)

@@ -14,14 +14,13 @@ from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_gather
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
-from grpo_kernels.call.context_parallel import check_span, describe_part, spanned
-from grpo_kernels.call.described import describe_options, describe_tokens
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
+from grpo_kernels.call.ranks import check_span, describe_options, describe_part, describe_tokens, spanned
 from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.operands import Coefficients, Rows
-from grpo_kernels.engine.passes import RECOMPUTING, STORING, Request
-from grpo_kernels.engine.plan import Coupling
+from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
@@ -57,17 +56,17 @@ class LossCall:
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
         """What happened, from the statistics of all rows and what they evaluated to."""
         assert stats.entropies is not None
-        graded = self._carried(evaluation).sum()
-        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, graded, num_items=self.num_items)
+        with_grad = self._has_grad(evaluation).sum()
+        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, with_grad, num_items=self.num_items)
 
-    def _carried(self, evaluation: Evaluation) -> Tensor:
+    def _has_grad(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""
         a, b, request = evaluation.a, evaluation.b, self.request
-        if request.engine in RECOMPUTING:
+        if request.engine.recomputes:
             return a != 0 if b is None else (a != 0) | (b != 0)
-        if request.graded is not None:
-            return request.graded
-        return torch.full_like(a, request.engine in STORING, dtype=torch.bool)
+        if request.may_have_grad is not None:
+            return request.may_have_grad
+        return torch.full_like(a, request.engine.stores_gradient, dtype=torch.bool)
 
 
 def plan_loss(
@@ -84,18 +83,18 @@ def plan_loss(
     with Agreement("sequence_group", execution.sequence_group, "the engine of grpo_loss") as parts:
         policy = make_objective(config, objective, tokens, inputs)
         engine = _engine(policy, planned)
-        parts.say({"lean": engine == "lean"})
-    if any(parts.every.get("lean", ())):  # a rank is short of memory
-        engine = "lean"
+        parts.say({LEAN.name: engine is LEAN})
+    if any(parts.every.get(LEAN.name, ())):  # a rank is short of memory
+        engine = LEAN
     request = Request(
         rows=rows,
         config=planned.config,
         needs_grad=planned.needs_grad,
         engine=engine,
-        graded=policy.may_have_gradient() if engine in STORING else None,
-        gather=execution.gather or nullcontext,
+        may_have_grad=policy.may_have_gradient() if engine.stores_gradient else None,
+        gathered_weight=execution.gather or nullcontext,
     )
-    if engine == "one_pass":
+    if engine.stores is Stored.GRADIENT:
         request = _with_coefficients(request, policy)
     return LossCall(config, tokens, request, policy, planned.head, inputs.num_items_in_batch is not None)
 
@@ -169,7 +168,7 @@ def _checked(
     return planned, tokens, rows
 
 
-def _engine(policy: Objective, planned: PlannedHead) -> str:
+def _engine(policy: Objective, planned: PlannedHead) -> Engine:
     coupling = Coupling.of(known=policy.is_known, coupled=policy.couples_tokens)
     needs_grad = planned.needs_grad
     only_hidden = needs_grad.hidden and not needs_grad.head  # where it matters; asking a custom objective evaluates it

@@ -11,9 +11,9 @@ from torch import Tensor
 from grpo_kernels.backends import check_backend
 from grpo_kernels.base.checks import check_budget, check_shape, check_tensor
 from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.engines import check_engine
 from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.passes import Gather
-from grpo_kernels.engine.plan import check_engine
+from grpo_kernels.engine.request import Gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

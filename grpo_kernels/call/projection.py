@@ -13,10 +13,12 @@ from grpo_kernels.backends.interface import DotRowBackend
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import Room, default_workspace
 from grpo_kernels.engine.operands import HeadConfig, Rows
-from grpo_kernels.engine.plan import Coupling, choose_engine
+from grpo_kernels.engine.request import Coupling, Engine, Situation
 from grpo_kernels.engine.vocab_parallel import Shard, widest_part
 from grpo_kernels.head.lm_head import LMHead
 
@@ -71,18 +73,18 @@ class PlannedHead:
             ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
         return replace(rows, ids=ids - start if start else ids, invalid=invalid, marked=marked)
 
-    def choose_engine(self, coupling: Coupling, *, entropy_gradient: bool, only_logps: bool = True) -> str:
+    def choose_engine(self, coupling: Coupling, *, entropy_gradient: bool, only_logps: bool = True) -> Engine:
         """The engine asked for, or the cheapest; `only_logps`: no output but log-probabilities and entropies."""
         can_dot = isinstance(self.config.backend, DotRowBackend) and self.head.lora is None
-        return choose_engine(
+        situation = Situation(
             coupling,
             hidden_trains=self.needs_grad.hidden,
             head_trains=self.needs_grad.head,
             entropy_gradient=entropy_gradient,
             tight_memory=self.config.room.tight,
             scores_without_logits=only_logps and can_dot,
-            engine=self.execution.engine,
         )
+        return choose_engine(situation, self.execution.engine)
 
 
 def plan_head(head: LMHead, execution: Execution, options: HeadOptions) -> PlannedHead:
@@ -119,8 +121,7 @@ def _warn_if_promoted(head: LMHead, dtype: torch.dtype) -> None:
     That is with a 16-bit weight, on a GPU that would multiply 16-bit operands an order of magnitude faster. An fp32
     weight is kept on purpose.
     """
-    mixes = head.weight.is_cuda and torch.version.hip is None
-    if mixes and dtype == torch.float32 and head.weight.dtype.itemsize == 2:
+    if device_of(head.weight).mixed_products and dtype == torch.float32 and head.weight.dtype.itemsize == 2:
         _warn_of_promotion(head.hidden.dtype, head.weight.dtype)
 
 

@@ -18,9 +18,11 @@ from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import plan_head
 from grpo_kernels.engine.autograd import Like, returned
+from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.operands import Rows
-from grpo_kernels.engine.passes import RECOMPUTING, Request, all_rows, first_pass, second_pass, spread
+from grpo_kernels.engine.passes import all_rows, scatter, second_pass
+from grpo_kernels.engine.request import Request, Stored
 from grpo_kernels.head.lm_head import LMHead
 
 
@@ -35,7 +37,7 @@ class Settings(NamedTuple):
     backend: str
     workspace_bytes: int | None
     dtype: torch.dtype  # of the products' operands
-    needs_grad: list[bool]  # of hidden, weight, bias
+    wants: list[bool]  # gradients of hidden, weight, bias
 
     def options(self, temperatures: Tensor | None) -> HeadOptions:
         """How the projection becomes logits."""
@@ -44,7 +46,7 @@ class Settings(NamedTuple):
 
     def execution(self) -> Execution:
         """How the call is computed."""
-        needs_grad = NeedsGrad(*self.needs_grad)
+        needs_grad = NeedsGrad(*self.wants)
         return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
 
 
@@ -71,18 +73,18 @@ def run(
     *others: Any,  # `Settings`
 ) -> Results:
     """The forward on real tensors."""
-    settings, recomputes = Settings(*others), Settings(*others).engine in RECOMPUTING
+    settings, recomputes = Settings(*others), engine_named(Settings(*others).engine).recomputes
     expected = Expectation(None, has_entropy_gradient="entropy" in outputs)
     inputs = ScoreInputs(ids, mask, (*outputs,), expected)
     head, request = plan_logprob(
         inputs, LMHead(hidden, weight, bias), settings.execution(), settings.options(temperatures)
     )
     rows = request.rows
-    first = first_pass(head.operands(rows.positions), request)
+    first = request.engine.first_pass(head.operands(rows.positions), request)
     new, stats, grads = Empty(hidden, settings.dtype), first.stats, first.grads
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
-        return new() if x is None or not wanted else spread(x, rows, ids.numel()).view(ids.shape)
+        return new() if x is None or not wanted else scatter(x, rows, ids.numel()).view(ids.shape)
 
     slopes = None if grads is None else grads.hidden
     return Results(
@@ -107,14 +109,14 @@ def fake(
 ) -> Results:
     """The shapes of what `run` returns."""
     settings = Settings(*others)
-    new, recomputes = Empty(hidden, settings.dtype), settings.engine in RECOMPUTING
+    new, engine = Empty(hidden, settings.dtype), engine_named(settings.engine)
     extras = [name for name in outputs if name != "entropy"]
     return Results(
         logps=new(ids.shape),
         entropies=new(ids.shape, wanted="entropy" in outputs),
-        max_logit=new(ids.shape, wanted=recomputes),
-        log_sum=new(ids.shape, wanted=recomputes),
-        slopes=new(hidden.shape, wanted=settings.engine == "frozen"),
+        max_logit=new(ids.shape, wanted=engine.recomputes),
+        log_sum=new(ids.shape, wanted=engine.recomputes),
+        slopes=new(hidden.shape, wanted=engine.stores is Stored.SLOPES),
         extras=[hidden.new_empty(ids.shape, dtype=torch.bool) if x == "is_top1" else new(ids.shape) for x in extras],
     )
 
@@ -157,11 +159,11 @@ def run_backward(
         log_sum=log_sum.reshape(-1),
         entropies=None if entropies is None else entropies.reshape(-1),
     )
-    request = Request(rows=rows, config=config, needs_grad=planned.needs_grad, engine=settings.engine)
+    request = Request(rows=rows, config=config, needs_grad=planned.needs_grad, engine=engine_named(settings.engine))
     a, b = upstream(d_logps), None if d_entropies is None else upstream(d_entropies)
     operands = head.operands(rows.positions)
-    grads, places = second_pass(operands, request, known, a, b)
-    d_hidden, d_weight, d_bias, *_ = returned(grads, Like.of(operands), request, places)
+    grads, indices = second_pass(operands, request, known, a, b)
+    d_hidden, d_weight, d_bias, *_ = returned(grads, Like.of(operands), request, indices)
     return (
         hidden.new_empty(0) if d_hidden is None else d_hidden.view(hidden.shape),
         hidden.new_empty(0) if d_weight is None else d_weight,
@@ -175,5 +177,5 @@ def fake_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: 
     def like(x: Tensor | None, wanted: bool) -> Tensor:
         return x.new_empty(x.shape) if x is not None and wanted else hidden.new_empty(0)
 
-    needs_grad = NeedsGrad(*Settings(*others[-len(Settings._fields) :]).needs_grad)
+    needs_grad = NeedsGrad(*Settings(*others[-len(Settings._fields) :]).wants)
     return like(hidden, needs_grad.hidden), like(weight, needs_grad.weight), like(bias, needs_grad.bias)

@@ -3,7 +3,7 @@
 Besides the loss, its per-token numbers and its metrics it returns what the backward needs. From the engines that store:
 the gradient of the loss in hidden states (all rows), weight and bias, in the accumulator's dtype, neither scaled nor
 rounded. From those that recompute: a = d loss / d logp, b = d loss / d entropy (if there is an entropy bonus), and the
-statistics that `linear_logprob_backward` needs_grad.
+statistics that `linear_logprob_backward` wants.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution
 from grpo_kernels.config import config_of
+from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.passes import RECOMPUTING, STORING, all_rows, loss_pass, spread
+from grpo_kernels.engine.passes import all_rows, loss_pass, scatter
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.metrics import metric_names
 
@@ -45,7 +46,7 @@ class Arguments(NamedTuple):
     backend: str
     workspace_bytes: int | None
     dtype: torch.dtype  # of the products' operands
-    needs_grad: list[bool]  # of hidden, weight, bias
+    wants: list[bool]  # gradients of hidden, weight, bias
 
     def inputs(self) -> LossInputs:
         """What is per token or per sequence."""
@@ -53,7 +54,7 @@ class Arguments(NamedTuple):
 
     def execution(self) -> Execution:
         """How the loss is computed."""
-        needs_grad = NeedsGrad(*self.needs_grad)
+        needs_grad = NeedsGrad(*self.wants)
         return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
 
 
@@ -86,12 +87,12 @@ def run(*arguments: Any) -> Results:
     pairs, extremes = call.metrics(stats, done).stacked()
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
-        return new() if x is None or not wanted else spread(x, rows, n).view(given.completion_ids.shape)
+        return new() if x is None or not wanted else scatter(x, rows, n).view(given.completion_ids.shape)
 
     d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
     if d_hidden is not None:
-        d_hidden = all_rows(d_hidden, rows.positions[first.graded], n).view(given.hidden.shape)
-    recomputes = given.engine in RECOMPUTING
+        d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(given.hidden.shape)
+    recomputes = call.request.engine.recomputes
     return Results(
         loss=done.loss,
         logps=per_token(stats.logps),
@@ -112,7 +113,8 @@ def fake(*arguments: Any) -> Results:
     """The shapes of what `run` returns."""
     given = Arguments(*arguments)
     config, new, ids = config_of(given.config), Empty(given.hidden, given.dtype), given.completion_ids
-    stores, recomputes = given.engine in STORING, given.engine in RECOMPUTING
+    engine = engine_named(given.engine)
+    stores, recomputes = engine.stores_gradient, engine.recomputes
     pairs, extremes = metric_names(
         config,
         importance_ratio=given.importance_sampling_ratio is not None,
@@ -124,9 +126,9 @@ def fake(*arguments: Any) -> Results:
         entropies=new(ids.shape),
         pairs=new((len(pairs), 2)),
         extremes=new((len(extremes),)),
-        d_hidden=new(given.hidden.shape, wanted=stores and given.needs_grad[0]),
-        d_weight=new(given.weight.shape, wanted=stores and given.needs_grad[1]),
-        d_bias=new() if given.bias is None else new(given.bias.shape, wanted=stores and given.needs_grad[2]),
+        d_hidden=new(given.hidden.shape, wanted=stores and given.wants[0]),
+        d_weight=new(given.weight.shape, wanted=stores and given.wants[1]),
+        d_bias=new() if given.bias is None else new(given.bias.shape, wanted=stores and given.wants[2]),
         a=new(ids.shape, wanted=recomputes),
         b=new(ids.shape, wanted=recomputes and config.entropy_coef != 0.0),
         max_logit=new(ids.shape, wanted=recomputes),
