@@ -55,15 +55,15 @@ def policy_loss_from_logps(
         TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated twice.
     """
     inputs = LossInputs(
-        None,
-        completion_mask,
-        advantages,
-        old_per_token_logps,
-        ref_per_token_logps,
-        sampling_per_token_logps,
-        importance_sampling_ratio,
-        num_items_in_batch,
-        cu_seqlens,
+        completion_ids=None,
+        completion_mask=completion_mask,
+        advantages=advantages,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        num_items_in_batch=num_items_in_batch,
+        cu_seqlens=cu_seqlens,
     )
     config = LossConfig() if config is None else config
     if torch.compiler.is_compiling():
@@ -80,6 +80,7 @@ def _loss_of(
     config: LossConfig,
     objective: Callable[[TokenInputs], Tensor] | None,
 ) -> LossOutput:
+    """Eagerly: the loss of the tokens that count, with its gradient in `logps` and `entropies`."""
     check_loss(inputs, config, objective)
     check_tensor("logps", logps, floating=True)
     if logps.dim() != (2 if inputs.cu_seqlens is None else 1):

@@ -87,6 +87,7 @@ def _score(
     entropy: bool,
     workspace_bytes: int | None,
 ) -> tuple[Tensor, Tensor | None]:
+    """Eagerly: the arguments checked, the sets looked at, one forward."""
     hidden = head.hidden
     head.check()
     check_ids("ids", ids, hidden)

@@ -148,6 +148,7 @@ def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: Hea
 
 
 def _score_eagerly(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
+    """The call planned, one forward, and the results in the shape of the ids."""
     head, request = plan_logprob(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
     logps, entropies, *extras = LinearLogprob.apply(request, *operands)

@@ -2,11 +2,12 @@
 
 ::
 
-    tokens  = the positions that count                                           batch.py
-    weights = the loss type's normaliser, one weight per token                   aggregate.py
+    call    = the arguments checked, and how they will be computed               call/loss.py
+    tokens  = the positions that count                                           batch/tokens.py
+    weights = the loss type's normaliser, one weight per token                   objective/normaliser.py
     logps, entropies = hidden @ weight.T, a chunk of rows at a time              engine/sweep.py, backends/
-    R       = logps - old_per_token_logps                                        objective.py
-    l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  surrogates.py
+    R       = logps - old_per_token_logps                                        objective/policy.py
+    l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  objective/surrogates.py
     loss    = sum(weights * l) - entropy_coef * mean entropy
     engine  = the cheapest that gives this loss its exact gradient               engine/engines.py
 
@@ -164,15 +165,15 @@ def grpo_loss(
     """
     config = _DEFAULT if config is None else config
     inputs = LossInputs(
-        completion_ids,
-        completion_mask,
-        advantages,
-        old_per_token_logps,
-        ref_per_token_logps,
-        sampling_per_token_logps,
-        importance_sampling_ratio,
-        num_items_in_batch,
-        cu_seqlens,
+        completion_ids=completion_ids,
+        completion_mask=completion_mask,
+        advantages=advantages,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        num_items_in_batch=num_items_in_batch,
+        cu_seqlens=cu_seqlens,
     )
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     execution = Execution(engine, backend, workspace_bytes, gather, sequence_group)
@@ -184,6 +185,7 @@ def grpo_loss(
 def _loss(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Objective | None
 ) -> LossOutput:
+    """Eagerly: the call planned, one forward, and what came of it."""
     call = plan_loss(inputs, head, execution, config, objective)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 
