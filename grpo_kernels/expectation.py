@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_tensor
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Layout, read_tokens
+from grpo_kernels.call.expected import Expectation
+from grpo_kernels.call.loss import check_loss, make_objective
 from grpo_kernels.config import LossConfig
-from grpo_kernels.logprob import Expectation
-from grpo_kernels.objective.checks import check_config, check_terms
-from grpo_kernels.objective.normaliser import check_num_items, token_weights
-from grpo_kernels.objective.policy import PolicyObjective
-from grpo_kernels.objective.sampler_correction import check_sampling
 
 
 def policy_expectation(
@@ -42,41 +40,39 @@ def policy_expectation(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
-    check_config(config)
-    check_terms(config, ref_per_token_logps)
-    check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
-    check_num_items(num_items_in_batch)
-    check_tensor("completion_mask", completion_mask)
-    if completion_mask.dim() != 2:
-        raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
-    like = torch.zeros((), device=completion_mask.device).expand(*completion_mask.shape, 1)  # no hidden states needed
-    tokens = read_tokens(
-        like,
-        torch.zeros_like(completion_mask, dtype=torch.long),
-        completion_mask,
-        advantages,
+    inputs = LossInputs(
+        completion_ids=None,
+        completion_mask=completion_mask,
+        advantages=advantages,
         old_per_token_logps=old_per_token_logps,
         ref_per_token_logps=ref_per_token_logps,
         sampling_per_token_logps=sampling_per_token_logps,
         importance_sampling_ratio=importance_sampling_ratio,
-        dtype=torch.float32,
+        num_items_in_batch=num_items_in_batch,
     )
-    weights = token_weights(config, tokens.layout, num_items_in_batch, torch.float32)
-    objective = PolicyObjective(config, tokens, weights)
-    place, graded = _places(tokens.layout), objective.may_have_gradient()
+    check_loss(inputs, config)
+    check_tensor("completion_mask", completion_mask)
+    if completion_mask.dim() != 2:
+        raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
+    like = torch.zeros((), device=completion_mask.device).expand(*completion_mask.shape, 1)  # no hidden states needed
+    tokens = read_tokens(inputs, like, torch.float32)
+    objective = make_objective(config, None, tokens, inputs)
+    index_of, may_have_grad = _indices(tokens.layout), objective.may_have_gradient()
+    if may_have_grad is None:
+        may_have_grad = torch.ones_like(tokens.ids, dtype=torch.bool)
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return objective.coefficients(place[index], logps.float(), logps if entropies is None else entropies.float())
+        return objective.coefficients(index_of[index], logps.float(), logps if entropies is None else entropies.float())
 
     return Expectation(
         None if objective.couples_tokens else coefficients,
-        graded=tokens.layout.spread(torch.ones_like(weights, dtype=torch.bool) if graded is None else graded),
+        graded=tokens.layout.scatter(may_have_grad),
         has_entropy_gradient=objective.has_entropy_gradient,
     )
 
 
-def _places(layout: Layout) -> Tensor:
+def _indices(layout: Layout) -> Tensor:
     """(B * T,): which of the counted tokens stands at a position; only those are ever asked for."""
-    place = torch.zeros(layout.batch * layout.columns, dtype=torch.long, device=layout.positions.device)
-    place[layout.positions] = torch.arange(layout.positions.shape[0], device=place.device)
-    return place
+    index = torch.zeros(layout.batch * layout.columns, dtype=torch.long, device=layout.positions.device)
+    index[layout.positions] = torch.arange(layout.positions.shape[0], device=index.device)
+    return index

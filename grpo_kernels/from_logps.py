@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_shape, check_tensor
-from grpo_kernels.batch.tokens import Layout, read_tokens
+from grpo_kernels.batch.inputs import LossInputs
+from grpo_kernels.batch.tokens import Layout
+from grpo_kernels.call.loss import check_loss, counted_tokens, make_objective
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.loss import LossOutput
-from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
-from grpo_kernels.objective.custom import CustomObjective, TokenInputs
+from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
 from grpo_kernels.objective.measure import loss_metrics
-from grpo_kernels.objective.normaliser import check_num_items, token_weights
-from grpo_kernels.objective.policy import PolicyObjective
-from grpo_kernels.objective.sampler_correction import check_sampling
 
 
 def policy_loss_from_logps(
@@ -56,52 +54,50 @@ def policy_loss_from_logps(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated twice.
     """
-    options: dict[str, Any] = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-        "cu_seqlens": cu_seqlens,
-    }
+    inputs = LossInputs(
+        completion_ids=None,
+        completion_mask=completion_mask,
+        advantages=advantages,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        num_items_in_batch=num_items_in_batch,
+        cu_seqlens=cu_seqlens,
+    )
+    config = LossConfig() if config is None else config
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
-        options |= {"num_items_in_batch": num_items_in_batch, "config": config, "objective": objective}
-        return compiled.eagerly(policy_loss_from_logps, logps, entropies, completion_mask, advantages, **options)
-    config = LossConfig() if config is None else config
-    check_config(config)
-    check_terms(config, ref_per_token_logps, objective)
-    check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
-    check_num_items(num_items_in_batch)
+        return compiled.eagerly(_loss_of, logps, entropies, inputs, config, objective)
+    return _loss_of(logps, entropies, inputs, config, objective)
+
+
+def _loss_of(
+    logps: Tensor,
+    entropies: Tensor,
+    inputs: LossInputs,
+    config: LossConfig,
+    objective: Callable[[TokenInputs], Tensor] | None,
+) -> LossOutput:
+    """Eagerly: the loss of the tokens that count, with its gradient in `logps` and `entropies`."""
+    check_loss(inputs, config, objective)
     check_tensor("logps", logps, floating=True)
-    if logps.dim() != (2 if cu_seqlens is None else 1):
-        written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
+    if logps.dim() != (2 if inputs.cu_seqlens is None else 1):
+        written = "(B, T)" if inputs.cu_seqlens is None else "(N,) with cu_seqlens"
         raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
     check_tensor("entropies", entropies, like=logps, floating=True)
     check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
     dtype = accumulator_of(logps.dtype)
-    no_ids = torch.zeros_like(logps, dtype=torch.long)  # which no loss reads
-    tokens = read_tokens(logps[..., None], no_ids, completion_mask, advantages, **options, dtype=dtype)
-    warn_of_inputs(
-        config,
-        objective,
-        num_items_in_batch=num_items_in_batch,
-        old_per_token_logps=old_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-    )
-    weights = token_weights(config, tokens.layout, num_items_in_batch, dtype)
-    policy: PolicyObjective | CustomObjective
-    if objective is None:
-        policy = PolicyObjective(config, tokens, weights)
-    else:
-        policy = CustomObjective(objective, tokens, weights)
+    tokens = counted_tokens(inputs, logps[..., None], config, objective, dtype)
+    policy = make_objective(config, objective, tokens, inputs)
     rows = [x.detach().reshape(-1)[tokens.layout.positions].to(dtype) for x in (logps, entropies)]
     done = policy.evaluate(*rows)
-    graded = done.a != 0 if done.b is None else (done.a != 0) | (done.b != 0)
+    has_grad = done.a != 0 if done.b is None else (done.a != 0) | (done.b != 0)
     loss = _GivenLoss.apply(logps, entropies, done, tokens.layout)
-    scores = [tokens.layout.spread(x) for x in rows]
-    num_items = num_items_in_batch is not None
-    metrics = loss_metrics(config, tokens, rows[1], done, graded.sum(), num_items=num_items)
+    scores = [tokens.layout.scatter(x) for x in rows]
+    num_items = inputs.num_items_in_batch is not None
+    metrics = loss_metrics(config, tokens, rows[1], done, has_grad.sum(), num_items=num_items)
     return LossOutput(loss, scores[0], scores[1], metrics, "given")
 
 
@@ -117,5 +113,5 @@ class _GivenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        found = [None if x is None else ctx.layout.spread(d_loss * x) for x in ctx.saved_tensors]
+        found = [None if x is None else ctx.layout.scatter(d_loss * x) for x in ctx.saved_tensors]
         return *(None if x is None else x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), None, None

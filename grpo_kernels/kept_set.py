@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import bisect
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_budget, check_head, check_ids, check_mask, check_shape, check_tensor
+from grpo_kernels.base.checks import check_budget, check_ids, check_mask, check_shape, check_tensor
 from grpo_kernels.batch.tokens import counted_positions
-from grpo_kernels.call.projection import compute_dtype, row_temperatures, wanted
-from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.call.options import HeadOptions
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.engine.truncated_support import KeptSetLogprob, KeptSets, stages_of
+from grpo_kernels.head.lm_head import LMHead
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
 ENTRY_BYTES = 64  # besides the head's row: an entry's, while sets are put in order and reduced
@@ -71,20 +69,27 @@ def kept_set_logprob(
 
     The sizes of the sets are read on the host. Under torch.compile the graph breaks here.
     """
-    options: dict[str, Any] = {
-        "bias": bias,
-        "mask": mask,
-        "temperature": temperature,
-        "final_logit_softcapping": final_logit_softcapping,
-        "logit_scale": logit_scale,
-        "entropy": entropy,
-        "workspace_bytes": workspace_bytes,
-    }
+    head = LMHead(hidden, weight, bias)
+    options = HeadOptions(temperature, final_logit_softcapping, logit_scale)
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
-        return compiled.eagerly(kept_set_logprob, hidden, weight, ids, kept_ids, **options)
-    check_head(hidden, weight, bias)
+        return compiled.eagerly(_score, head, ids, kept_ids, mask, options, entropy, workspace_bytes)
+    return _score(head, ids, kept_ids, mask, options, entropy, workspace_bytes)
+
+
+def _score(
+    head: LMHead,
+    ids: Tensor,
+    kept_ids: Tensor,
+    mask: Tensor | None,
+    options: HeadOptions,
+    entropy: bool,
+    workspace_bytes: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Eagerly: the arguments checked, the sets looked at, one forward."""
+    hidden = head.hidden
+    head.check()
     check_ids("ids", ids, hidden)
     if mask is not None:
         check_mask("mask", mask, ids)
@@ -95,55 +100,45 @@ def kept_set_logprob(
     check_shape("kept_ids", kept_ids, ("(*ids.shape, K)", (*ids.shape, width)))
     budget = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     check_budget(budget)
-    spec = LossConfig(
-        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        final_logit_softcapping=final_logit_softcapping,
-        logit_scale=logit_scale,
-    )
+    options = options.checked()
     kept = kept_ids.detach().reshape(ids.numel(), width)
-    wants = wanted(hidden, weight, bias)
-    sets = _read_sets(hidden, weight, ids, kept, mask, temperature, spec, wants, entropy, budget)
-    logps, entropies = KeptSetLogprob.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, kept, sets)
+    sets = _read_sets(head, ids, kept, mask, options, entropy, budget)
+    logps, entropies = KeptSetLogprob.apply(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, kept, sets)
     return logps.view(ids.shape), None if entropies is None else entropies.view(ids.shape)
 
 
 def _read_sets(
-    hidden: Tensor,
-    weight: Tensor,
+    head: LMHead,
     ids: Tensor,
     kept: Tensor,  # (N, K)
     mask: Tensor | None,
-    temperature: float | Tensor,
-    spec: LossConfig,
-    wants: Wants,
+    options: HeadOptions,
     entropy: bool,
     budget: int,
 ) -> KeptSets:
     """Look at the sets and plan the work."""
-    dtype = compute_dtype(hidden, weight)
+    dtype, (vocab, width) = head.compute_dtype(), head.weight.shape
     positions = counted_positions("mask", mask, ids)
-    inv_t: float | Tensor = 1.0 / spec.temperature
-    if isinstance(temperature, Tensor):
-        inv_t = row_temperatures(temperature, ids, positions, accumulator_of(dtype))
-    sizes, invalid = _survey(ids.detach(), kept, positions, weight.shape[0], budget)
+    inv_t = options.inv_temperature(ids, positions, accumulator_of(dtype))
+    sizes, invalid = _survey(ids.detach(), kept, positions, vocab, budget)
     sizes, order = sizes.sort(descending=True, stable=True)
     on_host = sizes.tolist()  # waits for the device: how much there is to do depends on it
     projected = bisect.bisect_right(on_host, -2, key=operator.neg)
     order = order[:projected]
-    entry_bytes = weight.shape[1] * sum(x.itemsize for x in stages_of(weight, dtype))
-    row_bytes = kept.shape[1] * ENTRY_BYTES + 2 * weight.shape[1] * accumulator_of(dtype).itemsize
+    entry_bytes = width * sum(x.itemsize for x in stages_of(head.weight, dtype))
+    row_bytes = kept.shape[1] * ENTRY_BYTES + 2 * width * accumulator_of(dtype).itemsize
     rows = positions[order]
     return KeptSets(
         rows=rows,
-        ids=ids.detach().reshape(-1)[rows].long().clamp(0, weight.shape[0] - 1),
+        ids=ids.detach().reshape(-1)[rows].long().clamp(0, vocab - 1),
         blocks=_plan_blocks(on_host[:projected], budget, entry_bytes, row_bytes),
         entries=max(1, budget // entry_bytes),
         invalid=invalid,
-        wants=wants,
+        needs_grad=head.needs_grad(),
         entropy=entropy,
         compute_dtype=dtype,
-        scale=float(spec.logit_scale),
-        softcap=spec.final_logit_softcapping,
+        scale=float(options.logit_scale),
+        softcap=options.final_logit_softcapping,
         inv_temperature=inv_t[order] if isinstance(inv_t, Tensor) else inv_t,
     )
 

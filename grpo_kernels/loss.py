@@ -2,13 +2,14 @@
 
 ::
 
-    tokens  = the positions that count                                           batch.py
-    weights = the loss type's normaliser, one weight a token                     aggregate.py
+    call    = the arguments checked, and how they will be computed               call/loss.py
+    tokens  = the positions that count                                           batch/tokens.py
+    weights = the loss type's normaliser, one weight per token                   objective/normaliser.py
     logps, entropies = hidden @ weight.T, a chunk of rows at a time              engine/sweep.py, backends/
-    R       = logps - old_per_token_logps                                        objective.py
+    R       = logps - old_per_token_logps                                        objective/policy.py
     l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  token_loss/formulas.py
     loss    = sum(weights * l) - entropy_coef * mean entropy
-    engine  = the cheapest that gives this loss its exact gradient               engine/plan.py
+    engine  = the cheapest that gives this loss its exact gradient               engine/engines.py
 
 and the gradient of the logits is ``a_t (1[j = y_t] - p_j) - b_t p_j (log p_j + entropy_t)`` with the objective's two
 numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
@@ -26,12 +27,14 @@ from torch import Tensor, nn
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement
-from grpo_kernels.base.checks import check_fake, check_gather, is_dtensor, is_fake
+from grpo_kernels.base.checks import check_fake, check_gather, is_fake
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import plan_loss
-from grpo_kernels.call.projection import check_options, head_of
+from grpo_kernels.call.options import Execution, check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.autograd import PolicyLoss
-from grpo_kernels.engine.passes import Gather
+from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.objective.checks import check_config, check_objective
 from grpo_kernels.objective.custom import TokenInputs
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _DEFAULT = LossConfig()
+Objective = Callable[[TokenInputs], Tensor]
 
 
 @dataclass  # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
@@ -125,7 +129,7 @@ def grpo_loss(
         completion_mask: bool, int or float; whatever is not 0 counts, negative numbers too (-inf, of an additive
             attention mask, with a warning), and NaN is refused. None: every position does, without waiting for the
             device to say how many.
-        advantages: one a sequence or one a token; packed with N = B, one a sequence.
+        advantages: one per sequence or per token; packed with N = B, per sequence.
         old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
         ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0.
         sampling_per_token_logps: the sampler's own, for the off-policy mask and, if the config asks for it
@@ -145,8 +149,8 @@ def grpo_loss(
         lora, process_group, vocab_size: as in `linear_logprob`. They break the graph of torch.compile.
         sequence_group: process group over whose ranks the tokens of each sequence are split (context parallel,
             Ulysses). Each rank passes its (B, T_local) part of every sequence, parts in the order of the ranks and of
-            any length, ids shifted before the split, and what is one a sequence, as (B,), whole. The ranks' losses add
-            up to the loss of the whole sequences, of which each rank's gradients are; metrics are those of the whole.
+            any length, ids shifted before the split, and what is per sequence, as (B,), whole. The ranks' losses add up
+            to the loss of the whole sequences, of which each rank's gradients are; metrics are those of the whole.
             Where gradients are averaged over the ranks (DDP, FSDP), multiply the loss by their number. Breaks the graph
             of torch.compile.
         gather: makes the context in which a backward that needs the weight again runs, as in `linear_logprob_with`.
@@ -160,52 +164,61 @@ def grpo_loss(
             any work is done, and nothing is changed.
     """
     config = _DEFAULT if config is None else config
-    tensors = (hidden, weight, completion_ids, completion_mask, advantages)
-    options: dict[str, Any] = {
-        "bias": bias,
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-        "num_items_in_batch": num_items_in_batch,
-        "config": config,
-        "cu_seqlens": cu_seqlens,
-        "engine": engine,
-        "backend": backend,
-        "workspace_bytes": workspace_bytes,
-    }
-    apart: dict[str, Any] = {"lora": lora, "process_group": process_group, "sequence_group": sequence_group}
-    apart |= {"objective": objective}
-    if torch.compiler.is_compiling():
-        return _compiled_loss(tensors, options, {**apart, "vocab_size": vocab_size, "gather": gather})
-    if is_fake(hidden, weight):  # no shape depends on the other two
-        check_gather(gather)
-        named = ("completion_ids", completion_ids), ("completion_mask", completion_mask)
-        check_fake(hidden, weight, bias, *named, **apart)
-        return _compiled_loss(tensors, options, {})
-    options |= {**apart, "vocab_size": vocab_size, "gather": gather}
-    call = plan_loss(*tensors, **options)
+    inputs = LossInputs(
+        completion_ids=completion_ids,
+        completion_mask=completion_mask,
+        advantages=advantages,
+        old_per_token_logps=old_per_token_logps,
+        ref_per_token_logps=ref_per_token_logps,
+        sampling_per_token_logps=sampling_per_token_logps,
+        importance_sampling_ratio=importance_sampling_ratio,
+        num_items_in_batch=num_items_in_batch,
+        cu_seqlens=cu_seqlens,
+    )
+    head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
+    execution = Execution(engine, backend, workspace_bytes, gather, sequence_group)
+    if torch.compiler.is_compiling() or is_fake(hidden, weight):
+        return _compiled_loss(inputs, head, execution, config, objective)
+    return _loss(inputs, head, execution, config, objective)
+
+
+def _loss(
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Objective | None
+) -> LossOutput:
+    """Eagerly: the call planned, one forward, and what came of it."""
+    call = plan_loss(inputs, head, execution, config, objective)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 
     def finish(stats: RowStats) -> Evaluation:
         done.append((stats, call.evaluate(stats)))
         return done[0][1]
 
-    # which may raise on one rank alone, before the others' metrics
-    with Agreement("sequence_group", None if objective is None else sequence_group, "the objective of grpo_loss"):
-        loss, logps, entropies = PolicyLoss.apply(*head_of(*call.head, call.request.rows), call.request, finish)
-    shape = completion_ids.shape
-    return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine)
+    group = None if objective is None else execution.sequence_group
+    with Agreement("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
+        operands = call.head.operands(call.request.rows.positions)
+        loss, logps, entropies = PolicyLoss.apply(call.request, finish, *operands)
+    shape = call.tokens.layout.shape
+    return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine.name)
 
 
-def _compiled_loss(tensors: tuple[Any, ...], options: dict[str, Any], apart: dict[str, Any]) -> LossOutput:
-    """`apart`: what a graph does not hold; nor does it a DTensor."""
+def _compiled_loss(
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Objective | None
+) -> LossOutput:
+    """While a graph is compiled, and with fake tensors: as the ops say, but for what a graph does not hold."""
     from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
-    check_config(options["config"])
-    if any(x is not None for x in apart.values()) or is_dtensor(tensors[1]):
-        return compiled.eagerly(grpo_loss, *tensors, **options, **apart)
-    return LossOutput(*compiled.policy_loss(*tensors, **options))
+    gather, sequence_group = execution.gather, execution.sequence_group
+    if not torch.compiler.is_compiling():
+        check_gather(gather)
+        named = ("completion_ids", inputs.completion_ids), ("completion_mask", inputs.completion_mask)
+        refused: dict[str, Any] = {"lora": head.lora, "process_group": head.process_group}
+        refused |= {"sequence_group": sequence_group, "objective": objective}
+        check_fake(head.hidden, head.weight, head.bias, *named, **refused)
+        head, gather = LMHead(head.hidden, head.weight, head.bias), None  # no shape depends on what is left out
+    check_config(config)
+    if head.is_plain and gather is None and sequence_group is None and objective is None:
+        return LossOutput(*compiled.policy_loss(inputs, head, execution, config))
+    return compiled.eagerly(_loss, inputs, head, execution, config, objective)
 
 
 class GRPOLoss(nn.Module):

@@ -21,8 +21,12 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call import compiled
+from grpo_kernels.call.logprob import ScoreInputs
+from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.engine.first_order import _Refusal, _Tie
+from grpo_kernels.head.lm_head import LMHead
 
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -228,39 +232,13 @@ def differentiate_everything() -> None:
 def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any, ...]) -> None:
     """The same for what torch.compile traces, run as it stands."""
     ids, mask, advantages, old = batch
-    absent = dict.fromkeys(("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"))
-    absent |= dict.fromkeys(("num_items_in_batch", "cu_seqlens", "workspace_bytes"))
+    head, inputs = LMHead(hidden, weight, bias), LossInputs(ids, mask, advantages, old)
     for level, bonus in itertools.product(("token", "sequence"), (0.0, 0.1)):
-        loss, *_ = compiled.policy_loss(
-            hidden,
-            weight,
-            ids,
-            mask,
-            advantages,
-            bias=bias,
-            old_per_token_logps=old,
-            config=LossConfig(importance_sampling_level=level, entropy_coef=bonus),
-            engine="auto",
-            backend="auto",
-            **absent,
-        )
+        config = LossConfig(importance_sampling_level=level, entropy_coef=bonus)
+        loss, *_ = compiled.policy_loss(inputs, head, Execution(), config)
         loss.backward()
     for outputs in ((), ("entropy",)):
-        found = compiled.linear_logprob(
-            hidden,
-            weight,
-            ids,
-            bias=bias,
-            mask=mask,
-            temperature=1.0,
-            final_logit_softcapping=None,
-            logit_scale=1.0,
-            outputs=outputs,
-            logits_dtype="float32",
-            engine="auto",
-            backend="auto",
-            workspace_bytes=None,
-        )
+        found = compiled.linear_logprob(ScoreInputs(ids, mask, outputs), head, Execution(), HeadOptions())
         sum(found.values()).sum().backward()
 
 

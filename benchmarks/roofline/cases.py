@@ -22,7 +22,7 @@ from benchmarks.roofline.sass import disassembled
 from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows import dot, fused, grad, single_pass, stats
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
-from grpo_kernels.engine.plan import row_width
+from grpo_kernels.engine.device import CUDA
 
 ARCH = "sm_90"
 ODD_V = 151665
@@ -131,7 +131,7 @@ def _chunk(vocab: int, transform: LogitTransform) -> Chunk:
 
 
 def _rows(vocab: int, dtype: torch.dtype = FP32) -> Tensor:
-    return empty(N, row_width(vocab, on_gpu=True), dtype=dtype)[:, :vocab]
+    return empty(N, CUDA.row_width(vocab), dtype=dtype)[:, :vocab]
 
 
 def _layout(launch: Launch) -> Layout:

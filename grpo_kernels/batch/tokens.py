@@ -1,6 +1,6 @@
 """The caller's batch, reduced to the tokens that count.
 
-Everything after this module works on n rows, one a counted token: what stands at a masked position is never read, so
+Everything after this module works on n rows, one per counted token: what stands at a masked position is never read, so
 that nothing there, NaN included, can reach a result. Padded (B, T) and packed (N,) batches become the same thing.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_ids, check_mask, check_mask_values, check_shape, check_tensor
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.sequence_shard import Span
 
 
@@ -23,9 +24,9 @@ from grpo_kernels.batch.sequence_shard import Span
 class Layout:
     """How the counted tokens lie in the batch: rows in the order of their sequences."""
 
-    positions: Tensor  # (n,) int64: places in the flattened batch
+    positions: Tensor  # (n,) int64: indices into the flattened batch
     sequence: Tensor  # (n,) int64: which of the B sequences
-    column: Tensor  # (n,) int64: place within its sequence
+    column: Tensor  # (n,) int64: index within its sequence
     batch: int  # B
     columns: int  # T, or the longest packed sequence
     shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
@@ -68,7 +69,7 @@ class Layout:
         """(n,) -> the values of all ranks' tokens. A collective, if there is a span."""
         return x if self.span is None else self.span.rows(x)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """(n,) -> the caller's shape, 0 where nothing counts."""
         full = x.new_zeros(self.shape).flatten()
         full[self.positions] = x
@@ -86,7 +87,7 @@ class Tokens:
     ref_per_token_logps: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
-    sequence_ratio: Tensor | None = None  # (B,): importance_sampling_ratio as it came, if it came one a sequence
+    sequence_ratio: Tensor | None = None  # (B,): importance_sampling_ratio as it came, if it came per sequence
     advantages_per_sequence: bool = False  # whether they came as (B,)
 
     def at(self, index: Tensor) -> Tokens:
@@ -102,7 +103,7 @@ class Tokens:
 
     @property
     def given_ratio(self) -> Tensor | None:
-        """The importance sampling ratio, (n,), or (B,) where it is one a sequence."""
+        """The importance sampling ratio, (n,), or (B,) where it is per sequence."""
         return self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
 
     def __len__(self) -> int:
@@ -110,7 +111,7 @@ class Tokens:
 
 
 def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
-    """Where `mask` is not 0, as places (n,) in it flattened: waits for the device, once, to say how many. None: all.
+    """Where `mask` is not 0, as indices (n,) into it flattened: waits for the device, once, to say how many. None: all.
 
     Raises:
         ValueError: there is NaN in the mask `name`.
@@ -130,48 +131,38 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
     return counts.nonzero()[:, 0]
 
 
-def read_tokens(
-    hidden: Tensor,  # (B, T, H) or (N, H)
-    completion_ids: Any,
-    completion_mask: Any,
-    advantages: Any,
-    *,
-    cu_seqlens: Any = None,
-    old_per_token_logps: Any = None,
-    ref_per_token_logps: Any = None,
-    sampling_per_token_logps: Any = None,
-    importance_sampling_ratio: Any = None,
-    dtype: torch.dtype,
-) -> Tokens:
-    """Check the per-token inputs of a loss and keep what counts of them. Shapes as in `grpo_loss`.
+def read_tokens(inputs: LossInputs, like: Tensor, dtype: torch.dtype) -> Tokens:
+    """Check the per-token inputs of a loss and keep what counts of them, its numbers in `dtype`.
+
+    Args:
+        inputs: as they came.
+        like: (B, T, H) or (N, H), on the device and with the tokens that they should have.
 
     Raises:
         TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
     """
-    check_ids("completion_ids", completion_ids, hidden)
+    completion_ids, completion_mask, advantages = inputs.completion_ids, inputs.completion_mask, inputs.advantages
+    if completion_ids is None:
+        completion_ids = like.new_zeros(like.shape[:-1], dtype=torch.long)
+    check_ids("completion_ids", completion_ids, like)
     if completion_mask is not None:
         check_mask("completion_mask", completion_mask, completion_ids)
-    batch, columns, places = _sequences(completion_ids, cu_seqlens)
+    batch, columns, located = _sequences(completion_ids, inputs.cu_seqlens)
     shape = tuple(completion_ids.shape)
-    per_token = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-    }
-    written = "(B, T)" if cu_seqlens is None else "(N,)"
-    for name, x in per_token.items():
+    written = "(B, T)" if inputs.cu_seqlens is None else "(N,)"
+    for name, x in inputs.logps.items():
         if x is not None:
-            check_tensor(name, x, like=hidden, floating=True)
+            check_tensor(name, x, like=like, floating=True)
             check_shape(name, x, (written, shape))
-    check_tensor("advantages", advantages, like=hidden)
+    check_tensor("advantages", advantages, like=like)
     check_shape("advantages", advantages, ("(B,)", (batch,)), (written, shape))
-    ratio = importance_sampling_ratio
+    ratio = inputs.importance_sampling_ratio
     if ratio is not None:
-        check_tensor("importance_sampling_ratio", ratio, like=hidden, floating=True)
+        check_tensor("importance_sampling_ratio", ratio, like=like, floating=True)
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
     positions = counted_positions("completion_mask", completion_mask, completion_ids)
-    layout = Layout(positions, *places(positions), batch, columns, shape)
+    layout = Layout(positions, *located(positions), batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:  # (B,) where that could also be (N,), but (B, T) where it could be (B, 1)
         return x.shape == (batch,) or x.shape != shape
@@ -189,12 +180,12 @@ def read_tokens(
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
         sequence_ratio=ratio.detach().reshape(-1).to(dtype) if ratio is not None and per_sequence(ratio) else None,
-        **{name: None if x is None else rows(x, positions) for name, x in per_token.items()},
+        **{name: None if x is None else rows(x, positions) for name, x in inputs.logps.items()},
     )
 
 
 def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """B; the longest sequence; and of positions (n,) in the flattened batch, the sequence and the place in it."""
+    """B; the longest sequence; and of positions (n,) in the flattened batch, the sequence and the index in it."""
     device = completion_ids.device
     if cu_seqlens is None:
         batch, columns = completion_ids.shape
@@ -211,8 +202,8 @@ def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[int, int, Calla
         raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
     on_device = cu_seqlens.to(device, torch.long, non_blocking=True)
 
-    def places(positions: Tensor) -> tuple[Tensor, Tensor]:
+    def located(positions: Tensor) -> tuple[Tensor, Tensor]:
         sequence = torch.repeat_interleave(on_device.diff(), output_size=n)[positions]
         return sequence, positions - on_device[sequence]
 
-    return len(lengths), max(lengths, default=0), places
+    return len(lengths), max(lengths, default=0), located

@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_kernels.batch.inputs import LossInputs
+from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.ops import linear_logprob as logprob_op
 from grpo_kernels.call.ops import policy_loss as loss_op
-from grpo_kernels.call.projection import compute_dtype, wanted
+from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.config import LossConfig, config_of
-from grpo_kernels.engine.gradients import Wants
-from grpo_kernels.engine.passes import STORING
-from grpo_kernels.engine.plan import Coupling, choose_engine
+from grpo_kernels.engine.engines import TWO_PASS, choose_engine
+from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.request import Coupling, Situation, Stored
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.measure import metric_names
 from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.objective.normaliser import averaged_over
@@ -40,79 +43,65 @@ def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 
 def policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor | None,
-    advantages: Tensor,
-    *,
-    bias: Tensor | None,
-    old_per_token_logps: Tensor | None,
-    ref_per_token_logps: Tensor | None,
-    sampling_per_token_logps: Tensor | None,
-    importance_sampling_ratio: Tensor | None,
-    num_items_in_batch: float | Tensor | None,
-    config: LossConfig,
-    cu_seqlens: Tensor | None,
-    engine: str,
-    backend: str,
-    workspace_bytes: int | None,
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor, Metrics, str]:
-    """`grpo_loss`: the fields of its `LossOutput`."""
-    wants, dtype = wanted(hidden, weight, bias), compute_dtype(hidden, weight)
-    engine, has_b, head, loss_over, pair_names, extreme_names = _plan_loss(
+    """`grpo_loss` with a head of plain tensors: the fields of its `LossOutput`."""
+    hidden, weight, bias = head.hidden, head.weight, head.bias
+    ids, mask, num_items_in_batch = inputs.completion_ids, inputs.completion_mask, inputs.num_items_in_batch
+    assert ids is not None
+    needs_grad, dtype = head.needs_grad(), head.compute_dtype()
+    engine, stores, has_b, options, loss_over, pair_names, extreme_names = _plan_loss(
         config.key,
-        old_per_token_logps is None,
-        sampling_per_token_logps is not None,
-        importance_sampling_ratio is not None,
+        inputs.old_per_token_logps is None,
+        inputs.sampling_per_token_logps is not None,
+        inputs.importance_sampling_ratio is not None,
         num_items_in_batch is not None,
-        wants.hidden,
-        wants.weight or wants.bias,
-        engine,
+        needs_grad.hidden,
+        needs_grad.head,
+        execution.engine,
     )
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
         # of a number that changes, torch.full would make a graph for each value
         num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
+    computed = (engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
     done = loss_op.Results(
         *_POLICY_LOSS(
             hidden.detach(),
             weight.detach(),
             None if bias is None else bias.detach(),
-            completion_ids,
-            completion_mask,
-            advantages,
-            old_per_token_logps,
-            ref_per_token_logps,
-            sampling_per_token_logps,
-            importance_sampling_ratio,
+            ids,
+            mask,
+            inputs.advantages,
+            inputs.old_per_token_logps,
+            inputs.ref_per_token_logps,
+            inputs.sampling_per_token_logps,
+            inputs.importance_sampling_ratio,
             num_items_in_batch,
-            cu_seqlens,
+            inputs.cu_seqlens,
             config.key,
-            engine,
-            backend,
-            workspace_bytes,
-            dtype,
-            [wants.hidden, wants.weight, wants.bias],
+            *computed,
         )
     )
     loss = done.loss
-    if wants.hidden or wants.head:
-        if engine in STORING:
+    if needs_grad.hidden or needs_grad.head:
+        if stores:
             stored = (done.d_hidden, done.d_weight, done.d_bias)
-            loss = _StoredGradient.apply(hidden, weight, bias, completion_mask, loss, *stored)
+            loss = _Stored.apply(hidden, weight, bias, mask, loss, *stored)
         else:
-            gradients = [wants.hidden, wants.weight, wants.bias]
-            settings = logprob_op.Settings(*(*head, engine, backend, workspace_bytes, dtype, gradients))
+            settings = logprob_op.Settings(*(*options, *computed))
             known = (done.logps, done.entropies if has_b else None, done.max_logit, done.log_sum)
-            logps, entropies = _SecondPass.apply(
-                hidden, weight, bias, completion_ids, completion_mask, None, *known, settings
-            )
+            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, None, *known)
             loss = _Coefficients.apply(logps, entropies, loss, done.a, done.b if has_b else None)
     pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, done.pairs.unbind(0), strict=True)}
     extremes = dict(zip(extreme_names, done.extremes.unbind(0), strict=True))
-    sequences = completion_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = ids.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     metrics = Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
     return loss, done.logps, done.entropies, metrics, engine
+
+
+def _three(needs_grad: NeedsGrad) -> list[bool]:
+    """As the ops take it: of hidden states, weight and bias."""
+    return [needs_grad.hidden, needs_grad.weight, needs_grad.bias]
 
 
 @torch.compiler.assume_constant_result  # of strings and bools; a graph must not read the config's numbers
@@ -125,69 +114,54 @@ def _plan_loss(
     hidden_trains: bool,
     head_trains: bool,
     engine: str,
-) -> tuple[str, bool, tuple[Any, ...], str, tuple[str, ...], tuple[str, ...]]:
-    """The engine, whether the loss has a gradient in the entropies, the head's options, what the loss is a mean over,
-    the names of the metrics.
+) -> tuple[str, bool, bool, tuple[Any, ...], str, tuple[str, ...], tuple[str, ...]]:
+    """The engine, whether it stores the gradient, whether the loss has one in the entropies, the head's options, what
+    the loss is a mean over, the names of the metrics.
     """
     config = config_of(key)
     known = config.knows_gradient(on_policy=on_policy, sampled=sampled)
     coupled = config.couples_tokens(on_policy=on_policy, sampled=sampled)
     has_b = config.entropy_coef != 0.0
-    engine = choose_engine(
+    situation = Situation(
         Coupling.of(known=known, coupled=coupled),
         hidden_trains=hidden_trains,
         head_trains=head_trains,
         entropy_gradient=has_b and not head_trains,
-        scores_without_logits=engine == "score_dot",  # the op asks the backend
-        engine=engine,
+        scores_without_logits=True,  # the op asks the backend
     )
+    chosen = choose_engine(situation, engine)
     head = (config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
     names = metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
-    return engine, has_b, head, averaged_over(config, num_items=num_items), *names
+    return chosen.name, chosen.stores_gradient, has_b, head, averaged_over(config, num_items=num_items), *names
 
 
-def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    final_logit_softcapping: float | None,
-    logit_scale: float,
-    outputs: tuple[str, ...],
-    logits_dtype: str,
-    engine: str,
-    backend: str,
-    workspace_bytes: int | None,
-) -> dict[str, Tensor]:
-    """`linear_logprob_with`, without its expectation."""
-    wants = wanted(hidden, weight, bias)
+def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
+    """`linear_logprob_with` with a head of plain tensors, without its expectation."""
+    hidden, weight, bias, temperature = head.hidden, head.weight, head.bias, options.temperature
+    ids, mask, outputs, needs_grad = inputs.ids, inputs.mask, inputs.outputs, head.needs_grad()
     entropy = "entropy" in outputs
-    engine = _plan_logprob(wants.hidden, wants.weight or wants.bias, entropy, engine)
+    engine, stores = _plan_logprob(needs_grad.hidden, needs_grad.head, entropy, execution.engine)
     temperatures = temperature.detach() if isinstance(temperature, Tensor) else None
     settings = logprob_op.Settings(
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        final_logit_softcapping=final_logit_softcapping,
-        logit_scale=logit_scale,
-        logits_dtype=logits_dtype,
+        final_logit_softcapping=options.final_logit_softcapping,
+        logit_scale=options.logit_scale,
+        logits_dtype=options.logits_dtype,
         engine=engine,
-        backend=backend,
-        workspace_bytes=workspace_bytes,
-        dtype=compute_dtype(hidden, weight),
-        wants=[wants.hidden, wants.weight, wants.bias],
+        backend=execution.backend,
+        workspace_bytes=execution.workspace_bytes,
+        dtype=head.compute_dtype(),
+        wants=_three(needs_grad),
     )
     given = (hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, mask, temperatures)
     done = logprob_op.Results(*_LINEAR_LOGPROB(*given, list(outputs), *settings))
     logps, entropies = done.logps, done.entropies if entropy else None
-    if wants.hidden or wants.head:
-        if engine == "frozen":
-            logps = _StoredSlopes.apply(hidden, mask, logps, done.slopes)
+    if needs_grad.hidden or needs_grad.head:
+        if stores:
+            logps = _Stored.apply(hidden, weight, bias, mask, logps, done.slopes, None, None)
         else:
-            logps, entropies = _SecondPass.apply(
-                hidden, weight, bias, ids, mask, temperatures, logps, entropies, done.max_logit, done.log_sum, settings
-            )
+            known = (logps, entropies, done.max_logit, done.log_sum)
+            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, temperatures, *known)
     results = {"logps": logps, **dict(zip((x for x in outputs if x != "entropy"), done.extras, strict=True))}
     if entropies is not None:
         results["entropy"] = entropies
@@ -195,22 +169,25 @@ def linear_logprob(
 
 
 @torch.compiler.assume_constant_result
-def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine: str) -> str:
-    engine = choose_engine(
-        Coupling.COUPLED,
+def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine: str) -> tuple[str, bool]:
+    """The engine, and whether it stores d logp / d hidden."""
+    situation = Situation(
+        Coupling.CROSS_TOKEN,
         hidden_trains=hidden_trains,
         head_trains=head_trains,
         entropy_gradient=False,  # as eager, which then finds out in the backward
-        scores_without_logits=engine == "score_dot",
-        engine=engine,
+        scores_without_logits=True,  # the op asks the backend
     )
-    return "two_pass" if engine == "frozen" and entropy else engine
+    chosen = choose_engine(situation, engine)
+    if chosen.stores is Stored.SLOPES and entropy:
+        chosen = TWO_PASS
+    return chosen.name, chosen.stores is Stored.SLOPES
 
 
-class _StoredGradient(torch.autograd.Function):
-    """A loss with its gradient.
+class _Stored(torch.autograd.Function):
+    """A loss with its gradient, or log-probabilities with their slopes d logp / d hidden.
 
-    ``forward(ctx, hidden, weight, bias, mask, loss, d_hidden, d_weight, d_bias)`` -> loss.
+    ``forward(ctx, hidden, weight, bias, mask, value, *gradients)``, of the first three -> value.
     """
 
     @staticmethod
@@ -220,82 +197,49 @@ class _StoredGradient(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         mask: Tensor | None,
-        loss: Tensor,
-        *gradients: Tensor,
+        value: Tensor,  # () or (...)
+        *gradients: Tensor | None,
     ) -> Tensor:
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.save_for_backward(mask, *gradients)
-        return loss.clone()
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         needed, (mask, *stored) = ctx.needs_input_grad, ctx.saved_tensors
-        of_rows = d_loss if mask is None else _where_counted(d_loss, mask)[..., None]
+        # what is stored is 0 where masked, but 0 * NaN is not
+        of_rows = upstream if mask is None else torch.where(mask.ne(0), upstream, 0.0)
         gradients = [
             (x * factor).to(dtype) if wanted else None
-            for x, factor, dtype, wanted in zip(stored, (of_rows, d_loss, d_loss), ctx.dtypes, needed[:3], strict=True)
+            for x, factor, dtype, wanted in zip(
+                stored, (of_rows[..., None], upstream, upstream), ctx.dtypes, needed[:3], strict=True
+            )
         ]
         return *gradients, None, None, None, None, None
-
-
-class _StoredSlopes(torch.autograd.Function):
-    """Log-probabilities with their slopes: ``forward(ctx, hidden, mask, logps, slopes)`` -> logps."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, mask: Tensor | None, logps: Tensor, slopes: Tensor) -> Tensor:
-        ctx.dtype = hidden.dtype
-        ctx.save_for_backward(mask, slopes)
-        return logps.clone()
-
-    @staticmethod
-    def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
-        mask, slopes = ctx.saved_tensors
-        factor = _where_counted(d_logps.to(slopes.dtype), mask)
-        return (slopes * factor[..., None]).to(ctx.dtype), None, None, None
-
-
-def _where_counted(upstream: Tensor, mask: Tensor | None) -> Tensor:
-    """`upstream`, 0 where masked: what is stored is 0 there, but 0 * NaN is not."""
-    return upstream if mask is None else torch.where(mask.ne(0), upstream, 0.0)
 
 
 class _SecondPass(torch.autograd.Function):
     """Log-probabilities and entropies whose gradient is recomputed.
 
-    ``forward(ctx, hidden, weight, bias, ids, mask, temperatures, logps, entropies, max_logit, log_sum, settings)`` ->
+    ``forward(ctx, settings, hidden, weight, bias, ids, mask, temperatures, logps, entropies, max_logit, log_sum)`` ->
     logps, entropies (None if they are None).
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        mask: Tensor | None,
-        temperatures: Tensor | None,
-        logps: Tensor,
-        entropies: Tensor | None,
-        max_logit: Tensor,
-        log_sum: Tensor,
-        settings: logprob_op.Settings,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, settings: logprob_op.Settings, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         ctx.settings = settings
-        ctx.save_for_backward(hidden, weight, bias, ids, mask, temperatures, logps, entropies, max_logit, log_sum)
-        return logps.clone(), None if entropies is None else entropies.clone()
+        ctx.save_for_backward(*tensors)
+        logps, entropies = (None if x is None else x.clone() for x in tensors[6:8])
+        return logps, entropies
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        gradients = _LINEAR_LOGPROB_BACKWARD(*saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings)
-        wants = Wants(*ctx.settings.wants)
-        return (
-            gradients[0] if wants.hidden else None,
-            gradients[1] if wants.weight else None,
-            gradients[2] if wants.bias else None,
-            *[None] * 8,
-        )
+        found = _LINEAR_LOGPROB_BACKWARD(*saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings)
+        gradients = [x if wanted else None for x, wanted in zip(found, ctx.settings.wants, strict=True)]
+        return None, *gradients, *[None] * 7
 
 
 class _Coefficients(torch.autograd.Function):

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
-from grpo_kernels.base.checks import check_gather, check_head
+from grpo_kernels.base.checks import check_gather
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
-from grpo_kernels.call.context_parallel import check_span, describe_part, spanned
-from grpo_kernels.call.described import describe_options, describe_tokens
-from grpo_kernels.call.projection import head_config, of_shard, pick_engine, read_rows, wanted
+from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.projection import PlannedHead, plan_head
+from grpo_kernels.call.ranks import check_span, describe_options, describe_part, describe_tokens, spanned
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.gradients import Wants
-from grpo_kernels.engine.operands import Coefficients, HeadConfig, Rows
-from grpo_kernels.engine.passes import RECOMPUTING, STORING, Gather, Request
-from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.head.local_shard import LocalHead, describe_shard, described_head, divided, local_head, sharding_group
-from grpo_kernels.head.lora import LoRA, check_lora
+from grpo_kernels.engine.engines import LEAN
+from grpo_kernels.engine.operands import Coefficients, Rows
+from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
@@ -33,10 +31,8 @@ from grpo_kernels.objective.normaliser import check_num_items, token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.objective.sampler_correction import check_sampling
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 Objective = PolicyObjective | CustomObjective
+Custom = Callable[[TokenInputs], Tensor]  # an objective of the user's own
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class LossCall:
     tokens: Tokens
     request: Request
     objective: Objective
-    head: LocalHead  # the tensors that are multiplied
+    head: LMHead  # the tensors that are multiplied
     num_items: bool  # whether there is a num_items_in_batch
 
     def evaluate(self, stats: RowStats) -> Evaluation:
@@ -61,129 +57,79 @@ class LossCall:
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
         """What happened, from the statistics of all rows and what they evaluated to."""
         assert stats.entropies is not None
-        graded = self._carried(evaluation).sum()
-        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, graded, num_items=self.num_items)
+        with_grad = self._has_grad(evaluation).sum()
+        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, with_grad, num_items=self.num_items)
 
-    def _carried(self, evaluation: Evaluation) -> Tensor:
+    def _has_grad(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""
         a, b, request = evaluation.a, evaluation.b, self.request
-        if request.engine in RECOMPUTING:
+        if request.engine.recomputes:
             return a != 0 if b is None else (a != 0) | (b != 0)
-        if request.graded is not None:
-            return request.graded
-        return torch.full_like(a, request.engine in STORING, dtype=torch.bool)
+        if request.may_have_grad is not None:
+            return request.may_have_grad
+        return torch.full_like(a, request.engine.stores_gradient, dtype=torch.bool)
 
 
 def plan_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor | None,
-    advantages: Tensor,
-    *,
-    bias: Tensor | None,
-    old_per_token_logps: Tensor | None,
-    ref_per_token_logps: Tensor | None,
-    sampling_per_token_logps: Tensor | None,
-    importance_sampling_ratio: Tensor | None,
-    num_items_in_batch: float | Tensor | None,
-    config: LossConfig,
-    objective: Callable[[TokenInputs], Tensor] | None,
-    cu_seqlens: Tensor | None,
-    engine: str,
-    backend: str,
-    workspace_bytes: int | None,
-    wants: Wants | None = None,
-    dtype: torch.dtype | None = None,
-    lora: LoRA | None = None,
-    process_group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    gather: Gather | None = None,
-    sequence_group: ProcessGroup | None = None,
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
 ) -> LossCall:
-    """Check the arguments of `grpo_loss` and plan its call; `wants` and `dtype` are read off the tensors if not given.
+    """Check the arguments of `grpo_loss` and plan its call.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
-    process_group = sharding_group(hidden, weight, process_group)
-    per_token = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-    }
-    with Agreement("sequence_group", sequence_group, "grpo_loss") as parts:
-        with Agreement("process_group", process_group, "grpo_loss") as ranks:
-            tensors = local_head(hidden, weight, bias, lora, process_group, vocab_size)
-            check_config(config)
-            check_terms(config, ref_per_token_logps, objective)
-            check_sampling(config, sampling_per_token_logps, importance_sampling_ratio)
-            check_span(sequence_group, cu_seqlens, objective)
-            check_head(*tensors[:3], ranks=(3,) if cu_seqlens is None else (2,))
-            check_lora(tensors.lora, tensors.hidden, tensors.weight)
-            check_num_items(num_items_in_batch)
-            check_gather(gather)
-            wants = wanted(*tensors) if wants is None else wants
-            head = head_config(*tensors[:2], wants, config, backend, workspace_bytes, dtype, engine=engine)
-            tokens = read_tokens(
-                tensors.hidden,
-                completion_ids,
-                completion_mask,
-                advantages,
-                cu_seqlens=cu_seqlens,
-                **per_token,
-                dtype=head.accumulator,
-            )
-            warn_of_inputs(
-                config,
-                objective,
-                num_items_in_batch=num_items_in_batch,
-                old_per_token_logps=old_per_token_logps,
-                sampling_per_token_logps=sampling_per_token_logps,
-            )
-            rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
-            asked = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
-            options = (config, objective, num_items_in_batch, asked)
-            inputs = {"hidden": tensors.hidden, "advantages": advantages, **per_token}
-            if ranks:
-                describe_shard(ranks, tensors, wants, head, vocab_size)
-                describe_options(ranks, *options)
-                describe_tokens(ranks, tokens, inputs)
-        tensors, shard = divided(tensors, ranks, vocab_size)
-        head = of_shard(head, shard, tensors.weight, wants, workspace_bytes)
-        rows = read_rows("completion_ids", rows, tensors.weight.shape[0], shard)
-        if parts:
-            parts.same({"vocab_size": vocab_size})
-            parts.same(described_head(tensors, wants, head, own_rows=shard is not None))
-            describe_options(parts, *options)
-            describe_part(parts, tokens, inputs)
-    if sequence_group is not None:
-        tokens = spanned(tokens, sequence_group)
-    with Agreement("sequence_group", sequence_group, "the engine of grpo_loss") as parts:
-        weights = token_weights(config, tokens.layout, num_items_in_batch, tokens.advantages.dtype)
-        policy = _objective(config, objective, tokens, weights)
-        engine = _engine(policy, wants, head, engine, only_logps=lora is None)
-        parts.say({"lean": engine == "lean"})
-    if any(parts.every.get("lean", ())):  # a rank is short of memory
-        engine = "lean"
-    graded = policy.may_have_gradient() if engine in STORING else None
-    request = Request(rows=rows, config=head, wants=wants, engine=engine, graded=graded, gather=gather or nullcontext)
-    if engine == "one_pass":
-
-        def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
-            assert stats.entropies is not None
-            return policy.coefficients(index, stats.logps, stats.entropies)
-
-        fuses = isinstance(head.backend, FusedRowBackend) and shard is None  # which joins the ranks in between
-        token_loss = policy.token_loss() if fuses else None
-        request = replace(request, coefficients=coefficients, token_loss=token_loss)
-    return LossCall(config, tokens, request, policy, tensors, num_items_in_batch is not None)
+    planned, tokens, rows = _checked(inputs, head.grouped(), execution, config, objective)
+    if execution.sequence_group is not None:
+        tokens = spanned(tokens, execution.sequence_group)
+    with Agreement("sequence_group", execution.sequence_group, "the engine of grpo_loss") as parts:
+        policy = make_objective(config, objective, tokens, inputs)
+        engine = _engine(policy, planned)
+        parts.say({LEAN.name: engine is LEAN})
+    if any(parts.every.get(LEAN.name, ())):  # a rank is short of memory
+        engine = LEAN
+    request = Request(
+        rows=rows,
+        config=planned.config,
+        needs_grad=planned.needs_grad,
+        engine=engine,
+        may_have_grad=policy.may_have_gradient() if engine.stores_gradient else None,
+        gathered_weight=execution.gather or nullcontext,
+    )
+    if engine.stores is Stored.GRADIENT:
+        request = _with_coefficients(request, policy)
+    return LossCall(config, tokens, request, policy, planned.head, inputs.num_items_in_batch is not None)
 
 
-def _objective(
-    config: LossConfig, objective: Callable[[TokenInputs], Tensor] | None, tokens: Tokens, weights: Tensor
-) -> Objective:
+def check_loss(inputs: LossInputs, config: LossConfig, objective: Custom | None = None) -> None:
+    """Raise unless `inputs` have what the loss needs; their shapes are looked at by `read_tokens`.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it.
+    """
+    check_config(config)
+    check_terms(config, inputs.ref_per_token_logps, objective)
+    check_sampling(config, inputs.sampling_per_token_logps, inputs.importance_sampling_ratio)
+    check_num_items(inputs.num_items_in_batch)
+
+
+def counted_tokens(
+    inputs: LossInputs, like: Tensor, config: LossConfig, objective: Custom | None, dtype: torch.dtype
+) -> Tokens:
+    """`read_tokens`, and a warning of what the loss does not use of them."""
+    tokens = read_tokens(inputs, like, dtype)
+    warn_of_inputs(
+        config,
+        objective,
+        num_items_in_batch=inputs.num_items_in_batch,
+        old_per_token_logps=inputs.old_per_token_logps,
+        sampling_per_token_logps=inputs.sampling_per_token_logps,
+    )
+    return tokens
+
+
+def make_objective(config: LossConfig, objective: Custom | None, tokens: Tokens, inputs: LossInputs) -> Objective:
+    """The loss that `config` describes, or the custom one, of these tokens. A collective, if they have a span."""
+    weights = token_weights(config, tokens.layout, inputs.num_items_in_batch, tokens.advantages.dtype)
     if objective is not None:
         return CustomObjective(objective, tokens, weights)
     policy = PolicyObjective(config, tokens, weights)
@@ -192,8 +138,52 @@ def _objective(
     return policy
 
 
-def _engine(policy: Objective, wants: Wants, head: HeadConfig, engine: str, *, only_logps: bool) -> str:
+def _checked(
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
+) -> tuple[PlannedHead, Tokens, Rows]:
+    """The head, the tokens that count, and their rows, once all ranks have the same arguments."""
+    group = execution.sequence_group
+    with Agreement("sequence_group", group, "grpo_loss") as parts:
+        with Agreement("process_group", head.process_group, "grpo_loss") as ranks:
+            local = head.local()
+            check_loss(inputs, config, objective)
+            check_span(group, inputs.cu_seqlens, objective)
+            local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
+            check_gather(execution.gather)
+            planned = plan_head(local, execution, HeadOptions.of(config))
+            tokens = counted_tokens(inputs, local.hidden, config, objective, planned.config.accumulator)
+            rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
+            options = (config, objective, inputs.num_items_in_batch, execution.described())
+            numbers = {"hidden": local.hidden, **inputs.numbers}
+            if ranks:
+                planned.describe(ranks)
+                describe_options(ranks, *options)
+                describe_tokens(ranks, tokens, numbers)
+        planned = planned.divided(ranks)
+        rows = planned.read_rows("completion_ids", rows)
+        if parts:
+            parts.same({"vocab_size": head.vocab_size})
+            parts.same(planned.described())
+            describe_options(parts, *options)
+            describe_part(parts, tokens, numbers)
+    return planned, tokens, rows
+
+
+def _engine(policy: Objective, planned: PlannedHead) -> Engine:
     coupling = Coupling.of(known=policy.is_known, coupled=policy.couples_tokens)
-    only_hidden = wants.hidden and not wants.head  # where it matters; asking a custom objective evaluates it
+    needs_grad = planned.needs_grad
+    only_hidden = needs_grad.hidden and not needs_grad.head  # where it matters; asking a custom objective evaluates it
     entropy_gradient = only_hidden and policy.has_entropy_gradient
-    return pick_engine(coupling, wants, head, entropy_gradient=entropy_gradient, engine=engine, only_logps=only_logps)
+    return planned.choose_engine(coupling, entropy_gradient=entropy_gradient)
+
+
+def _with_coefficients(request: Request, policy: Objective) -> Request:
+    """`request` with each row's coefficients, from its own numbers; or with the loss that a backend fuses."""
+
+    def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
+        assert stats.entropies is not None
+        return policy.coefficients(index, stats.logps, stats.entropies)
+
+    # a sharded head joins its ranks between a row's statistics and its gradient
+    fuses = isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None
+    return replace(request, coefficients=coefficients, token_loss=policy.token_loss() if fuses else None)

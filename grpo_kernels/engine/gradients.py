@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Wants:
+class NeedsGrad:
     """Which gradients to compute."""
 
     hidden: bool = False
     weight: bool = False
     bias: bool = False
-    u: bool = False
-    b: bool = False
+    lora_u: bool = False
+    lora_b: bool = False
 
     @property
     def head(self) -> bool:
-        """Whether a gradient is wanted that ``frozen`` does not store: of the head, or of an adapter."""
-        return self.weight or self.bias or self.u or self.b
+        """Whether the head, or an adapter on it, trains."""
+        return self.weight or self.bias or self.lora_u or self.lora_b
 
     def factors(self) -> list[tuple[bool, bool]]:
         """For each of `Head.factors`."""
-        return [(self.hidden, self.weight), (self.u, self.b)]
+        return [(self.hidden, self.weight), (self.lora_u, self.lora_b)]
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Gradients:
     hidden: Tensor | None = None  # (n, H), a row for each row of the sweep
     weight: Tensor | None = None  # (V, H)
     bias: Tensor | None = None  # (V,)
-    u: Tensor | None = None  # (n, r), a row for each row of the sweep
-    b: Tensor | None = None  # (V, r)
+    lora_u: Tensor | None = None  # (n, r), a row for each row of the sweep
+    lora_b: Tensor | None = None  # (V, r)
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Gradients:
         """`change` of each gradient that is there."""
         return Gradients(*(None if x is None else change(x) for x in self))
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter((self.hidden, self.weight, self.bias, self.u, self.b))
+        return iter((self.hidden, self.weight, self.bias, self.lora_u, self.lora_b))

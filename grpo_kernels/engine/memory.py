@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine.gradients import Wants
-from grpo_kernels.engine.plan import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS, row_width
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.plan import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS
 from grpo_kernels.engine.products import accumulator_of, converted_dtype
 
 WORKSPACE_BYTES = 512 * 2**20
-MOST_WORKSPACE_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,12 @@ class Room:
 
     @staticmethod
     def of(
-        weight: Tensor, wants: Wants, compute_dtype: torch.dtype, workspace_bytes: int | None, *, asks_tight: bool
+        weight: Tensor,
+        needs_grad: NeedsGrad,
+        compute_dtype: torch.dtype,
+        workspace_bytes: int | None,
+        *,
+        asks_tight: bool,
     ) -> Room:
         """That of the device of `weight`. A CPU is not asked.
 
@@ -35,20 +40,21 @@ class Room:
             workspace_bytes: the budget, None for the default.
             asks_tight: whether an engine is still to be chosen.
         """
-        if not weight.is_cuda or torch.cuda.is_current_stream_capturing():
+        device = device_of(weight)
+        if device.free is None or device.is_capturing():
             return AMPLE
         dtype = converted_dtype(weight, compute_dtype)
         held = 0 if dtype is None else weight.numel() * dtype.itemsize
         least = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-        most = large_workspace(weight, wants) if workspace_bytes is None else workspace_bytes
-        if wants.weight:
+        most = large_workspace(weight, needs_grad) if workspace_bytes is None else workspace_bytes
+        if needs_grad.weight:
             least += (gradients := weight.numel() * (accumulator_of(weight.dtype).itemsize + weight.element_size()))
             held += gradients
-        free, unused = _free(weight.device), 0
+        free, unused = device.free(weight.device), 0
         if max(held + most, least) > free:  # the allocator takes longer to ask
-            unused = _unused(weight.device)
+            unused = device.unused(weight.device)
         return Room(
-            tight=asks_tight and wants.weight and least > free + unused,
+            tight=asks_tight and needs_grad.weight and least > free + unused,
             ample=held + most <= free + unused,
         )
 
@@ -56,35 +62,19 @@ class Room:
 AMPLE = Room(tight=False, ample=True)
 
 
-def default_workspace(weight: Tensor, wants: Wants, *, ample: bool) -> int:
-    """Bytes: `WORKSPACE_BYTES`; on a GPU with `ample` room, `large_workspace`."""
-    return large_workspace(weight, wants) if weight.is_cuda and ample else WORKSPACE_BYTES
+def default_workspace(weight: Tensor, needs_grad: NeedsGrad, *, ample: bool) -> int:
+    """Bytes: `WORKSPACE_BYTES`; with `ample` room, `large_workspace`."""
+    return large_workspace(weight, needs_grad) if ample else WORKSPACE_BYTES
 
 
-def large_workspace(weight: Tensor, wants: Wants) -> int:
-    """What chunks of `LARGE_CHUNK_ROWS` rows take, between `WORKSPACE_BYTES` and `MOST_WORKSPACE_BYTES`.
+def large_workspace(weight: Tensor, needs_grad: NeedsGrad) -> int:
+    """What chunks of `LARGE_CHUNK_ROWS` rows take, from `WORKSPACE_BYTES` to the device's `most_workspace`.
 
     On a GPU a product with fewer rows waits for the weight that it reads. On a CPU it is slow enough for that not to
     matter.
     """
-    vocab, width = weight.shape
-    chunks = CHUNKS_OF_A_GROUP[0] if wants.weight else 1  # whose d logits are kept at a time
-    d_logits = 2 * chunks if wants.hidden or wants.head else 0
-    row_bytes = row_width(vocab, on_gpu=True) * (4 + d_logits) + width * 4 * chunks
-    return min(max(WORKSPACE_BYTES, LARGE_CHUNK_ROWS * row_bytes), MOST_WORKSPACE_BYTES)
-
-
-def _free(device: torch.device) -> int:
-    """Bytes that the driver would give; 0 if it does not say."""
-    try:
-        return int(torch.cuda.mem_get_info(device)[0])
-    except RuntimeError:
-        return 0
-
-
-def _unused(device: torch.device) -> int:
-    """Bytes that torch's allocator holds and does not use; 0 under an allocator that does not say."""
-    try:
-        return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    except RuntimeError:
-        return 0
+    device, (vocab, width) = device_of(weight), weight.shape
+    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits are kept at a time
+    d_logits = 2 * chunks if needs_grad.hidden or needs_grad.head else 0
+    row_bytes = device.row_width(vocab) * (4 + d_logits) + width * 4 * chunks
+    return min(max(WORKSPACE_BYTES, LARGE_CHUNK_ROWS * row_bytes), device.most_workspace)

@@ -22,20 +22,20 @@ Index = Tensor | slice  # of rows
 
 @dataclass(frozen=True)
 class Head:
-    """The tensors that may want a gradient; the raw projection is ``hidden @ weight.T + u @ b.T + bias``."""
+    """The tensors that may want a gradient; the raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None = None  # (V,)
-    u: Tensor | None = None  # (N, r), of a low-rank adapter
-    b: Tensor | None = None  # (V, r)
+    lora_u: Tensor | None = None  # (N, r), the hidden states times the adapter's first factor
+    lora_b: Tensor | None = None  # (V, r)
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter((self.hidden, self.weight, self.bias, self.u, self.b))
+        return iter((self.hidden, self.weight, self.bias, self.lora_u, self.lora_b))
 
     def factors(self) -> list[tuple[Tensor, Tensor]]:
         """What the projection is a sum of products of: (N, K) and (V, K)."""
-        adapter = [] if self.u is None or self.b is None else [(self.u, self.b)]
+        adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
         return [(self.hidden, self.weight), *adapter]
 
     def row_bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -47,7 +47,7 @@ class Head:
 class Rows:
     """The positions to be projected: copies, so that nothing the caller does to its tensors later matters."""
 
-    positions: Tensor  # (n,) int64, places in `hidden`
+    positions: Tensor  # (n,) int64, indices into `hidden`
     ids: Tensor  # (n,) int64, in [0, V); of a sharded head counted from its first row, and outside where another has it
     inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
     invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
@@ -93,9 +93,9 @@ class HeadConfig:
         """Those of `Head.factors`, in their order; an adapter is multiplied in its own precision."""
         first, *adapter = head.factors()
         products = [self.products(first[1][columns])]
-        for u, b in adapter:
-            dtype = torch.promote_types(u.dtype, b.dtype)
-            products.append(Products(b[columns], dtype, self.accumulator, self._slice_bytes))
+        for lora_u, lora_b in adapter:
+            dtype = torch.promote_types(lora_u.dtype, lora_b.dtype)
+            products.append(Products(lora_b[columns], dtype, self.accumulator, self._slice_bytes))
         return products
 
     def converted(self, head: Head) -> Head:

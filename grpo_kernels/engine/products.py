@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform
-from grpo_kernels.engine.plan import TILE_ROWS
+from grpo_kernels.engine.device import device_of
 
 HIGHEST_FP16 = 2.0**12  # what scaled d logits stay below: a margin of 16 to the largest fp16
 ENTROPY_SLOPE = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
@@ -34,7 +34,7 @@ class Products:
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
-        mixed = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4) and _takes_mixed_dtypes(weight)
+        mixed = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4) and device_of(weight).mixed_products
         if mixed:
             _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
@@ -85,7 +85,8 @@ class Products:
         On a GPU the library chooses its kernel by the number of rows. For fp32 they differ in the order of their sums:
         there each product has one tile of rows, so that a row has the same bits whatever the others are.
         """
-        at_once = TILE_ROWS if self.weight.is_cuda and self._operand == torch.float32 else max(1, hidden.shape[0])
+        tile = device_of(self.weight).fp32_rows if self._operand == torch.float32 else None
+        at_once = tile or max(1, hidden.shape[0])
         for columns, weight in self._weights():
             for start in range(0, hidden.shape[0], at_once):
                 rows = slice(start, start + at_once)
@@ -121,13 +122,8 @@ def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype |
 
     What is converted to 32 bits is never converted as a whole.
     """
-    mixed = compute_dtype.itemsize == 2 and _takes_mixed_dtypes(weight)
+    mixed = compute_dtype.itemsize == 2 and device_of(weight).mixed_products
     return compute_dtype if mixed and weight.dtype != compute_dtype else None
-
-
-def _takes_mixed_dtypes(weight: Tensor) -> bool:
-    """Whether the device's library multiplies 16-bit operands into fp32 results."""
-    return weight.is_cuda and torch.version.hip is None
 
 
 def _check_accumulation(operands: torch.dtype) -> None:

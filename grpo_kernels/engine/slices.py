@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
-from grpo_kernels.engine.plan import padded_rows
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.sweep import matrix_of_logits
 
@@ -25,7 +25,7 @@ FEATURES_SHARE = 4  # of the workspace, one part in so many is the most that ope
 
 
 def sweep_slices(
-    head: Head, rows: Rows, config: HeadConfig, stats: RowStats, a: Tensor, b: Tensor | None, wants: Wants
+    head: Head, rows: Rows, config: HeadConfig, stats: RowStats, a: Tensor, b: Tensor | None, needs_grad: NeedsGrad
 ) -> Gradients:
     """The gradient of `rows`, n of them, given their statistics and coefficients a, b (n,).
 
@@ -36,15 +36,15 @@ def sweep_slices(
     bias = head.row_bias(dtype)
     # one factor for all: what is summed over rows and over slices must carry the same
     a, b, scale = config.products(head.weight).scaled(a, b, config.transform(bias, rows.inv_temperature))
-    rows_at_once, columns_at_once = _slice_shape(n, head, config, wants)
+    rows_at_once, columns_at_once = _slice_shape(n, head, config, needs_grad)
     blocks = _blocks(rows, stats, a, b, rows_at_once)
-    m = blocks[-1].place.stop if blocks else 0
+    m = blocks[-1].indices.stop if blocks else 0
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
     d_rows, d_matrices = [], []  # of each factor
-    for (x, matrix), (wants_rows, wants_matrix) in zip(head.factors(), wants.factors(), strict=False):
-        d_rows.append(new(m, x.shape[1], dtype=dtype) if wants_rows else None)
-        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if wants_matrix else None)
-    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if wants.bias else None
+    for (x, matrix), (needs_rows, needs_matrix) in zip(head.factors(), needs_grad.factors(), strict=False):
+        d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
+        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
+    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if needs_grad.bias else None
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             columns = slice(first_id, min(first_id + columns_at_once, vocab))
@@ -53,20 +53,20 @@ def sweep_slices(
                 part.add(block)
             part.finish(scale)
             del part  # before the next one is made
-    (hidden, *u), (weight, *adapter_b) = d_rows, d_matrices
-    scaled = Gradients(hidden, None, d_bias, *u)
+    (hidden, *lora_u), (weight, *lora_b) = d_rows, d_matrices
+    scaled = Gradients(hidden, None, d_bias, *lora_u)
     if scale is not None:
         unscale = 1.0 / scale
         scaled = scaled.apply(lambda x: x.mul_(unscale))
-    d_hidden, d_u = (None if x is None else x[:n] for x in (scaled.hidden, scaled.u))
-    return Gradients(d_hidden, weight, scaled.bias, d_u, *adapter_b)
+    d_hidden, d_lora_u = (None if x is None else x[:n] for x in (scaled.hidden, scaled.lora_u))
+    return Gradients(d_hidden, weight, scaled.bias, d_lora_u, *lora_b)
 
 
 @dataclass(frozen=True)
 class _Block:
     """Rows that are projected together, padded to as many as the products are done with."""
 
-    place: slice  # among all rows, with the last block's padding
+    indices: slice  # of all rows, with the last block's padding
     count: int  # without padding
     rows: Rows  # (m,), and so is all below
     stats: RowStats
@@ -76,14 +76,14 @@ class _Block:
 
 def _blocks(rows: Rows, stats: RowStats, a: Tensor, b: Tensor | None, most: int) -> list[_Block]:
     """`rows`, n of them, in blocks of about equal size, at most `most`; all but the last are whole tiles."""
-    n, positions = len(rows), rows.positions
-    tile = padded_rows(1, on_gpu=positions.is_cuda)
+    n, device = len(rows), device_of(rows.positions)
+    tile = device.fewest_rows
     step = -(-n // max(1, -(-n // most) * tile)) * tile
     blocks = []
     for start in range(0, n, max(1, step)):
         count = min(step, n - start)
-        m = padded_rows(count, on_gpu=positions.is_cuda)
-        index = torch.arange(start, start + m, device=positions.device)
+        m = device.padded_rows(count)
+        index = torch.arange(start, start + m, device=rows.positions.device)
         index[count:] = start  # padding repeats the first row
         b_rows = None if b is None else b[index]
         blocks.append(_Block(slice(start, start + m), count, rows.at(index), stats.rows(index), a[index], b_rows))
@@ -114,12 +114,12 @@ class _Slice:
 
     def add(self, block: _Block) -> None:
         """What a block of rows gives."""
-        factors, start = self._factors, block.place.start
+        factors, start = self._factors, block.indices.start
         features = [p.operand(x[block.rows.positions]) for p, x in zip(factors, self._features, strict=True)]
         d_logits = self._d_logits(block, features)
         for factor, x, rows, part in zip(factors, features, self._d_rows, self._parts, strict=True):
             if rows is not None:
-                factor.d_hidden(d_logits, rows[block.place], first=self._columns.start == 0)
+                factor.d_hidden(d_logits, rows[block.indices], first=self._columns.start == 0)
             if part is not None:
                 factor.d_weight(d_logits, x, part, first=start == 0)
         if self._d_bias is not None:
@@ -151,19 +151,19 @@ class _Slice:
         return d_logits
 
 
-def _slice_shape(n: int, head: Head, config: HeadConfig, wants: Wants) -> tuple[int, int]:
+def _slice_shape(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int]:
     """How many of `n` rows and how many columns to take at a time, so that the workspace stays within its budget.
 
     A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
     together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
     """
     vocab, budget, size = head.weight.shape[0], config.workspace_bytes, config.accumulator.itemsize
-    tile, least = padded_rows(1, on_gpu=head.weight.is_cuda), min(vocab, SLICE_MULTIPLE)
+    tile, least = device_of(head.weight).fewest_rows, min(vocab, SLICE_MULTIPLE)
     factors = config.all_products(head)
     dtype = factors[0].gradient_dtype
     logit_bytes = size + (0 if dtype == config.accumulator else dtype.itemsize)
     row_bytes = column_bytes = padding_bytes = 0
-    for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), wants.factors(), strict=False):
+    for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), needs_grad.factors(), strict=False):
         converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # of an adapter more precise than d logits
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != config.accumulator else 0))

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, SinglePassRowBackend
-from grpo_kernels.engine.gradients import Gradients, Wants
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
-from grpo_kernels.engine.plan import Group, plan_groups, row_width
+from grpo_kernels.engine.plan import Group, plan_groups
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.vocab_parallel import widest_part
 from grpo_kernels.token_loss.record import TokenLoss
@@ -29,11 +30,11 @@ class Asked:
     Attributes:
         entropy, extras: statistics to compute besides the log-probability.
         stats: the statistics, (n,) each, where they are known already.
-        coefficients: of the gradient; called with places among the rows (m,) and their statistics, a chunk at a time.
+        coefficients: of the gradient; called with indices of rows (m,) and their statistics, a chunk at a time.
         slopes: whether all coefficients are a = 1, b = 0, in place of `coefficients`.
         token_loss: the loss of the rows, for a backend that fuses: its terms are then there too, and `coefficients`
             are asked only where d logits have to be scaled before they are rounded.
-        wants: which gradients; None: none.
+        needs_grad: which gradients; None: none.
     """
 
     entropy: bool = False
@@ -42,7 +43,7 @@ class Asked:
     coefficients: Callable[[Index, RowStats], Coefficients] | None = None
     slopes: bool = False
     token_loss: TokenLoss | None = None
-    wants: Wants | None = None
+    needs_grad: NeedsGrad | None = None
 
     def at(self, index: Index) -> Asked:
         """The same of the rows at `index`."""
@@ -53,12 +54,12 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
     """Statistics of `rows`, n of them, and their gradients if any is wanted.
 
     Returns:
-        Statistics (n,), and the gradients, or None without `asked.wants`.
+        Statistics (n,), and the gradients, or None without `asked.needs_grad`.
     """
     n, vocab = len(rows), head.weight.shape[0]
-    groups, factors = _groups(n, head, config, asked.wants), config.all_products(head)
+    groups, factors = _groups(n, head, config, asked.needs_grad), config.all_products(head)
     work = _Chunks(config, asked, factors[0], head.row_bias(config.accumulator))
-    sums = None if asked.wants is None else _Sums(head, n, groups, config, asked.wants)
+    sums = None if asked.needs_grad is None else _Sums(head, n, groups, config, asked.needs_grad)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
         buffer = matrix_of_logits(head.hidden, most, vocab, config.accumulator)
@@ -66,8 +67,8 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
         every = _Members(rows, asked.token_loss, asked.stats)
         for group in groups:
             members, first = every.of(group)
-            all_places = slice(first, first + group.rows)
-            of_group = [members.operands(x, all_places, n) for x, _ in head.factors()]
+            all_rows = slice(first, first + group.rows)
+            of_group = [members.operands(x, all_rows, n) for x, _ in head.factors()]
             features = [factor.operand(x) for factor, x in zip(factors, of_group, strict=True)]
             for chunk in group.chunks:
                 logits = buffer[: chunk.stop - chunk.start]
@@ -77,8 +78,8 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
                     most = max(group.rows for group in groups)
                     d_logits = matrix_of_logits(head.hidden, most, vocab, factors[0].gradient_dtype)
                 target = None if sums is None or d_logits is None else logits if work.in_place else d_logits[chunk]
-                places = slice(first + chunk.start, first + chunk.stop)
-                work.add(logits, target, members, places, len(group) - chunk.start)
+                indices = slice(first + chunk.start, first + chunk.stop)
+                work.add(logits, target, members, indices, len(group) - chunk.start)
             if sums is not None and d_logits is not None:
                 if len(group) < group.rows:
                     d_logits[len(group) : group.rows] = 0.0
@@ -88,16 +89,16 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
 
 def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """(rows, columns), uninitialised, on the device of `like`."""
-    return like.new_empty(rows, row_width(columns, on_gpu=like.is_cuda), dtype=dtype)[:, :columns]
+    return like.new_empty(rows, device_of(like).row_width(columns), dtype=dtype)[:, :columns]
 
 
-def _groups(n: int, head: Head, config: HeadConfig, wants: Wants | None) -> list[Group]:
+def _groups(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
     """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
-    products, on_gpu = config.products(widest_part(head.weight, config.shard)), head.weight.is_cuda
+    products, device = config.products(widest_part(head.weight, config.shard)), device_of(head.weight)
     vocab = products.weight.shape[0]
-    width = row_width(vocab, on_gpu=on_gpu)
+    width = device.row_width(vocab)
     row_bytes = width * config.accumulator.itemsize
-    separate = wants is not None and products.gradient_dtype != config.accumulator
+    separate = needs_grad is not None and products.gradient_dtype != config.accumulator
 
     def scratch_bytes(m: int) -> int:
         return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * row_bytes)  # never at the same time
@@ -107,9 +108,9 @@ def _groups(n: int, head: Head, config: HeadConfig, wants: Wants | None) -> list
         config.workspace_bytes,
         chunk_row_bytes=row_bytes,
         group_row_bytes=products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0),
-        grouped=separate and wants is not None and wants.weight and not products.scales_gradient,
+        grouped=separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient,
         scratch_bytes=scratch_bytes,
-        on_gpu=on_gpu,
+        device=device,
     )
 
 
@@ -123,22 +124,22 @@ class _Members:
     picked: Tensor | None = None  # which rows these are, where padding is among them; None: all, in their order
 
     def of(self, group: Group) -> tuple[_Members, int]:
-        """Where the rows of a group are found, and from which place on. Padding repeats its first row."""
+        """Where the rows of a group are found, and from which index on. Padding repeats its first row."""
         if len(group) == group.rows:
             return self, group.start
         index = torch.arange(group.start, group.start + group.rows, device=self.rows.positions.device)
         index[len(group) :] = group.start
         return _Members(*self._taken(index), index), 0
 
-    def at(self, places: slice) -> tuple[Index, Rows, TokenLoss | None, RowStats | None]:
-        """Those at `places`: which rows of the sweep, and the rest."""
-        return places if self.picked is None else self.picked[places], *self._taken(places)
+    def at(self, indices: slice) -> tuple[Index, Rows, TokenLoss | None, RowStats | None]:
+        """Those at `indices`: which rows of the sweep, and the rest."""
+        return indices if self.picked is None else self.picked[indices], *self._taken(indices)
 
-    def operands(self, x: Tensor, places: slice, n: int) -> Tensor:
-        """The rows at `places` of `x` (N, K), given how many rows the sweep has: of all N, without a copy."""
+    def operands(self, x: Tensor, indices: slice, n: int) -> Tensor:
+        """The rows at `indices` of `x` (N, K), given how many rows the sweep has: of all N, without a copy."""
         if self.picked is None and n == x.shape[0]:
-            return x[places]
-        return x[self.rows.positions[places]]
+            return x[indices]
+        return x[self.rows.positions[indices]]
 
     def _taken(self, index: Index) -> tuple[Rows, TokenLoss | None, RowStats | None]:
         return (
@@ -170,15 +171,15 @@ class _Chunks:
             and isinstance(config.backend, SinglePassRowBackend)
         )
 
-    def add(self, logits: Tensor, target: Tensor | None, members: _Members, places: slice, count: int) -> None:
+    def add(self, logits: Tensor, target: Tensor | None, members: _Members, indices: slice, count: int) -> None:
         """Reduce raw projections (m, V) and write d logits to `target`.
 
         Args:
-            members, places: whose they are.
+            members, indices: whose they are.
             count: how many of them are no padding.
         """
         config, asked = self._config, self._asked
-        index, rows, token_loss, found = members.at(places)
+        index, rows, token_loss, found = members.at(indices)
         chunk = Chunk(logits, rows.ids, config.transform(self._bias, rows.inv_temperature))
         config.backend.prepare_(logits, chunk.transform)
         if self._single_pass and target is not None:
@@ -227,8 +228,8 @@ class _Chunks:
 class _Sums:
     """The gradients of the head's tensors, as the groups add to them."""
 
-    def __init__(self, head: Head, n: int, groups: list[Group], config: HeadConfig, wants: Wants) -> None:
-        self._head, self._n, self._dtype, self._wants = head, n, config.accumulator, wants
+    def __init__(self, head: Head, n: int, groups: list[Group], config: HeadConfig, needs_grad: NeedsGrad) -> None:
+        self._head, self._n, self._dtype, self._wants = head, n, config.accumulator, needs_grad
         self._padded = max((group.start + group.rows for group in groups), default=0)
         self._rows: list[Tensor | None] = []  # of each factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
@@ -237,13 +238,13 @@ class _Sums:
 
     def _allocate(self) -> None:
         """Only when the first group's d logits are under way."""
-        new, dtype, wants = self._head.hidden, self._dtype, self._wants
+        new, dtype, needs_grad = self._head.hidden, self._dtype, self._wants
         # what is of the vocabulary's size is written by the first group's product; without a group it is 0
         new_matrix = new.new_empty if self._n > 0 else new.new_zeros
-        for (x, matrix), (wants_rows, wants_matrix) in zip(self._head.factors(), wants.factors(), strict=False):
-            self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if wants_rows else None)
-            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if wants_matrix else None)
-        if wants.bias:
+        for (x, matrix), (needs_rows, needs_matrix) in zip(self._head.factors(), needs_grad.factors(), strict=False):
+            self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None)
+            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
+        if needs_grad.bias:
             self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
 
     def add(
@@ -272,10 +273,10 @@ class _Sums:
         if self._scale is not None:
             self._rescale(1.0 / self._scale)
         rows = [None if x is None else x[: self._n] for x in self._rows]
-        (hidden, u), (weight, b) = ((*x, None)[:2] for x in (rows, self._matrices))
+        (hidden, lora_u), (weight, lora_b) = ((*x, None)[:2] for x in (rows, self._matrices))
         if row_factor is not None and hidden is not None:
             hidden.mul_(row_factor[:, None])
-        return Gradients(hidden, weight, self._bias, u, b)
+        return Gradients(hidden, weight, self._bias, lora_u, lora_b)
 
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):

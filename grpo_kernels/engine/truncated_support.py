@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.products import accumulator_of
 
 
@@ -26,12 +26,12 @@ class KeptSets:
     A position whose set is one id is not among them: its log-probability and entropy are 0, and so is their gradient.
     """
 
-    rows: Tensor  # (m,) int64, places in the flattened ids
+    rows: Tensor  # (m,) int64, indices into the flattened ids
     ids: Tensor  # (m,) int64, in [0, V)
     blocks: list[tuple[slice, int]]  # of the rows, and the size of their largest set
     entries: int  # (position, kept id) pairs that are gathered at a time
     invalid: Tensor | None  # (N,) bool: positions whose results are NaN; None: none
-    wants: Wants
+    needs_grad: NeedsGrad
     entropy: bool
     compute_dtype: torch.dtype
     scale: float
@@ -97,6 +97,15 @@ def _in_order(kept: Tensor, ids: Tensor, width: int, vocab: int) -> tuple[Tensor
     return torch.where(padding, ids[:, None], kept), padding
 
 
+class _Block(NamedTuple):
+    """What the forward keeps of a block of rows."""
+
+    kept: Tensor  # (r, w) ids, in order
+    log_probs: Tensor  # (r, w), -inf in the padding
+    hot: Tensor  # (r, 1): which of them is the sampled id
+    slope: Tensor | None  # (r, w), the soft-cap's derivative
+
+
 @first_order
 class KeptSetLogprob(torch.autograd.Function):
     """``forward(ctx, hidden, weight, bias, kept, sets)`` -> logps (N,), entropies (N,) or None; `kept` (N, K)."""
@@ -117,18 +126,18 @@ class KeptSetLogprob(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             head = _HeadRows(weight, sets)
             for rows, width in sets.blocks:
-                places, ids = sets.rows[rows], sets.ids[rows]
-                some, padding = _in_order(kept[places], ids, width, weight.shape[0])
-                z, slope = _logits(head, sets.operand(hidden[places]), some, bias, sets, rows)
+                positions, ids = sets.rows[rows], sets.ids[rows]
+                some, padding = _in_order(kept[positions], ids, width, weight.shape[0])
+                z, slope = _logits(head, sets.operand(hidden[positions]), some, bias, sets, rows)
                 z.masked_fill_(padding, -torch.inf)
                 log_probs = z - z.amax(dim=1, keepdim=True)
                 log_probs -= torch.logsumexp(log_probs, dim=1, keepdim=True)
                 hot = ((some == ids[:, None]) & ~padding).to(torch.uint8).argmax(dim=1, keepdim=True)
-                logps[places] = log_probs.gather(1, hot)[:, 0]
+                logps[positions] = log_probs.gather(1, hot)[:, 0]
                 if entropies is not None:
-                    entropies[places] = _entropies(log_probs)
-                if sets.wants.hidden or sets.wants.head:
-                    saved += [some, log_probs, hot, slope]
+                    entropies[positions] = _entropies(log_probs)
+                if sets.needs_grad.hidden or sets.needs_grad.head:
+                    saved += _Block(some, log_probs, hot, slope)
         if sets.invalid is not None:
             for x in (logps, entropies):
                 if x is not None:
@@ -140,19 +149,20 @@ class KeptSetLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         sets, (hidden, weight, *saved) = ctx.sets, ctx.saved_tensors
-        wants, new = sets.wants, hidden.new_zeros
+        needs_grad, new = sets.needs_grad, hidden.new_zeros
         if d_logps is None and d_entropies is None:
             return None, None, None, None, None
-        d_hidden = torch.zeros_like(hidden) if wants.hidden else None
-        d_weight = new(weight.shape, dtype=sets.accumulator) if wants.weight else None
-        d_bias = new(weight.shape[0], dtype=sets.accumulator) if wants.bias else None
+        d_hidden = torch.zeros_like(hidden) if needs_grad.hidden else None
+        d_weight = new(weight.shape, dtype=sets.accumulator) if needs_grad.weight else None
+        d_bias = new(weight.shape[0], dtype=sets.accumulator) if needs_grad.bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             head = _HeadRows(weight, sets)
             for i, (rows, _) in enumerate(sets.blocks):
                 g, h = (None if x is None else x[sets.rows[rows]] for x in (d_logps, d_entropies))
-                d_raw, graded = _d_raw(saved[4 * i : 4 * i + 4], g, h, sets, rows)
-                some, places = saved[4 * i][graded], sets.rows[rows][graded]
-                states = sets.operand(hidden[places])
+                block = _Block(*saved[len(_Block._fields) * i :][: len(_Block._fields)])
+                d_raw, grad_rows = _d_raw(block, g, h, sets, rows)
+                some, positions = block.kept[grad_rows], sets.rows[rows][grad_rows]
+                states = sets.operand(hidden[positions])
                 d_states = torch.zeros_like(states)
                 for columns in head.pieces(*some.shape):
                     index, part = some[:, columns], d_raw[:, columns]
@@ -161,7 +171,7 @@ class KeptSetLogprob(torch.autograd.Function):
                     if d_weight is not None:
                         d_weight.index_add_(0, index.reshape(-1), head.outer(part, states))
                 if d_hidden is not None:
-                    d_hidden[places] = d_states.to(d_hidden.dtype)
+                    d_hidden[positions] = d_states.to(d_hidden.dtype)
                 if d_bias is not None:
                     d_bias.index_add_(0, some.reshape(-1), d_raw.reshape(-1))
         return (
@@ -197,25 +207,23 @@ def _entropies(log_probs: Tensor) -> Tensor:
     return -torch.where(probs > 0, probs * log_probs, 0.0).sum(dim=1)
 
 
-def _d_raw(
-    saved: list[Tensor], g: Tensor | None, h: Tensor | None, sets: KeptSets, rows: slice
-) -> tuple[Tensor, Tensor]:
+def _d_raw(block: _Block, g: Tensor | None, h: Tensor | None, sets: KeptSets, rows: slice) -> tuple[Tensor, Tensor]:
     """d loss / d (raw projection) of a block's rows that have any, (m, w), and which of its rows those are, (m,).
 
     d z_j = g (1[j = y] - p_j) - h p_j (log p_j + entropy), g = d loss / d logp and h = d loss / d entropy.
     """
-    _, log_probs, hot, slope = saved
+    _, log_probs, hot, slope = block
     moves = [x != 0 for x in (g, h) if x is not None]
-    graded = (moves[0] if len(moves) == 1 else moves[0] | moves[1]).nonzero()[:, 0]
-    log_probs, hot = log_probs[graded], hot[graded]
+    grad_rows = (moves[0] if len(moves) == 1 else moves[0] | moves[1]).nonzero()[:, 0]
+    log_probs, hot = log_probs[grad_rows], hot[grad_rows]
     probs = log_probs.exp()
     d_raw = torch.zeros_like(probs)
     if g is not None:
-        g = g[graded, None]
+        g = g[grad_rows, None]
         d_raw = (-g * probs).scatter_add_(1, hot, g)
     if h is not None:
         away = torch.where(probs > 0, log_probs + _entropies(log_probs)[:, None], 0.0)
-        d_raw -= h[graded, None] * probs * away
+        d_raw -= h[grad_rows, None] * probs * away
     inv_t = sets.inv_t(rows)
-    d_raw *= sets.scale * (inv_t[graded] if isinstance(inv_t, Tensor) else inv_t)
-    return (d_raw if slope is None else d_raw * slope[graded]), graded
+    d_raw *= sets.scale * (inv_t[grad_rows] if isinstance(inv_t, Tensor) else inv_t)
+    return (d_raw if slope is None else d_raw * slope[grad_rows]), grad_rows

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.engine.passes import Gather
+from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")

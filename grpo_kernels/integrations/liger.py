@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.distributed import all_reduce
-from grpo_kernels.call.projection import check_options
+from grpo_kernels.call.options import check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.patching import Patches, parameters_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.roofline import budget
 from benchmarks.roofline.budget import SHAPES, Shape
 from benchmarks.roofline.devices import DEVICES
 from benchmarks.roofline.tape import Event
-from grpo_kernels.engine import sweep
+from grpo_kernels.engine import device
 
 H200 = DEVICES["H200"]
 
@@ -26,7 +27,7 @@ def test_a_step_is_near_its_products(shape: Shape) -> None:
 
 
 def test_rows_that_are_not_aligned_would_show() -> None:
-    with mock.patch.object(sweep, "row_width", lambda vocab, on_gpu: vocab):
+    with mock.patch.dict(device._KINDS, cuda=replace(device.CUDA, width_multiple=1)):
         assert budget.budget(Shape(n=1024, v=budget.ODD_V)).ratio > 2
 
 

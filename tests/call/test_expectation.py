@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, LossConfig, LossOutput, grpo_loss, linear_logprob, policy_expectation
-from grpo_kernels.engine.plan import padded_rows
+from grpo_kernels.engine.device import CPU
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
 from tests.support.reference import evaluate
@@ -114,7 +114,7 @@ def test_wrong_in_some_rows(rows: int, of: str) -> None:
     """Those rows, and no others, are computed again: 6VH each."""
     expected = (some_rows(A, rows if of != "b" else 0), some_rows(B, rows if of != "a" else 0))
     products, got = run(0.5 * A, 0.5 * B, expected=expected)
-    assert products == 3 + 3 * padded_rows(rows) / N
+    assert products == 3 + 3 * CPU.padded_rows(rows) / N
     assert near(got, run(0.5 * A, 0.5 * B, engine="two_pass")[1])
 
 
@@ -165,7 +165,7 @@ COSTS: dict[str, tuple[Any, Tensor | None, Tensor | None, float]] = {
     "nothing comes": (A, torch.zeros(N), None, 3.0),
     "half is known to carry none": (A * (torch.arange(N) < 16), A * (torch.arange(N) < 16), None, 2.0),
     "half was wrongly said to carry none": (A * (torch.arange(N) < 16), A, None, 2.0 + 1.5),
-    "graded: 8 rows": (Expectation(lambda *x: A[x[0]], FIRST), A * FIRST, None, (3 * padded_rows(8) + N - 8) / N),
+    "graded: 8 rows": (Expectation(lambda *x: A[x[0]], FIRST), A * FIRST, None, (3 * CPU.padded_rows(8) + N - 8) / N),
 }
 
 
@@ -284,7 +284,7 @@ def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: b
     hidden, weight = given["hidden"].detach().requires_grad_(), given["weight"].detach().requires_grad_(not frozen)
     with FlopCounterMode(display=False) as counter:
         linear_logprob(hidden, weight, case.completion_ids, expected=expected)[0].backward(3 * a)
-    again = 3 * padded_rows(int((a != 0).sum()))
+    again = 3 * CPU.padded_rows(int((a != 0).sum()))
     assert counter.get_total_flops() == 2 * weight.numel() * (32 + (16 if frozen else again))
     (3 * out.loss).backward()
     assert near([hidden.grad, weight.grad], [given["hidden"].grad, given["weight"].grad], 5e-6)

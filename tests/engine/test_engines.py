@@ -9,7 +9,8 @@ import torch
 
 import grpo_kernels
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.plan import ENGINES, Coupling, choose_engine
+from grpo_kernels.engine.engines import ENGINES, choose_engine
+from grpo_kernels.engine.request import Coupling, Situation
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.losses import LOSSES
 from tests.support.measure import count_flops
@@ -146,8 +147,8 @@ def test_custom_objectives(head: str) -> None:
 @pytest.mark.parametrize("coupling", list(Coupling))
 def test_tight_memory_chooses_lean_where_the_head_trains(coupling: Coupling) -> None:
     options = {"hidden_trains": True, "entropy_gradient": False, "tight_memory": True}
-    assert choose_engine(coupling, **options, head_trains=True) == "lean"
-    assert choose_engine(coupling, **options, head_trains=False) == "frozen"
+    assert choose_engine(Situation(coupling, **options, head_trains=True)).name == "lean"
+    assert choose_engine(Situation(coupling, **options, head_trains=False)).name == "frozen"
 
 
 @pytest.mark.parametrize("head", ["trainable", "frozen"])
@@ -178,18 +179,20 @@ def test_rows_metrics() -> None:
 
 def test_choose_engine_refuses_what_would_be_wrong() -> None:
     trains = {"hidden_trains": True, "head_trains": True, "entropy_gradient": False}
-    assert choose_engine(Coupling.COUPLED, **trains) == "two_pass"
+    coupled = Situation(Coupling.CROSS_TOKEN, **trains)
+    assert choose_engine(coupled).name == "two_pass"
     for engine in ("score", "frozen", "one_pass"):
         with pytest.raises(ValueError, match="engine: "):
-            choose_engine(Coupling.COUPLED, **trains, engine=engine)
+            choose_engine(coupled, engine)
     with pytest.raises(ValueError, match="engine: expected one of auto, score"):
-        choose_engine(Coupling.KNOWN, **trains, engine="fast")
+        choose_engine(Situation(Coupling.KNOWN, **trains), "fast")
     for engine in ENGINES:  # without a gradient nothing but the forward is done, whatever was asked
         none = {"hidden_trains": False, "head_trains": False, "entropy_gradient": False}
         wanted = engine if engine == "score_dot" else "score"
-        assert choose_engine(Coupling.KNOWN, **none, scores_without_logits=True, engine=engine) == wanted
+        situation = Situation(Coupling.KNOWN, **none, scores_without_logits=True)
+        assert choose_engine(situation, engine).name == wanted
     with pytest.raises(ValueError, match="triton backend"):
-        choose_engine(Coupling.KNOWN, **none, engine="score_dot")
+        choose_engine(Situation(Coupling.KNOWN, **none), "score_dot")
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])

@@ -15,10 +15,11 @@ from benchmarks.roofline.budget import Shape, noted
 from benchmarks.roofline.pretend_gpu import OnGPU
 from benchmarks.roofline.tape import Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
-from grpo_kernels.engine import memory, plan
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine import memory
+from grpo_kernels.engine.device import CUDA
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import Room
-from grpo_kernels.engine.plan import Group, plan_groups, row_width
+from grpo_kernels.engine.plan import Group, plan_groups
 
 MIB, GIB = 2**20, 2**30
 N, H, V = 8192, 4096, 151936
@@ -45,10 +46,10 @@ def main_step() -> Tape:
 
 def groups_of(n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped: bool) -> tuple[list[Group], int, int]:
     """As a sweep in bf16 plans them, and what a row of a chunk and of a group takes."""
-    chunk, group = 4 * row_width(v, on_gpu=True), 2 * h + (2 * row_width(v, on_gpu=True) if gradient else 0)
+    chunk, group = 4 * CUDA.row_width(v), 2 * h + (2 * CUDA.row_width(v) if gradient else 0)
     found = plan_groups(
         n, workspace, chunk_row_bytes=chunk, group_row_bytes=group, grouped=grouped,
-        scratch_bytes=lambda rows: 0, on_gpu=True,
+        scratch_bytes=lambda rows: 0, device=CUDA,
     )  # fmt: skip
     return found, chunk, group
 
@@ -135,9 +136,9 @@ def room(free: int, unused: int | None = 0, **asked: Any) -> tuple[Room, list[st
         memory_allocated=told("allocated", 0),
     )
     weight = SimpleNamespace(
-        is_cuda=True, shape=(V, H), dtype=BF16, device="cuda", numel=lambda: V * H, element_size=lambda: 2
+        shape=(V, H), dtype=BF16, device=torch.device("cuda"), numel=lambda: V * H, element_size=lambda: 2
     )
-    given: dict[str, Any] = {"wants": Wants(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
+    given: dict[str, Any] = {"needs_grad": NeedsGrad(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
     with mock.patch.object(memory.torch, "cuda", cuda):
         return Room.of(weight, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
 
@@ -150,7 +151,7 @@ def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
     assert room(none, none)[0] == Room(tight=True, ample=False)
     assert room(none, None)[0] == Room(tight=True, ample=False)  # raises nothing
     assert not room(none, none, asks_tight=False)[0].tight
-    assert not room(none, none, wants=Wants(hidden=True))[0].tight
+    assert not room(none, none, needs_grad=NeedsGrad(hidden=True))[0].tight
     assert room(gradients + 64 * MIB, workspace_bytes=64 * MIB)[0] == Room(tight=False, ample=True)
 
 
@@ -198,5 +199,5 @@ def test_fp32_products_have_one_tile_of_rows() -> None:
     for n in (512, 1024, 4096):
         with taped() as tape, torch.no_grad():
             linear_logprob(tensor(n, 64), tensor(1000, 64), OnGPU(torch.zeros(n, dtype=torch.long)))
-        assert {x.shape[0] for x in tape.of("product")} == {plan.TILE_ROWS}
+        assert {x.shape[0] for x in tape.of("product")} == {CUDA.fp32_rows}
     assert min(x.shape[0] for x in scored().of("product")) >= 1024

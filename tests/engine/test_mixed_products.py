@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels import LoRA, linear_logprob
-from grpo_kernels.engine import plan, products, slices, sweep
+from grpo_kernels.engine import device, plan, products, sweep
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
@@ -36,15 +38,14 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
         out.copy_(out + found if add else found)
 
     def plan_groups(*args, **options) -> list[plan.Group]:
-        groups = plan.plan_groups(*args, **{**options, "on_gpu": True})
+        groups = plan.plan_groups(*args, **options)
         seen.extend(groups)
         return groups
 
-    monkeypatch.setattr(products, "_takes_mixed_dtypes", lambda weight: True)
+    tiled = replace(device.CPU, fewest_rows=4, row_multiple=4, mixed_products=True)
+    monkeypatch.setitem(device._KINDS, "cpu", tiled)
     monkeypatch.setattr(products, "_product", product)
     monkeypatch.setattr(sweep, "plan_groups", plan_groups)
-    monkeypatch.setattr(slices, "padded_rows", lambda n, on_gpu: plan.padded_rows(n, on_gpu=True))
-    monkeypatch.setattr(plan, "TILE_ROWS", 4)
     monkeypatch.setattr(plan, "LARGE_CHUNK_ROWS", 8)
     monkeypatch.setattr(plan, "LEAST_CHUNK_ROWS", 4)
     return seen
@@ -124,12 +125,12 @@ def test_groups_cover_the_rows_once_and_start_at_tiles() -> None:
                 group_row_bytes=2 * 1000,
                 grouped=True,
                 scratch_bytes=lambda rows: 0,
-                on_gpu=True,
+                device=device.CUDA,
             )
             assert [g.start for g in groups] == [0, *[g.stop for g in groups[:-1]]]
             assert groups[-1].stop == n
             for group in groups:
-                assert len(group) <= group.rows == plan.padded_rows(len(group), on_gpu=True)
+                assert len(group) <= group.rows == device.CUDA.padded_rows(len(group))
                 assert [c.start for c in group.chunks] == [0, *[c.stop for c in group.chunks[:-1]]]
                 assert group.chunks[-1].stop == group.rows
                 used = max(c.stop - c.start for c in group.chunks) * 4000 + group.rows * 2000

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels import grpo_loss, linear_logprob
-from grpo_kernels.engine.gradients import Wants
+from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import large_workspace
 from tests.support.measure import AllocationWatcher
 from tests.support.on_device import BACKENDS, leaves
@@ -70,7 +70,9 @@ def test_the_peak_is_within_the_documented_budget(
     step(hidden, weight, ids, **options)
     clear(hidden, weight)
     if workspace is None:
-        workspace = large_workspace(weight, Wants(True, weight.requires_grad)) if device.type == "cuda" else 512 * MIB
+        workspace = (
+            large_workspace(weight, NeedsGrad(True, weight.requires_grad)) if device.type == "cuda" else 512 * MIB
+        )
     d_hidden, d_weight = 4 * n * h, 4 * v * h
     stored = {"one_pass": d_hidden + d_weight, "two_pass": d_hidden + d_weight, "lean": d_hidden, "frozen": d_hidden}
     returned = 2 * n * h + (2 * v * h if engine != "frozen" else 0)

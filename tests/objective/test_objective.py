@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import LossConfig, grpo_loss, presets
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.measure import loss_metrics, metric_names
@@ -21,15 +22,9 @@ from tests.support.small_batch import small_batch
 
 def tokens_of(old: torch.Tensor | None, advantages: torch.Tensor, **more: Any) -> Tokens:
     b, t = (2, 5) if old is None else old.shape
-    return read_tokens(
-        torch.zeros(b, t, 1),
-        torch.zeros(b, t, dtype=torch.long),
-        torch.ones(b, t),
-        advantages,
-        old_per_token_logps=old,
-        dtype=torch.float64,
-        **more,
-    )
+    ids = torch.zeros(b, t, dtype=torch.long)
+    inputs = LossInputs(ids, torch.ones(b, t), advantages, old_per_token_logps=old, **more)
+    return read_tokens(inputs, torch.zeros(b, t, 1), torch.float64)
 
 
 def objective(config: LossConfig, tokens: Tokens) -> PolicyObjective:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import GRPOLoss, LossConfig, TokenInputs, grpo_loss, objectives
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.objective.custom import CustomObjective
 from grpo_kernels.objective.evaluation import Evaluation
@@ -82,15 +83,14 @@ def garbage(x: Tensor, mask: Tensor) -> Tensor:
 def tokens_of(given: dict[str, Tensor]) -> Tokens:
     """The tokens as `grpo_loss` reads them, with NaN where the mask is 0."""
     mask, ratio = given["mask"], given.get("ratio")
-    return read_tokens(
-        torch.zeros(B, T, 1, dtype=FLOAT),
+    inputs = LossInputs(
         torch.zeros(B, T, dtype=torch.long),
         mask,
         garbage(given["advantages"], mask),
         old_per_token_logps=garbage(given["old"], mask),
         importance_sampling_ratio=None if ratio is None else garbage(ratio, mask),
-        dtype=FLOAT,
     )
+    return read_tokens(inputs, torch.zeros(B, T, 1, dtype=FLOAT), FLOAT)
 
 
 def evaluate(objective: Any, given: dict[str, Tensor], config: LossConfig, items: float | None) -> Evaluation:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.normaliser import token_weights
@@ -131,15 +132,14 @@ class FusedSuite:
         logps = self.kernels.stats(Chunk(raw, ids, LogitTransform()), entropy=False).logps
         distances = [-90.0, -16.0, -1e-3, 1e-3, 0.3, 4.0, 10.0, 16.0, 30.0, 60.0, 88.0, 300.0]  # e^88 is the last
         shape = lambda x: x.view(12, 1)  # noqa: E731
-        tokens = read_tokens(
-            torch.zeros(12, 1, 1, device=self.device),
+        inputs = LossInputs(
             shape(ids),
             None,
             torch.zeros(12, device=self.device),
             old_per_token_logps=None if log_ratio is None else shape(logps - log_ratio),
             ref_per_token_logps=shape(logps + torch.tensor(distances, device=self.device)),
-            dtype=torch.float32,
         )
+        tokens = read_tokens(inputs, torch.zeros(12, 1, 1, device=self.device), torch.float32)
         config = LossConfig(beta=0.5, kl_estimator=estimator)
         made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
         loss = made.token_loss()
@@ -170,16 +170,15 @@ class FusedSuite:
             delta=1.4 if loss_type == "grpo" else None,
             entropy_coef=0.05 if off_policy else 0.0,
         )
-        tokens = read_tokens(
-            torch.zeros(2, 5, 1, device=self.device),
+        inputs = LossInputs(
             torch.randint(7, (2, 5), device=self.device),
             None,
             torch.tensor([1.5, -0.7], device=self.device),
             old_per_token_logps=draw() if off_policy else None,
             ref_per_token_logps=draw(),
             importance_sampling_ratio=torch.rand(2, 5, device=self.device) + 0.5,
-            dtype=torch.float32,
         )
+        tokens = read_tokens(inputs, torch.zeros(2, 5, 1, device=self.device), torch.float32)
         made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
         loss = made.token_loss()
         assert (loss is None) == made.couples_tokens

@@ -1,8 +1,8 @@
 """The calls as ops for torch.compile and torch.export: opaque, on real tensors, without autograd.
 
-Each runs what the eager call runs (`call.py`, `head.py`, `engine/passes.py`); `compiled.py` puts autograd around them.
-Values are checked inside, so that a graph has no branch on them. A tensor that is not wanted comes back empty. No
-argument is written to, and no result shares memory.
+Each runs what the eager call runs (`call/loss.py`, `call/logprob.py`, `engine/passes.py`); `call/compiled.py` puts
+autograd around them. Values are checked inside, so that a graph has no branch on them. A tensor that is not wanted
+comes back empty. No argument is written to, and no result shares memory.
 """
 
 from __future__ import annotations

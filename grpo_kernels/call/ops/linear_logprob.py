@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.call.expected import Expectation
+from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
 from grpo_kernels.call.ops.results import Empty
-from grpo_kernels.call.projection import head_config, pick_engine, plan_rows, read_rows
-from grpo_kernels.config import LossConfig
+from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.projection import plan_head
 from grpo_kernels.engine.autograd import Like, returned
-from grpo_kernels.engine.gradients import Wants
-from grpo_kernels.engine.operands import Head, Rows
-from grpo_kernels.engine.passes import RECOMPUTING, Request, all_rows, first_pass, second_pass, spread
-from grpo_kernels.engine.plan import Coupling
+from grpo_kernels.engine.engines import engine_named
+from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.operands import Rows
+from grpo_kernels.engine.passes import all_rows, scatter, second_pass
+from grpo_kernels.engine.request import Request, Stored
+from grpo_kernels.head.lm_head import LMHead
 
 
 class Settings(NamedTuple):
@@ -33,7 +37,17 @@ class Settings(NamedTuple):
     backend: str
     workspace_bytes: int | None
     dtype: torch.dtype  # of the products' operands
-    wants: list[bool]  # which gradients: hidden, weight, bias
+    wants: list[bool]  # gradients of hidden, weight, bias
+
+    def options(self, temperatures: Tensor | None) -> HeadOptions:
+        """How the projection becomes logits."""
+        temperature = self.temperature if temperatures is None else temperatures
+        return HeadOptions(temperature, self.final_logit_softcapping, self.logit_scale, self.logits_dtype)
+
+    def execution(self) -> Execution:
+        """How the call is computed."""
+        needs_grad = NeedsGrad(*self.wants)
+        return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
 
 
 class Results(NamedTuple):
@@ -59,40 +73,18 @@ def run(
     *others: Any,  # `Settings`
 ) -> Results:
     """The forward on real tensors."""
-    settings = Settings(*others)
-    config, rows, wants = plan_rows(
-        hidden,
-        weight,
-        ids,
-        bias=bias,
-        mask=mask,
-        temperature=settings.temperature if temperatures is None else temperatures,
-        final_logit_softcapping=settings.final_logit_softcapping,
-        logit_scale=settings.logit_scale,
-        logits_dtype=settings.logits_dtype,
-        outputs=(*outputs,),
-        engine=settings.engine,
-        backend=settings.backend,
-        workspace_bytes=settings.workspace_bytes,
-        wants=Wants(*settings.wants),
-        dtype=settings.dtype,
+    settings, recomputes = Settings(*others), engine_named(Settings(*others).engine).recomputes
+    expected = Expectation(None, has_entropy_gradient="entropy" in outputs)
+    inputs = ScoreInputs(ids, mask, (*outputs,), expected)
+    head, request = plan_logprob(
+        inputs, LMHead(hidden, weight, bias), settings.execution(), settings.options(temperatures)
     )
-    rows = read_rows("ids", rows, weight.shape[0])
-    entropy, extras = "entropy" in outputs, tuple(name for name in outputs if name != "entropy")
-    engine = pick_engine(
-        Coupling.COUPLED,
-        wants,
-        config,
-        entropy_gradient=entropy,
-        engine=settings.engine,
-        only_logps=not extras,
-    )
-    request = Request(rows=rows, config=config, wants=wants, engine=engine, entropy=entropy, extras=extras)
-    first = first_pass(Head(hidden.flatten(0, -2), weight, bias), request)
-    new, stats, grads, recomputes = Empty(hidden, settings.dtype), first.stats, first.grads, engine in RECOMPUTING
+    rows = request.rows
+    first = request.engine.first_pass(head.operands(rows.positions), request)
+    new, stats, grads = Empty(hidden, settings.dtype), first.stats, first.grads
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
-        return new() if x is None or not wanted else spread(x, rows, ids.numel()).view(ids.shape)
+        return new() if x is None or not wanted else scatter(x, rows, ids.numel()).view(ids.shape)
 
     slopes = None if grads is None else grads.hidden
     return Results(
@@ -101,7 +93,7 @@ def run(
         max_logit=per_token(stats.max_logit, wanted=recomputes),
         log_sum=per_token(stats.log_sum, wanted=recomputes),
         slopes=new() if slopes is None else all_rows(slopes, rows.positions, ids.numel()).view(hidden.shape),
-        extras=[per_token(stats.extras[name]) for name in extras],
+        extras=[per_token(stats.extras[name]) for name in inputs.extras],
     )
 
 
@@ -117,14 +109,14 @@ def fake(
 ) -> Results:
     """The shapes of what `run` returns."""
     settings = Settings(*others)
-    new, recomputes = Empty(hidden, settings.dtype), settings.engine in RECOMPUTING
+    new, engine = Empty(hidden, settings.dtype), engine_named(settings.engine)
     extras = [name for name in outputs if name != "entropy"]
     return Results(
         logps=new(ids.shape),
         entropies=new(ids.shape, wanted="entropy" in outputs),
-        max_logit=new(ids.shape, wanted=recomputes),
-        log_sum=new(ids.shape, wanted=recomputes),
-        slopes=new(hidden.shape, wanted=settings.engine == "frozen"),
+        max_logit=new(ids.shape, wanted=engine.recomputes),
+        log_sum=new(ids.shape, wanted=engine.recomputes),
+        slopes=new(hidden.shape, wanted=engine.stores is Stored.SLOPES),
         extras=[hidden.new_empty(ids.shape, dtype=torch.bool) if x == "is_top1" else new(ids.shape) for x in extras],
     )
 
@@ -147,15 +139,9 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The second pass, over the positions whose upstream gradient is not 0: gradients in the dtypes of the head."""
     settings, count = Settings(*others), ids.numel()
-    wants = Wants(*settings.wants)
-    spec = LossConfig(
-        final_logit_softcapping=settings.final_logit_softcapping,
-        logit_scale=settings.logit_scale,
-        logits_dtype=settings.logits_dtype,
-    )
-    config = head_config(
-        hidden, weight, wants, spec, settings.backend, settings.workspace_bytes, settings.dtype, engine=settings.engine
-    )
+    head = LMHead(hidden, weight, bias)
+    planned = plan_head(head, settings.execution(), settings.options(temperatures))
+    config = planned.config
 
     def upstream(x: Tensor) -> Tensor:
         x = x.reshape(-1).to(config.accumulator)
@@ -173,11 +159,11 @@ def run_backward(
         log_sum=log_sum.reshape(-1),
         entropies=None if entropies is None else entropies.reshape(-1),
     )
-    head = Head(hidden.flatten(0, -2), weight, bias)
-    request = Request(rows=rows, config=config, wants=wants, engine=settings.engine)
+    request = Request(rows=rows, config=config, needs_grad=planned.needs_grad, engine=engine_named(settings.engine))
     a, b = upstream(d_logps), None if d_entropies is None else upstream(d_entropies)
-    grads, places = second_pass(head, request, known, a, b)
-    d_hidden, d_weight, d_bias, *_ = returned(grads, Like.of(head), request, places)
+    operands = head.operands(rows.positions)
+    grads, indices = second_pass(operands, request, known, a, b)
+    d_hidden, d_weight, d_bias, *_ = returned(grads, Like.of(operands), request, indices)
     return (
         hidden.new_empty(0) if d_hidden is None else d_hidden.view(hidden.shape),
         hidden.new_empty(0) if d_weight is None else d_weight,
@@ -191,5 +177,5 @@ def fake_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: 
     def like(x: Tensor | None, wanted: bool) -> Tensor:
         return x.new_empty(x.shape) if x is not None and wanted else hidden.new_empty(0)
 
-    wants = Wants(*Settings(*others[-len(Settings._fields) :]).wants)
-    return like(hidden, wants.hidden), like(weight, wants.weight), like(bias, wants.bias)
+    needs_grad = NeedsGrad(*Settings(*others[-len(Settings._fields) :]).wants)
+    return like(hidden, needs_grad.hidden), like(weight, needs_grad.weight), like(bias, needs_grad.bias)

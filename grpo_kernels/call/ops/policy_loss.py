@@ -8,17 +8,21 @@ statistics that `linear_logprob_backward` wants.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.ops.results import Empty
+from grpo_kernels.call.options import Execution
 from grpo_kernels.config import config_of
-from grpo_kernels.engine.gradients import Wants
-from grpo_kernels.engine.operands import Head
-from grpo_kernels.engine.passes import RECOMPUTING, STORING, all_rows, loss_pass, spread
+from grpo_kernels.engine.engines import engine_named
+from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.passes import all_rows, loss_pass, scatter
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.measure import metric_names
 
 
@@ -42,7 +46,16 @@ class Arguments(NamedTuple):
     backend: str
     workspace_bytes: int | None
     dtype: torch.dtype  # of the products' operands
-    wants: list[bool]  # which gradients: hidden, weight, bias
+    wants: list[bool]  # gradients of hidden, weight, bias
+
+    def inputs(self) -> LossInputs:
+        """What is per token or per sequence."""
+        return LossInputs(**{field.name: getattr(self, field.name) for field in fields(LossInputs)})
+
+    def execution(self) -> Execution:
+        """How the loss is computed."""
+        needs_grad = NeedsGrad(*self.wants)
+        return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
 
 
 class Results(NamedTuple):
@@ -66,30 +79,20 @@ class Results(NamedTuple):
 def run(*arguments: Any) -> Results:
     """The op on real tensors."""
     given = Arguments(*arguments)
-    options = given._asdict()
-    for name in ("hidden", "weight", "completion_ids", "completion_mask", "advantages"):
-        del options[name]
-    call = plan_loss(
-        given.hidden,
-        given.weight,
-        given.completion_ids,
-        given.completion_mask,
-        given.advantages,
-        **{**options, "config": config_of(given.config), "wants": Wants(*given.wants)},
-        objective=None,
-    )
+    head, config = LMHead(given.hidden, given.weight, given.bias), config_of(given.config)
+    call = plan_loss(given.inputs(), head, given.execution(), config, None)
     new, rows, n = Empty(given.hidden, given.dtype), call.request.rows, given.completion_ids.numel()
-    first, done = loss_pass(Head(given.hidden.flatten(0, -2), given.weight, given.bias), call.request, call.evaluate)
+    first, done = loss_pass(call.head.operands(rows.positions), call.request, call.evaluate)
     stats, grads = first.stats, first.grads
     pairs, extremes = call.metrics(stats, done).stacked()
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
-        return new() if x is None or not wanted else spread(x, rows, n).view(given.completion_ids.shape)
+        return new() if x is None or not wanted else scatter(x, rows, n).view(given.completion_ids.shape)
 
     d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
     if d_hidden is not None:
-        d_hidden = all_rows(d_hidden, rows.positions[first.graded], n).view(given.hidden.shape)
-    recomputes = given.engine in RECOMPUTING
+        d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(given.hidden.shape)
+    recomputes = call.request.engine.recomputes
     return Results(
         loss=done.loss,
         logps=per_token(stats.logps),
@@ -110,7 +113,8 @@ def fake(*arguments: Any) -> Results:
     """The shapes of what `run` returns."""
     given = Arguments(*arguments)
     config, new, ids = config_of(given.config), Empty(given.hidden, given.dtype), given.completion_ids
-    stores, recomputes = given.engine in STORING, given.engine in RECOMPUTING
+    engine = engine_named(given.engine)
+    stores, recomputes = engine.stores_gradient, engine.recomputes
     pairs, extremes = metric_names(
         config,
         importance_ratio=given.importance_sampling_ratio is not None,

@@ -1,9 +1,9 @@
-"""What a loss does where the ranks of a `sequence_group` have parts of the same sequences."""
+"""What the ranks of a group tell each other of a loss: that they have the same call, or parts of the same sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,9 +12,35 @@ from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch.sequence_shard import Span
 from grpo_kernels.batch.tokens import Tokens
+from grpo_kernels.config import LossConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def describe_options(
+    ranks: Agreement,
+    config: LossConfig,
+    objective: Callable[..., Any] | None,
+    num_items_in_batch: float | Tensor | None,
+    asked: Mapping[str, Any],
+) -> None:
+    """Say the options of a loss; `asked` are how it is to be computed."""
+    ranks.same({**asked, **{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)})
+    if isinstance(num_items_in_batch, Tensor):
+        ranks.same({"num_items_in_batch": "a tensor"})
+        ranks.same_values({"num_items_in_batch, the tensor": num_items_in_batch.detach().reshape(1)})
+    else:
+        ranks.same({"num_items_in_batch": None if num_items_in_batch is None else float(num_items_in_batch)})
+
+
+def describe_tokens(ranks: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> None:
+    """Say the per-token inputs of ranks that all have the same: `inputs` as they came, `tokens` what counts of them."""
+    ranks.same({f"dtype and shape of {name}": described(x) for name, x in inputs.items()})
+    ranks.same_bits("completion_mask", tokens.layout.positions)
+    ranks.same_bits("cu_seqlens", tokens.layout.sequence)
+    ranks.same_bits("completion_ids", tokens.ids)
+    ranks.same_values({name: getattr(tokens, name) for name in inputs if name != "hidden"})
 
 
 def check_span(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any) -> None:
@@ -52,3 +78,14 @@ def spanned(tokens: Tokens, group: ProcessGroup) -> Tokens:
     layout, counts = tokens.layout, tokens.layout.lengths
     counts = gather_stacked(counts, group) if layout.batch > 0 else counts.new_zeros(dist.get_world_size(group), 0)
     return replace(tokens, layout=replace(layout, span=Span(group, dist.get_rank(group), counts)))
+
+
+def _named(objective: Callable[..., Any] | None) -> str | None:
+    """The function's name; of a dataclass its numbers too."""
+    if objective is None:
+        return None
+    name: str = getattr(objective, "__qualname__", type(objective).__qualname__)
+    if not is_dataclass(objective):
+        return name
+    values = {x.name: getattr(objective, x.name) for x in fields(objective)}
+    return f"{name}({', '.join(f'{k}={x}' for k, x in values.items() if isinstance(x, (int, float)))})"

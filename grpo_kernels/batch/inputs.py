@@ -1,0 +1,34 @@
+"""What a loss is given of a batch, as it came: nothing here is checked yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """The arguments of `grpo_loss` that are about tokens and sequences; None where not given."""
+
+    completion_ids: Tensor | None  # (B, T), or packed (N,); None for a loss of given log-probabilities
+    completion_mask: Tensor | None  # (B, T) or (N,)
+    advantages: Tensor  # (B,) or (B, T) or (N,)
+    old_per_token_logps: Tensor | None = None  # (B, T) or (N,)
+    ref_per_token_logps: Tensor | None = None  # (B, T) or (N,)
+    sampling_per_token_logps: Tensor | None = None  # (B, T) or (N,)
+    importance_sampling_ratio: Tensor | None = None  # (B, T), (B, 1) or (B,); (N,)
+    num_items_in_batch: float | Tensor | None = None
+    cu_seqlens: Tensor | None = None  # (B + 1,)
+
+    @property
+    def logps(self) -> dict[str, Tensor | None]:
+        """The log-probabilities of other policies, by name."""
+        names = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def numbers(self) -> dict[str, Tensor | None]:
+        """All that is a number per token or per sequence, by name."""
+        ratio = {"importance_sampling_ratio": self.importance_sampling_ratio}
+        return {"advantages": self.advantages, **self.logps, **ratio}

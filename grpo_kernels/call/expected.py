@@ -1,0 +1,100 @@
+"""The gradient of the log-probabilities that a caller expects, read into coefficients by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.base.checks import check_shape, check_tensor
+from grpo_kernels.engine.operands import Coefficients, CoefficientsOf
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """An expected gradient that is computed on the logits' own chunk.
+
+    Args:
+        coefficients: maps (index (n,), logps (n,), entropies (n,) or None), index being positions in the flattened ids,
+            to a = d loss / d logp or (a, b) with b = d loss / d entropy, (n,) each. None: not known row by row.
+        graded: bool, shaped like the ids: False where a = b = 0 is certain, so that nothing is computed; None: nowhere.
+        has_entropy_gradient: whether b may be other than None.
+    """
+
+    coefficients: Callable[[Tensor, Tensor, Tensor | None], Any] | None
+    graded: Tensor | None = None
+    has_entropy_gradient: bool = True
+
+
+Expected = Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class ExpectedRows:
+    """An expected gradient, read for the rows of a call."""
+
+    coefficients: CoefficientsOf | None = None  # by index among the rows
+    may_have_grad: Tensor | None = None  # (n,) bool: rows that they may be other than 0 for; None: all
+    of_entropy: bool = False  # whether any is for the entropy
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool]:
+        """What ranks have to expect alike."""
+        return self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
+
+
+def read_expected(
+    expected: Expected | None, ids: Tensor, positions: Tensor, dtype: torch.dtype, *, entropy: bool
+) -> ExpectedRows:
+    """What is expected of the rows at `positions` (n,) of `ids`, in `dtype`; `entropy`: whether there is one.
+
+    Raises:
+        TypeError, ValueError: it does not fit the ids, or is a tuple that is not (a, b).
+    """
+    if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and not entropy)):
+        pair = "(a, b)" if entropy else "(a, None) since there is no entropy"
+        raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
+    if expected is None:
+        return ExpectedRows()
+
+    def usable(x: Tensor) -> Tensor:  # whose products neither overflow nor lose bits to underflow: else expect nothing
+        x, largest = x.to(dtype), torch.finfo(dtype).max ** 0.5
+        return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
+
+    def rows(name: str, x: Any) -> Tensor:
+        check_tensor(name, x, like=ids)
+        check_shape(name, x, ("that of the ids", tuple(ids.shape)))
+        return x.detach().reshape(-1)[positions]
+
+    if callable(expected):
+        expected = Expectation(cast(Any, expected))
+    if isinstance(expected, Expectation):
+        coefficients = expected.coefficients
+
+        def ask(index: Tensor, stats: RowStats) -> Coefficients:
+            assert coefficients is not None
+            answer = coefficients(positions[index], stats.logps, stats.entropies)
+            a, b = answer if isinstance(answer, tuple) else (answer, None)
+            if stats.entropies is None:  # then no gradient of it can come
+                b = None
+            for name, x in (("expected", a), ("expected[1]", b)):
+                if x is not None or name == "expected":
+                    check_tensor(name, x, like=ids)
+                    check_shape(name, x, ("that of the index", tuple(index.shape)))
+            return usable(a), None if b is None else usable(b)
+
+        may_have_grad = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
+        return ExpectedRows(None if coefficients is None else ask, may_have_grad, expected.has_entropy_gradient)
+
+    a, b = expected if isinstance(expected, tuple) else (expected, None)
+    a = usable(rows("expected", a))
+    b = None if b is None else usable(rows("expected[1]", b))
+
+    def look_up(index: Tensor, _: RowStats) -> Coefficients:
+        return a[index], None if b is None else b[index]
+
+    return ExpectedRows(look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None)

@@ -1,0 +1,121 @@
+"""One call for log-probabilities: its arguments checked, its engine chosen, what is expected of its gradient read."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grpo_kernels.backends.interface import STATISTICS
+from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.checks import check_gather, check_ids, check_mask
+from grpo_kernels.batch.tokens import counted_positions
+from grpo_kernels.call.expected import Expected, ExpectedRows, read_expected
+from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.projection import PlannedHead, plan_head
+from grpo_kernels.engine.operands import Rows
+from grpo_kernels.engine.request import Coupling, Request
+from grpo_kernels.head.lm_head import LMHead
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreInputs:
+    """The arguments of `linear_logprob_with` that are about positions, and what of each is asked."""
+
+    ids: Tensor  # (...)
+    mask: Tensor | None  # (...)
+    outputs: tuple[str, ...]
+    expected: Expected | None = None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The outputs other than the entropy, in their order."""
+        return tuple(name for name in self.outputs if name != "entropy")
+
+
+def plan_logprob(
+    inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions
+) -> tuple[LMHead, Request]:
+    """Check the arguments of `linear_logprob_with` and plan its call: the tensors to multiply, and what is asked.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
+    """
+    head = head.grouped()
+    with Agreement("process_group", head.process_group, "linear_logprob") as ranks:
+        check_gather(execution.gather)
+        options, planned, rows, expected = _checked(inputs, head.local(), execution, options)
+        if ranks:
+            planned.describe(ranks)
+            _describe(ranks, inputs, planned, options, rows, expected)
+    planned = planned.divided(ranks)
+    rows = planned.read_rows("ids", rows)
+    coupling = Coupling.CROSS_TOKEN if expected.coefficients is None else Coupling.TOKEN
+    engine = planned.choose_engine(coupling, entropy_gradient=expected.of_entropy, only_logps=not inputs.extras)
+    request = Request(
+        rows=rows,
+        config=planned.config,
+        needs_grad=planned.needs_grad,
+        engine=engine,
+        entropy="entropy" in inputs.outputs,
+        extras=inputs.extras,
+        coefficients=expected.coefficients,
+        may_have_grad=expected.may_have_grad,
+        gathered_weight=execution.gather or nullcontext,
+    )
+    return planned.head, request
+
+
+def _checked(
+    inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions
+) -> tuple[HeadOptions, PlannedHead, Rows, ExpectedRows]:
+    """The rows with ids as they came, which nobody has looked at. Waits for the device only at its end."""
+    ids, mask = inputs.ids, inputs.mask
+    head.check()
+    check_ids("ids", ids, head.hidden)
+    if mask is not None:
+        check_mask("mask", mask, ids)
+    unknown = set(inputs.outputs) - {"entropy", *STATISTICS}
+    if unknown:
+        raise ValueError(f"outputs: expected some of entropy, {', '.join(STATISTICS)}, got {sorted(unknown)}")
+    options = options.checked()
+    planned = plan_head(head, execution, options)
+    dtype, positions = planned.config.accumulator, counted_positions("mask", mask, ids)
+    inv_t = options.inv_temperature(ids, positions, dtype)
+    rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inv_t)
+    expected = read_expected(inputs.expected, ids, positions, dtype, entropy="entropy" in inputs.outputs)
+    return options, planned, rows, expected
+
+
+def _describe(
+    ranks: Agreement,
+    inputs: ScoreInputs,
+    planned: PlannedHead,
+    options: HeadOptions,
+    rows: Rows,
+    expected: ExpectedRows,
+) -> None:
+    """Say which positions are scored and how, and for which of them a gradient is expected."""
+    asked = planned.execution
+    ranks.same(
+        {
+            "final_logit_softcapping": options.final_logit_softcapping,
+            "logit_scale": options.logit_scale,
+            "outputs": inputs.outputs,
+            "logits_dtype": options.logits_dtype,
+            "backend": asked.backend,
+            "workspace_bytes": asked.workspace_bytes,
+            "hidden": described(planned.head.hidden),
+            "engine": asked.engine,
+        }
+    )
+    inv_t = rows.inv_temperature
+    ranks.same({"temperature": "one a position" if isinstance(inv_t, Tensor) else 1.0 / inv_t})
+    ranks.same({"expected (coefficients, graded, of the entropy)": expected.kind})
+    ranks.same_bits("mask", rows.positions)
+    ranks.same_bits("ids", rows.ids)
+    if isinstance(inv_t, Tensor):
+        ranks.same_values({"temperatures": inv_t[:, 0]})
+    if expected.may_have_grad is not None:
+        ranks.same_bits("expected: where it is not 0", expected.may_have_grad)

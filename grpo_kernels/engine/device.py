@@ -1,0 +1,90 @@
+"""What kinds of devices differ in, for the engines: one entry for each kind, and no other file asks which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device."""
+
+    fewest_rows: int  # that a product is done with
+    row_multiple: int  # products have whole tiles of so many rows
+    width_multiple: int  # rows of logits start at multiples of so many elements
+    mixed_products: bool  # 16-bit operands, fp32 results
+    fp32_rows: int | None  # of an fp32 product: one tile, so that a row has the same bits whatever the others are
+    casts_into: bool  # a product of numbers is rounded to 16 bits in one pass; else it needs a temporary
+    most_workspace: int  # bytes that chunks may take by default where there is room
+    free: Callable[[torch.device], int] | None  # bytes that the driver would give; None: nobody is asked
+    unused: Callable[[torch.device], int]  # bytes that torch's allocator holds for nobody
+    is_capturing: Callable[[], bool]  # a graph, in which nothing can wait for the device, nor depend on what is free
+
+    def padded_rows(self, n: int) -> int:
+        """How many rows the products of `n` rows are done with.
+
+        The vendor library picks its kernel by the number of rows, and the bits of a row must not depend on how many
+        others there are. On a CPU the choice matters below `fewest_rows`. On a GPU a whole tile costs no more than a
+        part of it.
+        """
+        return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
+
+    def row_width(self, vocab: int) -> int:
+        """How far apart rows of logits lie, in elements.
+
+        On a GPU they start at multiples of 128 bytes, d logits of 16 bits too: with rows that do not, the vendor
+        library's products are slower by a factor, and the row kernels have to go element by element.
+        """
+        return -(-vocab // self.width_multiple) * self.width_multiple
+
+
+def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int]:
+    """`query`, with 0 for an answer where driver or allocator do not say."""
+
+    def ask(device: torch.device) -> int:
+        try:
+            return int(query(device))
+        except RuntimeError:
+            return 0
+
+    return ask
+
+
+CPU = Device(
+    fewest_rows=16,
+    row_multiple=1,
+    width_multiple=1,
+    mixed_products=False,
+    fp32_rows=None,
+    casts_into=False,
+    most_workspace=512 * MIB,
+    free=None,
+    unused=lambda device: 0,
+    is_capturing=lambda: False,
+)
+CUDA = Device(
+    fewest_rows=128,
+    row_multiple=128,
+    width_multiple=64,
+    mixed_products=True,
+    fp32_rows=128,
+    casts_into=True,
+    most_workspace=3072 * MIB,
+    free=_asked(lambda device: torch.cuda.mem_get_info(device)[0]),
+    unused=_asked(lambda device: torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)),
+    is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it
+)
+ROCM = replace(CUDA, mixed_products=False)
+_KINDS = {"cpu": CPU, "cuda": CUDA}  # an entry of its own for a new kind
+
+
+def device_of(x: Tensor) -> Device:
+    """The kind of device that `x` is on; kinds without an entry are taken for a CPU."""
+    kind = x.device.type
+    return ROCM if kind == "cuda" and torch.version.hip is not None else _KINDS.get(kind, CPU)

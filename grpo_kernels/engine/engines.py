@@ -1,0 +1,112 @@
+"""The engines, one record each, and which of them serves a call: a function of what is asked, and the cost decides.
+
+N rows projected, s the share of them that carries gradient, one product 2NVH floating point operations:
+
+========== =========================================== ======================== ==================
+engine     what it does                                head and hidden train    head frozen
+========== =========================================== ======================== ==================
+score      project                                     2 (no gradient at all)
+score_dot  the same without any logits in memory       2 (no gradient at all)
+frozen     project; d logp / d hidden, scaled later    (not possible)           2 + 2s
+one_pass   project; gradient on the same logits        2 + 4s                   2 + 2s
+two_pass   project; later project again, gradient      2 + 6s                   2 + 4s
+lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
+========== =========================================== ======================== ==================
+
+(In NVH.) One pass needs each row's coefficients a = d loss / d logp and b = d loss / d entropy as soon as the row's own
+logits are there. `frozen` needs nothing, since d hidden is linear in a, but it is of no use to b. Two passes serve all.
+`lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the weight's size.
+Rows whose coefficients are certain to be 0 are only projected, in score, frozen and one_pass; in two_pass and lean, so
+are all rows whose coefficients came out 0.
+
+A new engine is a record here, and its passes (`passes.py`).
+"""
+
+from __future__ import annotations
+
+from grpo_kernels.engine.passes import recompute, recompute_slices, score, score_without_logits, store
+from grpo_kernels.engine.request import Coupling, Engine, Situation, Stored
+
+SCORE = Engine(
+    name="score",
+    stores=Stored.NOTHING,
+    serves=lambda call: call.no_gradient,
+    needs="that no gradient is wanted",
+    first_pass=score,
+    second_pass=recompute,
+)
+FROZEN = Engine(
+    name="frozen",
+    stores=Stored.SLOPES,
+    serves=lambda call: not call.head_trains and not call.entropy_gradient,
+    needs="a frozen head, without a lora of its own, and no gradient of the entropy",
+    first_pass=store,
+    second_pass=recompute,  # of the entropy after all, or of rows that were not expected to have a gradient
+)
+ONE_PASS = Engine(
+    name="one_pass",
+    stores=Stored.GRADIENT,
+    serves=lambda call: call.coupling is not Coupling.CROSS_TOKEN,
+    needs="coefficients known row by row; here they are known {coupling}",
+    first_pass=store,
+    second_pass=recompute,  # of what was not expected
+)
+TWO_PASS = Engine(
+    name="two_pass",
+    stores=Stored.STATISTICS,
+    serves=lambda call: True,
+    needs="nothing",
+    first_pass=score,
+    second_pass=recompute,
+)
+LEAN = Engine(
+    name="lean",
+    stores=Stored.STATISTICS,
+    serves=lambda call: True,
+    needs="nothing",
+    first_pass=score,
+    second_pass=recompute_slices,
+    comes_first=lambda call: call.tight_memory and call.head_trains,
+)
+SCORE_DOT = Engine(
+    name="score_dot",
+    stores=Stored.NOTHING,
+    serves=lambda call: call.no_gradient and call.scores_without_logits,
+    needs="that no gradient is wanted, no output but the entropy, no lora, and the triton backend",
+    first_pass=score_without_logits,
+    second_pass=recompute,
+)
+
+# In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are
+# for special ends: `lean` where memory is short, `score_dot` where it is asked for.
+_ENGINES = {engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN, SCORE_DOT)}
+ENGINES = tuple(_ENGINES)
+
+
+def check_engine(name: object) -> None:
+    """Raise ValueError unless `name` is ``"auto"`` or one of `ENGINES`."""
+    if name not in ("auto", *ENGINES):
+        raise ValueError(f"engine: expected one of auto, {', '.join(ENGINES)}, got {name!r}")
+
+
+def engine_named(name: str) -> Engine:
+    """The one of `ENGINES`."""
+    return _ENGINES[name]
+
+
+def choose_engine(call: Situation, name: str = "auto") -> Engine:
+    """The cheapest engine that gives the exact gradient, or the one named; `SCORE` if no gradient is wanted.
+
+    Raises:
+        ValueError: there is no engine of that name, or it cannot give this gradient.
+    """
+    if name == "auto":
+        engines = _ENGINES.values()
+        first = next((engine for engine in engines if engine.comes_first(call)), None)
+        return first or next(engine for engine in engines if engine.serves(call))
+    check_engine(name)
+    engine = _ENGINES[name]
+    if not engine.serves(call):
+        needs = engine.needs.format(coupling=call.coupling.value)
+        raise ValueError(f"engine: expected one that gives this gradient, got {name!r}, which needs {needs}")
+    return SCORE if call.no_gradient and engine is not SCORE_DOT else engine

@@ -1,0 +1,197 @@
+"""The head of a call: as the caller gave it, then as this rank has it, then which rows of the whole head those are.
+
+A head is divided by rows of the vocabulary over a process group (tensor parallelism), in rank order; hidden states are
+the same on every rank, and get their whole gradient there. Padding rows at the end of the head can be left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.checks import check_head, is_dtensor
+from grpo_kernels.base.distributed import check_group
+from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.memory import Room
+from grpo_kernels.engine.operands import Head, HeadConfig
+from grpo_kernels.engine.vocab_parallel import Shard
+from grpo_kernels.head.lora import LoRA, check_kind, check_lora
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+_NAMES = {"lora_u": "lora.a or lora.input", "lora_b": "lora.b"}  # of what `NeedsGrad` calls otherwise
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """Hidden states and what they are multiplied with: the arguments that `grpo_loss` and `linear_logprob` share."""
+
+    hidden: Tensor  # (..., H)
+    weight: Tensor  # (V, H), of a sharded head (V_r, H)
+    bias: Tensor | None = None  # (V,) or (V_r,)
+    lora: LoRA | None = None
+    process_group: ProcessGroup | None = None  # over which the head is divided
+    vocab_size: int | None = None  # of the whole head, without padding; None: all rows
+
+    def grouped(self) -> LMHead:
+        """With the group over which it is divided: the one given, or that of the DTensors hidden and weight.
+
+        Raises:
+            TypeError, ValueError: no group; a DTensor that is not sharded once, by rows.
+        """
+        check_group("process_group", self.process_group)
+        if self.process_group is None and is_dtensor(self.hidden) and is_dtensor(self.weight):
+            return replace(self, process_group=_sharding_group(self.weight))
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is three plain tensors, all that a compiled graph holds of a head."""
+        apart = (self.lora, self.process_group, self.vocab_size)
+        return all(x is None for x in apart) and not is_dtensor(self.weight)
+
+    def local(self) -> LMHead:
+        """The plain tensors that this rank has; of a whole head without the rows beyond `vocab_size`.
+
+        Raises:
+            TypeError, ValueError: a wrong argument.
+        """
+        size, group, weight = self.vocab_size, self.process_group, self.weight
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
+        check_kind(self.lora)
+        if group is None:
+            if size is None or not isinstance(weight, Tensor) or weight.dim() == 0:
+                return self
+            if size > weight.shape[0]:
+                raise ValueError(f"vocab_size: expected at most the {weight.shape[0]} rows of weight, got {size}")
+            return self._first_rows(size)
+        lora = self.lora
+        if lora is not None:
+            a, b = (_local(f"lora.{x}", getattr(lora, x), group, sharded=x == "b") for x in "ab")
+            lora = replace(lora, a=a, b=b, input=_local("lora.input", lora.input, group, sharded=False))
+        hidden = _local("hidden", self.hidden, group, sharded=False)
+        weight, bias = (_local(x, getattr(self, x), group, sharded=True) for x in ("weight", "bias"))
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
+            raise ValueError("weight: expected at least one row of the vocabulary on every rank, got none")
+        return replace(self, hidden=hidden, weight=weight, bias=bias, lora=lora)
+
+    def check(self, *, ranks: tuple[int, ...] | None = None) -> None:
+        """Raise unless the tensors fit each other; `ranks` are those that `hidden` may have, any from 2 up if None."""
+        check_head(self.hidden, self.weight, self.bias, ranks=ranks)
+        check_lora(self.lora, self.hidden, self.weight)
+
+    def needs_grad(self) -> NeedsGrad:
+        """Which gradients autograd will ask for; none where it is off."""
+        if not torch.is_grad_enabled():
+            return NeedsGrad()
+        bias, lora = self.bias, self.lora
+        found = NeedsGrad(self.hidden.requires_grad, self.weight.requires_grad, bias is not None and bias.requires_grad)
+        if lora is None:
+            return found
+        x = self.hidden if lora.input is None else lora.input
+        return replace(found, lora_u=x.requires_grad or lora.a.requires_grad, lora_b=lora.b.requires_grad)
+
+    def compute_dtype(self) -> torch.dtype:
+        """What the products' operands are rounded to: autocast's dtype within autocast, else that of the tensors."""
+        dtype, kind = torch.promote_types(self.hidden.dtype, self.weight.dtype), self.hidden.device.type
+        if dtype != torch.float64 and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return dtype
+
+    def operands(self, positions: Tensor) -> Head:
+        """The tensors as the engines take them, for the rows at `positions` (n,)."""
+        lora = self.lora
+        lora_u = None if lora is None else lora.project(self.hidden, positions)
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return Head(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b)
+
+    def described(self, needs_grad: NeedsGrad, config: HeadConfig, *, own_rows: bool) -> dict[str, Any]:
+        """The tensors but for `hidden`, whether they train, and how rows are projected, for other ranks to compare.
+
+        Args:
+            own_rows: whether each rank has rows of the head of its own.
+        """
+        rows = (0,) if own_rows else ()
+        lora = self.lora
+        return {
+            "weight": described(self.weight, own=rows),
+            "bias": described(self.bias, own=rows),
+            "lora.a": described(None if lora is None else lora.a),
+            "lora.b": described(None if lora is None else lora.b, own=rows),
+            "lora.input": lora is not None and lora.input is not None,
+            "lora.scaling": None if lora is None else lora.scaling,
+            **{
+                f"gradients wanted of {_NAMES.get(x.name, x.name)}": getattr(needs_grad, x.name)
+                for x in fields(needs_grad)
+            },
+            "dtype of the products (autocast)": str(config.compute_dtype),
+            "the backend that serves": config.backend.name,
+        }
+
+    def divided(self, ranks: Agreement) -> tuple[LMHead, Shard | None]:
+        """This rank's rows, without padding, and which those are, once the ranks agree; None: they are all.
+
+        Raises:
+            ValueError: on all ranks: `vocab_size` does not fit the shards.
+        """
+        if ranks.group is None:
+            return self, None
+        import torch.distributed as dist
+
+        sizes, rank, vocab_size = ranks.every["rows of weight"], dist.get_rank(ranks.group), self.vocab_size
+        if vocab_size is not None:
+            if vocab_size > sum(sizes):
+                raise ValueError(f"vocab_size: expected at most the {sum(sizes)} rows of all shards, got {vocab_size}")
+            starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+            sizes = [min(size, max(0, vocab_size - start)) for size, start in zip(sizes, starts, strict=True)]
+        if min(sizes) == 0:
+            raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
+        room = Room(tight=any(ranks.every["tight"]), ample=all(ranks.every["ample"]))
+        shard = Shard(ranks.group, rank, tuple(sizes), room)
+        return self._first_rows(sizes[rank]), shard if len(sizes) > 1 else None
+
+    def _first_rows(self, count: int) -> LMHead:
+        """The head's first `count` ids."""
+        if self.weight.shape[0] == count:
+            return self
+
+        def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
+            return x[:count] if isinstance(x, Tensor) and x.shape[:1] == self.weight.shape[:1] else x
+
+        lora = None if self.lora is None else replace(self.lora, b=first(self.lora.b))
+        return replace(self, weight=self.weight[:count], bias=first(self.bias), lora=lora)
+
+
+def _sharding_group(weight: Any) -> ProcessGroup:
+    """The group of the one dimension of the mesh that `weight`, a DTensor, is sharded over."""
+    dims = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if len(dims) != 1 or not weight.placements[dims[0]].is_shard(0):
+        raise ValueError(f"weight: expected a DTensor sharded once, by rows: Shard(0), got {weight.placements}")
+    group: ProcessGroup = weight.device_mesh.get_group(dims[0])
+    return group
+
+
+def _local(name: str, x: Any, process_group: ProcessGroup, *, sharded: bool) -> Any:
+    """This rank's part of a DTensor, sharded by rows over the group or replicated; anything else as it is."""
+    if not is_dtensor(x):
+        return x
+    if sharded:
+        if _sharding_group(x) is not process_group and _ranks(_sharding_group(x)) != _ranks(process_group):
+            raise ValueError(f"{name}: expected a DTensor sharded over process_group, got {x.placements}")
+        return x.to_local()
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(f"{name}: expected a replicated DTensor, or a plain tensor, got {x.placements}")
+    return x.to_local(grad_placements=x.placements)
+
+
+def _ranks(process_group: ProcessGroup) -> list[int]:
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(process_group)
