@@ -58,7 +58,7 @@ class LossConfig:
             (https://arxiv.org/abs/2602.05261), ``"vespo"`` (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"``
             (https://arxiv.org/abs/2507.20673; its ratio is always per sequence, its top-entropy mask chooses the tokens
             of that ratio, and neither off-policy mask nor importance sampling ratio applies to it).
-        importance_sampling_level: ``"token"``: one ratio a token; ``"sequence"``: the ratio is exp of the sequence's
+        importance_sampling_level: ``"token"``: one ratio per token; ``"sequence"``: the ratio is exp of the sequence's
             mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
         epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None`` means ``epsilon``.
             For ``"cispo"`` `epsilon_high` is the cap on the ratio itself, so set it (5 is usual): without it the cap is
@@ -75,8 +75,8 @@ class LossConfig:
         vllm_importance_sampling_correction: make the importance sampling ratio here, of the old log-probabilities
             (absent: the current ones, held constant) to `sampling_per_token_logps`, which must then be given. Off by
             default; in TRL, where it is on, the trainer makes the ratio. Not for ``"gmpo"``.
-        vllm_importance_sampling_mode: ``"token_*"``: one ratio a token; ``"sequence_*"``: one a sequence, of its summed
-            differences; ``"*_truncate"``: clamped to the bounds; ``"*_mask"``: 0 where it is outside of them.
+        vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per sequence, of its
+            summed differences; ``"*_truncate"``: clamped to the bounds; ``"*_mask"``: 0 where it is outside of them.
         vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: those bounds; None: none.
         max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
         sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape
@@ -171,7 +171,7 @@ class LossConfig:
 
     @property
     def ratio_is_per_sequence(self) -> bool:
-        """Whether the policy term sees one ratio a sequence, so that the tokens of a sequence are coupled."""
+        """Whether the policy term sees one ratio per sequence, so that the tokens of a sequence are coupled."""
         return self.importance_sampling_level == "sequence" or loss_of(self).shares_ratio
 
     @property
@@ -191,7 +191,7 @@ class LossConfig:
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
-        """Whether a ratio that is made here is one a sequence."""
+        """Whether a ratio that is made here is one per sequence."""
         return self.vllm_importance_sampling_mode.startswith("sequence_")
 
     @property

@@ -1,15 +1,16 @@
 """The policy loss on per-token log-probabilities and entropies: the specification of what every engine computes.
 
-With A the advantage, m the mask (only counted tokens get here), w the weight of `aggregate`::
+With A the advantage, m the mask (only counted tokens get here), w the weight of `normaliser`, surrogate and KL those of
+`formulas`::
 
     R_t    = logp_t - old_t                        token level
-           = mean over the sequence of that        sequence level
+           = mean over the sequence of that        sequence level (or what the loss type has: `losses`)
     l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
     loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
 
-keep_t is the off-policy and the top-entropy mask (masks.py), is_t the importance sampling ratio, given or made here
-(sampling.py); neither touches the KL term.
-The gradient is two numbers a token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t, and is written out here:
+keep_t is the off-policy and the top-entropy mask (token_masks.py), is_t the importance sampling ratio, given or made
+here (sampler_correction.py); neither touches the KL term.
+The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t, and is written out here:
 ``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Where old logps are absent they are
 the current ones, held constant, and R is 0, whatever they are; but a token without a finite log-probability, which the
 policy cannot have sampled, makes the loss NaN.
@@ -37,7 +38,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 
 class PolicyObjective:
-    """The built-in losses. `weights` (n,) are `aggregate.token_weights` of the same tokens."""
+    """The built-in losses. `weights` (n,) are `normaliser.token_weights` of the same tokens."""
 
     def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
         self.config, self.tokens, self.weights = config, tokens, weights
@@ -122,14 +123,11 @@ class PolicyObjective:
         """What a row kernel needs to compute this loss by itself; None if tokens are coupled or lack their ratio."""
         if self.couples_tokens or self._lacks_ratio:
             return None
-        config, tokens, loss_type = self.config, self.tokens, self.loss_type
-        if self.on_policy:
-            surrogate = "linear" if loss_type.is_linear else "constant"
-        else:
-            surrogate = loss_type.surrogate
+        config, tokens = self.config, self.tokens
+        known = "linear" if self.loss_type.is_linear else "constant"
         return TokenLoss(
-            surrogate=surrogate,
-            constants=() if self.on_policy else tuple(float(x) for x in loss_type.constants(config)),
+            surrogate=known if self.on_policy else self.loss_type.surrogate,
+            constants=() if self.on_policy else self._constants,
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=config.corrects_kl,
             advantages=None if self.on_policy else tokens.advantages,
@@ -172,13 +170,7 @@ class PolicyObjective:
         old = tokens.old_per_token_logps
         token_log_ratio = torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         log_ratio = self.loss_type.log_ratio(config, tokens, token_log_ratio, keep_entropy)
-        argument = (
-            log_ratio.value if self.loss_type.argument is None else self.loss_type.argument(tokens, token_log_ratio)
-        )
-        constants = self.loss_type.constants(config)
-        surrogate = SURROGATES[self.loss_type.surrogate]
-        loss, d_log_ratio, d_logps = surrogate(argument, tokens.advantages, logps, *constants)
-        phi = None if self.loss_type.phi is None else self.loss_type.phi(argument, tokens.advantages, *constants)
+        (loss, d_log_ratio, d_logps), phi = self._surrogate(log_ratio.value, token_log_ratio, logps)
 
         on_policy_keep = keep_on_policy(config, tokens, logps)
         gate = self._gate(on_policy_keep, keep_entropy)
@@ -194,6 +186,19 @@ class PolicyObjective:
             loss, a = loss + config.beta * kl, a + kl_a
         sampling = self._sampling_terms(logps)
         return loss, a, Terms(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep, *sampling)
+
+    def _surrogate(
+        self, log_ratio: Tensor, token_log_ratio: Tensor, logps: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Loss, d loss / d R and d loss / d logp by the loss type's formula; and phi, where it has that."""
+        loss_type, tokens, constants = self.loss_type, self.tokens, self._constants
+        x = log_ratio if loss_type.argument is None else loss_type.argument(tokens, token_log_ratio)
+        phi = None if loss_type.phi is None else loss_type.phi(x, tokens.advantages, *constants)
+        return SURROGATES[loss_type.surrogate](x, tokens.advantages, logps, *constants), phi
+
+    @property
+    def _constants(self) -> tuple[float, ...]:
+        return tuple(float(x) for x in self.loss_type.constants(self.config))
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The importance sampling ratio; where it is made here, the differences that it is made of, NaN included."""
@@ -217,7 +222,7 @@ class PolicyObjective:
         return gate
 
     def _kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
-        """The KL estimate a token, and its part of a = d loss / d logp, beta included."""
+        """The KL estimate per token, and its part of a = d loss / d logp, beta included."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, self.tokens.ref_per_token_logps)
