@@ -31,9 +31,9 @@ Surrogated<T> clipped(T log_ratio, T advantage, T, T low, T high, T delta) {
   const auto loss = -minimum(free, bounded);
   const auto zero = full_like(ratio, T(0.0));
   const auto one = full_like(ratio, T(1.0));
-  const auto share = where(free == bounded, T(0.5) * one, where(free < bounded, one, zero));
+  const auto share = where(free == bounded, T(0.5), where(free < bounded, one, zero));
   const auto inside = (ratio >= low) & (ratio <= high);
-  const auto passes = share * where(ratio <= delta, one, zero) + (T(1.0) - share) * where(inside, one, zero);
+  const auto passes = where(ratio <= delta, share, zero) + where(inside, T(1.0) - share, zero);
   return {loss, -times(ratio, passes * advantage), zero};
 }
 

@@ -25,6 +25,8 @@ from grpo_kernels.backends.triton_rows.configs import (
     family,
     row_configs,
 )
+from grpo_kernels.config import LossConfig
+from grpo_kernels.objective import losses
 from grpo_kernels.token_loss.record import TokenLoss
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -195,7 +197,7 @@ def token_loss(
     surrogate: str, kl: str | None, corrects_kl: bool, has_gate: bool, _out: torch.dtype | None, b: float
 ) -> TokenLoss:
     on_policy = surrogate in ("constant", "linear")
-    constants = {"clipped": (0.8, 1.2, float("inf")), "cispo": (1.2,), "sapo": (1.0, 1.05)}.get(surrogate, ())
+    constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}.get(surrogate, ())
     return TokenLoss(
         surrogate=surrogate, constants=constants, kl=kl, corrects_kl=corrects_kl,
         advantages=None if on_policy else empty(N), d_logps=empty(N) if on_policy else None, weights=empty(N),

@@ -32,9 +32,9 @@ def clipped(log_ratio, advantage, logp, low, high, delta):
     loss = -minimum(free, bounded)  # of a NaN ratio both are NaN
     zero = full_like(ratio, 0.0)
     one = full_like(ratio, 1.0)
-    share = where(free == bounded, 0.5 * one, where(free < bounded, one, zero))  # of the gradient, for `free`
+    share = where(free == bounded, 0.5, where(free < bounded, one, zero))  # of the gradient, for `free`
     inside = (ratio >= low) & (ratio <= high)
-    passes = share * where(ratio <= delta, one, zero) + (1.0 - share) * where(inside, one, zero)
+    passes = where(ratio <= delta, share, zero) + where(inside, 1.0 - share, zero)
     return loss, -times(ratio, passes * advantage), zero
 
 

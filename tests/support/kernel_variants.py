@@ -46,7 +46,9 @@ def launch_all(n: int, at: int, swept: float) -> None:
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
     stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())
     launch_grad(Chunk(x, ids, transform, at), replace(stats, logps=ones), ones, ones, x, config["grad"])
-    launch_fused(Chunk(x, ids, transform), loss, x, config["fused"])
+    known = replace(loss, surrogate="linear", constants=(), advantages=None, d_logps=ones, old=None, gate=None)
+    for each in (loss, known):
+        launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
 
 
 def variants() -> dict[str, int]:

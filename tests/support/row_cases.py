@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.token_loss.formulas import ESTIMATORS
 from grpo_kernels.token_loss.record import TokenLoss
 
@@ -18,6 +19,7 @@ FIELDS = ("logps", "max_logit", "log_sum", "entropies")
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 PLAIN = LogitTransform()
 ISAS = ("portable", "avx2", "avx512")  # of the C++ kernels
+FUSED = {loss.surrogate: loss for loss in LOSSES.values() if not loss.shares_ratio}
 ON_POLICY = ("constant", "linear")  # surrogates of a derivative that is known
 
 
@@ -42,12 +44,15 @@ def make_transform(
 def make_loss(logps: Tensor, kind: int) -> TokenLoss:
     """Each surrogate and estimator in turn, with log-ratios on both sides of the bounds."""
     some = lambda: torch.randn_like(logps)  # noqa: E731
-    kl, surrogate = (None, *ESTIMATORS)[kind % 4], ("clipped", "cispo", "sapo", "constant", "linear")[kind % 5]
-    slopes, on_policy = some(), surrogate in ON_POLICY
-    constants = {"clipped": (0.8, 1.28, math.inf if kind % 7 else 1.5), "cispo": (1.28,), "sapo": (1.0, 1.05)}
+    kl, names = (None, *ESTIMATORS)[kind % 4], (*FUSED, *ON_POLICY)
+    surrogate = names[kind % len(names)]
+    slopes, on_policy, constants = some(), surrogate in ON_POLICY, ()
+    if not on_policy:
+        high = 1.28 if surrogate == "cispo" else 0.28
+        constants = FUSED[surrogate].constants(LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5))
     return TokenLoss(
         surrogate=surrogate,
-        constants=constants.get(surrogate, ()),
+        constants=constants,
         kl=kl,
         corrects_kl=kind % 3 == 0,
         advantages=None if on_policy else slopes,

@@ -20,7 +20,7 @@ from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 PER_ROW = [
     *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
     *("mean_logits_ptr", "is_top1_ptr", "a_ptr", "b_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
-    *("advantages_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
+    *("advantages_ptr", "d_logps_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
 ]
 ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
