@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -11,7 +12,7 @@ from torch import Tensor
 class LossInputs:
     """The arguments of `grpo_loss` that are about tokens and sequences; None where not given."""
 
-    completion_ids: Tensor | None  # (B, T), or packed (N,); None for a loss of given log-probabilities
+    completion_ids: Tensor | None  # (B, T), or packed (N,)
     completion_mask: Tensor | None  # (B, T) or (N,)
     advantages: Tensor  # (B,) or (B, T) or (N,)
     old_per_token_logps: Tensor | None = None  # (B, T) or (N,)
@@ -20,6 +21,10 @@ class LossInputs:
     importance_sampling_ratio: Tensor | None = None  # (B, T), (B, 1) or (B,); (N,)
     num_items_in_batch: float | Tensor | None = None
     cu_seqlens: Tensor | None = None  # (B + 1,)
+
+    def with_blank_ids(self, like: Tensor) -> LossInputs:
+        """With ids of the shape of `like`, for a loss of given log-probabilities, which reads none."""
+        return replace(self, completion_ids=torch.zeros_like(like, dtype=torch.long))
 
     @property
     def logps(self) -> dict[str, Tensor | None]:

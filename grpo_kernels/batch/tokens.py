@@ -141,9 +141,8 @@ def read_tokens(inputs: LossInputs, like: Tensor, dtype: torch.dtype) -> Tokens:
     Raises:
         TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
     """
-    completion_ids, completion_mask, advantages = inputs.completion_ids, inputs.completion_mask, inputs.advantages
-    if completion_ids is None:
-        completion_ids = like.new_zeros(like.shape[:-1], dtype=torch.long)
+    completion_ids: Any = inputs.completion_ids
+    completion_mask, advantages = inputs.completion_mask, inputs.advantages
     check_ids("completion_ids", completion_ids, like)
     if completion_mask is not None:
         check_mask("completion_mask", completion_mask, completion_ids)

@@ -47,8 +47,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Metrics, str]:
     """`grpo_loss` with a head of plain tensors: the fields of its `LossOutput`."""
     hidden, weight, bias = head.hidden, head.weight, head.bias
-    ids, mask, num_items_in_batch = inputs.completion_ids, inputs.completion_mask, inputs.num_items_in_batch
-    assert ids is not None
+    ids: Any = inputs.completion_ids
+    mask, num_items_in_batch = inputs.completion_mask, inputs.num_items_in_batch
     needs_grad, dtype = head.needs_grad(), head.compute_dtype()
     engine, stores, has_b, options, loss_over, pair_names, extreme_names = _plan_loss(
         config.key,

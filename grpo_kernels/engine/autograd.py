@@ -35,6 +35,7 @@ class Saved(NamedTuple):
     b: Any = None  # (n,) d loss / d entropy
 
     def save(self, ctx: Any) -> None:
+        """Hand the tensors to autograd, flat."""
         head = [None] * 5 if self.head is None else [*self.head]
         stored = [None] * 5 if self.stored is None else [*self.stored]
         stats: list[Tensor | None] = [None] * 4
@@ -44,6 +45,7 @@ class Saved(NamedTuple):
 
     @staticmethod
     def of(ctx: Any) -> Saved:
+        """What `save` handed over."""
         saved = iter(ctx.saved_tensors)
         head, stored, stats = (tuple(itertools.islice(saved, count)) for count in (5, 5, 4))
         return Saved(
