@@ -41,15 +41,9 @@ def policy_expectation(
         TypeError, ValueError: a wrong argument; the message names it.
     """
     inputs = LossInputs(
-        completion_ids=None,
-        completion_mask=completion_mask,
-        advantages=advantages,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio,
-        num_items_in_batch=num_items_in_batch,
-    )
+        None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
+        importance_sampling_ratio, num_items_in_batch,
+    )  # fmt: skip
     check_loss(inputs, config)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:

@@ -55,16 +55,9 @@ def policy_loss_from_logps(
         TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated twice.
     """
     inputs = LossInputs(
-        completion_ids=None,
-        completion_mask=completion_mask,
-        advantages=advantages,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio,
-        num_items_in_batch=num_items_in_batch,
-        cu_seqlens=cu_seqlens,
-    )
+        None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
+        importance_sampling_ratio, num_items_in_batch, cu_seqlens,
+    )  # fmt: skip
     config = LossConfig() if config is None else config
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler

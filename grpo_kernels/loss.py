@@ -165,16 +165,9 @@ def grpo_loss(
     """
     config = _DEFAULT if config is None else config
     inputs = LossInputs(
-        completion_ids=completion_ids,
-        completion_mask=completion_mask,
-        advantages=advantages,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps,
-        sampling_per_token_logps=sampling_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio,
-        num_items_in_batch=num_items_in_batch,
-        cu_seqlens=cu_seqlens,
-    )
+        completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
+        importance_sampling_ratio, num_items_in_batch, cu_seqlens,
+    )  # fmt: skip
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     execution = Execution(engine, backend, workspace_bytes, gather, sequence_group)
     if torch.compiler.is_compiling() or is_fake(hidden, weight):

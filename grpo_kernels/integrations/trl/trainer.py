@@ -20,8 +20,7 @@ from trl import GRPOTrainer
 
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
-from grpo_kernels.integrations.trl import hook as trl_hook
-from grpo_kernels.integrations.trl import sampling as trl_sampling
+from grpo_kernels.integrations.trl import hook, sampling
 from grpo_kernels.objective.losses import loss_of
 
 
@@ -40,24 +39,24 @@ class FusedLossMixin:
     accelerator: Any
 
     def __init__(self, *args: Any, fused_sampling_correction: bool = False, **kwargs: Any) -> None:
-        if not trl_hook.compatible():
-            trl_hook.warn_incompatible()
+        if not hook.compatible():
+            hook.warn_incompatible()
         self.fused_sampling_correction = fused_sampling_correction
-        self._loss_rows: trl_hook.Rows | None = None
+        self._loss_rows: hook.Rows | None = None
         self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
-        self._sampling_figures = trl_sampling.SamplingFigures(0)
+        self._sampling_figures = sampling.SamplingFigures(0)
         super().__init__(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
         prepare = super()._generate_and_score_completions  # type: ignore[misc]
-        if not (self.fused_sampling_correction and trl_sampling.is_corrected(self) and trl_sampling.is_aligned(self)):
+        if not (self.fused_sampling_correction and sampling.is_corrected(self) and sampling.is_aligned(self)):
             return prepare(inputs)
-        with trl_sampling.uncorrected(self):
+        with sampling.uncorrected(self):
             batch = prepare(inputs)
         if "sampling_per_token_logps" not in batch:
             raise ValueError("sampling_per_token_logps: expected them of the sampler for its correction, got None")
-        self._sampling_figures = trl_sampling.SamplingFigures(self.args.steps_per_generation if self._trains else 1)
+        self._sampling_figures = sampling.SamplingFigures(self.args.steps_per_generation if self._trains else 1)
         return batch
 
     @property
@@ -76,23 +75,23 @@ class FusedLossMixin:
 
     def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
         """Whether the batch came from TRL without the ratio that its loss is going to read."""
-        fused = self.fused_sampling_correction and trl_sampling.is_corrected(self)
+        fused = self.fused_sampling_correction and sampling.is_corrected(self)
         return fused and "importance_sampling_ratio" not in inputs and "old_per_token_logps" not in inputs
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         given = inspect.signature(score).bind(*args, **kwargs).arguments
-        with trl_hook.hooked(), trl_hook.rows(self._rows_of_call(given)):
+        with hook.hooked(), hook.rows(self._rows_of_call(given)):
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
             inputs, self._lacks_ratio = self._lacks_ratio, None
-            if self._sampling_figures.add(*trl_sampling.fill_ratio(self, inputs, results[0])):
+            if self._sampling_figures.add(*sampling.fill_ratio(self, inputs, results[0])):
                 metrics = self._metrics["train" if self._trains else "eval"]  # type: ignore[attr-defined]
                 self._sampling_figures.log(metrics, self.accelerator)
         return results
 
-    def _rows_of_call(self, given: dict[str, Any]) -> trl_hook.Rows | None:
+    def _rows_of_call(self, given: dict[str, Any]) -> hook.Rows | None:
         """The rows of the head calls of one scoring call, whose arguments are `given`."""
         if "attention_mask" not in given or "logits_to_keep" not in given:
             return None
@@ -100,12 +99,12 @@ class FusedLossMixin:
         batch_size = given.get("batch_size") or labelled.size(0)
         loss_rows = self._loss_rows
         if loss_rows is None or not torch.is_grad_enabled() or loss_rows.labelled.shape != labelled.shape:
-            return trl_hook.Rows(labelled, batch_size)
+            return hook.Rows(labelled, batch_size)
         return dataclasses.replace(loss_rows, labelled=labelled, batch_size=batch_size)
 
-    def _rows_of_loss(self, inputs: dict[str, Any]) -> trl_hook.Rows | None:
+    def _rows_of_loss(self, inputs: dict[str, Any]) -> hook.Rows | None:
         """The rows that the loss of this micro-batch reads and the gradient it will send; None without a known loss."""
-        config = self._loss_config() if torch.is_grad_enabled() and trl_hook.compatible() else None
+        config = self._loss_config() if torch.is_grad_enabled() and hook.compatible() else None
         if config is None:
             return None
         labelled, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
@@ -119,7 +118,7 @@ class FusedLossMixin:
         except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not; it computes the loss, not we
             warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=2)
             expected = None
-        return trl_hook.Rows(labelled, labelled.size(0), counted if tool_mask is not None else None, fill, expected)
+        return hook.Rows(labelled, labelled.size(0), counted if tool_mask is not None else None, fill, expected)
 
     def _loss_config(self) -> LossConfig | None:
         """The configuration of the loss that ``super()._compute_loss`` is, or None where it is not one we know."""
@@ -132,7 +131,7 @@ class FusedLossMixin:
         elif owner is not GRPOTrainer:
             return None
         if self._lacks_ratio is not None and overrides.get("loss_type") != "gmpo":
-            overrides |= trl_sampling.options(self)
+            overrides |= sampling.options(self)
         try:
             return dataclasses.replace(LossConfig.from_trl(self.args), **overrides)
         except (TypeError, ValueError) as error:
@@ -157,7 +156,7 @@ class FusedLossMixin:
         if config.masks_off_policy or config.corrects_sampling:
             found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
         enters = loss_of(config).importance_ratio
-        if enters == "argument" or (enters == "factor" and trl_sampling.is_corrected(self)):
+        if enters == "argument" or (enters == "factor" and sampling.is_corrected(self)):
             found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
         items = inputs.get("num_items_in_batch")
         if items is not None:

@@ -7,8 +7,8 @@ Nothing else changes, and without the second line nothing changes at all. ``impo
 (entry point group ``verl.plugins``), in Ray's workers too; `patch_verl` does the same by hand, where entry points are
 switched off (``VERL_USE_EXTERNAL_PLUGINS=none``).
 
-verl's modules are patched as they are imported, whenever that is: `verl_forward` gives models the forward of the FSDP
-engines, `verl_megatron` the function of Megatron's. A module that is not as in the releases we know is left as it is,
+verl's modules are patched as they are imported, whenever that is: `forward` gives models the forward of the FSDP
+engines, `megatron` the function of Megatron's. A module that is not as in the releases we know is left as it is,
 after a warning.
 """
 
@@ -22,18 +22,17 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from grpo_kernels.integrations.verl import forward as verl_forward
-from grpo_kernels.integrations.verl import megatron as verl_megatron
+from grpo_kernels.integrations.verl import forward, megatron
 
 # (object, attribute, what we put there): what a patcher asks for. It raises LookupError where verl is another.
 Change = tuple[Any, str, Any]
 Patcher = Callable[[ModuleType], Iterator[Change]]
 
 PATCHERS: dict[str, Patcher] = {
-    "verl.models.transformers.monkey_patch": verl_forward.changes,
-    "verl.models.mcore.model_forward_fused": verl_megatron.function_changes,
-    "verl.models.mcore.model_forward_1f1b_overlap": verl_megatron.function_changes,
-    "verl.workers.engine.megatron.transformer_impl": verl_megatron.engine_changes,
+    "verl.models.transformers.monkey_patch": forward.changes,
+    "verl.models.mcore.model_forward_fused": megatron.function_changes,
+    "verl.models.mcore.model_forward_1f1b_overlap": megatron.function_changes,
+    "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
 }
 
 
@@ -105,7 +104,7 @@ def unpatch_verl() -> None:
     if _importer in sys.meta_path:
         sys.meta_path.remove(_importer)
     _patched.clear()
-    verl_forward.patches.restore()
+    forward.patches.restore()
 
 
 def _patch(module: ModuleType) -> None:
@@ -125,4 +124,4 @@ def _patch(module: ModuleType) -> None:
         return
     _patched.add(name)
     for change in changes:
-        verl_forward.patches.replace(*change)
+        forward.patches.replace(*change)
