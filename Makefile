@@ -65,7 +65,7 @@ $(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
 	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_bench_peers.py -k "unsloth or cce" </dev/null
 	@touch $@
 
-test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
+test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/engine -k name" for some of them)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(TIME_LIMIT) $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS) </dev/null
 
 demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
