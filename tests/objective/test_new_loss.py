@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from grpo_kernels.backends.cpp_rows.compiler import compiler
-from tests.acted_build import script
+from tests.support.acted_build import script
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FORMULA = '''
 def foo(log_ratio, advantage, logp, scale):
     """``-(1 - e^(-scale r)) / scale A``"""
@@ -40,7 +40,7 @@ import torch
 from benchmarks import parity
 from grpo_kernels import LossConfig, grpo_loss
 from grpo_kernels.objective.losses import LOSSES
-from tests import interpreter
+from tests.support import interpreter
 
 interpreter.prepare()
 assert "foo" in LOSSES and "foo" in parity.LOSS_TYPES
