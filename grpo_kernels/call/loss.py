@@ -16,7 +16,7 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
-from grpo_kernels.call.ranks import check_span, describe_options, describe_part, describe_tokens, spanned
+from grpo_kernels.call.ranks import check_sequence_group, describe_options, describe_part, describe_tokens, sharded
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.operands import Coefficients, Rows
@@ -80,7 +80,7 @@ def plan_loss(
     """
     planned, tokens, rows = _checked(inputs, head.grouped(), execution, config, objective)
     if execution.sequence_group is not None:
-        tokens = spanned(tokens, execution.sequence_group)
+        tokens = sharded(tokens, execution.sequence_group)
     with Agreement("sequence_group", execution.sequence_group, "the engine of grpo_loss") as parts:
         policy = make_objective(config, objective, tokens, inputs)
         engine = _engine(policy, planned)
@@ -128,12 +128,12 @@ def counted_tokens(
 
 
 def make_objective(config: LossConfig, objective: Custom | None, tokens: Tokens, inputs: LossInputs) -> Objective:
-    """The loss that `config` describes, or the custom one, of these tokens. A collective, if they have a span."""
+    """The loss that `config` describes, or the custom one, of these tokens. A collective, if they are a shard of their sequences."""
     weights = token_weights(config, tokens.layout, inputs.num_items_in_batch, tokens.advantages.dtype)
     if objective is not None:
         return CustomObjective(objective, tokens, weights)
     policy = PolicyObjective(config, tokens, weights)
-    if tokens.layout.span is not None:
+    if tokens.layout.shard is not None:
         policy.settle()
     return policy
 
@@ -147,7 +147,7 @@ def _checked(
         with Agreement("process_group", head.process_group, "grpo_loss") as ranks:
             local = head.local()
             check_loss(inputs, config, objective)
-            check_span(group, inputs.cu_seqlens, objective)
+            check_sequence_group(group, inputs.cu_seqlens, objective)
             local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
             check_gather(execution.gather)
             planned = plan_head(local, execution, HeadOptions.of(config))

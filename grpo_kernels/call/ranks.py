@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.distributed import gather_stacked
-from grpo_kernels.batch.sequence_shard import Span
+from grpo_kernels.batch.sequence_shard import SequenceShard
 from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.config import LossConfig
 
@@ -43,7 +43,7 @@ def describe_tokens(ranks: Agreement, tokens: Tokens, inputs: Mapping[str, Tenso
     ranks.same_values({name: getattr(tokens, name) for name in inputs if name != "hidden"})
 
 
-def check_span(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any) -> None:
+def check_sequence_group(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any) -> None:
     """Raise unless the other arguments go with a `sequence_group`."""
     if sequence_group is None:
         return
@@ -71,13 +71,13 @@ def describe_part(parts: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor 
         parts.same_values({name: None if x is None else x.detach().reshape(-1)})
 
 
-def spanned(tokens: Tokens, group: ProcessGroup) -> Tokens:
+def sharded(tokens: Tokens, group: ProcessGroup) -> Tokens:
     """`tokens` of this rank as a part of the sequences that the ranks of `group` share. A collective."""
     import torch.distributed as dist
 
     layout, counts = tokens.layout, tokens.layout.lengths
     counts = gather_stacked(counts, group) if layout.batch > 0 else counts.new_zeros(dist.get_world_size(group), 0)
-    return replace(tokens, layout=replace(layout, span=Span(group, dist.get_rank(group), counts)))
+    return replace(tokens, layout=replace(layout, shard=SequenceShard(group, dist.get_rank(group), counts)))
 
 
 def _named(objective: Callable[..., Any] | None) -> str | None:

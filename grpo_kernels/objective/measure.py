@@ -60,7 +60,7 @@ def loss_metrics(
     tokens: Tokens,
     entropies: Tensor,
     evaluation: Evaluation,
-    graded: Tensor,
+    with_grad: Tensor,
     *,
     num_items: bool,
 ) -> Metrics:
@@ -70,24 +70,24 @@ def loss_metrics(
 
     As in TRL: ``entropy`` and ``kl``, means over the counted tokens; ``policy_loss``, the loss without the entropy
     bonus; ``clip_ratio/*``, ``cispo_clip_ratio`` and ``vespo/phi_seq_mean``, over the counted tokens, or over the
-    sequences where there is one value a sequence; where the importance sampling ratio is made here,
+    sequences where there is one value per sequence; where the importance sampling ratio is made here,
     ``sampling/sampling_logp_difference/*``, of the tokens that the sampler could score, and
     ``sampling/importance_sampling_ratio/*``. Ours: ``ratio``; ``importance_sampling_ratio``, its mean;
     ``sampling_unscored``, the share of the counted tokens whose sampling log-probability is NaN;
     ``off_policy_masked``, the share of the counted tokens that were dropped; ``rows/projected``, the share of the
-    positions that were projected; ``rows/gradient``, the share of those that a backward product was done for, `graded`
-    of them.
+    positions that were projected; ``rows/gradient``, the share of those that a backward product was done for,
+    `with_grad` of them.
 
     Where the tokens of the sequences are split over ranks, all of it is that of the whole sequences, the same on every
     rank; they are joined in one collective.
     """
     layout, terms = tokens.layout, evaluation.terms
     part = _Part(layout, entropies)
-    n, speaks = len(tokens), layout.span is None or layout.span.rank == 0
+    n, speaks = len(tokens), layout.shard is None or layout.shard.rank == 0
     part.pairs["policy_loss"] = (evaluation.policy_loss, part.number(int(speaks)))
     part.over_tokens("entropy", entropies)
     part.pairs["rows/projected"] = (part.number(n), part.number(math.prod(layout.shape)))
-    part.pairs["rows/gradient"] = (graded.to(entropies.dtype), part.number(n))
+    part.pairs["rows/gradient"] = (with_grad.to(entropies.dtype), part.number(n))
     if terms.kl is not None:
         part.over_tokens("kl", terms.kl)
     ratio = tokens.given_ratio if terms.importance_sampling_ratio is None else terms.importance_sampling_ratio
@@ -136,11 +136,11 @@ class _Part:
 
     def over_sequences(self, name: str, x: Tensor) -> None:
         """The mean of `x` (B,), right in the sequences that this rank speaks for."""
-        span, x = self.layout.span, x.to(self._like.dtype)
-        if span is None:
+        shard, x = self.layout.shard, x.to(self._like.dtype)
+        if shard is None:
             self.pairs[name] = (x.sum(), self.number(self.layout.batch))
         else:
-            self.pairs[name] = (torch.where(span.speaks_for, x, 0.0).sum(), span.speaks_for.to(x.dtype).sum())
+            self.pairs[name] = (torch.where(shard.speaks_for, x, 0.0).sum(), shard.speaks_for.to(x.dtype).sum())
 
     def over_shared(self, name: str, x: Tensor, *, empty: float = 0.0) -> None:
         """The mean over the sequences of `x` (n,), which the tokens of a sequence share; `empty` where it has none."""
@@ -158,17 +158,17 @@ class _Part:
         if not once:
             self.clipped[name] = x
             return
-        span, shared = self.layout.span, self.shared(x)
-        self.clipped[name] = shared if span is None else torch.where(span.speaks_for, shared, 0.0)
+        shard, shared = self.layout.shard, self.shared(x)
+        self.clipped[name] = shared if shard is None else torch.where(shard.speaks_for, shared, 0.0)
 
     def joined(self, loss_over: str) -> Metrics:
         """The metrics of all ranks' parts."""
         self._add_up()
-        span, pairs, clipped = self.layout.span, self.pairs, self.clipped
+        shard, pairs, clipped = self.layout.shard, self.pairs, self.clipped
         extremes = {name: x for name, (x, _) in self.extremes.items()}
-        if span is not None:
+        if shard is not None:
             own = [*(x for pair in pairs.values() for x in pair), *clipped.values(), *extremes.values()]
-            of_ranks = gather_stacked(torch.cat([x.reshape(-1) for x in own]), span.group)  # (R, ...)
+            of_ranks = gather_stacked(torch.cat([x.reshape(-1) for x in own]), shard.group)  # (R, ...)
             per_sequence, last = len(clipped) * self.layout.batch, of_ranks.shape[1] - len(extremes)
             sums = of_ranks[:, :last].sum(dim=0)
             both = sums[: last - per_sequence].view(-1, 2)
