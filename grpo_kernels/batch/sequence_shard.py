@@ -1,9 +1,9 @@
 """Sequences whose tokens are split over the ranks of a process group (context parallel, Ulysses).
 
 Every rank has a part of every one of the B sequences. What looks at a whole sequence, or at all tokens, goes through a
-`SequenceShard`: it gathers the ranks' numbers and adds them up in the order of the ranks, so that all ranks get the same bits,
-the same in every run. Which collectives there are, and in which order, depends on nothing that a rank may have alone:
-not on how many tokens it has, nor on its memory.
+`SequenceShard`: it gathers the ranks' numbers and adds them up in the order of the ranks, so that all ranks get the
+same bits, the same in every run. Which collectives there are, and in which order, depends on nothing that a rank may
+have alone: not on how many tokens it has, nor on its memory.
 """
 
 from __future__ import annotations

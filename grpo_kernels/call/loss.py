@@ -128,7 +128,7 @@ def counted_tokens(
 
 
 def make_objective(config: LossConfig, objective: Custom | None, tokens: Tokens, inputs: LossInputs) -> Objective:
-    """The loss that `config` describes, or the custom one. A collective, if the tokens are a shard of their sequences."""
+    """The loss that `config` describes, or the custom one. A collective, if the tokens are a shard."""
     weights = token_weights(config, tokens.layout, inputs.num_items_in_batch, tokens.advantages.dtype)
     if objective is not None:
         return CustomObjective(objective, tokens, weights)
