@@ -25,23 +25,20 @@ T phi(T log_weight, T advantage, T k_pos, T lambda_pos, T k_neg, T lambda_neg) {
 template <class T>
 Surrogated<T> clipped(T log_ratio, T advantage, T, T low, T high, T delta) {
   const auto ratio = exp(log_ratio);
-  const auto free = times(where(ratio > delta, delta, ratio), advantage);
-  const auto raised = where(ratio < low, low, ratio);
-  const auto bounded = where(raised > high, high, raised) * advantage;
+  const auto free = times(clamp_max(ratio, delta), advantage);
+  const auto bounded = clamp(ratio, low, high) * advantage;
   const auto loss = -minimum(free, bounded);
-  const auto zero = full_like(ratio, T(0.0));
-  const auto one = full_like(ratio, T(1.0));
-  const auto share = where(free == bounded, T(0.5), where(free < bounded, one, zero));
+  const auto share = where(free == bounded, T(0.5), type_as(free < bounded, ratio));
   const auto inside = (ratio >= low) & (ratio <= high);
-  const auto passes = where(ratio <= delta, share, zero) + where(inside, T(1.0) - share, zero);
-  return {loss, -times(ratio, passes * advantage), zero};
+  const auto passes = where(ratio <= delta, share, T(0.0)) + where(inside, T(1.0) - share, T(0.0));
+  return {loss, -times(ratio, passes * advantage), full_like(loss, T(0.0))};
 }
 
 // -min(r, cap) A logp, the ratio a constant (MiniMax-M1, https://arxiv.org/abs/2506.13585).
 template <class T>
 Surrogated<T> cispo(T log_ratio, T advantage, T logp, T cap) {
   const auto ratio = exp(log_ratio);
-  const auto weight = -where(ratio > cap, cap, ratio) * advantage;
+  const auto weight = -clamp_max(ratio, cap) * advantage;
   return {times(logp, weight), full_like(weight, T(0.0)), weight};
 }
 

@@ -209,8 +209,8 @@ void fused_of(const Tensor& logits, const Tensor& ids, const Transform& transfor
   const bool has_kl = constants.estimator != Estimator::none;
   STD_TORCH_CHECK(tokens.ref.has_value() == has_kl && results.kl.has_value() == has_kl,
                   "ref, kl: expected with an estimator, and without one neither");
-  const bool on_policy = old == nullptr;
-  STD_TORCH_CHECK(on_policy == (d_logps != nullptr) && on_policy == (advantages == nullptr),
+  const bool on_policy = !tokens.old.has_value();
+  STD_TORCH_CHECK(tokens.d_logps.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
                   "old, advantages: expected together, and without them d_logps");
   const T* slopes = on_policy ? d_logps : advantages;
   std::optional<Matrix> to;

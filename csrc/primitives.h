@@ -19,6 +19,21 @@ T minimum(T x, T y) {
 }
 
 template <class T>
+T clamp_max(T x, T most) {
+  return x > most ? most : x;
+}
+
+template <class T>
+T clamp(T x, T least, T most) {
+  return clamp_max(x < least ? least : x, most);
+}
+
+template <class T>
+T type_as(bool condition, T) {
+  return condition ? T(1) : T(0);
+}
+
+template <class T>
 T full_like(T, T value) {
   return value;
 }

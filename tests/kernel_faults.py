@@ -146,7 +146,7 @@ FAULTS = [
         "(ratio > low) & (ratio < high)",
         SURROGATES,
     ),
-    Fault("delta ignored", FORMULAS, "where(ratio > delta, delta, ratio)", "ratio", SURROGATES),
+    Fault("delta ignored", FORMULAS, "clamp_max(ratio, delta)", "ratio", SURROGATES),
     Fault(
         "temperatures of SAPO swapped",
         FORMULAS,
@@ -157,7 +157,7 @@ FAULTS = [
     Fault(
         "CISPO's ratio not capped",
         FORMULAS,
-        "weight = -where(ratio > cap, cap, ratio)",
+        "weight = -clamp_max(ratio, cap)",
         "weight = -ratio",
         SURROGATES,
     ),

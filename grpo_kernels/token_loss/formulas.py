@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, exp, expm1, full_like, minimum, sigmoid, where
+from torch import Tensor, clamp, clamp_max, exp, expm1, full_like, minimum, sigmoid, where
 
 Formula = Callable[..., tuple[Tensor, Tensor, Tensor]]
+type_as = Tensor.type_as  # of a condition: 1 where it holds, else 0
 
 
 def clipped(log_ratio, advantage, logp, low, high, delta):
@@ -26,22 +27,19 @@ def clipped(log_ratio, advantage, logp, low, high, delta):
     and clamp.
     """
     ratio = exp(log_ratio)
-    free = times(where(ratio > delta, delta, ratio), advantage)
-    raised = where(ratio < low, low, ratio)
-    bounded = where(raised > high, high, raised) * advantage
+    free = times(clamp_max(ratio, delta), advantage)
+    bounded = clamp(ratio, low, high) * advantage
     loss = -minimum(free, bounded)  # of a NaN ratio both are NaN
-    zero = full_like(ratio, 0.0)
-    one = full_like(ratio, 1.0)
-    share = where(free == bounded, 0.5, where(free < bounded, one, zero))  # of the gradient, for `free`
+    share = where(free == bounded, 0.5, type_as(free < bounded, ratio))  # of the gradient, for `free`
     inside = (ratio >= low) & (ratio <= high)
-    passes = where(ratio <= delta, share, zero) + where(inside, 1.0 - share, zero)
-    return loss, -times(ratio, passes * advantage), zero
+    passes = where(ratio <= delta, share, 0.0) + where(inside, 1.0 - share, 0.0)
+    return loss, -times(ratio, passes * advantage), full_like(loss, 0.0)
 
 
 def cispo(log_ratio, advantage, logp, cap):
     """``-min(r, cap) A logp``, the ratio a constant (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
     ratio = exp(log_ratio)
-    weight = -where(ratio > cap, cap, ratio) * advantage
+    weight = -clamp_max(ratio, cap) * advantage
     return times(logp, weight), full_like(weight, 0.0), weight
 
 

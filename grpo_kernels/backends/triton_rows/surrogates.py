@@ -26,6 +26,24 @@ def minimum(x, y):
 
 
 @triton.jit
+def clamp_max(x, most):
+    """x, at most `most`; NaN stays."""
+    return tl.where(x > most, most, x)
+
+
+@triton.jit
+def clamp(x, least, most):
+    """x, at least `least` and at most `most`; NaN stays."""
+    return clamp_max(tl.where(x < least, least, x), most)
+
+
+@triton.jit
+def type_as(condition, x):
+    """1 where the condition holds, else 0."""
+    return tl.where(condition, 1.0, 0.0)
+
+
+@triton.jit
 def full_like(x, value):
     """`value` in the shape of x."""
     return tl.full(x.shape, value, tl.float32)
@@ -34,7 +52,7 @@ def full_like(x, value):
 _GLOBALS: dict[str, Any] = {
     "__name__": formulas.__name__,
     "tl": tl,  # which the interpreter looks for
-    **{f.__name__: f for f in (exp, expm1, full_like, minimum, sigmoid, where)},
+    **{f.__name__: f for f in (clamp, clamp_max, exp, expm1, full_like, minimum, sigmoid, type_as, where)},
 }
 
 
