@@ -48,8 +48,7 @@ def policy_expectation(
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
-    like = torch.zeros((), device=completion_mask.device).expand(*completion_mask.shape, 1)  # no hidden states needed
-    tokens = read_tokens(inputs.with_blank_ids(completion_mask), like, torch.float32)
+    tokens = read_tokens(inputs.with_blank_ids(completion_mask), torch.float32)
     objective = make_objective(config, None, tokens, inputs)
     index_of, may_have_grad = _indices(tokens.layout), objective.may_have_gradient()
     if may_have_grad is None:

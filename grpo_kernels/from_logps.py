@@ -82,7 +82,7 @@ def _loss_of(
     check_tensor("entropies", entropies, like=logps, floating=True)
     check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
     dtype = accumulator_of(logps.dtype)
-    tokens = counted_tokens(inputs.with_blank_ids(logps), logps[..., None], config, objective, dtype)
+    tokens = counted_tokens(inputs.with_blank_ids(logps), config, objective, dtype)
     policy = make_objective(config, objective, tokens, inputs)
     rows = [x.detach().reshape(-1)[tokens.layout.positions].to(dtype) for x in (logps, entropies)]
     done = policy.evaluate(*rows)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_ids, check_mask, check_mask_values, check_shape, check_tensor
+from grpo_kernels.base.checks import check_mask, check_mask_values, check_shape, check_tensor
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.sequence_shard import SequenceShard
 
@@ -131,19 +131,18 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
     return counts.nonzero()[:, 0]
 
 
-def read_tokens(inputs: LossInputs, like: Tensor, dtype: torch.dtype) -> Tokens:
+def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     """Check the per-token inputs of a loss and keep what counts of them, its numbers in `dtype`.
 
     Args:
-        inputs: as they came.
-        like: (B, T, H) or (N, H), on the device and with the tokens that they should have.
+        inputs: as they came, but for the ids, which have been checked: of their shape and device all others should be.
 
     Raises:
         TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
     """
-    completion_ids: Any = inputs.completion_ids
+    completion_ids = inputs.completion_ids
+    assert completion_ids is not None
     completion_mask, advantages = inputs.completion_mask, inputs.advantages
-    check_ids("completion_ids", completion_ids, like)
     if completion_mask is not None:
         check_mask("completion_mask", completion_mask, completion_ids)
     batch, columns, located = _sequences(completion_ids, inputs.cu_seqlens)
@@ -151,13 +150,13 @@ def read_tokens(inputs: LossInputs, like: Tensor, dtype: torch.dtype) -> Tokens:
     written = "(B, T)" if inputs.cu_seqlens is None else "(N,)"
     for name, x in inputs.logps.items():
         if x is not None:
-            check_tensor(name, x, like=like, floating=True)
+            check_tensor(name, x, like=completion_ids, floating=True)
             check_shape(name, x, (written, shape))
-    check_tensor("advantages", advantages, like=like)
+    check_tensor("advantages", advantages, like=completion_ids)
     check_shape("advantages", advantages, ("(B,)", (batch,)), (written, shape))
     ratio = inputs.importance_sampling_ratio
     if ratio is not None:
-        check_tensor("importance_sampling_ratio", ratio, like=like, floating=True)
+        check_tensor("importance_sampling_ratio", ratio, like=completion_ids, floating=True)
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
     positions = counted_positions("completion_mask", completion_mask, completion_ids)

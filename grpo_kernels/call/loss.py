@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
-from grpo_kernels.base.checks import check_gather
+from grpo_kernels.base.checks import check_gather, check_ids
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -112,11 +112,9 @@ def check_loss(inputs: LossInputs, config: LossConfig, objective: Custom | None 
     check_num_items(inputs.num_items_in_batch)
 
 
-def counted_tokens(
-    inputs: LossInputs, like: Tensor, config: LossConfig, objective: Custom | None, dtype: torch.dtype
-) -> Tokens:
+def counted_tokens(inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype) -> Tokens:
     """`read_tokens`, and a warning of what the loss does not use of them."""
-    tokens = read_tokens(inputs, like, dtype)
+    tokens = read_tokens(inputs, dtype)
     warn_of_inputs(
         config,
         objective,
@@ -149,9 +147,10 @@ def _checked(
             check_loss(inputs, config, objective)
             check_sequence_group(group, inputs.cu_seqlens, objective)
             local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
+            check_ids("completion_ids", inputs.completion_ids, local.hidden)
             check_gather(execution.gather)
             planned = plan_head(local, execution, HeadOptions.of(config))
-            tokens = counted_tokens(inputs, local.hidden, config, objective, planned.config.accumulator)
+            tokens = counted_tokens(inputs, config, objective, planned.config.accumulator)
             rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
             options = (config, objective, inputs.num_items_in_batch, execution.described())
             numbers = {"hidden": local.hidden, **inputs.numbers}

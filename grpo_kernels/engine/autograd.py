@@ -185,7 +185,7 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     if factor.dim() == 0 and is_one(factor):  # as for `loss.backward()`
         return x.to(dtype, copy=_graph_is_kept())  # what is stored is not the caller's
-    if x.dtype == dtype or not device_of(x).casts_into:
+    if x.dtype == dtype or not device_of(x.device).casts_into:
         return (x * factor if _graph_is_kept() else x.mul_(factor)).to(dtype)
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 

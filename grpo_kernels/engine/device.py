@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 MIB = 2**20
 
@@ -84,7 +83,6 @@ ROCM = replace(CUDA, mixed_products=False)
 _KINDS = {"cpu": CPU, "cuda": CUDA}  # an entry of its own for a new kind
 
 
-def device_of(x: Tensor) -> Device:
-    """The kind of device that `x` is on; kinds without an entry are taken for a CPU."""
-    kind = x.device.type
-    return ROCM if kind == "cuda" and torch.version.hip is not None else _KINDS.get(kind, CPU)
+def device_of(device: torch.device) -> Device:
+    """The kind of `device`; kinds without an entry are taken for a CPU."""
+    return ROCM if device.type == "cuda" and torch.version.hip is not None else _KINDS.get(device.type, CPU)

@@ -40,7 +40,7 @@ class Room:
             workspace_bytes: the budget, None for the default.
             asks_tight: whether an engine is still to be chosen.
         """
-        device = device_of(weight)
+        device = device_of(weight.device)
         if device.free is None or device.is_capturing():
             return AMPLE
         dtype = converted_dtype(weight, compute_dtype)
@@ -73,7 +73,7 @@ def large_workspace(weight: Tensor, needs_grad: NeedsGrad) -> int:
     On a GPU a product with fewer rows waits for the weight that it reads. On a CPU it is slow enough for that not to
     matter.
     """
-    device, (vocab, width) = device_of(weight), weight.shape
+    device, (vocab, width) = device_of(weight.device), weight.shape
     chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits are kept at a time
     d_logits = 2 * chunks if needs_grad.hidden or needs_grad.head else 0
     row_bytes = device.row_width(vocab) * (4 + d_logits) + width * 4 * chunks

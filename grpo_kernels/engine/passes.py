@@ -149,7 +149,7 @@ def all_rows(x: Tensor, indices: Tensor, n: int) -> Tensor:
 
 def indices_of(chosen: Tensor) -> Tensor:
     """Where `chosen` (n,) is True. Waits for the device, to learn how many; a CUDA graph cannot, and takes all."""
-    if device_of(chosen).is_capturing():
+    if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
 
@@ -191,7 +191,7 @@ def _asked(request: Request) -> Asked:
 
 def _moved(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The indices where a or b (n,) is not 0; and b, or None if all of it is, as for a loss without entropies."""
-    if b is None or device_of(a).is_capturing():
+    if b is None or device_of(a.device).is_capturing():
         return indices_of(a != 0), b
     moved = (a != 0) | (b != 0)
     count, of_b = torch.stack([moved.sum(), (b != 0).sum()]).tolist()

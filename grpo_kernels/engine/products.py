@@ -34,7 +34,7 @@ class Products:
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
-        mixed = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4) and device_of(weight).mixed_products
+        mixed = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4) and device_of(weight.device).mixed_products
         if mixed:
             _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
@@ -85,7 +85,7 @@ class Products:
         On a GPU the library chooses its kernel by the number of rows. For fp32 they differ in the order of their sums:
         there each product has one tile of rows, so that a row has the same bits whatever the others are.
         """
-        tile = device_of(self.weight).fp32_rows if self._operand == torch.float32 else None
+        tile = device_of(self.weight.device).fp32_rows if self._operand == torch.float32 else None
         at_once = tile or max(1, hidden.shape[0])
         for columns, weight in self._weights():
             for start in range(0, hidden.shape[0], at_once):
@@ -122,7 +122,7 @@ def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype |
 
     What is converted to 32 bits is never converted as a whole.
     """
-    mixed = compute_dtype.itemsize == 2 and device_of(weight).mixed_products
+    mixed = compute_dtype.itemsize == 2 and device_of(weight.device).mixed_products
     return compute_dtype if mixed and weight.dtype != compute_dtype else None
 
 

@@ -76,7 +76,7 @@ class _Block:
 
 def _blocks(rows: Rows, stats: RowStats, a: Tensor, b: Tensor | None, most: int) -> list[_Block]:
     """`rows`, n of them, in blocks of about equal size, at most `most`; all but the last are whole tiles."""
-    n, device = len(rows), device_of(rows.positions)
+    n, device = len(rows), device_of(rows.positions.device)
     tile = device.fewest_rows
     step = -(-n // max(1, -(-n // most) * tile)) * tile
     blocks = []
@@ -158,7 +158,7 @@ def _slice_shape(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad) 
     together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
     """
     vocab, budget, size = head.weight.shape[0], config.workspace_bytes, config.accumulator.itemsize
-    tile, least = device_of(head.weight).fewest_rows, min(vocab, SLICE_MULTIPLE)
+    tile, least = device_of(head.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
     factors = config.all_products(head)
     dtype = factors[0].gradient_dtype
     logit_bytes = size + (0 if dtype == config.accumulator else dtype.itemsize)

@@ -89,12 +89,12 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
 
 def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """(rows, columns), uninitialised, on the device of `like`."""
-    return like.new_empty(rows, device_of(like).row_width(columns), dtype=dtype)[:, :columns]
+    return like.new_empty(rows, device_of(like.device).row_width(columns), dtype=dtype)[:, :columns]
 
 
 def _groups(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
     """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
-    products, device = config.products(widest_part(head.weight, config.shard)), device_of(head.weight)
+    products, device = config.products(widest_part(head.weight, config.shard)), device_of(head.weight.device)
     vocab = products.weight.shape[0]
     width = device.row_width(vocab)
     row_bytes = width * config.accumulator.itemsize

@@ -65,7 +65,8 @@ class LMHead:
         size, group, weight = self.vocab_size, self.process_group, self.weight
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
-        check_kind(self.lora)
+        if self.lora is not None:
+            check_kind(self.lora)
         if group is None:
             if size is None or not isinstance(weight, Tensor) or weight.dim() == 0:
                 return self
@@ -85,7 +86,8 @@ class LMHead:
     def check(self, *, ranks: tuple[int, ...] | None = None) -> None:
         """Raise unless the tensors fit each other; `ranks` are those that `hidden` may have, any from 2 up if None."""
         check_head(self.hidden, self.weight, self.bias, ranks=ranks)
-        check_lora(self.lora, self.hidden, self.weight)
+        if self.lora is not None:
+            check_lora(self.lora, self.hidden, self.weight)
 
     def needs_grad(self) -> NeedsGrad:
         """Which gradients autograd will ask for; none where it is off."""

@@ -45,20 +45,18 @@ class LoRA:
 
 
 def check_kind(lora: Any) -> None:
-    """Raise TypeError unless `lora` is a `LoRA` or None."""
-    if lora is not None and not isinstance(lora, LoRA):
+    """Raise TypeError unless `lora` is a `LoRA`."""
+    if not isinstance(lora, LoRA):
         raise TypeError(f"lora: expected a LoRA, got {type(lora).__name__}")
 
 
-def check_lora(lora: LoRA | None, hidden: Tensor, weight: Tensor) -> None:
+def check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
     """Raise unless the adapter's tensors fit hidden states (..., H) and weight (V, H).
 
     Raises:
         TypeError, ValueError: the message names the argument.
     """
     check_kind(lora)
-    if lora is None:
-        return
     check_tensor("lora.a", lora.a, like=hidden, floating=True)
     check_tensor("lora.b", lora.b, like=hidden, floating=True)
     check_number("lora.scaling", lora.scaling)

@@ -24,7 +24,7 @@ def tokens_of(old: torch.Tensor | None, advantages: torch.Tensor, **more: Any) -
     b, t = (2, 5) if old is None else old.shape
     ids = torch.zeros(b, t, dtype=torch.long)
     inputs = LossInputs(ids, torch.ones(b, t), advantages, old_per_token_logps=old, **more)
-    return read_tokens(inputs, torch.zeros(b, t, 1), torch.float64)
+    return read_tokens(inputs, torch.float64)
 
 
 def objective(config: LossConfig, tokens: Tokens) -> PolicyObjective:

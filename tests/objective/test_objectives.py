@@ -90,7 +90,7 @@ def tokens_of(given: dict[str, Tensor]) -> Tokens:
         old_per_token_logps=garbage(given["old"], mask),
         importance_sampling_ratio=None if ratio is None else garbage(ratio, mask),
     )
-    return read_tokens(inputs, torch.zeros(B, T, 1, dtype=FLOAT), FLOAT)
+    return read_tokens(inputs, FLOAT)
 
 
 def evaluate(objective: Any, given: dict[str, Tensor], config: LossConfig, items: float | None) -> Evaluation:

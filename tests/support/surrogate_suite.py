@@ -139,7 +139,7 @@ class FusedSuite:
             old_per_token_logps=None if log_ratio is None else shape(logps - log_ratio),
             ref_per_token_logps=shape(logps + torch.tensor(distances, device=self.device)),
         )
-        tokens = read_tokens(inputs, torch.zeros(12, 1, 1, device=self.device), torch.float32)
+        tokens = read_tokens(inputs, torch.float32)
         config = LossConfig(beta=0.5, kl_estimator=estimator)
         made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
         loss = made.token_loss()
@@ -178,7 +178,7 @@ class FusedSuite:
             ref_per_token_logps=draw(),
             importance_sampling_ratio=torch.rand(2, 5, device=self.device) + 0.5,
         )
-        tokens = read_tokens(inputs, torch.zeros(2, 5, 1, device=self.device), torch.float32)
+        tokens = read_tokens(inputs, torch.float32)
         made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
         loss = made.token_loss()
         assert (loss is None) == made.couples_tokens
