@@ -43,13 +43,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
         ValueError: no backend of that name, or one that cannot serve here.
     """
     check_backend(name)
-    if name == "torch":
-        return _backend("torch"), "asked for"
     wanted = ("cpp" if device.type == "cpu" else "triton") if name == "auto" else name
-    if wanted == "cpp":
-        refusal = _cpp_refusal(device)
-    else:
-        refusal = _triton_refusal(device, dtype, interpreted=name == "triton")
+    refusal = _refusal(wanted, device, dtype, asked_for=name == wanted)
     if refusal is None:
         return _backend(wanted), "asked for" if name == wanted else _reason(wanted, device)
     if name == wanted:
@@ -70,6 +65,17 @@ def _reason(chosen: str, device: torch.device) -> str:
     from grpo_kernels.backends.cpp_rows.build import load
 
     return f"CPU tensors; library {load().origin}"
+
+
+def _refusal(name: str, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
+    """Why the backend cannot serve, or None if it can; asked for by name, it may do what it would not by itself."""
+    if name == "torch":
+        return None
+    if name == "cpp":
+        return _cpp_refusal(device)
+    if name == "triton":
+        return _triton_refusal(device, dtype, interpreted=asked_for)
+    raise NotImplementedError(f"backend: {name!r} does not say where it serves")
 
 
 def _cpp_refusal(device: torch.device) -> str | None:
@@ -111,9 +117,11 @@ def _backend(name: str) -> RowBackend:
         from grpo_kernels.backends.cpp_rows import CppRows
 
         return CppRows()
-    from grpo_kernels.backends.triton_rows import TritonRows  # not at import: Triton is found when it is needed
+    if name == "triton":
+        from grpo_kernels.backends.triton_rows import TritonRows  # not at import: Triton is found when it is needed
 
-    return TritonRows()
+        return TritonRows()
+    raise NotImplementedError(f"backend: {name!r} has no class")
 
 
 __all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "check_backend", "choose_backend"]
