@@ -9,7 +9,7 @@ import pytest
 from tests.kernel_faults import FAULTS, KERNELS
 from tests.support.planted import ROOT, survives
 
-QUICK = ("tests/backends/triton/test_triton_surrogates.py", "-k", "surrogates and sapo-usual")
+QUICK = ("tests/backends/triton/test_triton_surrogates.py", "-k", "surrogates and sapo and not TestTriton")
 
 
 def test_there_are_many() -> None:

@@ -7,6 +7,8 @@ import inspect
 import pytest
 import torch
 
+from grpo_kernels.objective import losses
+from tests.support import cases, random_cases
 from tests.support.case_builder import Case
 from tests.support.cases import LOSSES, fixed_cases, random_case
 from tests.support.plain import plain
@@ -121,6 +123,11 @@ def test_a_random_case_depends_on_its_seed_alone() -> None:
     assert torch.equal(first.hidden, again.hidden)
     assert first.config == again.config
     assert first.config != other.config or first.hidden.shape != other.hidden.shape
+
+
+def test_there_are_cases_of_every_loss() -> None:
+    assert tuple(losses.LOSSES) == random_cases.TYPES
+    assert tuple(x.name for x in losses.LOSSES.values() if x.surrogate == "clipped") == cases.CLIPPED
 
 
 def test_reference_knows_nothing_of_the_library() -> None:

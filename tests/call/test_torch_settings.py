@@ -148,9 +148,14 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patch:  # ROCm multiplies in fp32 anyway
             patch.setattr(torch.version, "hip", "6.4")
             assert promotions((SINGLE, BRAIN)) == []
-        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
-        monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: BRAIN)
-        assert promotions((SINGLE, BRAIN)) == []
+        before = torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)  # torch.autocast itself would look for a GPU
+        torch.set_autocast_dtype("cuda", BRAIN)
+        try:
+            assert promotions((SINGLE, BRAIN)) == []
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_default_tiles(vocab: int) -> None:
     fused = backend.fused(Chunk(raw, ids, transform), loss, out)
     assert_same(fused, stats)
     by_grad = torch.empty_like(raw)
-    b = torch.full_like(stats.logps, loss.d_entropy) if loss.b else None
+    b = torch.full_like(stats.logps, loss.d_entropy) if loss.d_entropy else None
     backend.grad(Chunk(raw, ids, transform), stats, fused.terms["a"], b, by_grad)
     assert torch.equal(out, by_grad)
     check("d raw", out, *gradient(at, ids, fused.terms["a"], b))
