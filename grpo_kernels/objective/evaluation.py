@@ -16,7 +16,7 @@ class Terms:
     kl: Tensor | None = None
     phi: Tensor | None = None
     on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
-    importance_sampling_ratio: Tensor | None = None  # or (B,), where it is one a sequence
+    importance_sampling_ratio: Tensor | None = None  # or (B,), where it is one per sequence
     sampling_difference: Tensor | None = None  # old - sampling logp, where the ratio was made of it
 
 

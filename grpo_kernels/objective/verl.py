@@ -240,8 +240,9 @@ class kl_cov(_Objective):
 class gspo(_Objective):
     """GSPO-token: PPO's clipped loss of ``s = exp(sg[mean R] + logp - sg[logp])``, sg a constant, at most e^10.
 
-    Advantages and importance sampling ratios may be one a token. Where both are one a sequence its gradient is that of
-    ``importance_sampling_level="sequence"``, which also has metrics of the ratio and can be compiled: prefer that then.
+    Advantages and importance sampling ratios may be one per token. Where both are one per sequence its gradient is that
+    of ``importance_sampling_level="sequence"``, which also has metrics of the ratio and can be compiled: prefer that
+    then.
     """
 
     clip_ratio_low: float = 0.2

@@ -107,7 +107,7 @@ def causal_lm_loss(
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
         loss_fn: the loss. Its soft-cap and logit scale are those of the model, and need not be given.
-        advantages: one a sequence or one a token.
+        advantages: one per sequence or one per token.
         router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added where the model
             computes one (``output_router_logits=True`` in its config or here); None: that of the config.
         inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...) and of the
