@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,12 +47,33 @@ class Chunk:
         ids: int64 in [0, V), each row's target; `fused` and `grad` say what others mean.
         transform: from the raw projection to the scaled logits z.
         first_id: the id of the first column, where the columns are a part of the vocabulary: only `grad` can do that.
+        teacher: the logits that another head has for the same rows, where a divergence from them is wanted.
     """
 
     logits: Tensor  # (n, V)
     ids: Tensor  # (n,)
     transform: LogitTransform
     first_id: int = 0
+    teacher: Teacher | None = None
+
+    def of_teacher(self) -> Chunk:
+        """The teacher's logits as a chunk of their own, whose statistics `stats` can find."""
+        assert self.teacher is not None
+        return Chunk(self.teacher.logits, torch.zeros_like(self.ids), self.teacher.transform)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The other distribution of a chunk's rows, and the divergence wanted: see `divergence.terms`.
+
+    Attributes:
+        logits: as those of the chunk, of the same shape and dtype; never written.
+        beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the Jensen-Shannon divergence.
+    """
+
+    logits: Tensor  # (n, V)
+    transform: LogitTransform
+    beta: float
 
 
 @dataclass(frozen=True)
@@ -65,12 +86,16 @@ class RowStats:
     entropies: Tensor | None = None  # -sum_j p_j log p_j
     extras: dict[str, Tensor] = field(default_factory=dict)  # of STATISTICS
     terms: dict[str, Tensor] = field(default_factory=dict)  # a fused loss's, see `TokenLoss`
+    divergence: DivergenceStats | None = None  # of rows that have a teacher
 
     def rows(self, index: Tensor | slice) -> RowStats:
         """The statistics of the rows at `index`."""
         entropies = None if self.entropies is None else self.entropies[index]
         extras, terms = ({name: x[index] for name, x in more.items()} for more in (self.extras, self.terms))
-        return RowStats(self.logps[index], self.max_logit[index], self.log_sum[index], entropies, extras, terms)
+        divergence = None if self.divergence is None else DivergenceStats(*(x[index] for x in self.divergence))
+        return RowStats(
+            self.logps[index], self.max_logit[index], self.log_sum[index], entropies, extras, terms, divergence
+        )
 
     @staticmethod
     def concatenate(
@@ -81,12 +106,14 @@ class RowStats:
         entropy: bool,
         extras: tuple[str, ...],
         terms: tuple[str, ...] = (),
+        divergence: bool = False,
     ) -> RowStats:
         """The statistics of all chunks one after the other; of no rows, on the device of `like`, if there are none."""
         if not chunks:
             none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
             empty = {name: flags if name == "is_top1" else none for name in extras}
-            return RowStats(none, none, none, none if entropy else None, empty, dict.fromkeys(terms, none))
+            diverged = DivergenceStats(none, none, none, none) if divergence else None
+            return RowStats(none, none, none, none if entropy else None, empty, dict.fromkeys(terms, none), diverged)
         if len(chunks) == 1:
             return chunks[0]
         return RowStats(
@@ -96,7 +123,22 @@ class RowStats:
             torch.cat([c.entropies for c in chunks if c.entropies is not None]) if entropy else None,
             {name: torch.cat([c.extras[name] for c in chunks]) for name in extras},
             {name: torch.cat([c.terms[name] for c in chunks]) for name in terms},
+            DivergenceStats.concatenate([c.divergence for c in chunks if c.divergence is not None]),
         )
+
+
+class DivergenceStats(NamedTuple):
+    """Per-row results over the logits of both heads, (n,) each."""
+
+    value: Tensor  # D >= 0
+    slope: Tensor  # sum_v p_v d D / d p_v, up to a constant: what `grad` takes off, see `divergence`
+    max_logit: Tensor  # the teacher's, and so is the next
+    log_sum: Tensor
+
+    @staticmethod
+    def concatenate(parts: list[DivergenceStats]) -> DivergenceStats | None:
+        """Those of all parts, one after the other; None if there are none."""
+        return DivergenceStats(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
 
 class RowBackend(Protocol):
@@ -104,8 +146,10 @@ class RowBackend(Protocol):
 
     name: str
 
-    def scratch_rows(self, n: int, vocab: int) -> int:
-        """Temporary memory that `stats` and `grad` need besides a chunk of `n` rows, in rows of logits."""
+    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
+        """Temporary memory that the methods need besides a chunk of `n` rows, with or without a teacher, in rows of
+        logits.
+        """
         ...
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
@@ -116,11 +160,20 @@ class RowBackend(Protocol):
         """Reduce each row."""
         ...
 
-    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
-        """``out = d loss / d (raw projection)``; a = d loss / d logp, b = d loss / d entropy, (n,).
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        """`DivergenceStats.value` and ``.slope`` (n,) of a chunk with a teacher, given both heads' row statistics.
+
+        These may be those of a whole vocabulary of which the columns are a part: the parts' results add up.
+        """
+        ...
+
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> None:
+        """``out = d loss / d (raw projection)``; a = d loss / d logp, b = d loss / d entropy, c = d loss / d D, (n,).
 
         `out` (n, V) may be the logits themselves, or another tensor, of 16 bits too; the logits are lost either way. A
-        part of the vocabulary has no target in rows whose id lies elsewhere.
+        part of the vocabulary has no target in rows whose id lies elsewhere. `c` is there if the chunk has a teacher.
         """
         ...
 
@@ -130,7 +183,8 @@ class FusedRowBackend(RowBackend, Protocol):
     """One that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """`stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once.
+        """`stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once; and the divergence, of a
+        chunk with a teacher, whose `TokenLoss.kl` is ``"full"``.
 
         An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
         """

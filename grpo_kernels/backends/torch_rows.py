@@ -4,25 +4,29 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and y the target::
 
     logp     = log p_y = -log(1 + exp(log sum_{j != y} e_j + m - z_y))
     entropy  = log S - sum_j e_j (z_j - m) / S
-    d z_j    = a * (1[j = y] - p_j) - b * p_j * (log p_j + entropy)
+    d z_j    = a * (1[j = y] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
 
 The target is left out of the sum in logp, and the largest term out of the sum in log S, so that neither cancels when a
 token is nearly certain; likewise ``1 - p_y = -expm1(logp)``. A probability of zero (a logit of -inf) drops out of the
-entropy. The entropy's bits do not depend on the target: tokens that share a hidden state tie.
+entropy. The entropy's bits do not depend on the target: tokens that share a hidden state tie. k belongs to a divergence
+from a teacher's logits (`divergence`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.divergence import terms_of
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
 
 BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # at a time, where logits are rounded
+TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
 LOWEST = -1e4  # exp of it is 0 in every dtype, and 0 * it is 0, which 0 * -inf is not
 
 
@@ -31,8 +35,8 @@ class TorchRows:
 
     name = "torch"
 
-    def scratch_rows(self, n: int, vocab: int) -> int:
-        return 2 * _block_rows(n, vocab)
+    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
+        return max(2 * _block_rows(n, vocab), TERM_ROWS * _term_rows(n, vocab) if teacher else 0)
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         cap, inv_t = transform.softcap, transform.inv_temperature
@@ -66,7 +70,23 @@ class TorchRows:
             )
         return RowStats(out["logps"], out["max_logit"], out["log_sum"], out.get("entropies"), more)
 
-    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        assert chunk.teacher is not None
+        known = DivergenceStats(stats.logps, stats.logps, teacher.max_logit, teacher.log_sum)  # the last two count
+        value, slope = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
+        for block in _even_blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
+            some = replace(stats.rows(block), divergence=DivergenceStats(*(x[block] for x in known)))
+            terms, k = _terms(chunk.logits[block], chunk.teacher, block, some)
+            value[block], slope[block] = terms.sum(dim=1), k.sum(dim=1)
+        odd = _offset(stats, known) * 0.0  # NaN where a row of the teacher has no finite logit, or NaN
+        return value + odd, slope + odd
+
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> None:
+        if c is not None:
+            self._grad_with_teacher(chunk, stats, a, b, c, out)
+            return
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
@@ -91,6 +111,48 @@ class TorchRows:
             )
         if out is not logits:
             out.copy_(logits)
+
+    def _grad_with_teacher(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor
+    ) -> None:
+        """The same, a few rows at a time, with what the divergence gives added."""
+        assert chunk.teacher is not None
+        assert stats.divergence is not None
+        logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
+        for block in _even_blocks(len(logits), _term_rows(*logits.shape)):
+            z, some = logits[block], stats.rows(block)
+            assert some.divergence is not None
+            more = _terms(z, chunk.teacher, block, some)[1]
+            p = torch.exp(z - some.max_logit[:, None]).mul_(torch.exp(-some.log_sum)[:, None])
+            more.sub_(p.mul_(some.divergence.slope[:, None])).mul_(c[block, None])
+            rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
+            factor = transform.scale * rows_inv_t
+            if transform.softcap is not None:
+                factor = factor * (1.0 - (z / (transform.softcap * rows_inv_t)).square())
+            more.mul_(factor)
+            plain = replace(chunk, logits=z, ids=chunk.ids[block], teacher=None)
+            plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
+            self.grad(plain, some, a[block], None if b is None else b[block], z)
+            z.add_(more)
+        if out is not logits:
+            out.copy_(logits)
+
+
+def _offset(stats: RowStats, teacher: DivergenceStats) -> Tensor:
+    """(n,) by how much z - y is more than log p - log q."""
+    return (stats.max_logit - teacher.max_logit) + (stats.log_sum - teacher.log_sum)
+
+
+def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
+    """(r, V) the terms of the divergence and k, of the rows `block`, whose logits z (r, V) and statistics are given."""
+    y, known = teacher.logits[block], stats.divergence
+    assert known is not None
+    d = z - y
+    d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, known)[:, None])  # p = q = 0; else the offset is NaN
+    ahead = d >= 0.0
+    lead = torch.where(ahead, z - stats.max_logit[:, None], y - known.max_logit[:, None]).exp_()
+    lead.mul_(torch.where(ahead, torch.exp(-stats.log_sum)[:, None], torch.exp(-known.log_sum)[:, None]))
+    return terms_of(teacher.beta)(d, lead, teacher.beta)
 
 
 def _block_stats(
@@ -161,7 +223,16 @@ def _block_rows(n: int, vocab: int) -> int:
     return min(n, max(LEAST_BLOCK_ROWS, min(BLOCK_ELEMENTS // vocab, n // 8)))
 
 
+def _term_rows(n: int, vocab: int) -> int:
+    """As many at a time of what has `TERM_ROWS` temporaries."""
+    return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // TERM_ROWS)
+
+
 def _blocks(n: int, vocab: int) -> Iterator[slice]:
+    return _even_blocks(n, _block_rows(n, vocab))
+
+
+def _even_blocks(n: int, most: int) -> Iterator[slice]:
     """Blocks of nearly equal size, so that none is a single row (if n > 1): torch sums a lone row in another order."""
-    count = -(-n // _block_rows(n, vocab))
+    count = -(-n // most)
     return (slice(n * i // count, n * (i + 1) // count) for i in range(count))

@@ -23,7 +23,7 @@ class CppRows:
 
     name = "cpp"
 
-    def scratch_rows(self, n: int, vocab: int) -> int:
+    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:

@@ -28,7 +28,7 @@ class TritonRows:
 
     name = "triton"
 
-    def scratch_rows(self, n: int, vocab: int) -> int:
+    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:

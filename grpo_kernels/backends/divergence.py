@@ -1,0 +1,117 @@
+"""Divergences of one distribution from another, term by term: how they are written so that nothing cancels.
+
+With p the student's probabilities, q the teacher's, d = log p - log q, m = (1 - beta) p + beta q, over the vocabulary::
+
+    beta = 0    D = KL(q || p) = sum q log(q / p)                                  forward
+    beta = 1    D = KL(p || q) = sum p log(p / q)                                  reverse
+    between     D = (1 - beta) KL(p || m) + beta KL(q || m)                        Jensen-Shannon, generalised
+
+(orientation and mixture of TRL's `beta`; https://arxiv.org/abs/2306.13649). The terms of these sums have both signs:
+where p and q nearly agree they cancel to a number as small as d^2, out of terms as large as d. Both distributions sum to
+1, so that any multiple of ``q - p`` may be added to the terms; the right one makes each of them >= 0, and as small as
+d^2::
+
+    reverse     p log(p / q) + q - p    = p phi(d)       phi(d) = e^-d - 1 + d
+    forward     q log(q / p) + p - q    = q phi(-d)
+
+and likewise between. An error that all d share, such as that of the normalisers, then changes D in second order only.
+What is computed is x = |d| and the larger of p and q; p phi(-x) is written q chi(x), chi(x) = 1 - e^-x (1 + x), so that
+nothing overflows.
+
+The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up to a constant::
+
+    reverse  k = p d        forward  k = p - q        between  k = (1 - beta) p log(p / m)
+
+sum k is `DivergenceStats.slope`: of the same d, so that what all d share drops out.
+
+These functions are the one source for torch and Triton (csrc/divergence.inl is written after them): elementwise, of the
+functions imported here, numbers written as floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, clamp_max, exp, full_like, log1p, where
+from torch import abs as magnitude
+
+NEAR = 0.5  # e^-x - 1 + x by its series below, by itself above
+NEAR_MIXTURE = -0.125  # (1 + w) log(1 + w) - w likewise
+PHI = tuple(1.0 / torch.prod(torch.arange(1.0, k + 3, dtype=torch.float64)).item() for k in range(16))
+MIXTURE = tuple(1.0 / ((k + 1) * (k + 2)) for k in range(18))
+TERMS = {torch.float32: 7, torch.float64: 18}  # of a series: what is left out is less than a unit in the last place
+
+
+def reverse(d, lead, beta):
+    """The terms of KL(p || q), and k; `lead` is the larger of p and q. A q of 0 under a p > 0 makes it infinite."""
+    x, less, phi, chi = powers(d)
+    ahead = d >= 0.0  # p >= q
+    p = where(ahead, lead, lead * (1.0 + less))
+    value = lead * where(ahead, phi, chi)
+    slope = p * where(ahead, x, -x)
+    return where(d == INF, INF, value), where(d == INF, INF, slope)
+
+
+def forward(d, lead, beta):
+    """The terms of KL(q || p), and k. A p of 0 under a q > 0 makes it infinite."""
+    _x, less, phi, chi = powers(d)
+    ahead = d >= 0.0
+    value = lead * where(ahead, chi, phi)
+    return where(d == -INF, INF, value), lead * where(ahead, -less, less)
+
+
+def mixed(d, lead, beta):
+    """The terms of the generalised Jensen-Shannon divergence, and k: finite, whatever p and q are.
+
+    With s the mixture's share of the smaller of the two, m = lead (1 + w), w = s (e^-x - 1), and the term is
+    ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
+    """
+    x, less, _phi, chi = powers(d)
+    ahead = d >= 0.0
+    share = where(ahead, full_like(d, beta), full_like(d, 1.0 - beta))
+    w = share * less
+    log_m = log1p(w)  # log(m / lead)
+    g = where(w > NEAR_MIXTURE, w * w * mixture_series(-w), (1.0 + w) * log_m - w)
+    p = where(ahead, lead, lead * (1.0 + less))
+    log_p = where(ahead, -log_m, -x - log_m)  # log(p / m)
+    return lead * (share * chi - g), (1.0 - beta) * p * log_p
+
+
+def powers(d):
+    """Of x = |d|: x, e^-x - 1, phi(x) = e^-x - 1 + x, chi(x) = 1 - e^-x (1 + x); an x of inf becomes a large number."""
+    x = clamp_max(magnitude(d), FAR)
+    e = exp(-x)
+    near = x < NEAR
+    phi = where(near, x * x * phi_series(x), (e - 1.0) + x)
+    less = where(near, phi - x, e - 1.0)
+    chi = where(near, -less * x - phi, -less - e * x)
+    return x, less, phi, chi
+
+
+INF, FAR = float("inf"), 1e30
+
+Terms = Callable[..., tuple[Tensor, Tensor]]
+
+
+def terms_of(beta: float) -> Terms:
+    """The function of (d, lead, beta) that has this divergence's terms."""
+    return forward if beta == 0.0 else reverse if beta == 1.0 else mixed
+
+
+def phi_series(x: Tensor) -> Tensor:
+    """``(e^-x - 1 + x) / x^2`` for small x >= 0."""
+    return _series(-x, PHI)
+
+
+def mixture_series(x: Tensor) -> Tensor:
+    """``((1 - x) log(1 - x) + x) / x^2`` for small x >= 0."""
+    return _series(x, MIXTURE)
+
+
+def _series(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    terms = coefficients[: TERMS[x.dtype]]
+    total = torch.full_like(x, terms[-1])
+    for coefficient in terms[-2::-1]:
+        total.mul_(x).add_(coefficient)
+    return total
