@@ -7,9 +7,9 @@ With p the student's probabilities, q the teacher's, d = log p - log q, m = (1 -
     between     D = (1 - beta) KL(p || m) + beta KL(q || m)                        Jensen-Shannon, generalised
 
 (orientation and mixture of TRL's `beta`; https://arxiv.org/abs/2306.13649). The terms of these sums have both signs:
-where p and q nearly agree they cancel to a number as small as d^2, out of terms as large as d. Both distributions sum to
-1, so that any multiple of ``q - p`` may be added to the terms; the right one makes each of them >= 0, and as small as
-d^2::
+where p and q nearly agree they cancel to a number as small as d^2, out of terms as large as d. Both distributions sum
+to 1, so that any multiple of ``q - p`` may be added to the terms; the right one makes each of them >= 0, and as small
+as d^2::
 
     reverse     p log(p / q) + q - p    = p phi(d)       phi(d) = e^-d - 1 + d
     forward     q log(q / p) + p - q    = q phi(-d)

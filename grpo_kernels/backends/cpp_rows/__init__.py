@@ -46,7 +46,11 @@ class CppRows:
         )
         return RowStats(logps, max_logit, log_sum, entropies, more)
 
-    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> None:
+        if c is not None:
+            raise NotImplementedError("a teacher")
         torch.ops.grpo_kernels_cpp.grad(
             *_arguments(chunk),
             stats.logps,
