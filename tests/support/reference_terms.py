@@ -123,7 +123,9 @@ def divergence(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
     if beta == 0.0:
         return relative_entropy(log_q, log_p)
     shares = torch.tensor([1 - beta, beta], dtype=log_p.dtype).log()
-    mixture = torch.logaddexp(log_p + shares[0], log_q + shares[1])
+    nowhere = log_p.isinf() & log_q.isinf()  # where the derivative of logaddexp is NaN
+    terms = [x.masked_fill(nowhere, 0.0) + share for x, share in zip((log_p, log_q), shares, strict=True)]
+    mixture = torch.logaddexp(*terms).masked_fill(nowhere, -float("inf"))
     return (1 - beta) * relative_entropy(log_p, mixture) + beta * relative_entropy(log_q, mixture)
 
 

@@ -167,8 +167,8 @@ class Diverging:
 def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
     """What a divergence and its gradient may be off by, if the logits are by e (n,) and the teacher's by as much.
 
-    d D / d z_j = p_j (s_j - mean s), s the derivative in p: log(p / q), or 1 - q / p, or (1 - beta) log(p / m). None moves
-    by more than the two logits and their normalisers do.
+    d D / d z_j = p_j (s_j - mean s) of the derivative s in p: log(p / q), or 1 - q / p, or (1 - beta) log(p / m). None
+    moves by more than the two logits and their normalisers do.
     """
     o, unit = settings(case), compute_unit(case)
     log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)
