@@ -21,7 +21,7 @@ from grpo_kernels.backends.interface import (
 )
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.divergence_truth import divergence
-from tests.support.row_cases import DEVICE, PLAIN, assert_same, make_loss, make_transform, same
+from tests.support.row_cases import DEVICE, PLAIN, assert_same, in_double, make_loss, make_transform, same
 from tests.support.row_truth import U, check, gradient, loss_terms, truth
 
 INF, NAN = math.inf, math.nan
@@ -48,9 +48,17 @@ class DivergenceSuite:
     def ids(self, n: int, vocab: int) -> Tensor:
         return torch.randint(vocab, (n,), device=self.device)
 
+    def transforms(self, n: int, vocab: int, kinds: Sequence[int], rounded_to: torch.dtype | None = None) -> Two:
+        """Two of those of `make_transform`; rows of float64 are not rounded."""
+        dtype = None if self.dtype == torch.float64 else rounded_to
+        first, second = (make_transform(n, vocab, kind, dtype, self.device) for kind in kinds)
+        return first, second
+
     def chunk(self, raw: Tensor, other: Tensor, beta: float, ids: Tensor | None = None, two: Two = PLAINS) -> Chunk:
         """Copies of the raw projections of both heads (n, V), prepared."""
         raw, other = raw.to(self.device, self.dtype, copy=True), other.to(self.device, self.dtype, copy=True)
+        if self.dtype == torch.float64:
+            two = in_double(two[0]), in_double(two[1])
         for x, transform in zip((raw, other), two, strict=True):
             self.backend().prepare_(x, transform)
         ids = torch.zeros(len(raw), dtype=torch.int64, device=self.device) if ids is None else ids
@@ -100,9 +108,7 @@ class DivergenceSuite:
         """Of rows of every length; biases, soft-caps and temperatures differ between the heads."""
         for kind, vocab in enumerate(self.vocabs):
             raw, other = (3 * torch.randn(4, vocab, device=self.device) for _ in range(2))
-            kinds = (kind + 3, kind + 2 + kind // 4)  # each of the four of `make_transform` meets another
-            two = tuple(make_transform(4, vocab, i, rounded_to, self.device) for i in kinds)
-            self.check_rows(raw, other, beta, two)  # type: ignore[arg-type]
+            self.check_rows(raw, other, beta, self.transforms(4, vocab, (kind + 3, kind + 2 + kind // 4), rounded_to))
 
     @each_beta
     def test_however_near_the_teacher(self, beta: float) -> None:
@@ -134,7 +140,7 @@ class DivergenceSuite:
             raw[2, -1] += 40.0
             raw[3] *= 1e4
             transforms = [make_transform(5, vocab, kind, None, self.device) for kind in range(4)]
-            for transform in transforms if self.dtype == torch.float32 else [PLAIN]:
+            for transform in transforms:
                 chunk = self.chunk(raw, raw, beta, two=(transform, transform))
                 stats = self.stats(chunk)
                 assert stats.divergence is not None
@@ -211,9 +217,8 @@ class DivergenceSuite:
     def test_where_gradients_are_written(self, beta: float) -> None:
         """Over the logits, or elsewhere, of 16 bits too, in rows of wider ones; the teacher's logits are left alone."""
         n, vocab = 4, self.wide + 1
-        two = tuple(make_transform(n, vocab, kind, None, self.device) for kind in (3, 2))
         raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
-        chunk = self.chunk(raw, other, beta, ids, two if self.dtype == torch.float32 else PLAINS)  # type: ignore[arg-type]
+        chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (3, 2)))
         assert chunk.teacher is not None
         stats, (a, b, c) = self.stats(chunk), self.randn(3, n)
         teachers, want = chunk.teacher.logits.clone(), self.grad(chunk, stats, a, b, c)
@@ -262,7 +267,7 @@ class FusedDivergenceSuite(DivergenceSuite):
             n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
             raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
             two = tuple(make_transform(n, vocab, i, None, self.device) for i in (kind, kind + 3))
-            chunk = self.chunk(raw, other, beta, ids, two if self.dtype == torch.float32 else PLAINS)  # type: ignore[arg-type]
+            chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (3, 2)))
             want, out = self.stats(chunk), torch.empty_like(chunk.logits)
             assert want.divergence is not None
             loss = full_loss(want.logps, kind)
