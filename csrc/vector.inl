@@ -64,7 +64,26 @@ INLINE Float exp(Float x) {
   return (p * bits<Float>((half + 127) << 23)) * bits<Float>((whole - half + 127) << 23);
 }
 
+// log(1 + w) for w in (-1, 0]; at w = -1 a large negative number, not -inf. u = 1 + w = 2^n (1 + f) with 1 + f between
+// sqrt(1/2) and sqrt(2), and what u's rounding left out, which is 0 below u = 1/2, comes on top: divided by u, nearly.
+INLINE Float log1p(Float w) {
+  const Float u = at_least(w + 1.0f, splat<Float>(1.17549435e-38f)), left_out = w - (u - 1.0f);
+  const Int n = (bits<Int>(u) - 0x3f3504f3) >> 23;
+  const Float f = bits<Float>(bits<Int>(u) - (n << 23)) - 1.0f, wide_n = __builtin_convertvector(n, Float), s = f * f;
+  Float p = f * 7.0376836292e-2f + -1.1514610310e-1f;  // Cephes' logf
+  p = p * f + 1.1676998740e-1f;
+  p = p * f + -1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f + -1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f + -2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  const Float rest = ((p * f) * s + wide_n * -2.12194440e-4f) - s * 0.5f;
+  return (f + (rest + left_out * (1.0f - f))) + wide_n * 0.693359375f;
+}
+
 INLINE Float magnitude(Float x) { return bits<Float>(bits<Int>(x) & 0x7fffffff); }
+INLINE Double magnitude(Double x) { return x < 0.0 ? -x : x; }
 
 // Near 0 a series (Cephes' tanhf), elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|).
 INLINE Float tanh(Float x) {
@@ -91,6 +110,10 @@ INLINE Double exp(Double x) {
 INLINE Double tanh(Double x) {
   for (int i = 0; i < kWidth<double>; ++i) x[i] = std::tanh(x[i]);
   return x;
+}
+INLINE Double log1p(Double w) {
+  for (int i = 0; i < kWidth<double>; ++i) w[i] = std::log1p(w[i] < -1.0 + 0x1p-53 ? -1.0 + 0x1p-53 : w[i]);
+  return w;
 }
 INLINE Double tanh_slope(Double x) {
   Double q = x < 0.0 ? x * 2.0 : x * -2.0;
