@@ -2,38 +2,58 @@
 // grpo_kernels/backends/divergence.py, which has the formulas and why they are so. With p and q the two probabilities,
 // d = log p - log q, x = |d| and `lead` the larger of p and q, an element takes two exponentials: that of lead, and e^-x.
 
-constexpr double phi_term(int k) { return k < 0 ? 1.0 : phi_term(k - 1) / (k + 2); } // 1 / (k + 2)!
-constexpr double mixture_term(int k) { return 1.0 / ((k + 1.0) * (k + 2.0)); }
-
-constexpr float kNear = 0.5f, kNearMixture = -0.125f;  // the series below up to there
-constexpr float kFar = 1e30f;                          // in the place of an infinite x: 0 * it is 0
-
-// Horner's rule, from term K on, of 7 terms in float; in double of 18.
-template <class T, double (*TERM)(int), int K = 0>
-INLINE Vector<T> series(Vector<T> x) {
-  constexpr T term = static_cast<T>(TERM(K));
-  if constexpr (K + 1 == (sizeof(T) == 4 ? 7 : 18)) {
-    return splat<Vector<T>>(term);
-  } else {
-    return series<T, TERM, K + 1>(x) * x + term;
-  }
-}
-
-// x, e^-x, e^-x - 1, phi = e^-x - 1 + x, chi = 1 - e^-x (1 + x)
+// e^-x, e^-x - 1, phi = e^-x - 1 + x, chi = 1 - e^-x (1 + x); an x of inf becomes a large number.
 template <class T>
 struct Powers {
   Vector<T> x, e, less, phi, chi;
 };
 
-template <class T>
-INLINE Powers<T> powers(Vector<T> d) {
-  Vector<T> x = magnitude(d);
-  x = x > T(kFar) ? splat<Vector<T>>(T(kFar)) : x;
-  const Vector<T> e = exp(-x), series_phi = x * x * series<T, phi_term>(-x);
-  const auto near = x < T(kNear);
-  const Vector<T> phi = near ? series_phi : (e - T(1)) + x;
-  const Vector<T> less = near ? phi - x : e - T(1);
+constexpr float kFar = 1e30f;  // 0 * it is 0
+
+// In float none of them needs a series of its own: where n is 0, phi is the polynomial of the exponential.
+INLINE Powers<float> powers(Float d) {
+  const Float size = magnitude(d), x = size > kFar ? splat<Float>(kFar) : size;
+  const auto far = x > 87.0f;
+  const Split split = split_exp(far ? splat<Float>(-87.0f) : -x);
+  const Float s = power_of_2(split.n), rq = split.q + split.r, s_less = s - 1.0f;
+  const Float e = far ? Float{} : s * (rq + 1.0f), less = s * rq + s_less;
+  const Float phi = s * split.q + ((s * split.r + x) + s_less);
+  return {x, e, less, phi, x < 0.5f ? -less * x - phi : -less - e * x};
+}
+
+// In double they have: 18 terms.
+constexpr int kTerms = 18;
+constexpr double phi_term(int k) { return k < 0 ? 1.0 : phi_term(k - 1) / (k + 2); }  // 1 / (k + 2)!
+constexpr double mixture_term(int k) { return 1.0 / ((k + 1.0) * (k + 2.0)); }
+
+template <double (*TERM)(int)>
+INLINE Double series(Double x) {
+  Double total{};
+  for (int k = kTerms - 1; k >= 0; --k) total = total * x + TERM(k);
+  return total;
+}
+
+INLINE Powers<double> powers(Double d) {
+  const Double size = magnitude(d), x = size > double{kFar} ? splat<Double>(double{kFar}) : size, e = exp(-x);
+  const auto near = x < 0.5;
+  const Double phi = near ? x * x * series<phi_term>(-x) : (e - 1.0) + x, less = near ? phi - x : e - 1.0;
   return {x, e, less, phi, near ? -less * x - phi : -less - e * x};
+}
+
+// log(1 + w) and (1 + w) log(1 + w) - w, of w in (-1, 0]
+template <class T>
+struct Mixture {
+  Vector<T> log, g;
+};
+
+INLINE Mixture<float> mixture(Float w) {
+  const Log of = log1p(w);
+  return {of.log, w > -0.25f ? w * of.log + of.less : (w + 1.0f) * of.log - w};
+}
+
+INLINE Mixture<double> mixture(Double w) {
+  const Double log = log1p(w);
+  return {log, w > -0.125 ? w * w * series<mixture_term>(-w) : (w + 1.0) * log - w};
 }
 
 // Of some columns: p, the term of the divergence, and k.
@@ -65,10 +85,9 @@ template <class T>
 INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead, T beta, T rest) {
   const auto ahead = d >= T(0);
   const Vector<T> share = ahead ? splat<Vector<T>>(beta) : splat<Vector<T>>(rest);
-  const Vector<T> w = share * at.less, log_m = log1p(w);
-  const Vector<T> g = w > T(kNearMixture) ? w * w * series<T, mixture_term>(-w) : (w + T(1)) * log_m - w;
-  of.value = lead * (share * at.chi - g);
-  of.k = (of.p * rest) * (ahead ? -log_m : -at.x - log_m);
+  const Mixture<T> m = mixture(share * at.less);
+  of.value = lead * (share * at.chi - m.g);
+  of.k = (of.p * rest) * (ahead ? -m.log : -at.x - m.log);
 }
 
 // Of the columns whose scaled logits are z and y.
@@ -78,8 +97,8 @@ INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T>
   d = d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: both are 0. Any other NaN is that of the offset
   const auto ahead = d >= T(0);
   const Vector<T> scale = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.teacher_inv_sum);
-  const Vector<T> lead = exp(ahead ? z - at.max : y - at.teacher_max) * scale;
-  const Powers<T> of_d = powers<T>(d);
+  const Vector<T> lead = exp_below_0(ahead ? z - at.max : y - at.teacher_max) * scale;
+  const Powers<T> of_d = powers(d);
   Terms<T> of;
   of.p = ahead ? lead : lead * of_d.e;
   if (kind == Kind::forward) forward<T>(of_d, d, of, lead);
