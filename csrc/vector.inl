@@ -85,16 +85,16 @@ INLINE Float exp_below_0(Float x) {
 }
 
 // log(1 + w) for w in (-1, 0], and that less w, which keeps its precision where it is small. At w = -1 large negative
-// numbers, not -inf. u = 1 + w = 2^n (1 + f), 1 + f between sqrt(1/2) and sqrt(2); what u's rounding left out, which is 0
-// below u = 1/2, is added: divided by u, nearly.
+// numbers, not -inf. 1 + w = 2^n (1 + f), 1 + f between sqrt(1/2) and sqrt(2): where n is 0, f is w, unrounded.
 struct Log {
   Float log, less;
 };
 
 INLINE Log log1p(Float w) {
-  const Float u = at_least(w + 1.0f, splat<Float>(1.17549435e-38f)), left_out = w - (u - 1.0f);
+  const Float u = at_least(w + 1.0f, splat<Float>(1.17549435e-38f));
   const Int whole = (bits<Int>(u) - 0x3f3504f3) >> 23;
-  const Float f = bits<Float>(bits<Int>(u) - (whole << 23)) - 1.0f, n = __builtin_convertvector(whole, Float);
+  const Float n = __builtin_convertvector(whole, Float);
+  const Float f = whole == 0 ? w : bits<Float>(bits<Int>(u) - (whole << 23)) - 1.0f;
   Float p = f * 7.0376836292e-2f + -1.1514610310e-1f;  // Cephes' logf
   p = p * f + 1.1676998740e-1f;
   p = p * f + -1.2420140846e-1f;
@@ -103,8 +103,8 @@ INLINE Log log1p(Float w) {
   p = p * f + 2.0000714765e-1f;
   p = p * f + -2.4999993993e-1f;
   p = p * f + 3.3333331174e-1f;
-  const Float tail = (((p * f) * (f * f) - (f * f) * 0.5f) + n * -2.12194440e-4f) - left_out * f;
-  const Float less = (((f - w) + left_out) + tail) + n * 0.693359375f;  // the first sum is 0 where n is
+  const Float tail = ((p * f) * (f * f) - (f * f) * 0.5f) + n * -2.12194440e-4f;
+  const Float less = ((f - w) + tail) + n * 0.693359375f;
   return {w + less, less};
 }
 
