@@ -266,8 +266,7 @@ class FusedDivergenceSuite(DivergenceSuite):
         for kind in range(7):  # each surrogate
             n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
             raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
-            two = tuple(make_transform(n, vocab, i, None, self.device) for i in (kind, kind + 3))
-            chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (3, 2)))
+            chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))
             want, out = self.stats(chunk), torch.empty_like(chunk.logits)
             assert want.divergence is not None
             loss = full_loss(want.logps, kind)

@@ -11,8 +11,8 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.torch_rows import TorchRows
-from tests.support.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, in_double, make_loss, make_transform, rows, same
 from tests.support.cpp_isas import each_isa
+from tests.support.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, in_double, make_loss, make_transform, rows, same
 from tests.support.row_suite import RowSuite, check_kernels
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
