@@ -9,9 +9,11 @@ from __future__ import annotations
 from grpo_kernels import advantages, objectives, presets, rewards
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
 from grpo_kernels.config import LossConfig
+from grpo_kernels.divergence import linear_divergence, linear_divergence_with
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.from_logps import policy_loss_from_logps
 from grpo_kernels.head.lora import LoRA
+from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.kept_set import kept_set_logprob
 from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
@@ -27,11 +29,14 @@ __all__ = [
     "LoRA",
     "LossConfig",
     "LossOutput",
+    "ReferenceHead",
     "TokenInputs",
     "advantages",
     "attach",
     "grpo_loss",
     "kept_set_logprob",
+    "linear_divergence",
+    "linear_divergence_with",
     "linear_logprob",
     "linear_logprob_with",
     "objectives",

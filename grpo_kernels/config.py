@@ -19,7 +19,7 @@ from grpo_kernels.objective.losses import LOSSES, loss_of
 _CHOICES: dict[str, Collection[str]] = {
     "loss_type": LOSSES,
     "importance_sampling_level": ("token", "sequence"),
-    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_estimator": ("k1", "k2", "k3", "full"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "logits_dtype": ("float32", "input"),
 }
@@ -65,8 +65,11 @@ class LossConfig:
             `epsilon`, as in TRL. For ``"gmpo"`` the range is in log space.
         delta: upper bound of the unclipped ratio (two-sided clipping); the clipped loss types only.
         beta: weight of the KL term to the reference model; 0 turns it off.
-        use_bias_correction_kl: multiply the KL estimate by the ratio (not for ``"gmpo"``).
+        use_bias_correction_kl: multiply the KL estimate by the ratio (not for ``"gmpo"``, and not for ``"full"``, where
+            nothing is to correct: the expectation of the corrected estimate over the old policy's tokens, sum_v old_v
+            (p_v / old_v) log(p_v / q_v), is that sum itself).
         kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 / 2, ``"k1"`` -d.
+            ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, of a `ReferenceHead`.
         temperature: the logits are divided by it.
         top_entropy_quantile: share of the tokens, those of highest entropy, that carry the policy loss; 1 means all.
         entropy_coef: weight of the entropy bonus, a mean over its tokens that is subtracted from the loss.
@@ -167,7 +170,17 @@ class LossConfig:
     @property
     def corrects_kl(self) -> bool:
         """Whether the KL estimate is multiplied by the ratio."""
-        return self.beta != 0.0 and self.use_bias_correction_kl and loss_of(self).corrects_kl
+        return self.estimates_kl and self.use_bias_correction_kl and loss_of(self).corrects_kl
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether there is a KL term, of the sampled tokens' log-probabilities."""
+        return self.beta != 0.0 and self.kl_estimator != "full"
+
+    @property
+    def needs_reference_head(self) -> bool:
+        """Whether there is a KL term over the whole vocabulary."""
+        return self.beta != 0.0 and self.kl_estimator == "full"
 
     @property
     def ratio_is_per_sequence(self) -> bool:
@@ -216,7 +229,7 @@ class LossConfig:
 
     def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
         """Whether all of the gradient is known before any log-probability is; arguments as in `couples_tokens`."""
-        unknown = not on_policy or self.beta != 0.0 or self.corrects_sampling
+        unknown = not on_policy or self.estimates_kl or self.corrects_sampling
         return not unknown and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
 
     @classmethod

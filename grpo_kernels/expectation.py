@@ -55,7 +55,9 @@ def policy_expectation(
         may_have_grad = torch.ones_like(tokens.ids, dtype=torch.bool)
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return objective.coefficients(index_of[index], logps.float(), logps if entropies is None else entropies.float())
+        entropies = logps if entropies is None else entropies
+        found = objective.coefficients(index_of[index], logps.float(), entropies.float())
+        return found[0], found[1]
 
     return Expectation(
         None if objective.couples_tokens else coefficients,

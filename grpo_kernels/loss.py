@@ -12,7 +12,8 @@
     engine  = the cheapest that gives this loss its exact gradient               engine/engines.py
 
 and the gradient of the logits is ``a_t (1[j = y_t] - p_j) - b_t p_j (log p_j + entropy_t)`` with the objective's two
-numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t.
+numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t. With a KL term over the whole vocabulary (`reference`)
+there is a third, c_t = d loss / d KL_t, and ``c_t p_j (log p_j - log q_j - KL_t)`` is added.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.lora import LoRA
+from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.objective.checks import check_config, check_objective
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
@@ -116,6 +118,7 @@ def grpo_loss(
     vocab_size: int | None = None,
     sequence_group: ProcessGroup | None = None,
     gather: Gather | None = None,
+    reference: ReferenceHead | None = None,
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -131,7 +134,7 @@ def grpo_loss(
             device to say how many.
         advantages: one per sequence or per token; packed with N = B, per sequence.
         old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
-        ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0.
+        ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0, unless there is `reference`.
         sampling_per_token_logps: the sampler's own, for the off-policy mask and, if the config asks for it
             (``vllm_importance_sampling_correction``), for the importance sampling ratio, which then needs no forward
             beforehand; NaN: it could not score the token (no evidence; ratio 1).
@@ -155,6 +158,9 @@ def grpo_loss(
             of torch.compile.
         gather: makes the context in which a backward that needs the weight again runs, as in `linear_logprob_with`.
             Breaks the graph of torch.compile.
+        reference: hidden states and head of the reference model, for the KL term over the whole vocabulary; needed if
+            ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. 2 N V H' floating point operations, and
+            a second chunk of logits within the same workspace. Breaks the graph of torch.compile.
 
     Returns:
         `LossOutput`.
@@ -168,7 +174,7 @@ def grpo_loss(
         completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
-    head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
+    head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference)
     execution = Execution(engine, backend, workspace_bytes, gather, sequence_group)
     if torch.compiler.is_compiling() or is_fake(hidden, weight):
         return _compiled_loss(inputs, head, execution, config, objective)
@@ -205,7 +211,7 @@ def _compiled_loss(
         check_gather(gather)
         named = ("completion_ids", inputs.completion_ids), ("completion_mask", inputs.completion_mask)
         refused: dict[str, Any] = {"lora": head.lora, "process_group": head.process_group}
-        refused |= {"sequence_group": sequence_group, "objective": objective}
+        refused |= {"sequence_group": sequence_group, "objective": objective, "reference": head.reference}
         check_fake(head.hidden, head.weight, head.bias, *named, **refused)
         head, gather = LMHead(head.hidden, head.weight, head.bias), None  # no shape depends on what is left out
     check_config(config)

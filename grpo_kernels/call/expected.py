@@ -85,7 +85,7 @@ def read_expected(
                 if x is not None or name == "expected":
                     check_tensor(name, x, like=ids)
                     check_shape(name, x, ("that of the index", tuple(index.shape)))
-            return usable(a), None if b is None else usable(b)
+            return Coefficients(usable(a), None if b is None else usable(b))
 
         may_have_grad = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
         return ExpectedRows(None if coefficients is None else ask, may_have_grad, expected.has_entropy_gradient)
@@ -95,6 +95,6 @@ def read_expected(
     b = None if b is None else usable(rows("expected[1]", b))
 
     def look_up(index: Tensor, _: RowStats) -> Coefficients:
-        return a[index], None if b is None else b[index]
+        return Coefficients(a, b).at(index)
 
     return ExpectedRows(look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None)

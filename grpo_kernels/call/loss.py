@@ -22,6 +22,7 @@ from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
@@ -49,10 +50,12 @@ class LossCall:
     def evaluate(self, stats: RowStats) -> Evaluation:
         """The loss and its gradient, from the statistics of all rows."""
         assert stats.entropies is not None
-        if self.request.token_loss is None:
+        if not isinstance(self.objective, PolicyObjective):
             return self.objective.evaluate(stats.logps, stats.entropies)
-        assert isinstance(self.objective, PolicyObjective)
-        return self.objective.assemble(stats.terms, stats.entropies)
+        if self.request.token_loss is not None:
+            return self.objective.assemble(stats.terms, stats.entropies)
+        divergences = None if stats.divergence is None else stats.divergence.value
+        return self.objective.evaluate(stats.logps, stats.entropies, divergences)
 
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
         """What happened, from the statistics of all rows and what they evaluated to."""
@@ -62,9 +65,10 @@ class LossCall:
 
     def _has_grad(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""
-        a, b, request = evaluation.a, evaluation.b, self.request
+        a, b, c, request = evaluation.a, evaluation.b, evaluation.c, self.request
         if request.engine.recomputes:
-            return a != 0 if b is None else (a != 0) | (b != 0)
+            has_grad = a != 0 if b is None else (a != 0) | (b != 0)
+            return has_grad if c is None else has_grad | (c != 0)
         if request.may_have_grad is not None:
             return request.may_have_grad
         return torch.full_like(a, request.engine.stores_gradient, dtype=torch.bool)
@@ -100,14 +104,16 @@ def plan_loss(
     return LossCall(config, tokens, request, policy, planned.head, inputs.num_items_in_batch is not None)
 
 
-def check_loss(inputs: LossInputs, config: LossConfig, objective: Custom | None = None) -> None:
+def check_loss(
+    inputs: LossInputs, config: LossConfig, objective: Custom | None = None, reference: ReferenceHead | None = None
+) -> None:
     """Raise unless `inputs` have what the loss needs; their shapes are looked at by `read_tokens`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
     check_config(config)
-    check_terms(config, inputs.ref_per_token_logps, objective)
+    check_terms(config, inputs.ref_per_token_logps, objective, reference)
     check_sampling(config, inputs.sampling_per_token_logps, inputs.importance_sampling_ratio)
     check_num_items(inputs.num_items_in_batch)
 
@@ -120,6 +126,7 @@ def counted_tokens(inputs: LossInputs, config: LossConfig, objective: Custom | N
         objective,
         num_items_in_batch=inputs.num_items_in_batch,
         old_per_token_logps=inputs.old_per_token_logps,
+        ref_per_token_logps=inputs.ref_per_token_logps,
         sampling_per_token_logps=inputs.sampling_per_token_logps,
     )
     return tokens
@@ -144,7 +151,9 @@ def _checked(
     with Agreement("sequence_group", group, "grpo_loss") as parts:
         with Agreement("process_group", head.process_group, "grpo_loss") as ranks:
             local = head.local()
-            check_loss(inputs, config, objective)
+            check_loss(inputs, config, objective, head.reference)
+            if not config.needs_reference_head:  # as where beta is 0
+                local = replace(local, reference=None)
             check_sequence_group(group, inputs.cu_seqlens, objective)
             local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
             check_ids("completion_ids", inputs.completion_ids, local.hidden)
@@ -173,7 +182,8 @@ def _engine(policy: Objective, planned: PlannedHead) -> Engine:
     needs_grad = planned.needs_grad
     only_hidden = needs_grad.hidden and not needs_grad.head  # where it matters; asking a custom objective evaluates it
     entropy_gradient = only_hidden and policy.has_entropy_gradient
-    return planned.choose_engine(coupling, entropy_gradient=entropy_gradient)
+    mixed_gradient = planned.config.teacher is not None
+    return planned.choose_engine(coupling, entropy_gradient=entropy_gradient, mixed_gradient=mixed_gradient)
 
 
 def _with_coefficients(request: Request, policy: Objective) -> Request:
@@ -181,7 +191,7 @@ def _with_coefficients(request: Request, policy: Objective) -> Request:
 
     def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
         assert stats.entropies is not None
-        return policy.coefficients(index, stats.logps, stats.entropies)
+        return Coefficients(*policy.coefficients(index, stats.logps, stats.entropies))
 
     # a sharded head joins its ranks between a row's statistics and its gradient
     fuses = isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None

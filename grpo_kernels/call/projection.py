@@ -21,6 +21,7 @@ from grpo_kernels.engine.operands import HeadConfig, Rows
 from grpo_kernels.engine.request import Coupling, Engine, Situation
 from grpo_kernels.engine.vocab_parallel import Shard, widest_part
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.head.reference import ReferenceHead
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,11 @@ class PlannedHead:
             return replace(self, head=head)
         budget = self.execution.workspace_bytes
         if budget is None:
-            budget = default_workspace(widest_part(head.weight, shard), self.needs_grad, ample=shard.room.ample)
+            widest, heads = widest_part(head.weight, shard), 1 if head.reference is None else 2
+            budget = default_workspace(widest, self.needs_grad, ample=shard.room.ample, heads=heads)
         config = replace(self.config, shard=shard, room=shard.room, workspace_bytes=budget)
+        if config.teacher is not None:
+            config = replace(config, teacher=replace(config.teacher, room=shard.room, workspace_bytes=budget))
         return replace(self, head=head, config=config)
 
     def read_rows(self, name: str, rows: Rows) -> Rows:
@@ -73,14 +77,18 @@ class PlannedHead:
             ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
         return replace(rows, ids=ids - start if start else ids, invalid=invalid, marked=marked)
 
-    def choose_engine(self, coupling: Coupling, *, entropy_gradient: bool, only_logps: bool = True) -> Engine:
+    def choose_engine(
+        self, coupling: Coupling, *, entropy_gradient: bool, mixed_gradient: bool = False, only_logps: bool = True
+    ) -> Engine:
         """The engine asked for, or the cheapest; `only_logps`: no output but log-probabilities and entropies."""
         can_dot = isinstance(self.config.backend, DotRowBackend) and self.head.lora is None
+        can_dot = can_dot and self.head.reference is None
         situation = Situation(
             coupling,
             hidden_trains=self.needs_grad.hidden,
             head_trains=self.needs_grad.head,
             entropy_gradient=entropy_gradient,
+            mixed_gradient=mixed_gradient,
             tight_memory=self.config.room.tight,
             scores_without_logits=only_logps and can_dot,
         )
@@ -101,7 +109,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions) -> Plann
     _warn_if_promoted(head, dtype)
     room = Room.of(weight, needs_grad, dtype, budget, asks_tight=execution.engine == "auto")
     if budget is None:
-        budget = default_workspace(weight, needs_grad, ample=room.ample)
+        budget = default_workspace(weight, needs_grad, ample=room.ample, heads=1 if head.reference is None else 2)
     backend, _ = choose_backend(execution.backend, head.hidden.device, dtype)
     config = HeadConfig(
         backend=backend,
@@ -112,7 +120,24 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions) -> Plann
         round_logits=options.logits_dtype == "input" and dtype.itemsize < 4,
         room=room,
     )
+    if head.reference is not None:
+        config = replace(config, teacher=_plan_reference(head.reference, config, dtype), beta=head.beta)
     return PlannedHead(head, config, needs_grad, execution)
+
+
+def _plan_reference(reference: ReferenceHead, config: HeadConfig, dtype: torch.dtype) -> HeadConfig:
+    """How its rows are projected, given how those of the policy are, whose products take operands of `dtype`."""
+    own = torch.promote_types(reference.hidden.dtype, reference.weight.dtype)
+    if dtype == torch.float64 or (dtype.itemsize == 2 and own.itemsize > 2):
+        own = dtype
+    scale, cap = reference.logit_scale, reference.final_logit_softcapping
+    return replace(
+        config,
+        compute_dtype=own,
+        scale=config.scale if isinstance(scale, str) else float(scale),
+        softcap=config.softcap if isinstance(cap, str) else cap,
+        round_logits=config.round_logits and own.itemsize < 4,
+    )
 
 
 def _warn_if_promoted(head: LMHead, dtype: torch.dtype) -> None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.interface import DivergenceStats, RowStats
 from grpo_kernels.base.checks import is_one
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.gradients import Gradients
-from grpo_kernels.engine.operands import Head
+from grpo_kernels.engine.operands import Coefficients, Head
 from grpo_kernels.engine.passes import Differentiated, all_rows, loss_pass, scatter, second_pass
 from grpo_kernels.engine.remainder import Remainder, split_off
 from grpo_kernels.engine.request import Request, Stored
@@ -31,29 +31,30 @@ class Saved(NamedTuple):
     stored: Any = None  # Gradients
     grad_rows: Any = None  # (m,) indices of the rows that `stored` is of
     stats: Any = None  # RowStats of all rows, without extras
-    a: Any = None  # (n,) d loss / d logp: the true ones, or those that `stored` was computed with
-    b: Any = None  # (n,) d loss / d entropy
+    coefficients: Any = Coefficients()  # (n,) the true ones, or those that `stored` was computed with
 
     def save(self, ctx: Any) -> None:
         """Hand the tensors to autograd, flat."""
-        head = [None] * 5 if self.head is None else [*self.head]
+        head = [None] * 8 if self.head is None else [*self.head]
         stored = [None] * 5 if self.stored is None else [*self.stored]
-        stats: list[Tensor | None] = [None] * 4
+        stats: list[Tensor | None] = [None] * 8
         if self.stats is not None:
-            stats = [self.stats.logps, self.stats.max_logit, self.stats.log_sum, self.stats.entropies]
-        ctx.save_for_backward(*head, *stored, *stats, self.grad_rows, self.a, self.b)
+            divergence = [None] * 4 if self.stats.divergence is None else [*self.stats.divergence]
+            stats = [self.stats.logps, self.stats.max_logit, self.stats.log_sum, self.stats.entropies, *divergence]
+        ctx.save_for_backward(*head, *stored, *stats, self.grad_rows, *self.coefficients)
 
     @staticmethod
     def of(ctx: Any) -> Saved:
         """What `save` handed over."""
         saved = iter(ctx.saved_tensors)
-        head, stored, stats = (tuple(itertools.islice(saved, count)) for count in (5, 5, 4))
+        head, stored, stats, divergence = (tuple(itertools.islice(saved, count)) for count in (8, 5, 4, 4))
+        diverged = None if divergence[0] is None else DivergenceStats(*divergence)
         return Saved(
             None if head[0] is None else Head(*head),
             Gradients(*stored),
             next(saved),
-            None if stats[0] is None else RowStats(*stats),
-            *saved,
+            None if stats[0] is None else replace(RowStats(*stats), divergence=diverged),
+            Coefficients(*saved),
         )
 
 
@@ -78,7 +79,7 @@ class PolicyLoss(torch.autograd.Function):
         if first.grads is not None:
             Saved(stored=first.grads, grad_rows=first.grad_rows).save(ctx)
         elif request.engine.recomputes:
-            Saved(head, stats=stats, a=done.a, b=done.b).save(ctx)
+            Saved(head, stats=stats, coefficients=Coefficients(done.a, done.b, done.c)).save(ctx)
         logps, entropies = (scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, stats.entropies))
         ctx.mark_non_differentiable(logps, entropies)
         return done.loss.clone(), logps, entropies  # what is returned gets attached to the graph, `done` must not
@@ -88,20 +89,20 @@ class PolicyLoss(torch.autograd.Function):
         request, saved = ctx.request, Saved.of(ctx)
         if not request.engine.recomputes:
             return None, None, *returned(saved.stored, ctx.like, request, saved.grad_rows, d_loss)
-        a, b = d_loss * saved.a, None if saved.b is None else d_loss * saved.b
+        coefficients = Coefficients(*(None if x is None else d_loss * x for x in saved.coefficients))
         with request.gathered_weight():
-            grads, indices = second_pass(saved.head, request, saved.stats, a, b)
+            grads, indices = second_pass(saved.head, request, saved.stats, coefficients)
         return None, None, *returned(grads, ctx.like, request, indices)
 
 
 @first_order
 class LinearLogprob(torch.autograd.Function):
-    """Log-probabilities and entropies, both differentiable.
+    """Log-probabilities, entropies and divergences from a teacher, all differentiable.
 
-    ``forward(ctx, request, *head)``, the tensors of a `Head` -> logps (N,), entropies (N,) or None, and the extras.
-    With stored gradients for coefficients (a, b) and upstream gradients (g, h), the backward returns c times what is
-    stored plus, by a second sweep, the gradient of what is left: g - c a and h - c b, in the rows where that is more
-    than rounding (`remainder.py`).
+    ``forward(ctx, request, *head)``, the tensors of a `Head` -> logps (N,), entropies (N,) and divergences (N,), None
+    where there are none, and the extras. With a stored gradient for expected coefficients and upstream gradients, the
+    backward returns s times what is stored plus, by a second sweep, the gradient of what is left: upstream less s times
+    the expected, in the rows where that is more than rounding (`remainder.py`).
     """
 
     @staticmethod
@@ -112,51 +113,74 @@ class LinearLogprob(torch.autograd.Function):
         stats = first.stats
         ctx.request, ctx.like = request, Like.of(head)
         if request.engine.stores is not Stored.NOTHING:
-            Saved(head, first.grads, first.grad_rows, stats, *(first.used or (None, None))).save(ctx)
+            used = Coefficients() if first.used is None else first.used
+            if request.token_loss is not None:  # a fused kernel asks nobody
+                used = _all_coefficients(request, stats)
+            Saved(head, first.grads, first.grad_rows, stats, used).save(ctx)
         n = head.hidden.shape[0]
         extras = [scatter(stats.extras[name], request.rows, n) for name in request.extras]
-        entropies = None if stats.entropies is None else scatter(stats.entropies, request.rows, n)
+        with_entropy = request.entropy and stats.entropies is not None  # a fused kernel always has it
+        entropies = scatter(cast(Tensor, stats.entropies), request.rows, n) if with_entropy else None
+        divergences = None if stats.divergence is None else scatter(stats.divergence.value, request.rows, n)
         ctx.mark_non_differentiable(*extras)
-        return scatter(stats.logps, request.rows, n), entropies, *extras
+        return scatter(stats.logps, request.rows, n), entropies, divergences, *extras
 
     @staticmethod
     def backward(
-        ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None, *d_extras: Tensor | None
+        ctx: Any,
+        d_logps: Tensor | None,
+        d_entropies: Tensor | None,
+        d_divergences: Tensor | None,
+        *d_extras: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         # on every rank of those that share the weight, whatever its own rows will need
         with ctx.request.gathered_weight():
-            return None, *_gradient(ctx.request, ctx.like, Saved.of(ctx), d_logps, d_entropies)
+            return None, *_gradient(ctx.request, ctx.like, Saved.of(ctx), d_logps, d_entropies, d_divergences)
 
 
-def _gradient(
-    request: Request, like: Like, saved: Saved, d_logps: Tensor | None, d_entropies: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the head's tensors, from those of all positions' log-probabilities and entropies."""
-    rows, (head, stored, grad_rows, stats, a, b) = request.rows, saved
-    dtype = request.config.accumulator
-    g = stats.logps.new_zeros(len(rows)) if d_logps is None else d_logps[rows.positions].to(dtype)
-    h = None if d_entropies is None else d_entropies[rows.positions].to(dtype)
+def _gradient(request: Request, like: Like, saved: Saved, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of the head's tensors, from those of all positions' results, in the order of `Coefficients`."""
+    rows, (head, stored, grad_rows, stats, expected) = request.rows, saved
+    dtype, diverges = request.config.accumulator, stats.divergence is not None
+    came = Coefficients(*(None if x is None else x[rows.positions].to(dtype) for x in upstream))
+    if came.c is None if diverges else came.a is None:  # the one that is expected, or the slopes are of
+        nothing = stats.logps.new_zeros(len(rows))
+        came = came._replace(c=nothing) if diverges else came._replace(a=nothing)
     if request.engine.recomputes:
-        total, indices = second_pass(head, request, stats, g, h)
+        total, indices = second_pass(head, request, stats, came)
         return returned(total, like, request, indices)
     if request.engine.stores is Stored.SLOPES:
-        factor = g[grad_rows, None]
-        rest = Remainder(g.index_fill(0, grad_rows, 0.0), h)
-        complete = h is None and grad_rows.shape[0] == len(rows)  # then there is nothing to ask the device for
-        left = not complete and rest.size(g, h)[0]
+        main = came.c if diverges else came.a
+        assert main is not None
+        factor, others = main[grad_rows, None], main.index_fill(0, grad_rows, 0.0)
+        rest = Remainder(came._replace(c=others) if diverges else came._replace(a=others))
+        only_main = all(x is None or x is main for x in came)
+        complete = only_main and grad_rows.shape[0] == len(rows)  # then there is nothing to ask the device for
+        left = not complete and rest.size(came)[0]
     else:
-        factor, rest = split_off(g, h, (a, b))
-        left, far = rest.size(g, h)
+        factor, rest = split_off(came, expected)
+        left, far = rest.size(came)
         if far:  # what is stored is far larger than what is wanted: nothing of it would survive
-            total, indices = second_pass(head, request, stats, g, h)
+            total, indices = second_pass(head, request, stats, came)
             return returned(total, like, request, indices)
     if not left:
         return returned(stored, like, request, grad_rows, factor)
-    more, indices = second_pass(head, request, stats, rest.a, rest.b)
-    ratio = None if rest.b is not None else (g / rest.a)[indices]
-    total = _merge(_scaled(stored, factor), grad_rows, more, indices, len(rows), ratio)
+    more, indices = second_pass(head, request, stats, rest.left)
+    total = _merge(_scaled(stored, factor), grad_rows, more, indices, len(rows), _ratio(came, rest.left, indices))
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, like, request, every)
+
+
+def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
+    """Those of all rows of a loss that is fused."""
+    assert request.coefficients is not None
+    return request.coefficients(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
+
+
+def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor | None:
+    """What came over what is left of it, at `indices`, where rows have one coefficient alone; None: they have more."""
+    (x, y), *others = ((x, y) for x, y in zip(came, left, strict=True) if y is not None)
+    return None if others or x is None else (x / y)[indices]
 
 
 @dataclass(frozen=True)
@@ -168,7 +192,8 @@ class Like:
 
     @staticmethod
     def of(head: Head) -> Like:
-        return Like(head.hidden.shape[0], tuple(None if x is None else x.dtype for x in head))
+        own = (*head,)[: len(fields(Gradients))]
+        return Like(head.hidden.shape[0], tuple(None if x is None else x.dtype for x in own))
 
 
 def _scaled(stored: Gradients, factor: Tensor) -> Gradients:
@@ -195,8 +220,8 @@ def _merge(
 ) -> Gradients:
     """What is stored, of the rows `grad_rows`, and a second sweep of `indices` together; row by row for all n rows.
 
-    Without entropies a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the row is
-    then taken from there alone, so that the difference of two numbers does not stand in for a small one.
+    With one coefficient alone a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the
+    row is then taken from there alone, so that the difference of two numbers does not stand in for a small one.
     """
 
     def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -224,7 +249,8 @@ def _merge(
 def returned(
     grads: Gradients, like: Like, request: Request, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients times `factor`, () or (m, 1), in the shapes and dtypes of the head's tensors, each rounded once.
+    """Gradients times `factor`, () or (m, 1), in the shapes and dtypes of the head's tensors, each rounded once; None
+    for those of the teacher.
 
     Their rows are those at `indices` among the rows of the call. Of a sharded head each rank has what its own columns
     give to a row: the ranks' parts are added up.
@@ -241,7 +267,8 @@ def returned(
         return all_rows(_times(x, factor, dtype), positions, like.positions)
 
     pairs = zip(("hidden", "weight", "bias", "lora_u", "lora_b"), grads, like.dtypes, strict=True)
-    return tuple(None if x is None or dtype is None else whole(name, x, dtype) for name, x, dtype in pairs)
+    own = (None if x is None or dtype is None else whole(name, x, dtype) for name, x, dtype in pairs)
+    return *own, None, None, None
 
 
 def _graph_is_kept() -> bool:

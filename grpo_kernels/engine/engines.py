@@ -13,8 +13,10 @@ two_pass   project; later project again, gradient      2 + 6s                   
 lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
 ========== =========================================== ======================== ==================
 
-(In NVH.) One pass needs each row's coefficients a = d loss / d logp and b = d loss / d entropy as soon as the row's own
-logits are there. `frozen` needs nothing, since d hidden is linear in a, but it is of no use to b. Two passes serve all.
+(In NVH.) A divergence from a teacher adds 2 each time that the rows are projected, for the teacher's projection. One
+pass needs each row's coefficients a = d loss / d logp, b = d loss / d entropy and c = d loss / d divergence as soon as
+the row's own logits are there. `frozen` needs nothing, since d hidden is linear in a (or in c, where there is nothing
+else), but it is of no use to several of them. Two passes serve all.
 `lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the weight's size.
 Rows whose coefficients are certain to be 0 are only projected, in score, frozen and one_pass; in two_pass and lean, so
 are all rows whose coefficients came out 0.
@@ -38,8 +40,8 @@ SCORE = Engine(
 FROZEN = Engine(
     name="frozen",
     stores=Stored.SLOPES,
-    serves=lambda call: not call.head_trains and not call.entropy_gradient,
-    needs="a frozen head, without a lora of its own, and no gradient of the entropy",
+    serves=lambda call: not (call.head_trains or call.entropy_gradient or call.mixed_gradient),
+    needs="a frozen head, without a lora of its own, and no gradient but that of one number a row",
     first_pass=store,
     second_pass=recompute,  # of the entropy after all, or of rows that were not expected to have a gradient
 )

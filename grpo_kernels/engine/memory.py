@@ -62,13 +62,14 @@ class Room:
 AMPLE = Room(tight=False, ample=True)
 
 
-def default_workspace(weight: Tensor, needs_grad: NeedsGrad, *, ample: bool) -> int:
+def default_workspace(weight: Tensor, needs_grad: NeedsGrad, *, ample: bool, heads: int = 1) -> int:
     """Bytes: `WORKSPACE_BYTES`; with `ample` room, `large_workspace`."""
-    return large_workspace(weight, needs_grad) if ample else WORKSPACE_BYTES
+    return large_workspace(weight, needs_grad, heads) if ample else WORKSPACE_BYTES
 
 
-def large_workspace(weight: Tensor, needs_grad: NeedsGrad) -> int:
-    """What chunks of `LARGE_CHUNK_ROWS` rows take, from `WORKSPACE_BYTES` to the device's `most_workspace`.
+def large_workspace(weight: Tensor, needs_grad: NeedsGrad, heads: int = 1) -> int:
+    """What chunks of `LARGE_CHUNK_ROWS` rows take, from `WORKSPACE_BYTES` to the device's `most_workspace`; `heads` is
+    how many rows of logits a token has at a time.
 
     On a GPU a product with fewer rows waits for the weight that it reads. On a CPU it is slow enough for that not to
     matter.
@@ -76,5 +77,5 @@ def large_workspace(weight: Tensor, needs_grad: NeedsGrad) -> int:
     device, (vocab, width) = device_of(weight.device), weight.shape
     chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits are kept at a time
     d_logits = 2 * chunks if needs_grad.hidden or needs_grad.head else 0
-    row_bytes = device.row_width(vocab) * (4 + d_logits) + width * 4 * chunks
+    row_bytes = device.row_width(vocab) * (4 * heads + d_logits) + width * 4 * chunks
     return min(max(WORKSPACE_BYTES, LARGE_CHUNK_ROWS * row_bytes), device.most_workspace)

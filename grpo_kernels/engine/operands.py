@@ -4,34 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowBackend, RowStats, Teacher
+from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import AMPLE, Room
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
 from grpo_kernels.engine.vocab_parallel import Shard
 
 SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
 
-Coefficients = tuple[Tensor, Tensor | None]  # a = d loss / d logp and b = d loss / d entropy, (m,) each
-CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), given their statistics
 Index = Tensor | slice  # of rows
+
+
+class Coefficients(NamedTuple):
+    """What the gradient of a row's logits is made of, (m,) each; None: 0."""
+
+    a: Tensor | None = None  # d loss / d logp
+    b: Tensor | None = None  # d loss / d entropy
+    c: Tensor | None = None  # d loss / d divergence
+
+    def at(self, index: Index) -> Coefficients:
+        """Those of the rows at `index`."""
+        return Coefficients(*(None if x is None else x[index] for x in self))
+
+
+CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), given their statistics
 
 
 @dataclass(frozen=True)
 class Head:
-    """The tensors that may want a gradient; the raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``."""
+    """The tensors that may want a gradient; the raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
+
+    And those of the teacher's head, constants, where a divergence from it is wanted.
+    """
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None = None  # (V,)
     lora_u: Tensor | None = None  # (N, r), the hidden states times the adapter's first factor
     lora_b: Tensor | None = None  # (V, r)
+    teacher_hidden: Tensor | None = None  # (N, H'), of the same positions
+    teacher_weight: Tensor | None = None  # (V, H')
+    teacher_bias: Tensor | None = None  # (V,)
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter((self.hidden, self.weight, self.bias, self.lora_u, self.lora_b))
+        own = (self.hidden, self.weight, self.bias, self.lora_u, self.lora_b)
+        return iter((*own, self.teacher_hidden, self.teacher_weight, self.teacher_bias))
 
     def factors(self) -> list[tuple[Tensor, Tensor]]:
         """What the projection is a sum of products of: (N, K) and (V, K)."""
@@ -40,7 +62,21 @@ class Head:
 
     def row_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias as row backends read it."""
-        return None if self.bias is None else self.bias.detach().to(dtype).contiguous()
+        return _row_bias(self.bias, dtype)
+
+    def teacher(self) -> Head:
+        """The teacher's tensors as a head of their own."""
+        assert self.teacher_hidden is not None
+        assert self.teacher_weight is not None
+        return Head(self.teacher_hidden, self.teacher_weight, self.teacher_bias)
+
+    def alone(self) -> Head:
+        """Without the teacher."""
+        return Head(self.hidden, self.weight, self.bias, self.lora_u, self.lora_b)
+
+
+def _row_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.detach().to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -80,6 +116,8 @@ class HeadConfig:
     round_logits: bool = False  # to the compute dtype
     shard: Shard | None = None  # where the head's rows are divided among ranks
     room: Room = AMPLE
+    teacher: HeadConfig | None = None  # how the teacher's rows are projected, of the same accumulator
+    beta: float = 1.0  # which divergence from the teacher, see `Teacher`
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -103,26 +141,72 @@ class HeadConfig:
 
         Else each product converts what it needs, slice by slice.
         """
-        dtype = converted_dtype(head.weight, self.compute_dtype)
-        if dtype is None or not self.room.ample:
+        if not self.room.ample:
             return head
-        return replace(head, weight=head.weight.to(dtype))
+        dtype = converted_dtype(head.weight, self.compute_dtype)
+        if dtype is not None:
+            head = replace(head, weight=head.weight.to(dtype))
+        if self.teacher is not None and head.teacher_weight is not None:
+            dtype = converted_dtype(head.teacher_weight, self.teacher.compute_dtype)
+            if dtype is not None:
+                head = replace(head, teacher_weight=head.teacher_weight.to(dtype))
+        return head
 
     @property
     def _slice_bytes(self) -> int:
         return min(SLICE_BYTES, self.workspace_bytes // 8)
 
     def stats(self, chunk: Chunk, invalid: Tensor | None, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
-        """The backend's statistics, the log-probability NaN in the rows that are `invalid` (n,)."""
-        if self.shard is None:
-            found = self.backend.stats(chunk, entropy=entropy, extras=extras)
-        else:
-            found = self.shard.stats(self.backend, chunk, entropy=entropy, extras=extras)
+        """The backend's statistics, the log-probability NaN in the rows that are `invalid` (n,).
+
+        Of a chunk with a teacher with the divergence, which takes both heads' statistics first.
+        """
+        found = self._reduced(chunk, entropy=entropy, extras=extras)
+        if chunk.teacher is not None:
+            teacher = self._reduced(chunk.of_teacher(), entropy=False, extras=())
+            value, slope = self.backend.diverge(chunk, found, teacher)
+            if self.shard is not None:
+                parts = gather_stacked(torch.stack([value, slope]), self.shard.process_group)
+                value, slope = parts.sum(dim=0).unbind()
+            found = replace(found, divergence=DivergenceStats(value, slope, teacher.max_logit, teacher.log_sum))
         if invalid is not None:
             found.logps.masked_fill_(invalid, torch.nan)
         return found
+
+    def _reduced(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+        if self.shard is None:
+            return self.backend.stats(chunk, entropy=entropy, extras=extras)
+        return self.shard.stats(self.backend, chunk, entropy=entropy, extras=extras)
 
     def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
         """How the raw projection of rows becomes their logits; `bias` as `Head.row_bias` gives it."""
         rounded_to = self.compute_dtype if self.round_logits else None
         return LogitTransform(self.scale, self.softcap, inv_temperature, bias, rounded_to)
+
+    def logits_of_teacher(self, head: Head, columns: slice = slice(None)) -> TeacherLogits | None:
+        """What projects the teacher's rows, on some columns of the vocabulary; None where there is no teacher."""
+        return None if self.teacher is None else TeacherLogits(head.teacher(), self.teacher, self.beta, columns)
+
+    def without_teacher(self) -> HeadConfig:
+        """For a gradient that the divergence has no part in."""
+        return replace(self, teacher=None)
+
+
+class TeacherLogits:
+    """The teacher's logits of some columns, chunk after chunk.
+
+    Attributes:
+        products: those of its head.
+    """
+
+    def __init__(self, head: Head, config: HeadConfig, beta: float, columns: slice) -> None:
+        bias = head.row_bias(config.accumulator)
+        self._config, self._beta, self._bias = config, beta, None if bias is None else bias[columns]
+        self.hidden, self.products = head.hidden, config.products(head.weight[columns])
+
+    def project(self, operand: Tensor, out: Tensor, inv_temperature: float | Tensor) -> Teacher:
+        """``out`` (m, V), the logits of `operand` (m, H'), as a chunk's teacher has them."""
+        self.products.logits(operand, out)
+        transform = self._config.transform(self._bias, inv_temperature)
+        self._config.backend.prepare_(out, transform)
+        return Teacher(out, transform, self._beta)

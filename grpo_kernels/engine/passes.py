@@ -34,6 +34,9 @@ class Differentiated(Protocol):
     @property
     def b(self) -> Tensor | None: ...  # (n,) d loss / d entropy
 
+    @property
+    def c(self) -> Tensor | None: ...  # (n,) d loss / d divergence
+
 
 Loss = TypeVar("Loss", bound=Differentiated)
 
@@ -88,12 +91,7 @@ def store(head: Head, request: Request) -> FirstPass:
 
 def recompute(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
     """The gradient of all rows of `request`, given their statistics (n,), on logits that are projected again."""
-    a, b = coefficients
-    asked = Asked(
-        stats=stats,
-        coefficients=lambda index, _: (a[index], None if b is None else b[index]),
-        needs_grad=request.needs_grad,
-    )
+    asked = Asked(stats=stats, coefficients=lambda index, _: coefficients.at(index), needs_grad=request.needs_grad)
     _, grads = sweep(request.config.converted(head), request.rows, request.config, asked)
     assert grads is not None
     return grads
@@ -101,7 +99,7 @@ def recompute(head: Head, request: Request, stats: RowStats, coefficients: Coeff
 
 def recompute_slices(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
     """As `recompute`, by slices of the vocabulary."""
-    return sweep_slices(head, request.rows, request.config, stats, *coefficients, request.needs_grad)
+    return sweep_slices(head, request.rows, request.config, stats, coefficients, request.needs_grad)
 
 
 def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) -> tuple[FirstPass, Loss]:
@@ -110,23 +108,26 @@ def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) 
     done = finish(first.stats)
     if request.engine.stores is Stored.SLOPES:
         assert done.b is None
+        assert done.c is None
         assert first.grads is not None
         assert first.grads.hidden is not None
         first.grads.hidden.mul_(done.a[first.grad_rows, None])
     return first, done
 
 
-def second_pass(head: Head, request: Request, stats: RowStats, a: Tensor, b: Tensor | None) -> tuple[Gradients, Tensor]:
-    """The gradient of the rows where a or b is not 0, and their indices. Waits for the device once: how many are they?
+def second_pass(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> tuple[Gradients, Tensor]:
+    """The gradient of the rows where a coefficient is not 0, and their indices. Waits for the device once: how many are
+    they?
 
     Args:
         stats: of all rows, from the first pass.
-        a, b: d loss / d logp and d loss / d entropy, (n,).
+        coefficients: (n,), one of them at least.
     """
-    indices, b = _moved(a, b)
+    indices, coefficients = _moved(coefficients)
     some = replace(request, rows=request.rows.at(indices))
-    coefficients = a[indices], None if b is None else b[indices]
-    return request.engine.second_pass(head, some, stats.rows(indices), coefficients), indices
+    if coefficients.c is None:
+        head, some = head.alone(), replace(some, config=request.config.without_teacher())
+    return request.engine.second_pass(head, some, stats.rows(indices), coefficients.at(indices)), indices
 
 
 def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
@@ -165,20 +166,24 @@ class _Known:
         self._request, self._grad_rows = request, grad_rows
         self.used: Coefficients | None = None
         if request.token_loss is None and request.engine.stores is Stored.GRADIENT:
-            self.used = self._zeros(), None
+            # what is expected of, whether or not there are rows
+            self.used = Coefficients(self._zeros()) if request.config.teacher is None else Coefficients(c=self._zeros())
 
     def __call__(self, index: Index, stats: RowStats) -> Coefficients:
         assert self._request.coefficients is not None
         indices = self._grad_rows[index]
-        a, b = self._request.coefficients(indices, stats)
+        found = self._request.coefficients(indices, stats)
         if self.used is not None:
-            all_a, all_b = self.used
-            all_a[indices] = a
-            if b is not None:
-                all_b = self._zeros() if all_b is None else all_b
-                all_b[indices] = b
-            self.used = all_a, all_b
-        return a, b
+            self.used = Coefficients(*(self._noted(x, new, indices) for x, new in zip(self.used, found, strict=True)))
+        return found
+
+    def _noted(self, every: Tensor | None, new: Tensor | None, indices: Tensor) -> Tensor | None:
+        """`new`, written at the indices among the rows of the request."""
+        if new is None:
+            return every
+        every = self._zeros() if every is None else every
+        every[indices] = new
+        return every
 
     def _zeros(self) -> Tensor:
         rows = self._request.rows
@@ -189,13 +194,19 @@ def _asked(request: Request) -> Asked:
     return Asked(entropy=request.entropy, extras=request.extras, token_loss=request.token_loss)
 
 
-def _moved(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The indices where a or b (n,) is not 0; and b, or None if all of it is, as for a loss without entropies."""
-    if b is None or device_of(a.device).is_capturing():
-        return indices_of(a != 0), b
-    moved = (a != 0) | (b != 0)
-    count, of_b = torch.stack([moved.sum(), (b != 0).sum()]).tolist()
-    return (~moved).to(torch.uint8).argsort(stable=True)[:count], b if of_b else None
+def _moved(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
+    """The indices where a coefficient (n,) is not 0; and the coefficients, None those that all are, as b is for a loss
+    without entropies.
+    """
+    moves = [None if x is None else x != 0 for x in coefficients]
+    present = [x for x in moves if x is not None]
+    if len(present) == 1 or device_of(present[0].device).is_capturing():
+        return indices_of(present[0]), coefficients
+    moved = torch.stack(present).any(dim=0)
+    count, *counts = torch.stack([moved.sum(), *(x.sum() for x in present)]).tolist()
+    some = iter(counts)
+    kept = (x if x is not None and next(some) else None for x in coefficients)
+    return (~moved).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
 
 
 def _interleave(first: RowStats, at_first: Tensor, second: RowStats, at_second: Tensor) -> RowStats:
@@ -206,5 +217,6 @@ def _interleave(first: RowStats, at_first: Tensor, second: RowStats, at_second: 
         entropy=first.entropies is not None,
         extras=(*first.extras,),
         terms=(*first.terms,),
+        divergence=first.divergence is not None,
     )
     return both.rows(torch.cat([at_first, at_second]).argsort())

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform
+from grpo_kernels.backends.interface import DivergenceStats, LogitTransform
 from grpo_kernels.engine.device import device_of
 
 HIGHEST_FP16 = 2.0**12  # what scaled d logits stay below: a margin of 16 to the largest fp16
@@ -64,20 +64,30 @@ class Products:
         return self.gradient_dtype == torch.float16
 
     def scaled(
-        self, a: Tensor, b: Tensor | None, transform: LogitTransform
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Coefficients a, b (n,) times the power of two () that brings d logits into range, and that; None: unscaled.
+        self,
+        a: Tensor,
+        b: Tensor | None,
+        c: Tensor | None,
+        transform: LogitTransform,
+        divergence: DivergenceStats | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Coefficients a, b, c (n,) times the power of two () that brings d logits into range, and that; None: none.
 
-        It is 1 where a coefficient is not finite: that surfaces as it is.
+        It is 1 where a coefficient is not finite: that surfaces as it is. `divergence` is needed with c: no |k_v| of
+        its gradient is above 1 + D.
         """
         if not self.scales_gradient or a.numel() == 0:
-            return a, b, None
+            return a, b, c, None
         inv_t = transform.inv_temperature
         size = a.abs() if b is None else a.abs() + ENTROPY_SLOPE * b.abs()
+        if c is not None:
+            assert divergence is not None
+            size = size + c.abs() * (1.0 + divergence.value + divergence.slope.abs())
         size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)
-        return a * scale, None if b is None else b * scale, scale
+        b, c = (None if x is None else x * scale for x in (b, c))
+        return a * scale, b, c, scale
 
     def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); all but the `first` add to it.

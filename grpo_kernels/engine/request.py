@@ -39,6 +39,7 @@ class Situation:
         coupling: when the coefficients of a row are known.
         hidden_trains, head_trains: what wants a gradient (weight, bias or an adapter for the head).
         entropy_gradient: whether the loss depends on the entropies, b != 0.
+        mixed_gradient: whether it depends on the divergences, c != 0, and on log-probabilities as well.
         tight_memory: whether an accumulator for d weight would not fit.
         scores_without_logits: whether the backend can.
     """
@@ -47,6 +48,7 @@ class Situation:
     hidden_trains: bool
     head_trains: bool
     entropy_gradient: bool
+    mixed_gradient: bool = False
     tight_memory: bool = False
     scores_without_logits: bool = False
 
@@ -59,7 +61,7 @@ class Stored(Enum):
     """What a first pass leaves for the backward."""
 
     NOTHING = "there is no gradient"
-    SLOPES = "d logp / d hidden, row by row, which the backward scales"
+    SLOPES = "d logp / d hidden, or that of the divergence, row by row, which the backward scales"
     GRADIENT = "the gradient for coefficients that were known, or expected"
     STATISTICS = "those of the rows, from which a second pass recomputes the logits"
 

@@ -7,7 +7,7 @@ complete: it is rounded and written once. d hidden is what accumulates, in the a
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.gradients import Gradients, NeedsGrad
-from grpo_kernels.engine.operands import Head, HeadConfig, Rows
+from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Rows
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.sweep import matrix_of_logits
 
@@ -25,9 +25,9 @@ FEATURES_SHARE = 4  # of the workspace, one part in so many is the most that ope
 
 
 def sweep_slices(
-    head: Head, rows: Rows, config: HeadConfig, stats: RowStats, a: Tensor, b: Tensor | None, needs_grad: NeedsGrad
+    head: Head, rows: Rows, config: HeadConfig, stats: RowStats, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """The gradient of `rows`, n of them, given their statistics and coefficients a, b (n,).
+    """The gradient of `rows`, n of them, given their statistics and coefficients (n,).
 
     Returns:
         As `sweep` does, but d weight and d bias in their own dtype, rounded once.
@@ -35,9 +35,12 @@ def sweep_slices(
     n, vocab, dtype = len(rows), head.weight.shape[0], config.accumulator
     bias = head.row_bias(dtype)
     # one factor for all: what is summed over rows and over slices must carry the same
-    a, b, scale = config.products(head.weight).scaled(a, b, config.transform(bias, rows.inv_temperature))
+    a, b, c = coefficients
+    a = torch.zeros_like(stats.logps) if a is None else a
+    transform = config.transform(bias, rows.inv_temperature)
+    a, b, c, scale = config.products(head.weight).scaled(a, b, c, transform, stats.divergence)
     rows_at_once, columns_at_once = _slice_shape(n, head, config, needs_grad)
-    blocks = _blocks(rows, stats, a, b, rows_at_once)
+    blocks = _blocks(rows, stats, Coefficients(a, b, c), rows_at_once)
     m = blocks[-1].indices.stop if blocks else 0
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
     d_rows, d_matrices = [], []  # of each factor
@@ -70,11 +73,10 @@ class _Block:
     count: int  # without padding
     rows: Rows  # (m,), and so is all below
     stats: RowStats
-    a: Tensor
-    b: Tensor | None
+    coefficients: Coefficients
 
 
-def _blocks(rows: Rows, stats: RowStats, a: Tensor, b: Tensor | None, most: int) -> list[_Block]:
+def _blocks(rows: Rows, stats: RowStats, coefficients: Coefficients, most: int) -> list[_Block]:
     """`rows`, n of them, in blocks of about equal size, at most `most`; all but the last are whole tiles."""
     n, device = len(rows), device_of(rows.positions.device)
     tile = device.fewest_rows
@@ -85,8 +87,8 @@ def _blocks(rows: Rows, stats: RowStats, a: Tensor, b: Tensor | None, most: int)
         m = device.padded_rows(count)
         index = torch.arange(start, start + m, device=rows.positions.device)
         index[count:] = start  # padding repeats the first row
-        b_rows = None if b is None else b[index]
-        blocks.append(_Block(slice(start, start + m), count, rows.at(index), stats.rows(index), a[index], b_rows))
+        of_rows = coefficients.at(index)
+        blocks.append(_Block(slice(start, start + m), count, rows.at(index), stats.rows(index), of_rows))
     return blocks
 
 
@@ -105,6 +107,7 @@ class _Slice:
     ) -> None:
         self._factors, self._config, self._columns = config.all_products(head, columns), config, columns
         self._features = [x for x, _ in head.factors()]
+        self._teacher = config.logits_of_teacher(head, columns)
         self._bias = None if bias is None else bias[columns]
         self._d_rows, self._d_bias = d_rows, None if d_bias is None else d_bias[columns]
         self._targets = [None if whole is None else whole[columns] for whole in d_matrices]
@@ -144,9 +147,15 @@ class _Slice:
         for i, (factor, x) in enumerate(zip(self._factors, features, strict=True)):
             factor.logits(x, logits, first=i == 0)
         config.backend.prepare_(logits, chunk.transform)
+        if self._teacher is not None:
+            operand = self._teacher.products.operand(self._teacher.hidden[some.positions])
+            other = matrix_of_logits(logits, len(some), width, dtype)
+            chunk = replace(chunk, teacher=self._teacher.project(operand, other, some.inv_temperature))
         in_place = products.gradient_dtype == dtype
         d_logits = logits if in_place else matrix_of_logits(logits, len(some), width, products.gradient_dtype)
-        config.backend.grad(chunk, block.stats, block.a, block.b, d_logits)
+        a, b, c = block.coefficients
+        assert a is not None
+        config.backend.grad(chunk, block.stats, a, b, d_logits, c)
         d_logits[block.count :] = 0.0
         return d_logits
 
@@ -168,10 +177,17 @@ def _slice_shape(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad) 
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != config.accumulator else 0))
         padding_bytes += tile * x.shape[1] * size  # of d hidden
+    with_teacher = config.teacher is not None
+    if config.teacher is not None:
+        teacher = head.teacher()
+        p = config.teacher.products(teacher.weight)
+        factors = [*factors, p]
+        logit_bytes += size
+        row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
     row_free = padding_bytes + max(p.slice_bytes for p in factors)  # of the weights one after the other
 
     def taken(rows: int, columns: int) -> int:
-        logits = rows * logit_bytes + config.backend.scratch_rows(rows, least) * size
+        logits = rows * logit_bytes + config.backend.scratch_rows(rows, least, teacher=with_teacher) * size
         return row_free + rows * row_bytes + columns * (column_bytes + logits)
 
     rows = max(1, -(-min(n, MOST_ROWS) // tile)) * tile

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, SinglePassRowBackend
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, SinglePassRowBackend, Teacher
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
@@ -31,7 +31,8 @@ class Asked:
         entropy, extras: statistics to compute besides the log-probability.
         stats: the statistics, (n,) each, where they are known already.
         coefficients: of the gradient; called with indices of rows (m,) and their statistics, a chunk at a time.
-        slopes: whether all coefficients are a = 1, b = 0, in place of `coefficients`.
+        slopes: whether the gradient is that of the log-probabilities, or of the divergences where there is a teacher,
+            in place of `coefficients`.
         token_loss: the loss of the rows, for a backend that fuses: its terms are then there too, and `coefficients`
             are asked only where d logits have to be scaled before they are rounded.
         needs_grad: which gradients; None: none.
@@ -58,11 +59,13 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
     """
     n, vocab = len(rows), head.weight.shape[0]
     groups, factors = _groups(n, head, config, asked.needs_grad), config.all_products(head)
+    teacher = config.logits_of_teacher(head)
     work = _Chunks(config, asked, factors[0], head.row_bias(config.accumulator))
     sums = None if asked.needs_grad is None else _Sums(head, n, groups, config, asked.needs_grad)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
         buffer = matrix_of_logits(head.hidden, most, vocab, config.accumulator)
+        other = None if teacher is None else matrix_of_logits(head.hidden, most, vocab, config.accumulator)
         d_logits = buffer if work.in_place else None
         every = _Members(rows, asked.token_loss, asked.stats)
         for group in groups:
@@ -70,6 +73,7 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
             all_rows = slice(first, first + group.rows)
             of_group = [members.operands(x, all_rows, n) for x, _ in head.factors()]
             features = [factor.operand(x) for factor, x in zip(factors, of_group, strict=True)]
+            of_teacher = None if teacher is None else members.operands(teacher.hidden, all_rows, n)
             for chunk in group.chunks:
                 logits = buffer[: chunk.stop - chunk.start]
                 for i, (factor, x) in enumerate(zip(factors, features, strict=True)):
@@ -79,7 +83,12 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
                     d_logits = matrix_of_logits(head.hidden, most, vocab, factors[0].gradient_dtype)
                 target = None if sums is None or d_logits is None else logits if work.in_place else d_logits[chunk]
                 indices = slice(first + chunk.start, first + chunk.stop)
-                work.add(logits, target, members, indices, len(group) - chunk.start)
+                known = None
+                if teacher is not None and other is not None and of_teacher is not None:
+                    inv_t = members.at(indices)[1].inv_temperature
+                    operand = teacher.products.operand(of_teacher[chunk])
+                    known = teacher.project(operand, other[: len(operand)], inv_t)
+                work.add(logits, known, target, members, indices, len(group) - chunk.start)
             if sums is not None and d_logits is not None:
                 if len(group) < group.rows:
                     d_logits[len(group) : group.rows] = 0.0
@@ -99,14 +108,18 @@ def _groups(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None
     width = device.row_width(vocab)
     row_bytes = width * config.accumulator.itemsize
     separate = needs_grad is not None and products.gradient_dtype != config.accumulator
+    chunk_row_bytes, slice_bytes, with_teacher = row_bytes, products.slice_bytes, config.teacher is not None
+    if config.teacher is not None:
+        other = config.teacher.products(widest_part(head.teacher().weight, config.shard))
+        chunk_row_bytes, slice_bytes = 2 * row_bytes + other.hidden_bytes(), max(slice_bytes, other.slice_bytes)
 
-    def scratch_bytes(m: int) -> int:
-        return max(products.slice_bytes, config.backend.scratch_rows(m, vocab) * row_bytes)  # never at the same time
+    def scratch_bytes(m: int) -> int:  # of products and row work, which are never at the same time
+        return max(slice_bytes, config.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes)
 
     return plan_groups(
         n,
         config.workspace_bytes,
-        chunk_row_bytes=row_bytes,
+        chunk_row_bytes=chunk_row_bytes,
         group_row_bytes=products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0),
         grouped=separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient,
         scratch_bytes=scratch_bytes,
@@ -167,12 +180,21 @@ class _Chunks:
         self._single_pass = (
             asked.slopes
             and config.shard is None  # which joins the ranks between statistics and gradient
+            and config.teacher is None
             and not products.scales_gradient
             and isinstance(config.backend, SinglePassRowBackend)
         )
 
-    def add(self, logits: Tensor, target: Tensor | None, members: _Members, indices: slice, count: int) -> None:
-        """Reduce raw projections (m, V) and write d logits to `target`.
+    def add(
+        self,
+        logits: Tensor,
+        teacher: Teacher | None,
+        target: Tensor | None,
+        members: _Members,
+        indices: slice,
+        count: int,
+    ) -> None:
+        """Reduce raw projections (m, V), which may have a teacher, and write d logits to `target`.
 
         Args:
             members, indices: whose they are.
@@ -180,7 +202,7 @@ class _Chunks:
         """
         config, asked = self._config, self._asked
         index, rows, token_loss, found = members.at(indices)
-        chunk = Chunk(logits, rows.ids, config.transform(self._bias, rows.inv_temperature))
+        chunk = Chunk(logits, rows.ids, config.transform(self._bias, rows.inv_temperature), teacher=teacher)
         config.backend.prepare_(logits, chunk.transform)
         if self._single_pass and target is not None:
             found = self._at_once(chunk, target, rows.invalid, count)
@@ -191,14 +213,20 @@ class _Chunks:
         elif found is None:
             found = config.stats(chunk, rows.invalid, entropy=asked.entropy, extras=asked.extras)
         if target is not None and not (self._fuses_gradient or self._single_pass):
-            a, b = torch.ones_like(found.logps), None
-            if not asked.slopes:
-                assert asked.coefficients is not None
-                a, b = asked.coefficients(index, found)
-            a, b, self.scale = self._products.scaled(a, b, chunk.transform)
-            config.backend.grad(chunk, found, a, b, target)
+            a, b, c = self._coefficients(index, found)
+            a = torch.zeros_like(found.logps) if a is None else a
+            a, b, c, self.scale = self._products.scaled(a, b, c, chunk.transform, found.divergence)
+            config.backend.grad(chunk, found, a, b, target, c)
         if asked.stats is None:
             self._stats.append(found.rows(slice(max(0, count))))
+
+    def _coefficients(self, index: Index, found: RowStats) -> Coefficients:
+        asked = self._asked
+        if asked.slopes:
+            one = torch.ones_like(found.logps)
+            return Coefficients(one) if found.divergence is None else Coefficients(c=one)
+        assert asked.coefficients is not None
+        return asked.coefficients(index, found)
 
     def _at_once(self, chunk: Chunk, target: Tensor, invalid: Tensor | None, count: int) -> RowStats:
         backend, asked = self._config.backend, self._asked
@@ -215,10 +243,16 @@ class _Chunks:
         asked = self._asked
         if asked.stats is not None:
             return asked.stats
-        dtype, loss = self._config.accumulator, asked.token_loss
-        if loss is not None:
-            return RowStats.concatenate(self._stats, like, dtype, entropy=True, extras=(), terms=loss.terms)
-        return RowStats.concatenate(self._stats, like, dtype, entropy=asked.entropy, extras=asked.extras)
+        loss = asked.token_loss
+        return RowStats.concatenate(
+            self._stats,
+            like,
+            self._config.accumulator,
+            entropy=asked.entropy or loss is not None,
+            extras=() if loss is not None else asked.extras,
+            terms=() if loss is None else loss.terms,
+            divergence=self._config.teacher is not None,
+        )
 
     def row_factor(self) -> Tensor | None:
         """What the rows of d hidden are still to be multiplied by, (n,); None: nothing."""

@@ -20,6 +20,7 @@ from grpo_kernels.engine.memory import Room
 from grpo_kernels.engine.operands import Head, HeadConfig
 from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.head.lora import LoRA, check_kind, check_lora
+from grpo_kernels.head.reference import ReferenceHead, check_reference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,6 +39,8 @@ class LMHead:
     lora: LoRA | None = None
     process_group: ProcessGroup | None = None  # over which the head is divided
     vocab_size: int | None = None  # of the whole head, without padding; None: all rows
+    reference: ReferenceHead | None = None  # divided over the ranks as `weight` is
+    beta: float = 1.0  # which divergence from it, see `backends.interface.Teacher`
 
     def grouped(self) -> LMHead:
         """With the group over which it is divided: the one given, or that of the DTensors hidden and weight.
@@ -53,7 +56,7 @@ class LMHead:
     @property
     def is_plain(self) -> bool:
         """Whether it is three plain tensors, all that a compiled graph holds of a head."""
-        apart = (self.lora, self.process_group, self.vocab_size)
+        apart = (self.lora, self.process_group, self.vocab_size, self.reference)
         return all(x is None for x in apart) and not is_dtensor(self.weight)
 
     def local(self) -> LMHead:
@@ -67,6 +70,8 @@ class LMHead:
             raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
         if self.lora is not None:
             check_kind(self.lora)
+        if self.reference is not None:
+            check_reference(self.reference)
         if group is None:
             if size is None or not isinstance(weight, Tensor) or weight.dim() == 0:
                 return self
@@ -79,15 +84,24 @@ class LMHead:
             lora = replace(lora, a=a, b=b, input=_local("lora.input", lora.input, group, sharded=False))
         hidden = _local("hidden", self.hidden, group, sharded=False)
         weight, bias = (_local(x, getattr(self, x), group, sharded=True) for x in ("weight", "bias"))
+        other = self.reference
+        if other is not None:
+            tensors = {
+                x: _local(f"{other.prefix}{x}", getattr(other, x), group, sharded=x != "hidden")
+                for x in ("hidden", "weight", "bias")
+            }
+            other = replace(other, **tensors)
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
             raise ValueError("weight: expected at least one row of the vocabulary on every rank, got none")
-        return replace(self, hidden=hidden, weight=weight, bias=bias, lora=lora)
+        return replace(self, hidden=hidden, weight=weight, bias=bias, lora=lora, reference=other)
 
     def check(self, *, ranks: tuple[int, ...] | None = None) -> None:
         """Raise unless the tensors fit each other; `ranks` are those that `hidden` may have, any from 2 up if None."""
         check_head(self.hidden, self.weight, self.bias, ranks=ranks)
         if self.lora is not None:
             check_lora(self.lora, self.hidden, self.weight)
+        if self.reference is not None and self.process_group is None:
+            self.reference.check(self.hidden, self.weight)
 
     def needs_grad(self) -> NeedsGrad:
         """Which gradients autograd will ask for; none where it is off."""
@@ -112,7 +126,12 @@ class LMHead:
         lora = self.lora
         lora_u = None if lora is None else lora.project(self.hidden, positions)
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return Head(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b)
+        teacher: tuple[Tensor | None, ...] = ()
+        if self.reference is not None:
+            other = self.reference.hidden
+            constants = (other.reshape(-1, other.shape[-1]), self.reference.weight, self.reference.bias)
+            teacher = tuple(None if x is None else x.detach() for x in constants)
+        return Head(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, *teacher)
 
     def described(self, needs_grad: NeedsGrad, config: HeadConfig, *, own_rows: bool) -> dict[str, Any]:
         """The tensors but for `hidden`, whether they train, and how rows are projected, for other ranks to compare.
@@ -129,12 +148,24 @@ class LMHead:
             "lora.b": described(None if lora is None else lora.b, own=rows),
             "lora.input": lora is not None and lora.input is not None,
             "lora.scaling": None if lora is None else lora.scaling,
+            **self._described_reference(rows),
             **{
                 f"gradients wanted of {_NAMES.get(x.name, x.name)}": getattr(needs_grad, x.name)
                 for x in fields(needs_grad)
             },
             "dtype of the products (autocast)": str(config.compute_dtype),
             "the backend that serves": config.backend.name,
+        }
+
+    def _described_reference(self, own_rows: tuple[int, ...]) -> dict[str, Any]:
+        other = self.reference
+        if other is None:
+            return {"reference": None}
+        return {
+            "reference": (other.final_logit_softcapping, other.logit_scale, self.beta),
+            f"{other.prefix}hidden": described(other.hidden),
+            f"{other.prefix}weight": described(other.weight, own=own_rows),
+            f"{other.prefix}bias": described(other.bias, own=own_rows),
         }
 
     def divided(self, ranks: Agreement) -> tuple[LMHead, Shard | None]:
@@ -157,18 +188,22 @@ class LMHead:
             raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
         room = Room(tight=any(ranks.every["tight"]), ample=all(ranks.every["ample"]))
         shard = Shard(ranks.group, rank, tuple(sizes), room)
-        return self._first_rows(sizes[rank]), shard if len(sizes) > 1 else None
+        head = self._first_rows(sizes[rank])
+        if head.reference is not None:
+            head.reference.check(head.hidden, head.weight)
+        return head, shard if len(sizes) > 1 else None
 
     def _first_rows(self, count: int) -> LMHead:
-        """The head's first `count` ids."""
+        """The first `count` ids of the head, and of its reference."""
+        other = None if self.reference is None else self.reference.first_rows(count)
         if self.weight.shape[0] == count:
-            return self
+            return replace(self, reference=other)
 
         def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
             return x[:count] if isinstance(x, Tensor) and x.shape[:1] == self.weight.shape[:1] else x
 
         lora = None if self.lora is None else replace(self.lora, b=first(self.lora.b))
-        return replace(self, weight=self.weight[:count], bias=first(self.bias), lora=lora)
+        return replace(self, weight=self.weight[:count], bias=first(self.bias), lora=lora, reference=other)
 
 
 def _sharding_group(weight: Any) -> ProcessGroup:

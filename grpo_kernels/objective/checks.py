@@ -28,11 +28,19 @@ def check_objective(config: LossConfig, objective: Any) -> None:
             raise ValueError(f"{name}: expected {default} beside an objective, which replaces the term, got {value}")
 
 
-def check_terms(config: LossConfig, ref_per_token_logps: Any, objective: Any = None) -> None:
+def check_terms(config: LossConfig, ref_per_token_logps: Any, objective: Any = None, reference: Any = None) -> None:
     """Raise unless a KL term has its reference, and a custom `objective` has no term of the config's beside it."""
     check_objective(config, objective)
-    if config.beta != 0.0 and ref_per_token_logps is None:
+    if config.estimates_kl and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
+    if config.needs_reference_head and reference is None:
+        raise ValueError(
+            f"reference: expected a ReferenceHead, which grpo_loss takes, since kl_estimator = 'full' and beta = "
+            f"{config.beta}, got None"
+        )
+    if reference is not None and (objective is not None or config.kl_estimator != "full"):
+        why = "beside an objective" if objective is not None else f"with kl_estimator = {config.kl_estimator!r}"
+        raise ValueError(f"reference: expected None {why}, which does not read it, got one")
 
 
 def warn_of_inputs(
@@ -41,6 +49,7 @@ def warn_of_inputs(
     *,
     num_items_in_batch: Any,
     old_per_token_logps: Any,
+    ref_per_token_logps: Any,
     sampling_per_token_logps: Any,
 ) -> None:
     """Warn, once each, of inputs that nothing reads or that are too coarse for their use. The inputs are checked."""
@@ -49,6 +58,8 @@ def warn_of_inputs(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the call. Under gradient "
             "accumulation divide the loss by the number of steps, and leave num_items_in_batch out"
         )
+    if ref_per_token_logps is not None and config.needs_reference_head:
+        warn_once("ref_per_token_logps: not used by kl_estimator = 'full', which reads `reference`; leave it out")
     reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
     if sampling_per_token_logps is not None and not reads_sampling:
         warn_once(

@@ -29,3 +29,4 @@ class Evaluation:
     b: Tensor | None  # (n,) d loss / d entropy; None if the loss does not depend on the entropies
     policy_loss: Tensor  # () the loss without the entropy bonus
     terms: Terms = field(default_factory=Terms)
+    c: Tensor | None = None  # (n,) d loss / d divergence; None if the loss does not depend on the divergences

@@ -5,12 +5,13 @@ With A the advantage, m the mask (only counted tokens get here), w the weight of
 
     R_t    = logp_t - old_t                        token level
            = mean over the sequence of that        sequence level (or what the loss type has: `losses`)
-    l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
+    l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]    KL_t: an estimate, or the divergence D_t
     loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
 
 keep_t is the off-policy and the top-entropy mask (token_masks.py), is_t the importance sampling ratio, given or made
 here (sampler_correction.py); neither touches the KL term.
-The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t, and is written out here:
+The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t (and c_t = d loss / d D_t
+= w_t beta, where KL_t is the divergence from a reference head, over the vocabulary), and is written out here:
 ``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Where old logps are absent they are
 the current ones, held constant, and R is 0, whatever they are; but a token without a finite log-probability, which the
 policy cannot have sampled, makes the loss NaN.
@@ -102,17 +103,24 @@ class PolicyObjective:
             moves = tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
         return moves
 
-    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(a, b) of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
+    def coefficients(
+        self, index: Tensor, logps: Tensor, entropies: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(a, b, c) of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
         assert not self.couples_tokens
         b = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
         if not self.on_policy or self._lacks_ratio:
-            return part._per_token(logps, None)[1], b
+            return part._per_token(logps, None, None)[1], b, part._d_divergence
         a = torch.where(torch.isnan(logps), logps, self._at_ratio_one.a[index])
-        if self.config.beta != 0.0:
-            a = a + part._kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
-        return a, b
+        if self.config.estimates_kl:
+            a = a + part._estimated_kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
+        return a, b, part._d_divergence
+
+    @property
+    def _d_divergence(self) -> Tensor | None:
+        """(n,) d loss / d divergence, known beforehand."""
+        return self.config.beta * self.weights if self.config.needs_reference_head else None
 
     @property
     def _d_entropy(self) -> float:
@@ -134,7 +142,7 @@ class PolicyObjective:
             d_logps=self._at_ratio_one.a if self.on_policy else None,
             weights=self.weights,
             old=tokens.old_per_token_logps,
-            ref=tokens.ref_per_token_logps if config.beta != 0.0 else None,
+            ref=tokens.ref_per_token_logps if config.estimates_kl else None,
             gate=None if self.on_policy else self._gate(None, None),
             beta=float(config.beta),
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
@@ -151,22 +159,29 @@ class PolicyObjective:
         log_ratio = terms["log_ratio"]
         sampling = self._sampling_terms(None)
         found = Terms(log_ratio, log_ratio, terms.get("kl"), known.phi, known.on_policy_keep, *sampling)
-        return Evaluation(policy_loss if bonus is None else policy_loss - bonus, terms["a"], b, policy_loss, found)
+        loss = policy_loss if bonus is None else policy_loss - bonus
+        return Evaluation(loss, terms["a"], b, policy_loss, found, self._d_divergence)
 
-    def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
-        """The loss and its gradient at `logps`, `entropies`, (n,) each."""
+    def evaluate(self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
+        """The loss and its gradient at `logps`, `entropies` and, from a reference head, `divergences`, (n,) each."""
         keep_entropy = keep_high_entropy(self.config, self.tokens, entropies)
-        loss, a, terms = self._per_token(logps, keep_entropy)
+        loss, a, terms = self._per_token(logps, keep_entropy, divergences)
         policy_loss = (self.weights * loss).sum()
         bonus, b = self._entropy_bonus(entropies, keep_entropy)
-        return Evaluation(policy_loss if bonus is None else policy_loss - bonus, a, b, policy_loss, terms)
+        loss = policy_loss if bonus is None else policy_loss - bonus
+        return Evaluation(loss, a, b, policy_loss, terms, self._d_divergence)
 
-    def _per_token(self, logps: Tensor, keep_entropy: Tensor | None) -> tuple[Tensor, Tensor, Terms]:
-        """(l_t, a_t) of each token, neither with the entropy bonus, and what the metrics need."""
+    def _per_token(
+        self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None
+    ) -> tuple[Tensor, Tensor, Terms]:
+        """(l_t, a_t) of each token, neither with the entropy bonus, and what the metrics need.
+
+        Without `divergences` l_t lacks their term, of which a_t has no part.
+        """
         config, tokens, weights = self.config, self.tokens, self.weights
         if self._lacks_ratio:
             complete = PolicyObjective(config, with_sampling_ratio(config, tokens, logps), weights)
-            return complete._per_token(logps, keep_entropy)
+            return complete._per_token(logps, keep_entropy, divergences)
         old = tokens.old_per_token_logps
         token_log_ratio = torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
         log_ratio = self.loss_type.log_ratio(config, tokens, token_log_ratio, keep_entropy)
@@ -180,10 +195,12 @@ class PolicyObjective:
             loss = loss + (logps - logps)  # NaN, where the gradient need not tell
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
-        kl = None
-        if config.beta != 0.0:
-            kl, kl_a = self._kl(log_ratio, logps)
-            loss, a = loss + config.beta * kl, a + kl_a
+        kl = divergences
+        if config.estimates_kl:
+            kl, kl_a = self._estimated_kl(log_ratio, logps)
+            a = a + kl_a
+        if kl is not None:
+            loss = loss + config.beta * kl
         sampling = self._sampling_terms(logps)
         return loss, a, Terms(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep, *sampling)
 
@@ -221,7 +238,7 @@ class PolicyObjective:
                 gate = torch.where(keep, torch.ones_like(tokens.advantages) if gate is None else gate, 0.0)
         return gate
 
-    def _kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
+    def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, and its part of a = d loss / d logp, beta included."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None

@@ -39,7 +39,11 @@ class TritonRows:
         with on(chunk.logits.device):
             return launch_stats(chunk, config, entropy=entropy, extras=extras)
 
-    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> None:
+        if c is not None:
+            raise NotImplementedError("a teacher")
         config = _config("grad", chunk.logits)
         with on(chunk.logits.device):
             launch_grad(chunk, stats, a, b, out, config)

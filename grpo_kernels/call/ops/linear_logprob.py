@@ -20,7 +20,7 @@ from grpo_kernels.call.projection import plan_head
 from grpo_kernels.engine.autograd import Like, returned
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.operands import Rows
+from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
 from grpo_kernels.engine.request import Request, Stored
 from grpo_kernels.head.lm_head import LMHead
@@ -160,9 +160,9 @@ def run_backward(
         entropies=None if entropies is None else entropies.reshape(-1),
     )
     request = Request(rows=rows, config=config, needs_grad=planned.needs_grad, engine=engine_named(settings.engine))
-    a, b = upstream(d_logps), None if d_entropies is None else upstream(d_entropies)
+    came = Coefficients(upstream(d_logps), None if d_entropies is None else upstream(d_entropies))
     operands = head.operands(rows.positions)
-    grads, indices = second_pass(operands, request, known, a, b)
+    grads, indices = second_pass(operands, request, known, came)
     d_hidden, d_weight, d_bias, *_ = returned(grads, Like.of(operands), request, indices)
     return (
         hidden.new_empty(0) if d_hidden is None else d_hidden.view(hidden.shape),

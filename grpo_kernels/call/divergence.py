@@ -1,0 +1,149 @@
+"""One call for divergences: its arguments checked, its engine chosen, what is expected of its gradient read."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import FusedRowBackend, RowStats
+from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number, check_shape, check_tensor
+from grpo_kernels.batch.tokens import counted_positions
+from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.projection import PlannedHead, plan_head
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.operands import Coefficients, Rows
+from grpo_kernels.engine.request import Coupling, Request, Stored
+from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.token_loss.record import TokenLoss
+
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+OUTPUTS = ("entropy", "logps")
+
+
+def beta_of(divergence: Any, beta: Any) -> float:
+    """The number that says which divergence it is, see `backends.interface.Teacher`.
+
+    Raises:
+        TypeError, ValueError: no such divergence, a wrong `beta`, or one that has no use.
+    """
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence: expected one of {', '.join(DIVERGENCES)}, got {divergence!r}")
+    if divergence != "jsd":
+        if beta is not None:
+            raise ValueError(f"beta: expected None with divergence = {divergence!r}, which has none, got {beta!r}")
+        return 1.0 if divergence == "reverse_kl" else 0.0
+    beta = 0.5 if beta is None else beta
+    check_number("beta", beta, 0.0, inclusive=True)
+    if beta > 1.0:
+        raise ValueError(f"beta: expected a number in [0, 1], got {beta!r}")
+    return float(beta)
+
+
+@dataclass(frozen=True, eq=False)
+class DivergenceInputs:
+    """The arguments of `linear_divergence_with` that are about positions, and what of each is asked."""
+
+    ids: Tensor | None  # (...)
+    mask: Tensor | None  # (...)
+    outputs: tuple[str, ...]
+    expected: Tensor | None  # (...)
+
+
+def plan_divergence(
+    inputs: DivergenceInputs, head: LMHead, execution: Execution, options: HeadOptions
+) -> tuple[LMHead, Request]:
+    """Check the arguments of `linear_divergence_with` and plan its call: the tensors to multiply, and what is asked.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
+    """
+    head = head.grouped()
+    with Agreement("process_group", head.process_group, "linear_divergence") as ranks:
+        check_gather(execution.gather)
+        options = options.checked()
+        planned, rows, weights = _checked(inputs, head.local(), execution, options)
+        if ranks:
+            planned.describe(ranks)
+            ranks.same({"outputs": inputs.outputs, **execution.described(), "ids": inputs.ids is not None})
+            ranks.same(
+                {"temperature": "one a position" if isinstance(rows.inv_temperature, Tensor) else options.temperature}
+            )
+            ranks.same_bits("mask", rows.positions)
+            ranks.same_bits("ids", rows.ids)
+            ranks.same_values({"expected": weights})
+    planned = planned.divided(ranks)
+    rows = planned.read_rows("ids", rows)
+    # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
+    captured = device_of(planned.head.hidden.device).is_capturing()
+    engine = planned.choose_engine(Coupling.CROSS_TOKEN if captured else Coupling.KNOWN, entropy_gradient=False)
+    request = Request(
+        rows=rows,
+        config=planned.config,
+        needs_grad=planned.needs_grad,
+        engine=engine,
+        entropy="entropy" in inputs.outputs,
+        gathered_weight=execution.gather or nullcontext,
+    )
+    if engine.stores is Stored.GRADIENT:
+        request = _with_expected(request, weights)
+    return planned.head, request
+
+
+def _checked(
+    inputs: DivergenceInputs, head: LMHead, execution: Execution, options: HeadOptions
+) -> tuple[PlannedHead, Rows, Tensor]:
+    """The rows, and the gradient expected of each one's divergence (n,), up to a factor."""
+    ids, mask, expected, hidden = inputs.ids, inputs.mask, inputs.expected, head.hidden
+    head.check()
+    unknown = set(inputs.outputs) - {*OUTPUTS}
+    if unknown:
+        raise ValueError(f"outputs: expected some of {', '.join(OUTPUTS)}, got {sorted(unknown)}")
+    if ids is None and "logps" in inputs.outputs:
+        raise ValueError("ids: expected a tensor since outputs has 'logps', got None")
+    if ids is not None:
+        check_ids("ids", ids, hidden)
+        if "logps" not in inputs.outputs:
+            raise ValueError("ids: expected None, since nothing but 'logps' in outputs reads them, got a tensor")
+    like = hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1]) if ids is None else ids
+    if mask is not None:
+        check_mask("mask", mask, like)
+    planned = plan_head(head, execution, options)
+    dtype, positions = planned.config.accumulator, counted_positions("mask", mask, like)
+    inv_t = options.inv_temperature(like, positions, dtype)
+    rows = Rows(positions, like.detach().reshape(-1)[positions].long(), inv_t)
+    if expected is None:
+        return planned, rows, torch.ones_like(positions, dtype=dtype)
+    check_tensor("expected", expected, like=hidden)
+    check_shape("expected", expected, ("that of hidden without H", tuple(hidden.shape[:-1])))
+    return planned, rows, expected.detach().reshape(-1)[positions].to(dtype)
+
+
+def _with_expected(request: Request, weights: Tensor) -> Request:
+    """`request` with the gradient expected of each row: c = its weight; as a loss, for a backend that fuses."""
+
+    def coefficients(index: Tensor, _: RowStats) -> Coefficients:
+        return Coefficients(c=weights[index])
+
+    token_loss = None
+    # a sharded head joins its ranks between a row's statistics and its gradient
+    if isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None:
+        token_loss = TokenLoss(
+            surrogate="constant",
+            constants=(),
+            kl="full",
+            corrects_kl=False,
+            advantages=None,
+            d_logps=torch.zeros_like(weights),
+            weights=weights,
+            old=None,
+            ref=None,
+            gate=None,
+            beta=1.0,
+            d_entropy=0.0,
+        )
+    return replace(request, coefficients=coefficients, token_loss=token_loss)

@@ -1,0 +1,72 @@
+"""The head of another model, a reference or a teacher, which the same tokens' distributions are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor
+
+SAME = "same"
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceHead:
+    """Another model's hidden states and head: its logits are ``hidden @ weight.T``, as the policy's are. Constants.
+
+    Args:
+        hidden: (..., H'), of the positions of the policy's hidden states; H' may be another width.
+        weight: (V, H'), for the ids of the policy's head; of a sharded head the rows that this rank has.
+        bias: (V,), or None.
+        final_logit_softcapping, logit_scale: as in `LossConfig`; ``"same"``: what the policy's logits have.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    final_logit_softcapping: float | str | None = SAME
+    logit_scale: float | str = SAME
+    prefix: str = field(default="reference.", repr=False)  # of the names in errors
+
+    def check(self, hidden: Tensor, weight: Tensor) -> None:
+        """Raise unless the tensors fit each other, and hidden states (..., H) and weight (V, H) of the policy.
+
+        Raises:
+            TypeError, ValueError: the message names the argument.
+        """
+        check_tensor(f"{self.prefix}hidden", self.hidden, like=hidden, floating=True)
+        check_tensor(f"{self.prefix}weight", self.weight, like=hidden, floating=True)
+        width = self.hidden.shape[-1] if self.hidden.dim() else 0
+        shape = (*hidden.shape[:-1], width)
+        check_shape(f"{self.prefix}hidden", self.hidden, ("(*that of hidden without H, H')", shape))
+        vocab = weight.shape[0]
+        if tuple(self.weight.shape) != (vocab, width):
+            raise ValueError(
+                f"{self.prefix}weight: expected shape (V, H') = {(vocab, width)}, of the ids of weight, got "
+                f"{tuple(self.weight.shape)}; vocab_size leaves out the rows of both from there on"
+            )
+        if self.bias is not None:
+            check_tensor(f"{self.prefix}bias", self.bias, like=hidden, floating=True)
+            check_shape(f"{self.prefix}bias", self.bias, ("(V,)", (vocab,)))
+        if self.logit_scale != SAME:
+            check_number(f"{self.prefix}logit_scale", self.logit_scale)
+        if self.final_logit_softcapping not in (SAME, None):
+            check_number(f"{self.prefix}final_logit_softcapping", self.final_logit_softcapping, 0.0)
+
+    def first_rows(self, count: int) -> ReferenceHead:
+        """The head's first `count` ids."""
+
+        def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
+            return x[:count] if isinstance(x, Tensor) and x.shape[:1] == self.weight.shape[:1] else x
+
+        if not isinstance(self.weight, Tensor) or self.weight.dim() == 0 or self.weight.shape[0] <= count:
+            return self
+        return replace(self, weight=self.weight[:count], bias=first(self.bias))
+
+
+def check_reference(reference: Any) -> None:
+    """Raise TypeError unless `reference` is a `ReferenceHead`."""
+    if not isinstance(reference, ReferenceHead):
+        raise TypeError(f"reference: expected a ReferenceHead, got {type(reference).__name__}")
