@@ -166,6 +166,16 @@ class DivergenceSuite:
         assert stats.divergence is not None
         assert (stats.divergence.value == INF).all()
 
+    @pytest.mark.parametrize("beta", [1e-12, 1.0 - 1e-12])
+    def test_a_mixture_with_hardly_anything_of_one_is_finite(self, beta: float) -> None:
+        raw, other = 30 * self.randn(4, self.wide), 30 * self.randn(4, self.wide)
+        raw[0, 5:9], other[1, 5:9] = -INF, -INF
+        chunk = self.chunk(raw, other, beta)
+        stats = self.stats(chunk)
+        assert stats.divergence is not None
+        assert torch.isfinite(stats.divergence.value).all()
+        assert torch.isfinite(self.gradient_of_divergence(chunk, stats)).all()
+
     @each_beta
     def test_certain_tokens(self, beta: float) -> None:
         """Rows with one token whose probability is 1 in float32: of one head, of both, the same one and another."""
