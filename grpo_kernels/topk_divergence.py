@@ -95,7 +95,7 @@ def topk_divergence_with(
             whichever is coarser: nothing smaller is known.
         log_prob_min_clamp: what both log-probabilities are raised to where they are lower; an id for which the
             student's is gives no gradient. Of the forward KL without a tail.
-        loss_max_clamp: what D is lowered to where it is higher, without gradient there.
+        loss_max_clamp: the most that |D| may be: beyond, D is that, without gradient.
         outputs: ``"student_mass"``, sum_k p_k, without gradient.
         expected: the gradient that will arrive at each divergence, up to one common factor; None: the same for all. It
             saves the recomputation where it is right; the gradient is right in any case.

@@ -42,7 +42,7 @@ class Measure:
         least_rest: the least probability of the rest, which then counts as one more outcome; None: it is left out.
         log_prob_min_clamp: what the log-probabilities of both are raised to where they are lower; None: they are not.
             Of the forward divergence without a rest only.
-        loss_max_clamp: what D is lowered to where it is higher; None: it is not.
+        loss_max_clamp: the most that |D| may be: beyond, D is that, without a gradient; None: there is no such bound.
     """
 
     reverse: bool
@@ -96,8 +96,9 @@ class TopKTeacher:
         else:
             value, slope = _with_rest(logp, logq, measure.least_rest, measure.reverse)
         if measure.loss_max_clamp is not None:
-            slope = torch.where(value > measure.loss_max_clamp, 0.0, slope)
-            value = value.clamp(max=measure.loss_max_clamp)
+            most = measure.loss_max_clamp
+            slope = torch.where(value.abs() >= most, 0.0, slope)
+            value = value.clamp(min=-most, max=most)
         value, slope, mass = value.to(dtype), slope.to(dtype), logp.exp().sum(dim=1).to(dtype)
         none = torch.zeros_like(value)  # no logits of the teacher, no statistics of them
         extras = {**found.extras, "student_mass": mass}
@@ -150,7 +151,7 @@ class TopKTeacher:
         else:
             slopes = -found.divergence.slope[:, None] * p - self._clamped(logp)[2]
         if measure.loss_max_clamp is not None:
-            slopes = torch.where(value >= measure.loss_max_clamp, 0.0, slopes)
+            slopes = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, slopes)
         return slopes
 
 
