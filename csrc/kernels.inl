@@ -22,5 +22,13 @@ namespace grpo_kernels::ISA {
 #include "vector.inl"
 #include "halves.inl"
 #include "rows.inl"
+#include "divergence.inl"
+
+extern const Kernels<float> in_float;
+extern const Kernels<double> in_double;
+const Kernels<float> in_float = {reduce_any<float>, gradient_any<float>, diverge_any<float>,
+                                 gradient_with_teacher_any<float>};
+const Kernels<double> in_double = {reduce_any<double>, gradient_any<double>, diverge_any<double>,
+                                   gradient_with_teacher_any<double>};
 }  // namespace grpo_kernels::ISA
 END_TARGET

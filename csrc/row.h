@@ -52,10 +52,31 @@ struct Gradient {
   Dtype dtype;
 };
 
+// KL(q || p), KL(p || q) and the generalised Jensen-Shannon divergence, of the student's p from the teacher's q.
+enum class Kind { forward, reverse, mixed };
+
+// Of the student's row and its teacher's: what a divergence, and its gradient, need besides the rows.
+template <class T>
+struct Divergence {
+  T max, inv_sum, teacher_max, teacher_inv_sum;  // as in Gradient
+  T offset;                                      // z - y is more than log p - log q by it
+  T beta, rest;                                  // the mixture's share of q, and of p
+  T c, slope;                                    // of a gradient: d loss / d D, and the sum of k
+
+  Kind kind() const { return beta == T(0) ? Kind::forward : rest == T(0) ? Kind::reverse : Kind::mixed; }
+};
+
+// Sums over both rows: D and the sum of k, to which `Divergence::slope` is to be set.
+struct Diverged {
+  double value, slope;
+};
+
 template <class T>
 struct Kernels {
   void (*reduce)(const Row<T>&, int64_t target, bool extras, Sums&);
   void (*gradient)(const Row<T>&, const Gradient<T>&);
+  Diverged (*diverge)(const Row<T>&, const Row<T>& teacher, const Divergence<T>&);
+  void (*gradient_with_teacher)(const Row<T>&, const Gradient<T>&, const Row<T>& teacher, const Divergence<T>&);
 };
 
 // The kernels of the instruction set in use: the best one that this processor has, unless another was chosen.

@@ -46,4 +46,17 @@ Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T a, T b, bool has
   return at;
 }
 
+// What `Kernels::diverge` needs, from the statistics of both heads. The offset is rounded once: of the same statistics it
+// is 0, whatever they are.
+template <class T>
+Divergence<T> row_divergence(T max, T log_sum, T teacher_max, T teacher_log_sum, double beta) {
+  const double m = max, l = log_sum, teacher_m = teacher_max, teacher_l = teacher_log_sum;
+  Divergence<T> at{};
+  at.max = max, at.teacher_max = teacher_max;
+  at.inv_sum = static_cast<T>(std::exp(-l)), at.teacher_inv_sum = static_cast<T>(std::exp(-teacher_l));
+  at.offset = static_cast<T>((m - teacher_m) + (l - teacher_l));
+  at.beta = static_cast<T>(beta), at.rest = static_cast<T>(1.0 - beta);
+  return at;
+}
+
 }  // namespace grpo_kernels

@@ -145,8 +145,3 @@ template <class T>
 void gradient_any(const Row<T>& row, const Gradient<T>& at) {
   is_plain(row) ? gradient<T, true>(row, at) : gradient<T, false>(row, at);
 }
-
-extern const Kernels<float> in_float;
-extern const Kernels<double> in_double;
-const Kernels<float> in_float = {reduce_any<float>, gradient_any<float>};
-const Kernels<double> in_double = {reduce_any<double>, gradient_any<double>};

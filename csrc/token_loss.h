@@ -25,22 +25,24 @@ struct LossConstants {
 };
 
 // Of one token. `slope` is its advantage; on-policy the policy term's derivative, weight and gate included.
+// With a teacher the KL is the divergence of the whole row.
 template <class T>
 struct Token {
-  T slope, weight, gate, old, ref;
-  bool on_policy, has_gate;
+  T slope, weight, gate, old, ref, divergence;
+  bool on_policy, has_gate, has_teacher;
 };
 
 template <class T>
 struct TokenTerms {
   T loss, a, log_ratio, kl;
+  T d_divergence;  // d loss / d D, where there is a teacher
 };
 
 template <class T>
 TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
   const T log_ratio = token.on_policy ? T(0) : logp - token.old;
   Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.slope, logp, c.constants);
-  TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0)};
+  TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0), T(0)};
   if (token.on_policy) {
     terms.loss += logp - logp;  // NaN where there is no finite log-probability: nothing else would tell
   } else {
@@ -60,6 +62,10 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
     }
     const T factor = c.beta * token.weight;
     terms.loss += factor * terms.kl, terms.a += factor * slope;
+  }
+  if (token.has_teacher) {
+    terms.kl = token.divergence, terms.d_divergence = c.beta * token.weight;
+    terms.loss += terms.d_divergence * terms.kl;
   }
   if (std::isnan(logp)) terms.loss = terms.a = terms.log_ratio = logp;
   return terms;

@@ -116,7 +116,8 @@ def linear_divergence_with(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done.
 
-    Under torch.compile the graph breaks here.
+    Under torch.compile the graph breaks here. A CUDA graph can be captured without a mask; there a head that trains
+    takes two passes.
     """
     reference = ReferenceHead(
         teacher_hidden, teacher_weight, teacher_bias, teacher_final_logit_softcapping, teacher_logit_scale, "teacher_"

@@ -149,7 +149,7 @@ class NotedRows:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
-    def scratch_rows(self, n: int, vocab: int) -> int:
+    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:

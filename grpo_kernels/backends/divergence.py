@@ -45,9 +45,9 @@ TERMS = {torch.float32: 7, torch.float64: 18}  # of a series: what is left out i
 
 def reverse(d, lead, beta):
     """The terms of KL(p || q), and k; `lead` is the larger of p and q. A q of 0 under a p > 0 makes it infinite."""
-    x, less, phi, chi = powers(d)
+    x, e, _less, phi, chi = powers(d)
     ahead = d >= 0.0  # p >= q
-    p = where(ahead, lead, lead * (1.0 + less))
+    p = where(ahead, lead, lead * e)
     value = lead * where(ahead, phi, chi)
     slope = p * where(ahead, x, -x)
     return where(d == INF, INF, value), where(d == INF, INF, slope)
@@ -55,7 +55,7 @@ def reverse(d, lead, beta):
 
 def forward(d, lead, beta):
     """The terms of KL(q || p), and k. A p of 0 under a q > 0 makes it infinite."""
-    _x, less, phi, chi = powers(d)
+    _x, _e, less, phi, chi = powers(d)
     ahead = d >= 0.0
     value = lead * where(ahead, chi, phi)
     return where(d == -INF, INF, value), lead * where(ahead, -less, less)
@@ -67,26 +67,26 @@ def mixed(d, lead, beta):
     With s the mixture's share of the smaller of the two, m = lead (1 + w), w = s (e^-x - 1), and the term is
     ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
     """
-    x, less, _phi, chi = powers(d)
+    x, e, less, _phi, chi = powers(d)
     ahead = d >= 0.0
     share = where(ahead, full_like(d, beta), full_like(d, 1.0 - beta))
     w = share * less
     log_m = log1p(w)  # log(m / lead)
     g = where(w > NEAR_MIXTURE, w * w * mixture_series(-w), (1.0 + w) * log_m - w)
-    p = where(ahead, lead, lead * (1.0 + less))
+    p = where(ahead, lead, lead * e)
     log_p = where(ahead, -log_m, -x - log_m)  # log(p / m)
     return lead * (share * chi - g), (1.0 - beta) * p * log_p
 
 
 def powers(d):
-    """Of x = |d|: x, e^-x - 1, phi(x) = e^-x - 1 + x, chi(x) = 1 - e^-x (1 + x); an x of inf becomes a large number."""
+    """Of x = |d|, an inf of which becomes a large number: x, e^-x, e^-x - 1, phi(x) and chi(x), which see above."""
     x = clamp_max(magnitude(d), FAR)
     e = exp(-x)
     near = x < NEAR
     phi = where(near, x * x * phi_series(x), (e - 1.0) + x)
     less = where(near, phi - x, e - 1.0)
     chi = where(near, -less * x - phi, -less - e * x)
-    return x, less, phi, chi
+    return x, e, less, phi, chi
 
 
 INF, FAR = float("inf"), 1e30

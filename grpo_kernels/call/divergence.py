@@ -15,6 +15,7 @@ from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
+from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.request import Coupling, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
@@ -77,7 +78,9 @@ def plan_divergence(
             ranks.same_values({"expected": weights})
     planned = planned.divided(ranks)
     rows = planned.read_rows("ids", rows)
-    engine = planned.choose_engine(Coupling.KNOWN, entropy_gradient=False)
+    # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
+    captured = device_of(planned.head.hidden.device).is_capturing()
+    engine = planned.choose_engine(Coupling.CROSS_TOKEN if captured else Coupling.KNOWN, entropy_gradient=False)
     request = Request(
         rows=rows,
         config=planned.config,

@@ -114,7 +114,8 @@ class TopKTeacher:
         assert found.divergence is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = torch.full_like(chunk.ids, -1)
-        backend.grad(replace(chunk, ids=nowhere), found, c * found.divergence.slope, None, out)
+        alone = replace(found, divergence=None)  # the backend knows of no teacher
+        backend.grad(replace(chunk, ids=nowhere), alone, c * found.divergence.slope, None, out)
         d_raw = self._slopes(found, z) * c[:, None] * _d_logits(z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 

@@ -24,7 +24,7 @@ ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 20, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
-SPLITTABLE = [c for c in fixed_cases() if c.group in "ABD" and not c.frozen and c.completion_mask.numel()]
+SPLITTABLE = [c for c in fixed_cases() if c.group in "ABDH" and not c.frozen and c.completion_mask.numel()]
 
 
 def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:

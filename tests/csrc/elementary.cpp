@@ -61,6 +61,47 @@ struct TanhSlope {
   static double truth(double x) { return 1.0 / (std::cosh(x) * std::cosh(x)); }
   static Int is_right(Float, Float) { return Int{}; }
 };
+struct ExpBelow0 {
+  static Float of(Float x) { return exp_below_0(below_0(x)); }
+  static double truth(double x) { return below_0(x) < -87.0 ? 0.0 : std::exp(below_0(x)); }
+  static Int is_right(Float x, Float y) { return (x > 0.0f) & (y == splat<Float>(1.0f)); }
+  static Float below_0(Float x) { return x > 0.0f ? Float{} : x; }
+  static double below_0(double x) { return x > 0.0 ? 0.0 : x; }
+};
+struct Log1p {  // of w in (-1, 0]; of other numbers' place 0 is tried
+  static Float of(Float x) { return log1p(share(x)).log; }
+  static double truth(double x) { return std::log1p(share(x)); }
+  static Int is_right(Float x, Float y) { return (share(x) == 0.0f) & (y == 0.0f); }
+  static Float share(Float x) { return (x > -1.0f) & (x <= 0.0f) ? x : Float{}; }
+  static double share(double x) { return x > -1.0 && x <= 0.0 ? x : 0.0; }
+};
+struct MixtureTerm {
+  static Float of(Float x) { return mixture(Log1p::share(x)).g; }
+  static double truth(double x) {
+    const double w = Log1p::share(x), log = std::log1p(w);
+    return w > -1e-3 ? w * w * (0.5 - w * (1.0 / 6 - w * (1.0 / 12 - w / 20))) : (1.0 + w) * log - w;
+  }
+  static Int is_right(Float x, Float y) { return (Log1p::share(x) == 0.0f) & (y == 0.0f); }
+};
+struct Phi {
+  static Float of(Float x) { return powers(x).phi; }
+  static double truth(double x) {
+    x = std::min(std::fabs(x), double{kFar});
+    return x < 1e-3 ? x * x * (0.5 - x * (1.0 / 6 - x / 24)) : std::expm1(-x) + x;
+  }
+  static Int is_right(Float x, Float y) {
+    const Float size = magnitude(x);
+    return (size > 1e8f) & ((size > kFar) | (y == size)) & ((size <= kFar) | (y == splat<Float>(kFar)));
+  }
+};
+struct Chi {
+  static Float of(Float x) { return powers(x).chi; }
+  static double truth(double x) {
+    x = std::min(std::fabs(x), double{kFar});
+    return x < 1e-3 ? x * x * (0.5 - x * (1.0 / 3 - x / 8)) : -std::expm1(-x) - std::exp(-x) * x;
+  }
+  static Int is_right(Float x, Float y) { return (magnitude(x) > 128.0f) & (y == splat<Float>(1.0f)); }
+};
 struct Bf16 {
   using Torch = c10::BFloat16;
   static Float from(Half h) { return from_bf16(h); }
@@ -140,6 +181,11 @@ Worst run(const std::string& name, int64_t step) {
   if (name == "exp") return try_floats<Exp>(step);
   if (name == "tanh") return try_floats<Tanh>(step);
   if (name == "tanh_slope") return try_floats<TanhSlope>(step);
+  if (name == "exp_below_0") return try_floats<ExpBelow0>(step);
+  if (name == "log1p") return try_floats<Log1p>(step);
+  if (name == "mixture") return try_floats<MixtureTerm>(step);
+  if (name == "phi") return try_floats<Phi>(step);
+  if (name == "chi") return try_floats<Chi>(step);
   if (name == "from_bf16") return try_halves<Bf16>();
   if (name == "from_f16") return try_halves<F16>();
   if (name == "to_bf16") return try_rounding<Bf16>(step);

@@ -50,6 +50,7 @@ def cases() -> Iterator[Case]:
     for ratio in ("token", "batch"):
         for loss_type in ("dapo", "vespo"):
             yield make_case(f"ratio/{loss_type}/{ratio}", ratio=ratio, loss_type=loss_type, **SHAPE)
+    yield make_case("full KL", kl_estimator="full", beta=0.3, teacher=0.3, loss_type="grpo", **SHAPE)
     nothing = make_case("nothing counts", mask="none", loss_type="grpo", entropy_coef=0.1, **SHAPE)
     yield from (nothing, nothing.but(config={"top_entropy_quantile": 0.5}))
     yield make_case("no positions", loss_type="dapo", **SHAPE | {"t": 0})
@@ -61,7 +62,15 @@ def part_of(case: Case, shares: tuple[int, ...], rank: int) -> Case:
     length = case.completion_ids.shape[1]
     stops = [length * sum(shares[: i + 1]) // sum(shares) for i in range(len(shares))]
     columns = slice(stops[rank - 1] if rank else 0, stops[rank])
-    names = ["hidden", "completion_ids", "completion_mask", "importance_sampling_ratio", "advantages", *PER_TOKEN]
+    names = [
+        "hidden",
+        "teacher_hidden",
+        "completion_ids",
+        "completion_mask",
+        "importance_sampling_ratio",
+        "advantages",
+        *PER_TOKEN,
+    ]
     tensors = {name: getattr(case, name) for name in names}
     return case.but(**{name: x[:, columns] for name, x in tensors.items() if x is not None and x.dim() >= 2})
 

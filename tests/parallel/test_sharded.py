@@ -6,6 +6,7 @@ shards that are even or not, and every result and gradient is held to the bounds
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any
 from unittest import mock
@@ -49,6 +50,9 @@ def run_sharded(case: Case, engine: str, start: int, stop: int, **options: Any) 
     for name in ("weight", "bias"):
         if given[name] is not None:
             given[name] = given[name].detach()[start:stop].clone().requires_grad_(name not in case.frozen)
+    if (other := given["reference"]) is not None:
+        bias = None if other.bias is None else other.bias[start:stop]
+        given["reference"] = replace(other, weight=other.weight[start:stop].clone(), bias=bias)
     options = {"engine": engine, "workspace_bytes": case.workspace_bytes, **options}
     output = grpo_loss(**given, config=LossConfig(**case.config), **options, process_group=dist.group.WORLD)
     if output.loss.requires_grad:

@@ -34,6 +34,10 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()  # of "hidden", "weight", "bias"
     workspace_bytes: int = DEFAULT_WORKSPACE
+    others: dict[str, Any] = field(default_factory=dict)  # settings that are no fields of LossConfig
+    teacher_hidden: Tensor | None = None  # (B, T, H'), of a case with another head, and so are the next ones
+    teacher_weight: Tensor | None = None  # (V, H')
+    teacher_bias: Tensor | None = None  # (V,)
 
     @property
     def group(self) -> str:
@@ -41,9 +45,9 @@ class Case:
         return self.name.split("/")[0]
 
     def but(self, **changes: Any) -> Case:
-        """A copy with some fields replaced; `config` is merged."""
-        config = {**self.config, **changes.pop("config", {})}
-        return replace(self, config=config, **changes)
+        """A copy with some fields replaced; `config` and `others` are merged."""
+        config, others = ({**getattr(self, x), **changes.pop(x, {})} for x in ("config", "others"))
+        return replace(self, config=config, others=others, **changes)
 
     def to(self, dtype: torch.dtype) -> Case:
         """All floating-point tensors in `dtype`, whatever they were."""
@@ -108,6 +112,9 @@ def make_case(
     num_items: float | None = None,
     frozen: tuple[str, ...] = (),
     workspace: int = DEFAULT_WORKSPACE,
+    teacher: float | None = None,  # how far another head's logits lie from the policy's; None: there is no other
+    teacher_h: int | None = None,  # its width; None: h, the same weight, and hidden states that differ
+    others: dict[str, Any] | None = None,
     **config: Any,
 ) -> Case:
     """A case around a policy of known logits: old, reference and sampling logps lie near its own."""
@@ -122,6 +129,7 @@ def make_case(
         normal(b, t) if adv == "token" else normal(b),
         bias=normal(v).to(dtype) if bias else None,
         config=config,
+        others=others or {},
         frozen=frozenset(frozen),
         num_items_in_batch=num_items,
         workspace_bytes=workspace,
@@ -140,6 +148,8 @@ def make_case(
     ref = (logps + 0.5 * normal(b, t)).float()
     wide = dtype if dtype == torch.float64 else torch.float32
     sampling_logps = (old_logps if old else logps) + 0.3 * normal(b, t) + 0.3 * normal(b, 1)
+    if teacher is not None:
+        case = with_teacher(case, teacher, teacher_h, g)
     return case.but(
         advantages=(torch.where(keep, case.advantages, 0.0) if zero_adv else case.advantages).to(wide),
         old_per_token_logps=old_logps.to(wide) if old else None,
@@ -147,3 +157,17 @@ def make_case(
         sampling_per_token_logps=sampling_logps.to(wide) if sampling else None,
         importance_sampling_ratio=make_ratio(ratio, b, t, g),
     )
+
+
+def with_teacher(case: Case, distance: float, width: int | None, g: torch.Generator) -> Case:
+    """`case` with another head, of the policy's dtype: near it where the widths are the same, else anything."""
+    b, t, h = case.hidden.shape
+    normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
+    if width is not None:
+        vocab, dtype = case.weight.shape[0], case.weight.dtype
+        hidden, weight = normal(b, t, width).to(dtype), (normal(vocab, width) * distance / width**0.5).to(dtype)
+        bias = None if case.bias is None else normal(vocab).to(dtype)
+        return case.but(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
+    size = case.weight.float().norm(dim=1).mean().clamp(min=1e-3)
+    hidden = (case.hidden.float() + normal(b, t, h) * distance / size).to(case.hidden.dtype)
+    return case.but(teacher_hidden=hidden, teacher_weight=case.weight.clone(), teacher_bias=case.bias)

@@ -1,7 +1,7 @@
 """The fixed cases, by group: `fixed_cases()`. The random ones: `random_case(seed)`.
 
 A random and on-policy, B head and loss options, C shapes and chunk edges, D masks and counts, E garbage where masked,
-F extremes where counted, G layouts and dtypes.
+F extremes where counted, G layouts and dtypes, H the KL term over the vocabulary, from another head.
 """
 
 from __future__ import annotations
@@ -252,8 +252,35 @@ def group_g() -> Iterator[Case]:
         )
 
 
+def full_kl(name: str, teacher: float = 0.3, **options) -> Case:
+    """A case whose KL term is the divergence from another head."""
+    return make_case(f"H/{name}", kl_estimator="full", teacher=teacher, **{"beta": 0.3} | options)
+
+
+def group_h() -> Iterator[Case]:
+    for x, level in LOSSES:
+        yield full_kl(f"{x}-{SHORT[level]}", b=4, bias=True, **loss(x, level))
+    options = {
+        "on-policy": {"old": False, "zero_adv": True}, "entropy": {"entropy_coef": 0.05},
+        "on-policy-entropy": {"old": False, "entropy_coef": 0.05}, "uncorrected": {"use_bias_correction_kl": False},
+        "top-entropy": {"top_entropy_quantile": 0.37}, "other-width": {"teacher_h": 33, "bias": True},
+        "caps": {"final_logit_softcapping": 5.0, "others": {"teacher_final_logit_softcapping": 2.0}},
+        "cap-of-teacher": {"others": {"teacher_final_logit_softcapping": 2.0}, "temperature": 0.7},
+        "scales": {"logit_scale": -0.5, "others": {"teacher_logit_scale": 1.3}, "temperature": 1.6},
+        "garbage": {"mask": "left"},
+        "same": {"teacher": 0.0}, "near": {"teacher": 1e-4}, "far": {"teacher": 3.0, "teacher_h": 8},
+        "workspace": {"workspace": 3 * 50 * 4, "b": 6}, "none": {"mask": "none"}, "one": {"mask": "one"},
+        "input-logits": {"logits_dtype": "input", "dtype": torch.bfloat16}, "beta-0": {"beta": 0.0},
+    }  # fmt: skip
+    for name, option in options.items():
+        case = full_kl(f"{name}", **{"b": 4} | option)
+        yield poison(case, "teacher_hidden", math.nan) if name == "garbage" else case
+    for short, kind in DTYPES.items():
+        yield full_kl(f"{short}", dtype=kind, teacher_h=24, bias=True)
+
+
 @cache
 def fixed_cases() -> tuple[Case, ...]:
     """All fixed cases, in one order, each with a name of its own."""
-    groups = (group_a, group_b, group_c, group_d, group_e, group_f, group_g)
+    groups = (group_a, group_b, group_c, group_d, group_e, group_f, group_g, group_h)
     return tuple(case for group in groups for case in group())

@@ -11,13 +11,13 @@ ROWS = (
     "tests/backends/cpp/test_cpp_special.py",
     "tests/backends/cpp/test_random_rows.py",
 )
+DIVERGENCES = ("tests/backends/cpp/test_cpp_divergence.py",)
 SURROGATES = ("tests/backends/cpp/test_cpp_surrogates.py",)
 ELEMENTARY = ("tests/backends/cpp/test_cpp_exp.py", "-m", "not slow")
 SANITIZED = ("tests/test_sanitize.py",)
 
-KERNELS, HALVES, VECTOR, OPS, STATS = (
-    f"csrc/{name}" for name in ("rows.inl", "halves.inl", "vector.inl", "ops.cpp", "row_stats.h")
-)
+KERNELS, DIVERGENCE, HALVES, VECTOR = (f"csrc/{name}.inl" for name in ("rows", "divergence", "halves", "vector"))
+OPS, ARGUMENTS, STATS = (f"csrc/{name}" for name in ("ops.cpp", "arguments.h", "row_stats.h"))
 TOKEN, FORMULAS, PRIMITIVES = (f"csrc/{name}.h" for name in ("token_loss", "formulas", "primitives"))
 FAULTS = [
     # the sums over a row
@@ -57,8 +57,14 @@ FAULTS = [
     ),
     Fault("not rounded without a bias", KERNELS, "&& !row.rounds && !row", "&& !row", ROWS),
     Fault("soft-cap's derivative without the cap", KERNELS, "(row.inner * row.outer);", "row.inner;", ROWS),
-    Fault("temperature inside the soft-cap", OPS, "(row.has_softcap ? row.outer : row.inner) *=", "row.inner *=", ROWS),
-    Fault("the first row's temperature", OPS, "*= inv_t[i]", "*= inv_t[0]", ROWS),
+    Fault(
+        "temperature inside the soft-cap",
+        ARGUMENTS,
+        "(row.has_softcap ? row.outer : row.inner) *=",
+        "row.inner *=",
+        ROWS,
+    ),
+    Fault("the first row's temperature", ARGUMENTS, "*= inv_t[i]", "*= inv_t[0]", ROWS),
     # the gradient
     Fault(
         "0 * -inf in the gradient",
@@ -85,7 +91,7 @@ FAULTS = [
         "out + start * size_of(row.dtype)",
         ROWS,
     ),
-    Fault("rows taken to be V apart", OPS, "row_bytes = x.stride(0) *", "row_bytes = vocab *", ROWS),
+    Fault("rows taken to be V apart", ARGUMENTS, "row_bytes = x.stride(0) *", "row_bytes = vocab *", ROWS),
     Fault("ids not shifted to the part", OPS, "(chunk.ids[i]) - first_id", "(chunk.ids[i])", ROWS),
     Fault(
         "no entropy coefficient in the fused loss", OPS, "constants.d_entropy != T(0), 0, *to", "false, 0, *to", ROWS
@@ -108,6 +114,91 @@ FAULTS = [
     Fault("0 * -inf at the target", STATS, "logp < kLowest ? kLowest : logp", "logp", ROWS),
     Fault("all of the equal largest are top-1", OPS, "sums.argmax == chunk.ids[i]", "sums.target == sums.max", ROWS),
     Fault("an id that does not exist", OPS, "chunk.has_target(i) ? target_logp(sums) : NAN", "target_logp(sums)", ROWS),
+    # divergences
+    Fault(
+        "the offset of one head alone", STATS, "(m - teacher_m) + (l - teacher_l)", "(m - teacher_m) + l", DIVERGENCES
+    ),
+    Fault(
+        "NaN of the offset lost",
+        DIVERGENCE,
+        "d = d != d ? Vector<T>{} : d - at.offset",
+        "d -= at.offset; d = d != d ? Vector<T>{} : d",
+        DIVERGENCES,
+    ),
+    Fault(
+        "a row without numbers has a divergence",
+        DIVERGENCE,
+        "odd = static_cast<double>(at.offset) - at.offset",
+        "odd = 0.0",
+        DIVERGENCES,
+    ),
+    Fault(
+        "chi cancels where x is small",
+        DIVERGENCE,
+        "x < 0.5f ? -less * x - phi : -less - e * x",
+        "-less - e * x",
+        DIVERGENCES,
+    ),
+    Fault(
+        "chi cancels where x is large",
+        DIVERGENCE,
+        "x < 0.5f ? -less * x - phi : -less - e * x",
+        "-less * x - phi",
+        DIVERGENCES,
+    ),
+    Fault(
+        "phi by subtraction",
+        DIVERGENCE,
+        "phi = s * split.q + ((s * split.r + x) + s_less)",
+        "phi = less + x",
+        DIVERGENCES,
+    ),
+    Fault("a probability of 0 is not", DIVERGENCE, "e = far ? Float{} : s", "e = s", ELEMENTARY),
+    Fault(
+        "g by subtraction",
+        DIVERGENCE,
+        "w > -0.25f ? w * of.log + of.less",
+        "w > 0.0f ? w * of.log + of.less",
+        DIVERGENCES,
+    ),
+    Fault("what p needs and q lacks is finite", DIVERGENCE, "unmet = d == T(INFINITY)", "unmet = d != d", DIVERGENCES),
+    Fault("what q needs and p lacks is finite", DIVERGENCE, "d == T(-INFINITY) ?", "d != d ?", DIVERGENCES),
+    Fault(
+        "shares of the mixture swapped",
+        DIVERGENCE,
+        "splat<Vector<T>>(beta) : splat<Vector<T>>(rest)",
+        "splat<Vector<T>>(rest) : splat<Vector<T>>(beta)",
+        DIVERGENCES,
+    ),
+    Fault("gradient of the terms alone", DIVERGENCE, "(of.k - of.p * at.slope)", "of.k", DIVERGENCES),
+    Fault(
+        "no divergence at the target",
+        DIVERGENCE,
+        "(pull<T>(from, here.of) + at.at_target)",
+        "(here.z * T(0) + at.at_target)",
+        DIVERGENCES,
+    ),
+    Fault(
+        "the teacher's logits are the student's size",
+        DIVERGENCE,
+        "is_plain(row) && is_plain(teacher)) {\n      if (at",
+        "is_plain(row)) {\n      if (at",
+        DIVERGENCES,
+    ),
+    Fault(
+        "the first row's teacher",
+        OPS,
+        "diverge(chunk.rows.row(i), chunk.teacher->row(i)",
+        "diverge(chunk.rows.row(i), chunk.teacher->row(0)",
+        DIVERGENCES,
+    ),
+    Fault(
+        "divergence without its weight",
+        TOKEN,
+        "terms.d_divergence = c.beta * token.weight",
+        "terms.d_divergence = c.beta",
+        DIVERGENCES,
+    ),
     # 16-bit numbers and elementary functions
     Fault("bf16 ties away from zero", HALVES, "0x7fff + ((u >> 16) & 1)", "0x8000", ELEMENTARY),
     Fault("bf16 rounds NaN", HALVES, "(is_nan & 0x7fc0) | (~is_nan & rounded)", "rounded", ELEMENTARY),
@@ -122,7 +213,7 @@ FAULTS = [
     ),
     Fault("f16 infinity is a number", HALVES, " + (is_special & (112u << 23))", "", ELEMENTARY),
     Fault("subnormal results of exp lost", VECTOR, "splat<Float>(-105.0f)", "splat<Float>(-87.3f)", ELEMENTARY),
-    Fault("exp overflows in its factor", VECTOR, "half = whole >> 1;", "half = whole;", ELEMENTARY),
+    Fault("exp overflows in its factor", VECTOR, "half = e.n >> 1;", "half = e.n;", ELEMENTARY),
     Fault("tanh without its series", VECTOR, "magnitude(x) < 0.625f", "magnitude(x) < 0.0f", ELEMENTARY),
     Fault(
         "products and sums fused", "grpo_kernels/backends/cpp_rows/compiler.py", "contract=off", "contract=fast", ROWS

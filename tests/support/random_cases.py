@@ -24,7 +24,7 @@ def loss_options(draw: random.Random) -> dict[str, object]:
         "epsilon_high": draw.choice((None, 0.28, 1.5)),
         "beta": sometimes(0.5, draw.choice((0.01, 0.2)), 0.0),
         "use_bias_correction_kl": draw.random() < 0.6,
-        "kl_estimator": draw.choice(("k1", "k2", "k3", "k3")),
+        "kl_estimator": draw.choice(("k1", "k2", "k3", "k3", "full")),
         "top_entropy_quantile": sometimes(0.2, draw.uniform(0.1, 0.9), 1.0),
         "max_completion_length": draw.choice((1, 33, 512)),
         "old": draw.random() < 0.7,
@@ -69,7 +69,20 @@ def case_options(draw: random.Random) -> dict[str, object]:
     if not shape["b"] * shape["t"]:
         mask = "ragged"
     workspace = draw.choice((2**29, 2**29, 4 * shape["v"], 20 * shape["v"], 200 * shape["v"]))
-    return {"mask": mask, "workspace": workspace, **shape, **loss_options(draw), **head_options(draw)}
+    options = {"mask": mask, "workspace": workspace, **shape, **loss_options(draw), **head_options(draw)}
+    return options | (teacher_options(draw) if options["kl_estimator"] == "full" else {})
+
+
+def teacher_options(draw: random.Random) -> dict[str, object]:
+    """Another head: near the policy's, or of another width."""
+    return {
+        "teacher": draw.choice((0.0, 1e-3, 0.1, 1.0)),
+        "teacher_h": draw.choice((None, None, 1, 8, 33)),
+        "others": {
+            "teacher_final_logit_softcapping": draw.choice((None, None, 2.0, 20.0)),
+            "teacher_logit_scale": draw.choice((1.0, 1.0, 0.4, -1.0)),
+        },
+    }
 
 
 def random_case(seed: int) -> Case:
@@ -85,7 +98,7 @@ def with_garbage(case: Case, draw: random.Random) -> Case:
     """NaN, inf and ids out of range at the masked positions of every tensor that has one value per token."""
     masked = case.completion_mask == 0
     changes = {"completion_ids": case.completion_ids.masked_fill(masked, draw.choice((-100, -1, 10**6)))}
-    for name in ("hidden", "advantages", "importance_sampling_ratio", *PER_TOKEN):
+    for name in ("hidden", "teacher_hidden", "advantages", "importance_sampling_ratio", *PER_TOKEN):
         tensor = getattr(case, name)
         if tensor is not None and tensor.shape[:2] == masked.shape:
             where = masked[..., None] if tensor.dim() == 3 else masked

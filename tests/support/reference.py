@@ -18,6 +18,7 @@ from tests.support.reference_terms import (
     CLIPPED,
     LOG_RATIO_LIMIT,
     OVERFLOW,
+    divergence,
     gamma_weight,
     geometric_mean,
     kl_estimate,
@@ -44,6 +45,16 @@ class Head:
     log_probs: Tensor  # (n, V)
     logps: Tensor  # (n,)
     entropies: Tensor  # (n,)
+
+
+def teacher_log_probs(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
+    """(n, V) log-probabilities of the other head at the counted positions; constants."""
+    assert case.teacher_hidden is not None and case.teacher_weight is not None
+    bias = {} if case.teacher_bias is None else {"bias": case.teacher_bias}
+    o = settings(case)
+    options = {"final_logit_softcapping": o.teacher_final_logit_softcapping, "logit_scale": o.teacher_logit_scale}
+    other = case.but(hidden=case.teacher_hidden, weight=case.teacher_weight, **({"bias": None} | bias), config=options)
+    return head(other, dtype).log_probs.detach()
 
 
 def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
@@ -114,8 +125,11 @@ def policy_masks(
     return acts, keeps
 
 
-def evaluate(case: Case, logps: Tensor, entropies: Tensor) -> Evaluation:
-    """The loss from per-token `logps` and `entropies`, both (B, T), 0 where masked, in the dtype to compute in."""
+def evaluate(case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
+    """The loss from per-token `logps` and `entropies`, both (B, T), 0 where masked, in the dtype to compute in.
+
+    And from the `divergences` of another head's distributions, where that is the KL term.
+    """
     o, counted, dtype = settings(case), case.completion_mask != 0, logps.dtype
     adv = case.advantages.to(dtype)
     adv = pick(adv, counted) if adv.dim() == 2 else adv[:, None]
@@ -145,7 +159,13 @@ def evaluate(case: Case, logps: Tensor, entropies: Tensor) -> Evaluation:
         parts.sum(), parts.sum(), full, {"policy": parts},
         {"policy": parts.detach().abs()}, zeros, zeros, unweighted.detach().abs() > OVERFLOW, list(keeps.values()),
     )  # fmt: skip
-    if o.beta != 0.0:
+    if o.beta != 0.0 and o.kl_estimator == "full":
+        assert divergences is not None
+        result.parts["kl"] = o.beta * weights * divergences
+        result.sizes["kl"] = result.parts["kl"].detach().abs()
+        result.loss = result.loss + result.parts["kl"].sum()
+        result.means["kl"], result.kl_size = (divergences.detach(), counted), divergences.detach().abs()
+    elif o.beta != 0.0:
         add_kl(result, case, logps, ratio, weights)
     result.means["policy_loss"] = (result.loss.detach()[None], torch.ones(1, dtype=torch.bool))
     if o.entropy_coef != 0.0:
@@ -239,6 +259,8 @@ class ReferenceResult:
     d_entropies: Tensor  # (B, T)
     head: Head
     evaluation: Evaluation
+    divergences: Tensor | None = None  # (B, T), from another head's distributions
+    d_divergences: Tensor | None = None  # (B, T)
 
 
 def mean_metrics(evaluation: Evaluation) -> dict[str, Tensor]:
@@ -261,8 +283,11 @@ def reference_loss(case: Case) -> ReferenceResult:
     """Loss, per-token numbers, every gradient and the metrics of `case`, in float64 from its (rounded) inputs."""
     h = head(case)
     logps, entropies = on_grid(h.logps, h.counted), on_grid(h.entropies, h.counted)
-    evaluation = evaluate(case, logps, entropies)
-    wanted = [logps, entropies, h.hidden, h.weight, *([] if h.bias is None else [h.bias])]
+    o, divergences = settings(case), None
+    if o.beta != 0.0 and o.kl_estimator == "full":
+        divergences = on_grid(divergence(1.0, h.log_probs, teacher_log_probs(case)), h.counted)
+    evaluation = evaluate(case, logps, entropies, divergences)
+    wanted = [logps, entropies, h.hidden, h.weight, *(x for x in (h.bias, divergences) if x is not None)]
     found = (None,) * len(wanted)
     if evaluation.loss.requires_grad and h.counted.any():
         found = torch.autograd.grad(evaluation.loss, wanted, allow_unused=True, retain_graph=True)
@@ -270,4 +295,5 @@ def reference_loss(case: Case) -> ReferenceResult:
     return ReferenceResult(
         evaluation.loss.detach(), logps.detach(), entropies.detach(), on_grid(grads[2], h.counted), grads[3],
         None if h.bias is None else grads[4], mean_metrics(evaluation), grads[0], grads[1], h, evaluation,
+        None if divergences is None else divergences.detach(), None if divergences is None else grads[-1],
     )  # fmt: skip

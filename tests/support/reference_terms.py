@@ -19,6 +19,7 @@ DEFAULTS = {
     "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
     "vespo_lambda_neg": 2.0,
     "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0, "logits_dtype": "float32",
+    "teacher_final_logit_softcapping": None, "teacher_logit_scale": 1.0, "beta_of_divergence": 1.0,
 }  # fmt: skip
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # exp() of a log-ratio is cut here, far above all that float32 can hold, so that float64 never meets inf * 0.
@@ -29,7 +30,7 @@ OVERFLOW = 1e37
 
 def settings(case: Case) -> SimpleNamespace:
     """The case's configuration with the defaults filled in."""
-    o = SimpleNamespace(**{**DEFAULTS, **case.config})
+    o = SimpleNamespace(**{**DEFAULTS, **case.config, **case.others})
     o.epsilon_high = o.epsilon if o.epsilon_high is None else o.epsilon_high
     return o
 
@@ -110,3 +111,35 @@ def geometric_mean(
     mean = clipped.sum(1, keepdim=True) / active.sum(1, keepdim=True).clamp(min=1)
     valid = counted.any(1, keepdim=True) & (adv != 0)
     return pick(-mean.exp() * pick(adv, valid), valid) / max(len(adv), 1), clipped
+
+
+def divergence(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """(n,) of distributions (n, V): KL(q || p) for beta 0, KL(p || q) for 1.
+
+    Between them (1 - beta) KL(p || m) + beta KL(q || m), m = (1 - beta) p + beta q.
+    """
+    if beta == 1.0:
+        return relative_entropy(log_p, log_q)
+    if beta == 0.0:
+        return relative_entropy(log_q, log_p)
+    shares = torch.tensor([1 - beta, beta], dtype=log_p.dtype).log()
+    nowhere = log_p.isinf() & log_q.isinf()  # where the derivative of logaddexp is NaN
+    terms = [x.masked_fill(nowhere, 0.0) + share for x, share in zip((log_p, log_q), shares, strict=True)]
+    mixture = torch.logaddexp(*terms).masked_fill(nowhere, -float("inf"))
+    return (1 - beta) * relative_entropy(log_p, mixture) + beta * relative_entropy(log_q, mixture)
+
+
+def relative_entropy(log_x: Tensor, log_y: Tensor) -> Tensor:
+    """KL(x || y), (n,), inf where y rules out what x does not; with d = log x - log y.
+
+    Its value as a sum of x (e^-d - 1 + d), of terms as small as d^2; its gradient as that of a sum of x d, where y does
+    not cancel.
+    """
+    inside = ~(log_x.isinf() | log_y.isinf())
+    d = log_x.masked_fill(~inside, 0.0) - log_y.masked_fill(~inside, 0.0)
+    only_y = pick(log_y.masked_fill(log_y.isinf(), 0.0).exp(), log_x.isinf() & ~log_y.isinf())
+    ruled_out = log_y.isinf() & ~log_x.isinf()
+    x = pick(log_x.masked_fill(~inside, 0.0).exp(), inside)
+    terms = (x * (torch.expm1(-d) + d) + only_y).masked_fill(ruled_out, float("inf")).sum(-1).detach()
+    plain = (x * d).sum(-1)
+    return terms + (plain - plain.detach())

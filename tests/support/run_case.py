@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, grpo_loss
+from grpo_kernels import LossConfig, ReferenceHead, grpo_loss
 from grpo_kernels.loss import LossOutput
 from tests.support.case_builder import PER_TOKEN, Case
 from tests.support.reference_terms import settings
@@ -23,7 +25,17 @@ def arguments(case: Case) -> dict[str, Tensor | float | None]:
         "num_items_in_batch",
     )
     head = {"hidden": leaf("hidden"), "weight": leaf("weight"), "bias": None if case.bias is None else leaf("bias")}
-    return head | {name: getattr(case, name) for name in names}
+    given = head | {name: getattr(case, name) for name in names}
+    return given | {"reference": reference_head(case)}
+
+
+def reference_head(case: Case) -> ReferenceHead | None:
+    """The case's other head, as the loss takes it."""
+    if case.teacher_hidden is None or case.teacher_weight is None:
+        return None
+    o = settings(case)
+    options = (o.teacher_final_logit_softcapping, o.teacher_logit_scale)
+    return ReferenceHead(case.teacher_hidden, case.teacher_weight, case.teacher_bias, *options)
 
 
 def run(
@@ -43,14 +55,15 @@ def allowed_engines(case: Case) -> set[str]:
     o = settings(case)
     trains = {name for name in ("hidden", "weight", "bias") if getattr(case, name) is not None} - case.frozen
     on_policy = case.old_per_token_logps is None
-    corrected = o.beta != 0 and o.use_bias_correction_kl and o.loss_type != "gmpo"
+    full = o.beta != 0 and o.kl_estimator == "full"
+    corrected = o.beta != 0 and o.use_bias_correction_kl and o.loss_type != "gmpo" and not full
     by_sequence = o.importance_sampling_level == "sequence"
     coupled = o.top_entropy_quantile < 1.0
     if o.off_policy_mask_threshold is not None:
         coupled |= not on_policy or case.sampling_per_token_logps is not None
     coupled |= (corrected and by_sequence) if on_policy else by_sequence or o.loss_type in ("vespo", "gmpo")
     allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
-    if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains):
+    if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains) and not full:
         allowed.add("frozen")
     return allowed if trains else allowed | {"score"}
 
@@ -65,4 +78,6 @@ def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
     for name, x in given.items():
         if isinstance(x, Tensor) and x.shape[:2] == counted.shape and name != "weight":
             out[name] = x[stays]
+    if isinstance(other := given["reference"], ReferenceHead):
+        out["reference"] = replace(other, hidden=other.hidden[stays])
     return out, stays

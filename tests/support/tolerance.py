@@ -6,6 +6,7 @@
   so that it widens by itself at clip edges and steep ratios; plus 16 float32 roundings of the terms in their sums.
 - gradients: to first order from those, plus one rounding of d logits in the input's dtype if that has 16 bits, the
   rounding of a float32-accumulated product, and one ulp of the output's dtype.
+- a divergence: to first order from the errors of both heads' logits, plus their square.
 
 Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and entropies are compared.
 """
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from tests.support.case_builder import PER_TOKEN, Case
-from tests.support.reference import Evaluation, ReferenceResult, evaluate, on_grid
-from tests.support.reference_terms import OVERFLOW, pick, settings
+from tests.support.reference import Evaluation, Head, ReferenceResult, evaluate, head, on_grid, teacher_log_probs
+from tests.support.reference_terms import OVERFLOW, divergence, pick, settings
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,16 @@ class Bounds:
 
 def score_bounds(case: Case, want: ReferenceResult) -> tuple[Tensor, Tensor]:
     """(n,) bounds of logps and of entropies at the counted positions."""
-    o, unit, h = settings(case), compute_unit(case), want.head
+    h = want.head
+    e = logit_error(case, h)
+    logs = h.log_probs.detach()
+    away = logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]
+    return e, e * (1 + (logs.exp() * away.abs()).sum(-1))
+
+
+def logit_error(case: Case, h: Head) -> Tensor:
+    """(n,) bound of the logits of the counted positions, and of their normaliser."""
+    o, unit = settings(case), compute_unit(case)
     size = h.hidden.detach().abs() @ h.weight.detach().abs().T
     if h.bias is not None:
         size = size + h.bias.detach().abs().masked_fill(h.bias.isinf(), 0.0)
@@ -78,15 +88,15 @@ def score_bounds(case: Case, want: ReferenceResult) -> tuple[Tensor, Tensor]:
     if o.logits_dtype == "input":
         finite = h.raw.detach().masked_fill(h.raw.isinf(), 0.0)
         e = e + torch.finfo(case.hidden.dtype).eps * finite.abs().amax(-1) / o.temperature
-    logs = h.log_probs.detach()
-    away = logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]
-    return e, e * (1 + (logs.exp() * away.abs()).sum(-1))
+    return e
 
 
-def slopes(case: Case, logps: Tensor, entropies: Tensor) -> tuple[Evaluation, Tensor, Tensor]:
+def slopes(
+    case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None
+) -> tuple[Evaluation, Tensor, Tensor]:
     """The reference's loss at `logps`, `entropies` (B, T), d loss / d logps and d loss / d entropies."""
     leaves = [x.detach().requires_grad_() for x in (logps, entropies)]
-    at = evaluate(case, *leaves)
+    at = evaluate(case, *leaves, divergences)
     found: tuple[Tensor | None, ...] = (None, None)
     if at.loss.requires_grad:
         found = torch.autograd.grad(at.loss, leaves, allow_unused=True, retain_graph=True)
@@ -94,15 +104,22 @@ def slopes(case: Case, logps: Tensor, entropies: Tensor) -> tuple[Evaluation, Te
     return at, a, b
 
 
-def moved(case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor) -> list[tuple[Evaluation, Tensor, Tensor]]:
-    """The reference at logps and entropies that are off by their bounds, in four patterns of signs."""
+def moved(
+    case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor, e_divergence: Tensor | float = 0.0
+) -> list[tuple[Evaluation, Tensor, Tensor]]:
+    """The reference at logps, entropies and divergences that are off by their bounds, in four patterns of signs."""
     counted, unit, g = want.head.counted, compute_unit(case), torch.Generator().manual_seed(7)
     # The inputs next to a logp are rounded when they are subtracted from it.
     for x in (getattr(case, name) for name in PER_TOKEN if getattr(case, name) is not None):
         x = pick(x.double(), counted).nan_to_num(0.0, 0.0, 0.0).abs()
         e = e + unit.one * x.clamp(max=1e6)
     flip = 1.0 - 2.0 * torch.randint(2, counted.shape, generator=g)
-    return [slopes(case, want.logps + sign * e, want.entropies + sign * e_entropy) for sign in (1.0, -1.0, flip, -flip)]
+
+    def at(sign: Tensor | float) -> tuple[Evaluation, Tensor, Tensor]:
+        divergences = None if want.divergences is None else want.divergences + sign * e_divergence
+        return slopes(case, want.logps + sign * e, want.entropies + sign * e_entropy, divergences)
+
+    return [at(sign) for sign in (1.0, -1.0, flip, -flip)]
 
 
 def spread(at_want: Tensor, at_moved: list[Tensor]) -> Tensor:
@@ -138,12 +155,53 @@ def is_ambiguous(case: Case, want: ReferenceResult, e_entropy: Tensor, others: l
     return bool(abs(position - round(position)) < 1e-3 or threshold - below < error or above - threshold < error)
 
 
+@dataclass(frozen=True)
+class Diverging:
+    """What another head's distributions add, by row of the counted positions."""
+
+    value: Tensor  # (n,) bound of the divergence
+    slope: Tensor  # (n, V) d divergence / d z
+    slope_bound: Tensor  # (n, V)
+
+
+def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
+    """What a divergence and its gradient may be off by, if the logits are by e (n,) and the teacher's by as much.
+
+    d D / d z_j = p_j (s_j - mean s) of the derivative s in p: log(p / q), or 1 - q / p, or (1 - beta) log(p / m). None
+    moves by more than the two logits and their normalisers do.
+    """
+    o, unit = settings(case), compute_unit(case)
+    log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)
+    log_p.requires_grad_(False)
+    z, y = log_p.clone().requires_grad_(), log_q.clone().requires_grad_()
+    value = divergence(o.beta_of_divergence, z.log_softmax(-1), y.log_softmax(-1))
+    slopes_z, slopes_y = torch.autograd.grad(value.sum(), (z, y))
+    p, q = log_p.exp(), log_q.exp()
+    other = case.but(hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias)
+    options = {"final_logit_softcapping": o.teacher_final_logit_softcapping, "logit_scale": o.teacher_logit_scale}
+    e_y = logit_error(other.but(config=options), head(other.but(config=options)))
+    both = (e + e_y)[:, None]
+    size = slopes_z.abs() * e[:, None] + slopes_y.abs() * e_y[:, None]
+    error = size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2 + 4 * unit.term * value.detach().abs()
+    spread_of = {0.0: p + q, 1.0: p}.get(o.beta_of_divergence, p)
+    bound = 4 * both * spread_of + 2 * both * slopes_z.abs() + p * error[:, None]
+    bound = bound + unit.term * (slopes_z.abs() + p * (1 + value.detach()[:, None]))
+    return Diverging(error, slopes_z, bound)
+
+
 def logit_bounds(
-    case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor, d_a: Tensor, d_b: Tensor, a_size: Tensor
+    case: Case,
+    want: ReferenceResult,
+    e: Tensor,
+    e_entropy: Tensor,
+    d_a: Tensor,
+    d_b: Tensor,
+    a_size: Tensor,
+    diverging: Diverging | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(n, V): the gradient of the products' result (before bias, scale and soft-cap), and its bound.
 
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), times scale / T and the soft-cap's 1 - tanh^2.
+    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + c d D / d z_j, times scale / T and the soft-cap's slope.
     """
     o, unit, h = settings(case), compute_unit(case), want.head
     rows = lambda x: x[h.counted][:, None]  # noqa: E731
@@ -156,6 +214,10 @@ def logit_bounds(
     dz = a * (hot - p) - b * p * away
     bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
     bound = bound + (d_b + unit.term * b.abs()) * p * away.abs() + b.abs() * p * (away.abs() * e + e + e_entropy)
+    if diverging is not None and want.d_divergences is not None:
+        c = rows(want.d_divergences)
+        dz = dz + torch.where(c == 0, 0.0, c * diverging.slope)
+        bound = bound + torch.where(c == 0, 0.0, c.abs() * (diverging.slope_bound + unit.term * diverging.slope.abs()))
     chain = torch.full_like(dz, o.logit_scale / o.temperature)
     slack = torch.zeros_like(dz)
     cap = o.final_logit_softcapping
@@ -208,14 +270,27 @@ def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
     unit, h = compute_unit(case), want.head
     e, e_entropy = score_bounds(case, want)
     e_grid, entropy_grid = on_grid(e, h.counted), on_grid(e_entropy, h.counted)
-    others = moved(case, want, e_grid, entropy_grid)
+    diverging = None if want.divergences is None else divergence_bounds(case, h, e)
+    e_divergence = 0.0 if diverging is None else on_grid(diverging.value, h.counted)
+    others = moved(case, want, e_grid, entropy_grid, e_divergence)
     at = [x for x, _, _ in others]
     d_a, d_b = spread(want.d_logps, [a for _, a, _ in others]), spread(want.d_entropies, [b for _, _, b in others])
     lost = want.evaluation.overflow & h.counted
     d_a = torch.where(lost, math.inf, d_a)
     sizes = slope_sizes(case, want.evaluation, want.d_logps)
-    d_raw, d_raw_bound = logit_bounds(case, want, e, e_entropy, d_a, d_b, sizes)
+    d_raw, d_raw_bound = logit_bounds(case, want, e, e_entropy, d_a, d_b, sizes, diverging)
     d_raw_bound = torch.where(lost[h.counted][:, None], math.inf, d_raw_bound)
+    return Bounds(
+        e_grid, entropy_grid, loss_bound(want, at, unit), *head_bounds(case, want, d_raw, d_raw_bound),
+        metric_bounds(case, want, at), is_ambiguous(case, want, e_entropy, at), bool(lost.any()),
+    )  # fmt: skip
+
+
+def head_bounds(
+    case: Case, want: ReferenceResult, d_raw: Tensor, d_raw_bound: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Those of d hidden, d weight and d bias, from the gradient of the products' result and its bound (n, V)."""
+    unit, h = compute_unit(case), want.head
     weight, hidden = h.weight.detach(), h.hidden.detach()
     inf_at = lambda x: torch.nan_to_num(x, nan=math.inf, posinf=math.inf)  # noqa: E731  # of inf * 0
     rows = d_raw_bound @ weight.abs() + 2 * unit.product * (d_raw.abs() @ weight.abs())
@@ -224,13 +299,8 @@ def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
     if h.bias is not None and case.bias is not None and want.d_bias is not None:
         d_bias = d_raw_bound.sum(0) + 2 * unit.product * d_raw.abs().sum(0) + ulp(want.d_bias, case.bias.dtype)
         d_bias = inf_at(d_bias)
-    d_hidden = on_grid(inf_at(rows), h.counted)
-    return Bounds(
-        e_grid, entropy_grid, loss_bound(want, at, unit),
-        d_hidden + pick(ulp(want.d_hidden, case.hidden.dtype), h.counted[..., None]),
-        inf_at(d_weight) + ulp(want.d_weight, case.weight.dtype), d_bias, metric_bounds(case, want, at),
-        is_ambiguous(case, want, e_entropy, at), bool(lost.any()),
-    )  # fmt: skip
+    d_hidden = on_grid(inf_at(rows), h.counted) + pick(ulp(want.d_hidden, case.hidden.dtype), h.counted[..., None])
+    return d_hidden, inf_at(d_weight) + ulp(want.d_weight, case.weight.dtype), d_bias
 
 
 def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: Case) -> None:

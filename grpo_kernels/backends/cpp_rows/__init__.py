@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.token_loss.record import TokenLoss
 
@@ -35,7 +35,7 @@ class CppRows:
         entropies = new() if entropy else None
         more = {name: new(torch.bool if name == "is_top1" else None) for name in extras}
         torch.ops.grpo_kernels_cpp.stats(
-            *_arguments(chunk),
+            *_rows(chunk),
             logps=logps,
             max_logit=max_logit,
             log_sum=log_sum,
@@ -46,19 +46,36 @@ class CppRows:
         )
         return RowStats(logps, max_logit, log_sum, entropies, more)
 
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        new = _Results(chunk.logits)
+        value, slope = new(), new()
+        torch.ops.grpo_kernels_cpp.diverge(
+            *_rows(chunk),
+            *_teacher(chunk),
+            stats.max_logit,
+            stats.log_sum,
+            teacher.max_logit,
+            teacher.log_sum,
+            value=value,
+            slope=slope,
+        )
+        return value, slope
+
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
     ) -> None:
-        if c is not None:
-            raise NotImplementedError("a teacher")
+        known = stats.divergence
         torch.ops.grpo_kernels_cpp.grad(
-            *_arguments(chunk),
+            *_rows(chunk),
+            *_teacher(chunk),
             stats.logps,
             stats.max_logit,
             stats.log_sum,
             None if b is None else stats.entropies,
             a.contiguous(),  # the gradient of a sum may be one number, expanded
             None if b is None else b.contiguous(),
+            None if c is None else c.contiguous(),
+            *((None,) * 3 if known is None else (known.slope, known.max_logit, known.log_sum)),
             chunk.first_id,
             out=out,
         )
@@ -67,8 +84,11 @@ class CppRows:
         new = _Results(chunk.logits)
         logps, max_logit, log_sum, entropies = new(), new(), new(), new()
         terms = {name: new() for name in token_loss.terms}
+        full = token_loss.kl == "full"  # the divergence from the teacher
+        diverged = DivergenceStats(terms["kl"], new(), new(), new()) if full else None
         torch.ops.grpo_kernels_cpp.fused(
-            *_arguments(chunk),
+            *_rows(chunk),
+            *_teacher(chunk),
             token_loss.advantages,
             token_loss.d_logps,
             token_loss.weights,
@@ -77,7 +97,7 @@ class CppRows:
             token_loss.gate,
             [*SURROGATES].index(token_loss.surrogate),  # as formulas.h counts them
             token_loss.constants,
-            [None, *ESTIMATORS].index(token_loss.kl),
+            [None, *ESTIMATORS].index(None if full else token_loss.kl),
             token_loss.corrects_kl,
             token_loss.beta,
             token_loss.d_entropy,
@@ -89,9 +109,12 @@ class CppRows:
             a=terms["a"],
             log_ratio=terms["log_ratio"],
             kl=terms.get("kl"),
+            slope=diverged and diverged.slope,
+            teacher_max_logit=diverged and diverged.max_logit,
+            teacher_log_sum=diverged and diverged.log_sum,
             out=out,
         )
-        return RowStats(logps, max_logit, log_sum, entropies, terms=terms)
+        return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=diverged)
 
 
 class _Results:
@@ -107,10 +130,20 @@ class _Results:
         return self._logits.new_empty(self._logits.shape[0], dtype=dtype or self._dtype)
 
 
-def _arguments(chunk: Chunk) -> tuple[Any, ...]:
-    """What it is to an op: logits, ids, bias, one inverse temperature a row, inner, outer, has_softcap, rounded_to."""
-    transform = chunk.transform
+def _rows(chunk: Chunk) -> tuple[Any, ...]:
+    """What a chunk is to an op: logits, ids, and how they are transformed."""
+    return chunk.logits, chunk.ids, *_numbers(chunk.transform)
+
+
+def _teacher(chunk: Chunk) -> tuple[Any, ...]:
+    """What its teacher is: logits or None, how they are transformed, and which divergence."""
+    if chunk.teacher is None:
+        return None, *_numbers(LogitTransform()), 0.0
+    return chunk.teacher.logits, *_numbers(chunk.teacher.transform), chunk.teacher.beta
+
+
+def _numbers(transform: LogitTransform) -> tuple[Any, ...]:
+    """Bias, one inverse temperature a row, inner, outer, has_softcap, rounded_to."""
     inv_t = transform.inv_temperature
     per_row = inv_t.reshape(-1).contiguous() if isinstance(inv_t, Tensor) else None
-    numbers = (*transform.factors(), transform.softcap is not None, transform.rounded_to)
-    return chunk.logits, chunk.ids, transform.bias, per_row, *numbers
+    return transform.bias, per_row, *transform.factors(), transform.softcap is not None, transform.rounded_to

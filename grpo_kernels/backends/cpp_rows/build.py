@@ -43,7 +43,8 @@ from grpo_kernels.backends.cpp_rows.compiler import (
 )
 
 LOCK_SECONDS = 120.0  # for another process's build, which takes some 6; then this one builds too
-OPS = {"stats": 15, "grad": 16, "fused": 29, "isa": 1}  # what `CppRows` calls, and with how many arguments
+# What `CppRows` calls, and with how many arguments.
+OPS = {"stats": 15, "diverge": 22, "grad": 28, "fused": 40, "isa": 1}
 PACKAGE = Path(__file__).resolve().parents[2]
 PREBUILT = Path(__file__).resolve().with_name(f"{NAME}.so")
 _lock = threading.Lock()

@@ -31,6 +31,11 @@ def elementary(cpp_library: None, tmp_path_factory: pytest.TempPathFactory) -> P
     [
         ("exp", 61, 2.0),
         pytest.param("exp", 1, 2.0, marks=pytest.mark.slow),
+        ("exp_below_0", 61, 2.0),
+        ("log1p", 61, 2.0),
+        ("mixture", 61, 12.0),
+        ("phi", 211, 11.0),
+        ("chi", 211, 15.0),
         ("tanh", 61, 2.0),
         ("tanh_slope", 61, 5.0),
         ("from_bf16", 1, 0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, LogitTransform
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from tests.support.divergence_suite import full_loss
 from tests.support.row_cases import EXTRAS, PLAIN, in_double, make_loss, make_transform, rows
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
@@ -49,13 +51,23 @@ def use_every_op(dtype: torch.dtype, kind: int) -> None:
     kernels.grad(Chunk(raw, ids, PLAIN), stats, stats.logps, None, torch.empty_like(raw))
     kernels.fused(Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw))
     kernels.fused(Chunk(raw, ids, PLAIN), make_loss(stats.logps, kind + 4), None)
+    chunk = Chunk(raw, ids, PLAIN, teacher=Teacher(raw.flip(0), transform, 0.5))
+    stats, out = with_divergence(kernels, chunk, stats), torch.empty_like(raw)
+    kernels.grad(chunk, stats, stats.logps, stats.entropies, out, stats.logps)
+    kernels.fused(chunk, full_loss(stats.logps, kind), out)
+
+
+def with_divergence(kernels: CppRows, chunk: Chunk, stats: RowStats) -> RowStats:
+    """`stats` with the divergence of a chunk whose teacher has the same statistics."""
+    found = kernels.diverge(chunk, stats, stats)
+    return replace(stats, divergence=DivergenceStats(*found, stats.max_logit, stats.log_sum))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), list(enumerate(DTYPES)), ids=str)
 def test_opcheck(kind: int, dtype: torch.dtype, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     use_every_op(dtype, kind)
     monkeypatch.undo()
-    assert len(calls) == 6
+    assert len(calls) == 9
     for name, args, kwargs in calls:
         results = opcheck(getattr(torch.ops.grpo_kernels_cpp, name).default, args, kwargs)
         assert len(results) == 4
@@ -63,7 +75,7 @@ def test_opcheck(kind: int, dtype: torch.dtype, calls: list[Call], monkeypatch: 
 
 
 def test_schemas_return_nothing_and_write_what_they_say() -> None:
-    for name in ("stats", "grad", "fused"):
+    for name in ("stats", "diverge", "grad", "fused"):
         schema = getattr(torch.ops.grpo_kernels_cpp, name).default._schema
         assert schema.is_mutable
         assert not schema.returns
@@ -95,3 +107,37 @@ def test_refusals() -> None:
         kernels.grad(Chunk(raw, ids, PLAIN), stats, a, a, torch.empty_like(raw))
     with pytest.raises(RuntimeError, match="a: expected"):
         kernels.grad(Chunk(raw, ids, PLAIN), stats, a[:2], None, torch.empty_like(raw))
+
+
+def test_refusals_of_teachers() -> None:
+    (raw, ids), kernels = rows(N, V, "cpu"), CppRows()
+    chunk = Chunk(raw, ids, PLAIN, teacher=Teacher(raw.flip(0), PLAIN, 0.5))
+    stats = with_divergence(kernels, chunk, kernels.stats(replace(chunk, teacher=None), entropy=False))
+    a, out, plain = stats.logps, torch.empty_like(raw), replace(chunk, teacher=None)
+
+    def refused(message: str, logits: Tensor = raw, beta: float = 0.5, **transform: Any) -> None:
+        teacher = Teacher(logits, LogitTransform(**transform), beta)
+        with pytest.raises(RuntimeError, match=message):
+            kernels.diverge(replace(chunk, teacher=teacher), stats, stats)
+
+    refused(r"teacher_logits: expected \(4, 33\)", raw[:, :-1])
+    refused(r"teacher_logits: expected \(4, 33\)", raw[:-1])
+    refused("teacher_logits: expected contiguous rows", raw.T.contiguous().T)
+    refused("teacher_logits: float64 goes with float64 alone", raw.double())
+    refused("teacher_bias: expected", bias=torch.zeros(V - 1))
+    refused("teacher_inv_temperatures: expected", inv_temperature=torch.ones(N + 1, 1))
+    refused("teacher_rounded_to: expected", rounded_to=torch.float32)
+    refused(r"divergence_beta: expected a number in \[0, 1\], got 1.5", beta=1.5)
+    refused(r"divergence_beta: expected a number in \[0, 1\], got nan", beta=float("nan"))
+    with pytest.raises(RuntimeError, match="teacher_logits: expected"):
+        kernels.diverge(plain, stats, stats)
+    without = replace(stats, divergence=None)
+    for some, known, c in ((chunk, stats, None), (chunk, without, a), (plain, stats, None), (plain, without, a)):
+        with pytest.raises(RuntimeError, match="c, slope, teacher_max_logit, teacher_log_sum: expected"):
+            kernels.grad(some, known, a, None, out, c)
+    with pytest.raises(RuntimeError, match="kl: expected"):
+        kernels.fused(plain, full_loss(a, 0), out)
+    with pytest.raises(RuntimeError, match="estimator: expected none with a teacher"):
+        kernels.fused(chunk, make_loss(a, 1), out)
+    with pytest.raises(RuntimeError, match="ref, kl: expected"):
+        kernels.fused(chunk, make_loss(a, 0), out)

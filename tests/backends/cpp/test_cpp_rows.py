@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.torch_rows import TorchRows
+from tests.support.cpp_isas import each_isa
 from tests.support.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, in_double, make_loss, make_transform, rows, same
 from tests.support.row_suite import RowSuite, check_kernels
 
@@ -178,29 +179,12 @@ def many_outcomes() -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:
                 yield f"{kind} {dtype} {vocab}", lambda r=raw, i=ids, t=transform, k=kind: outcomes(r, i, t, k)
 
 
-@pytest.fixture
-def isas() -> Iterator[list[str]]:
-    """The instruction sets that this processor has."""
-    isa = torch.ops.grpo_kernels_cpp.isa
-    found = []
-    for name in ("avx512", "avx2", "portable"):
-        try:
-            found.append(isa(name))
-        except RuntimeError as error:
-            assert f"no '{name}'" in str(error)  # noqa: PT017
-    assert isa("auto") == found[0]
-    yield found
-    isa("auto")
-
-
-def test_every_instruction_set_gives_the_same_bits(isas: list[str]) -> None:
+def test_every_instruction_set_gives_the_same_bits() -> None:
     for name, run in many_outcomes():
-        torch.ops.grpo_kernels_cpp.isa(isas[0])
-        want = run()
-        for isa in isas[1:]:
-            torch.ops.grpo_kernels_cpp.isa(isa)
-            for field, x in run().items():
-                assert same(x, want[field]), f"{name} {isa}: {field}"
+        first, *others = each_isa(run)
+        for isa, found in others:
+            for field, x in found.items():
+                assert same(x, first[1][field]), f"{name} {isa}: {field}"
 
 
 def test_unknown_instruction_sets_are_refused() -> None:

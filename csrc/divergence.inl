@@ -1,0 +1,194 @@
+// A divergence of the student's row from the teacher's, and the gradient of a row that has a teacher. Written after
+// grpo_kernels/backends/divergence.py, which has the formulas and why they are so. With p and q the two probabilities,
+// d = log p - log q, x = |d| and `lead` the larger of p and q, an element takes two exponentials: that of lead, and e^-x.
+
+// e^-x, e^-x - 1, phi = e^-x - 1 + x, chi = 1 - e^-x (1 + x); an x of inf becomes a large number.
+template <class T>
+struct Powers {
+  Vector<T> x, e, less, phi, chi;
+};
+
+constexpr float kFar = 1e30f;  // 0 * it is 0
+
+// In float none of them needs a series of its own: where n is 0, phi is the polynomial of the exponential.
+INLINE Powers<float> powers(Float d) {
+  const Float size = magnitude(d), x = size > kFar ? splat<Float>(kFar) : size;
+  const auto far = x > 87.0f;
+  const Split split = split_exp(far ? splat<Float>(-87.0f) : -x);
+  const Float s = power_of_2(split.n), rq = split.q + split.r, s_less = s - 1.0f;
+  const Float e = far ? Float{} : s * (rq + 1.0f), less = s * rq + s_less;
+  const Float phi = s * split.q + ((s * split.r + x) + s_less);
+  return {x, e, less, phi, x < 0.5f ? -less * x - phi : -less - e * x};
+}
+
+// In double they have: 18 terms.
+constexpr int kTerms = 18;
+constexpr double phi_term(int k) { return k < 0 ? 1.0 : phi_term(k - 1) / (k + 2); }  // 1 / (k + 2)!
+constexpr double mixture_term(int k) { return 1.0 / ((k + 1.0) * (k + 2.0)); }
+
+template <double (*TERM)(int)>
+INLINE Double series(Double x) {
+  Double total{};
+  for (int k = kTerms - 1; k >= 0; --k) total = total * x + TERM(k);
+  return total;
+}
+
+INLINE Powers<double> powers(Double d) {
+  const Double size = magnitude(d), x = size > double{kFar} ? splat<Double>(double{kFar}) : size, e = exp(-x);
+  const auto near = x < 0.5;
+  const Double phi = near ? x * x * series<phi_term>(-x) : (e - 1.0) + x, less = near ? phi - x : e - 1.0;
+  return {x, e, less, phi, near ? -less * x - phi : -less - e * x};
+}
+
+// log(1 + w) and (1 + w) log(1 + w) - w, of w in (-1, 0]
+template <class T>
+struct Mixture {
+  Vector<T> log, g;
+};
+
+INLINE Mixture<float> mixture(Float w) {
+  const Log of = log1p(w);
+  return {of.log, w > -0.25f ? w * of.log + of.less : (w + 1.0f) * of.log - w};
+}
+
+INLINE Mixture<double> mixture(Double w) {
+  const Double log = log1p(w);
+  return {log, w > -0.125 ? w * w * series<mixture_term>(-w) : (w + 1.0) * log - w};
+}
+
+// Of some columns: p, the term of the divergence, and k.
+template <class T>
+struct Terms {
+  Vector<T> p, value, k;
+};
+
+// `value` and `k` of KL(q || p): infinite where a p of 0 meets a q > 0.
+template <class T>
+INLINE void forward(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead) {
+  const auto ahead = d >= T(0);
+  const Vector<T> value = lead * (ahead ? at.chi : at.phi);
+  of.value = d == T(-INFINITY) ? splat<Vector<T>>(T(INFINITY)) : value;
+  of.k = lead * (ahead ? -at.less : at.less);
+}
+
+// Of KL(p || q): infinite where a q of 0 meets a p > 0.
+template <class T>
+INLINE void reverse(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead) {
+  const auto ahead = d >= T(0), unmet = d == T(INFINITY);
+  const Vector<T> infinite = splat<Vector<T>>(T(INFINITY)), value = lead * (ahead ? at.phi : at.chi);
+  of.value = unmet ? infinite : value;
+  of.k = unmet ? infinite : of.p * (ahead ? at.x : -at.x);
+}
+
+// Of (1 - beta) KL(p || m) + beta KL(q || m): m = lead (1 + w), w = share (e^-x - 1).
+template <class T>
+INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead, T beta, T rest) {
+  const auto ahead = d >= T(0);
+  const Vector<T> share = ahead ? splat<Vector<T>>(beta) : splat<Vector<T>>(rest);
+  const Mixture<T> m = mixture(share * at.less);
+  of.value = lead * (share * at.chi - m.g);
+  of.k = (of.p * rest) * (ahead ? -m.log : -at.x - m.log);
+}
+
+// Of the columns whose scaled logits are z and y.
+template <class T>
+INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T> y) {
+  Vector<T> d = z - y;
+  d = d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: both are 0. Any other NaN is that of the offset
+  const auto ahead = d >= T(0);
+  const Vector<T> scale = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.teacher_inv_sum);
+  const Vector<T> lead = exp_below_0(ahead ? z - at.max : y - at.teacher_max) * scale;
+  const Powers<T> of_d = powers(d);
+  Terms<T> of;
+  of.p = ahead ? lead : lead * of_d.e;
+  if (kind == Kind::forward) forward<T>(of_d, d, of, lead);
+  if (kind == Kind::reverse) reverse<T>(of_d, d, of, lead);
+  if (kind == Kind::mixed) mixed<T>(of_d, d, of, lead, at.beta, at.rest);
+  return of;
+}
+
+template <class T, bool PLAIN>
+INLINE Diverged diverge(Kind kind, const Row<T>& row, const Row<T>& teacher, const Divergence<T>& at) {
+  Diverged sums{0.0, 0.0};
+  for (int64_t tile = 0; tile < row.size; tile += kTile) {
+    const int64_t stop = row.size - tile < kTile ? row.size : tile + kTile;
+    for (int64_t lane = 0; lane < kLanes; lane += kWidth<T>) {
+      Vector<T> value{}, k{};
+      for (int64_t start = tile + lane; start < stop; start += kLanes) {
+        const Terms<T> of = terms<T>(kind, at, logits<T, PLAIN>(row, start), logits<T, PLAIN>(teacher, start));
+        value += of.value, k += of.k;
+      }
+      add_to<T>(sums.value, value), add_to<T>(sums.slope, k);
+    }
+  }
+  const double odd = static_cast<double>(at.offset) - at.offset;  // NaN where a head has NaN, or no finite logit
+  return {sums.value + odd, sums.slope + odd};
+}
+
+// `count` columns of both heads from `start` on: x and z of the student, and the terms.
+template <class T>
+struct Columns {
+  Vector<T> x, z;
+  Terms<T> of;
+};
+
+template <class T, bool PLAIN>
+INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& teacher, const Divergence<T>& at, int64_t start,
+                          int count) {
+  const Vector<T> x = projection<T, PLAIN>(row, start, count), z = scaled<T, PLAIN>(row, x);
+  const Vector<T> y = scaled<T, PLAIN>(teacher, projection<T, PLAIN>(teacher, start, count));
+  return {x, z, terms<T>(kind, at, z, y)};
+}
+
+// c (k - p sum k)
+template <class T>
+INLINE Vector<T> pull(const Divergence<T>& at, const Terms<T>& of) {
+  return (of.k - of.p * at.slope) * at.c;
+}
+
+template <class T, bool PLAIN>
+INLINE void gradient_with_teacher(Kind kind, const Row<T>& row, const Gradient<T>& at, const Row<T>& teacher,
+                                  const Divergence<T>& from) {
+  const bool has_target = at.target >= 0 && at.target < row.size;
+  Vector<T> d_target{};  // before `out`, which may be the row itself, is written
+  if (has_target) {
+    const Columns<T> here = columns<T, PLAIN>(kind, row, teacher, from, at.target, 1);
+    d_target = (pull<T>(from, here.of) + at.at_target) * slope<T, PLAIN>(row, here.x);
+  }
+  char* const out = static_cast<char*>(at.out);
+  for (int64_t start = 0; start < row.size; start += kWidth<T>) {
+    const int count = count_at<T>(start, row.size);
+    const Columns<T> here = columns<T, PLAIN>(kind, row, teacher, from, start, count);
+    Vector<T> d = splat<Vector<T>>(-at.a);
+    if (at.has_b) d -= (at_least(here.z - at.max, splat<Vector<T>>(T(kLowest))) + at.offset) * at.b;
+    d = (d * here.of.p + pull<T>(from, here.of)) * slope<T, PLAIN>(row, here.x);
+    store_some<T>(out + start * size_of(at.dtype), at.dtype, d, count);
+  }
+  if (has_target) store_some<T>(out + at.target * size_of(at.dtype), at.dtype, d_target, 1);
+}
+
+// One loop for each kind of plain rows in float, the usual case, and one for all others: more take long to compile.
+template <class T>
+Diverged diverge_any(const Row<T>& row, const Row<T>& teacher, const Divergence<T>& at) {
+  if constexpr (sizeof(T) == 4) {
+    if (is_plain(row) && is_plain(teacher)) {
+      if (at.kind() == Kind::forward) return diverge<T, true>(Kind::forward, row, teacher, at);
+      if (at.kind() == Kind::reverse) return diverge<T, true>(Kind::reverse, row, teacher, at);
+      return diverge<T, true>(Kind::mixed, row, teacher, at);
+    }
+  }
+  return diverge<T, false>(at.kind(), row, teacher, at);
+}
+
+template <class T>
+void gradient_with_teacher_any(const Row<T>& row, const Gradient<T>& at, const Row<T>& teacher,
+                               const Divergence<T>& from) {
+  if constexpr (sizeof(T) == 4) {
+    if (is_plain(row) && is_plain(teacher)) {
+      if (from.kind() == Kind::forward) return gradient_with_teacher<T, true>(Kind::forward, row, at, teacher, from);
+      if (from.kind() == Kind::reverse) return gradient_with_teacher<T, true>(Kind::reverse, row, at, teacher, from);
+      return gradient_with_teacher<T, true>(Kind::mixed, row, at, teacher, from);
+    }
+  }
+  gradient_with_teacher<T, false>(from.kind(), row, at, teacher, from);
+}

@@ -1,0 +1,161 @@
+"""What a second head costs: counted floating point operations, bytes, and waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.roofline.pretend_gpu import OnGPU, here, pretended
+from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_divergence_with
+from grpo_kernels.config import LossConfig as Config
+from tests.support.measure import AllocationWatcher, count_flops
+
+N, H, H_TEACHER, V = 96, 10, 10, 64
+MIB = 2**20
+KINDS = ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3})
+
+
+def tensors(head: str, n: int = N, v: int = V, h: int = H) -> tuple[torch.Tensor, ...]:
+    """Hidden states and weights of student and teacher, of the same width."""
+    g = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=g) for shape in ((n, h), (v, h), (n, h), (v, h))]
+    made[0].requires_grad_(head != "no grad")
+    made[1].requires_grad_(head == "trainable")
+    return tuple(made)
+
+
+def nvh(head: str, gradient: Any = None, **options: Any) -> float:
+    """Cost of forward and backward in units of NVH."""
+    given = tensors(head)
+
+    def run() -> None:
+        found = linear_divergence(*given, **options)
+        if found.requires_grad:
+            found.backward(torch.full_like(found, 0.3) if gradient is None else gradient)
+
+    return count_flops(run) / (N * V * H)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_divergence_costs_8_with_a_head_that_trains(kind: dict[str, Any]) -> None:
+    assert [nvh(head, **kind) for head in ("trainable", "frozen", "no grad")] == [8, 6, 4]
+    assert [nvh(head, engine="two_pass", **kind) for head in ("trainable", "frozen")] == [12, 10]
+    assert [nvh(head, engine="lean", **kind) for head in ("trainable", "frozen")] == [12, 10]
+
+
+def test_an_expectation_that_does_not_come_true_costs_a_second_pass_of_the_rows_it_misses() -> None:
+    half = torch.full((N,), 0.3)
+    half[: N // 4] = 0.9
+    assert nvh("trainable", half) == 8 + 8 / 4
+    assert nvh("trainable", half, expected=half) == 8
+    assert nvh("frozen", half) == 6
+
+
+def test_only_the_rows_that_count_are_projected() -> None:
+    mask = torch.arange(N) % 4 != 0
+    assert nvh("trainable", mask=mask) == 8 * 3 / 4
+
+
+@pytest.mark.parametrize(("old", "level", "cost"), [(False, "token", 8), (True, "token", 8), (True, "sequence", 12)])
+def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(old: bool, level: str, cost: int) -> None:
+    config = LossConfig(beta=0.1, kl_estimator="full", importance_sampling_level=level)
+    for head, engines in (("trainable", cost), ("frozen", cost - 2), ("no grad", 4)):
+        hidden, weight, other, other_weight = tensors(head)
+
+        def run(given: Any = (hidden, weight), reference: Any = (other, other_weight)) -> None:
+            shape = (8, N // 8)
+            logps = torch.full(shape, -4.0) if old else None
+            out = grpo_loss(
+                given[0].view(*shape, H), given[1], torch.zeros(shape, dtype=torch.long), None, torch.ones(8),
+                reference=ReferenceHead(reference[0].view(*shape, H), reference[1]), config=config,
+                old_per_token_logps=logps,
+            )  # fmt: skip
+            if out.loss.requires_grad:
+                out.loss.backward()
+
+        assert count_flops(run) / (N * V * H) == engines
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_the_workspace_holds_both_logits(engine: str) -> None:
+    n, v, h, workspace = 2048, 30011, 32, 16 * MIB
+    given = tensors("trainable", n, v, h)
+    with AllocationWatcher() as watch:
+        linear_divergence(*given, engine=engine, workspace_bytes=workspace).sum().backward()
+    gradients = 2 * 4 * (n * h + v * h)  # in the accumulator, and as they are returned
+    assert watch.peak <= workspace + gradients + 60 * n * 4
+    assert watch.largest < n * v / 8
+
+
+# what trains (hidden, weight), engine, what arrives, waits of forward and backward with a mask
+WAITS = {
+    "score": ((False, False), "auto", "same", (1, 0)),
+    "frozen": ((True, False), "auto", "any", (1, 0)),
+    "one_pass": ((True, True), "auto", "same", (1, 1)),
+    "one_pass-any": ((True, True), "auto", "any", (1, 2)),
+    "two_pass": ((True, True), "two_pass", "any", (1, 1)),
+    "lean": ((True, True), "lean", "any", (1, 1)),
+}
+
+
+def on_gpu(trains: tuple[bool, bool]) -> list[Any]:
+    given = [OnGPU(x.detach()) for x in tensors("no grad")]
+    for x, wanted in zip(given, trains, strict=False):
+        x.requires_grad_(wanted)
+    return given
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trains, engine, arrives, documented = WAITS[name]
+    with pretended(monkeypatch) as waits:
+        given = on_gpu(trains)
+        found = linear_divergence(*given, mask=OnGPU(torch.arange(N) % 3), engine=engine, backend="torch")
+        forward = len(waits)
+        if found.requires_grad:
+            gradient = torch.full((N,), 0.5) if arrives == "same" else torch.linspace(0.1, 1.0, N)
+            torch.autograd.backward(found, OnGPU(gradient))
+    assert (forward, len(waits) - forward) == documented
+
+
+@pytest.mark.parametrize("trains", [(True, True), (True, False), (False, False)])
+def test_without_a_mask_it_can_be_captured(trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = linear_divergence(*tensors("no grad"), backend="torch")
+    with pretended(monkeypatch, capturing=True) as waits:
+        given = on_gpu(trains)
+        found = linear_divergence(*given, backend="torch")
+        if any(trains):
+            torch.autograd.backward(found.sum())
+        assert not waits
+        torch.testing.assert_close(here(found.detach()), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(beta=0.1, kl_estimator="full", loss_type="grpo")
+    with pretended(monkeypatch, capturing=True) as waits:
+        hidden, weight, other, other_weight = on_gpu((True, True))
+        shape = (8, N // 8)
+        out = grpo_loss(
+            hidden.view(*shape, H), weight, OnGPU(torch.zeros(shape, dtype=torch.long)), None, OnGPU(torch.ones(8)),
+            reference=ReferenceHead(other.view(*shape, H), other_weight), config=config, backend="torch",
+        )  # fmt: skip
+        torch.autograd.backward(out.loss)
+    assert not waits
+
+
+def test_gradients_of_16_bits_are_scaled_into_their_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 on a GPU: d logits carry a power of two, also where the divergence is large."""
+    plain = [x.detach().half() for x in tensors("no grad")]
+    want = [x.detach().clone().float().requires_grad_(i < 2) for i, x in enumerate(plain)]
+    expected = linear_divergence_with(*want, backend="torch")["divergence"]
+    (expected.sum() * 1e-6).backward()
+    with pretended(monkeypatch):
+        given = [OnGPU(x) for x in plain]
+        for x in given[:2]:
+            x.requires_grad_()
+        found = linear_divergence(*given, backend="torch")
+        torch.autograd.backward(found.sum() * 1e-3)
+        for x, y in zip(given[:2], want[:2], strict=True):
+            torch.testing.assert_close(here(x.grad).float(), y.grad * 1e3, rtol=2e-2, atol=2e-5)

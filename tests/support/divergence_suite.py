@@ -1,0 +1,321 @@
+"""The tests that every row backend's divergences from a teacher pass: against float64 within bounds, and themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import (
+    Chunk,
+    DivergenceStats,
+    FusedRowBackend,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+    Teacher,
+)
+from grpo_kernels.token_loss.record import TokenLoss
+from tests.support.divergence_truth import divergence
+from tests.support.row_cases import DEVICE, PLAIN, assert_same, in_double, make_loss, make_transform, same
+from tests.support.row_truth import U, check, gradient, loss_terms, truth
+
+INF, NAN = math.inf, math.nan
+BETAS = (0.0, 1.0, 0.5, 0.1, 0.9)  # forward, reverse, and between
+each_beta = pytest.mark.parametrize("beta", BETAS)
+Two = tuple[LogitTransform, LogitTransform]  # of the student, of the teacher
+PLAINS = (PLAIN, PLAIN)
+
+
+class DivergenceSuite:
+    """`backend` gives the row backend; its rows are of `dtype`, on `device`."""
+
+    device = DEVICE
+    dtype = torch.float32
+    vocabs: Sequence[int] = (1, 2, 15, 16, 17, 127, 4097)
+    wide = 300  # of the tests that need one size
+
+    def backend(self) -> RowBackend:
+        raise NotImplementedError
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def ids(self, n: int, vocab: int) -> Tensor:
+        return torch.randint(vocab, (n,), device=self.device)
+
+    def transforms(self, n: int, vocab: int, kinds: Sequence[int], rounded_to: torch.dtype | None = None) -> Two:
+        """Two of those of `make_transform`; rows of float64 are not rounded."""
+        dtype = None if self.dtype == torch.float64 else rounded_to
+        first, second = (make_transform(n, vocab, kind, dtype, self.device) for kind in kinds)
+        return first, second
+
+    def chunk(self, raw: Tensor, other: Tensor, beta: float, ids: Tensor | None = None, two: Two = PLAINS) -> Chunk:
+        """Copies of the raw projections of both heads (n, V), prepared."""
+        raw, other = raw.to(self.device, self.dtype, copy=True), other.to(self.device, self.dtype, copy=True)
+        if self.dtype == torch.float64:
+            two = in_double(two[0]), in_double(two[1])
+        for x, transform in zip((raw, other), two, strict=True):
+            self.backend().prepare_(x, transform)
+        ids = torch.zeros(len(raw), dtype=torch.int64, device=self.device) if ids is None else ids
+        return Chunk(raw, ids, two[0], teacher=Teacher(other, two[1], beta))
+
+    def stats(self, chunk: Chunk) -> RowStats:
+        """Of both heads, and the divergence."""
+        kernels = self.backend()
+        stats = kernels.stats(replace(chunk, teacher=None), entropy=True)
+        teacher = kernels.stats(chunk.of_teacher(), entropy=False)
+        found = kernels.diverge(chunk, stats, teacher)
+        return replace(stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum))
+
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """The gradient (n, V); the chunk stays."""
+        logits = chunk.logits.clone()
+        out = torch.empty_like(logits) if out is None else out
+        self.backend().grad(replace(chunk, logits=logits), stats, a, b, out, c)
+        return out
+
+    def gradient_of_divergence(self, chunk: Chunk, stats: RowStats) -> Tensor:
+        one = torch.ones_like(stats.logps)
+        return self.grad(chunk, stats, 0 * one, None, one)
+
+    def check_rows(self, raw: Tensor, other: Tensor, beta: float, two: Two = PLAINS) -> None:
+        """Values and gradients against float64."""
+        ids = self.ids(*raw.shape)
+        chunk = self.chunk(raw, other, beta, ids, two)
+        student, teacher = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
+        want, stats, name = divergence(student, teacher, beta), self.stats(chunk), f"{tuple(raw.shape)} {beta}"
+        assert stats.divergence is not None
+        check(f"{name}: value", stats.divergence.value, want.value, want.bound)
+        a, b, c = self.randn(3, len(ids))
+        for factors in ((0 * a, None, c), (a, None, c), (a, b, c), (0 * a, b, c)):
+            of_others, bound = gradient(student, ids, *factors[:2])
+            want_all = of_others + c[:, None] * want.gradient
+            allowed = bound + c.abs()[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + want_all.abs())
+            check(f"{name}: d raw", self.grad(chunk, stats, *factors), want_all, allowed)
+        none = self.grad(chunk, stats, a, b, 0 * c)
+        check(f"{name}: d raw without", none, *gradient(student, ids, a, b))
+
+    @each_beta
+    @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16], ids=str)
+    def test_values_and_gradients(self, beta: float, rounded_to: torch.dtype | None) -> None:
+        """Of rows of every length; biases, soft-caps and temperatures differ between the heads."""
+        for kind, vocab in enumerate(self.vocabs):
+            raw, other = (3 * torch.randn(4, vocab, device=self.device) for _ in range(2))
+            self.check_rows(raw, other, beta, self.transforms(4, vocab, (kind + 3, kind + 2 + kind // 4), rounded_to))
+
+    @each_beta
+    def test_however_near_the_teacher(self, beta: float) -> None:
+        """Divergences from 1e-8 to 10 nats are precise to 1e-4, and so are their gradients, of the same logits."""
+        sizes = torch.logspace(-4.2, 1.3, 12, device=self.device)[:, None]
+        raw = 2 * torch.randn(12, self.wide, device=self.device)
+        other = raw + sizes * torch.randn(12, self.wide, device=self.device)
+        ids = torch.zeros(12, dtype=torch.int64, device=self.device)
+        want = divergence(truth(raw, ids, PLAIN), truth(other, ids, PLAIN), beta)
+        chunk = self.chunk(raw, other, beta)
+        stats = self.stats(chunk)
+        assert stats.divergence is not None
+        assert want.value.min() < 1e-8
+        assert want.value.max() > (10 if beta in (0.0, 1.0) else 0.1)
+        check("value", stats.divergence.value, want.value, 1e-4 * want.value.clamp(min=1e-8))
+        found, size = self.gradient_of_divergence(chunk, stats).double(), want.gradient.norm(dim=1)
+        error = (found - want.gradient).norm(dim=1)
+        check(
+            "gradient", error, torch.zeros_like(size), 1e-4 * size + 1e-6 * want.value
+        )  # far away k and p sum k cancel
+        self.check_rows(raw, other + 5 * torch.rand(12, 1, device=self.device), beta)
+
+    @each_beta
+    def test_no_divergence_from_oneself(self, beta: float) -> None:
+        """Exactly 0, and so is the gradient; in rows with banned ids and nearly certain ones too."""
+        for vocab in self.vocabs:
+            raw = 3 * self.randn(5, vocab)
+            raw[1, : vocab // 2] = -INF
+            raw[2, -1] += 40.0
+            raw[3] *= 1e4
+            transforms = [make_transform(5, vocab, kind, None, self.device) for kind in range(4)]
+            for transform in transforms:
+                chunk = self.chunk(raw, raw, beta, two=(transform, transform))
+                stats = self.stats(chunk)
+                assert stats.divergence is not None
+                assert not stats.divergence.value.any()
+                assert not stats.divergence.slope.any()
+                assert not self.gradient_of_divergence(chunk, stats).any()
+
+    @each_beta
+    @pytest.mark.parametrize("banned", ["student", "teacher", "both", "more by the student", "more by the teacher"])
+    def test_banned_ids(self, banned: str, beta: float) -> None:
+        """Logits of -inf: only where one needs what the other bans is the divergence infinite; never NaN."""
+        raw, other = 2 * self.randn(4, self.wide), 2 * self.randn(4, self.wide)
+        raw[:, 5 : 9 if banned in ("student", "both") else 12 if banned == "more by the student" else 5] = -INF
+        other[:, 5 : 9 if banned in ("teacher", "both") else 12 if banned == "more by the teacher" else 5] = -INF
+        if banned.startswith("more"):
+            (other if banned == "more by the student" else raw)[:, 5:9] = -INF
+        unmet = {"student": 0.0, "more by the student": 0.0, "teacher": 1.0, "more by the teacher": 1.0}.get(banned)
+        if beta != unmet:
+            self.check_rows(raw, other, beta)
+            return
+        chunk = self.chunk(raw, other, beta)
+        stats = self.stats(chunk)
+        assert stats.divergence is not None
+        assert (stats.divergence.value == INF).all()
+
+    @each_beta
+    def test_certain_tokens(self, beta: float) -> None:
+        """Rows with one token whose probability is 1 in float32: of one head, of both, the same one and another."""
+        raw, other = self.randn(4, self.wide), self.randn(4, self.wide)
+        raw[:3, 7] += 200.0
+        other[1:, 7] += 200.0
+        other[2] = other[2].roll(1)
+        self.check_rows(raw, other, beta)
+
+    @each_beta
+    def test_no_numbers(self, beta: float) -> None:
+        """NaN and inf in either head, or nothing but -inf: value, slope and gradient are NaN, in that row alone."""
+        for vocab in (self.vocabs[-2], self.wide):
+            clean, other_clean = 2 * self.randn(9, vocab), 2 * self.randn(9, vocab)
+            raw, other = clean.clone(), other_clean.clone()
+            for x, row in ((raw, 1), (other, 4)):
+                x[row, vocab // 2], x[row + 1, vocab - 1], x[row + 2] = NAN, INF, -INF
+            raw[7], other[7] = -INF, -INF
+            lost = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, 0], device=self.device, dtype=torch.bool)
+            (chunk, stats), (clean_chunk, want) = (
+                (made, self.stats(made))
+                for made in (self.chunk(raw, other, beta), self.chunk(clean, other_clean, beta))
+            )
+            assert stats.divergence is not None
+            assert want.divergence is not None
+            for x, y in zip(stats.divergence[:2], want.divergence[:2], strict=True):
+                assert torch.equal(x.isnan(), lost)
+                assert same(x[~lost], y[~lost])
+            d, want_d = self.gradient_of_divergence(chunk, stats), self.gradient_of_divergence(clean_chunk, want)
+            assert torch.equal(d.isnan().any(1), lost)
+            assert same(d[~lost], want_d[~lost])
+
+    @each_beta
+    def test_bits_of_a_row_are_its_own(self, beta: float) -> None:
+        """In a batch, permuted, and among others."""
+        for vocab in (self.vocabs[-2], self.wide):
+            raw, other, ids = 3 * self.randn(20, vocab), 3 * self.randn(20, vocab), self.ids(20, vocab)
+            a, b, c = self.randn(3, 20)
+            chunk = self.chunk(raw, other, beta, ids)
+            stats = self.stats(chunk)
+            d = self.grad(chunk, stats, a, b, c)
+            for rows in (torch.randperm(20, device=self.device), torch.tensor([17, 3, 4], device=self.device)):
+                some = self.chunk(raw[rows], other[rows], beta, ids[rows])
+                found, want = self.stats(some), stats.rows(rows)
+                assert_same_divergence(found, want)
+                assert same(self.grad(some, found, a[rows], b[rows], c[rows]), d[rows])
+
+    @each_beta
+    def test_where_gradients_are_written(self, beta: float) -> None:
+        """Over the logits, or elsewhere, of 16 bits too, in rows of wider ones; the teacher's logits are left alone."""
+        n, vocab = 4, self.wide + 1
+        raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
+        chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (3, 2)))
+        assert chunk.teacher is not None
+        stats, (a, b, c) = self.stats(chunk), self.randn(3, n)
+        teachers, want = chunk.teacher.logits.clone(), self.grad(chunk, stats, a, b, c)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16) if self.dtype == torch.float32 else (self.dtype,):
+            wide = torch.full((n, vocab + 9), 77.0, dtype=dtype, device=self.device)
+            self.grad(chunk, stats, a, b, c, wide[:, 3:-6])
+            assert torch.equal(wide[:, 3:-6], want.to(dtype))
+            assert (wide[:, :3] == 77).all()
+            assert (wide[:, -6:] == 77).all()
+        self.backend().grad(chunk, stats, a, b, chunk.logits, c)
+        assert torch.equal(chunk.logits, want)
+        assert torch.equal(chunk.teacher.logits, teachers)
+
+    @each_beta
+    def test_parts_of_a_vocabulary(self, beta: float) -> None:
+        """Divergences of the columns' parts add up, and gradients of parts are those of the whole."""
+        raw, other, ids = 3 * self.randn(6, self.wide), 3 * self.randn(6, self.wide), self.ids(6, self.wide)
+        whole = self.chunk(raw, other, beta, ids)
+        stats, (a, b, c) = self.stats(whole), self.randn(3, 6)
+        known = stats.divergence
+        assert known is not None
+        teacher = RowStats(known.value, known.max_logit, known.log_sum)  # the last two count
+        parts = []
+        for start, stop in ((0, 1), (1, 100), (100, self.wide)):
+            chunk = self.chunk(raw[:, start:stop], other[:, start:stop], beta, ids)
+            parts.append(replace(chunk, first_id=start))
+        found = [self.backend().diverge(part, stats, teacher) for part in parts]
+        for i, want in enumerate(known[:2]):
+            torch.testing.assert_close(torch.stack([x[i] for x in found]).sum(0), want, rtol=1e-5, atol=1e-6)
+        d = torch.cat([self.grad(part, stats, a, b, c) for part in parts], 1)
+        torch.testing.assert_close(d, self.grad(whole, stats, a, b, c), rtol=1e-6, atol=1e-9)
+
+
+class FusedDivergenceSuite(DivergenceSuite):
+    """Of a backend whose kernels do a row's loss as well."""
+
+    def fused(self, chunk: Chunk, loss: TokenLoss, out: Tensor | None) -> RowStats:
+        kernels = self.backend()
+        assert isinstance(kernels, FusedRowBackend)
+        return kernels.fused(chunk, loss, out)
+
+    @each_beta
+    def test_fused_is_one_after_the_other(self, beta: float) -> None:
+        """Statistics and divergence with the bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
+        for kind in range(7):  # each surrogate
+            n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
+            raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
+            chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))
+            want, out = self.stats(chunk), torch.empty_like(chunk.logits)
+            assert want.divergence is not None
+            loss = full_loss(want.logps, kind)
+            assert_same_divergence(self.fused(chunk, loss, None), want)
+            found = self.fused(chunk, loss, out)
+            assert_same_divergence(found, want)
+            assert set(found.terms) == {"loss", "a", "log_ratio", "kl"}
+            assert same(found.terms["kl"], want.divergence.value)
+            terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
+            added = loss.beta * loss.weights.double() * want.divergence.value
+            check("loss", found.terms["loss"], terms["loss"][0] + added, 8 * U * (terms["loss"][1] + added))
+            check("a", found.terms["a"], terms["a"][0], 8 * U * terms["a"][1])
+            b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
+            d = self.grad(chunk, want, found.terms["a"], b if loss.d_entropy else None, c)
+            assert torch.equal(out, d)
+            self.fused(chunk, loss, chunk.logits)
+            assert torch.equal(chunk.logits, out)
+
+    @each_beta
+    def test_a_row_without_a_token(self, beta: float) -> None:
+        """An id of -1: log-probability, loss, coefficient and gradient are NaN; the divergence is a number."""
+        ids = torch.tensor([4, -1, self.wide - 1], device=self.device)
+        for kind in (0, 3, 5, 6):
+            chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
+            out, loss = torch.empty_like(chunk.logits), full_loss(-torch.ones_like(chunk.logits[:, 0]), kind)
+            found = self.fused(chunk, loss, out)
+            for x in (found.logps, found.terms["loss"], found.terms["a"], out[:, 7]):
+                assert x.isnan().tolist() == [False, True, False]
+            assert found.divergence is not None
+            assert (found.divergence.value > 0).all()
+
+    @each_beta
+    def test_bits_of_a_row_alone(self, beta: float) -> None:
+        raw, other, ids = 3 * self.randn(7, self.wide), 3 * self.randn(7, self.wide), self.ids(7, self.wide)
+        stats = self.stats(self.chunk(raw, other, beta, ids))
+        for i in (0, 6):
+            alone = self.chunk(raw[i : i + 1], other[i : i + 1], beta, ids[i : i + 1])
+            assert_same_divergence(self.stats(alone), stats.rows(slice(i, i + 1)))
+
+
+def full_loss(logps: Tensor, kind: int) -> TokenLoss:
+    """Loss number `kind` with the divergence as its KL."""
+    return replace(make_loss(logps, kind), kl="full", ref=None, corrects_kl=False, beta=0.7)
+
+
+def assert_same_divergence(got: RowStats, want: RowStats) -> None:
+    """The same bits of all statistics."""
+    assert_same(got, want)
+    assert got.divergence is not None
+    assert want.divergence is not None
+    for name, x, y in zip(DivergenceStats._fields, got.divergence, want.divergence, strict=True):
+        assert same(x, y), name
