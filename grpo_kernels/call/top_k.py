@@ -15,6 +15,7 @@ from grpo_kernels.base.checks import check_gather, check_mask, check_number, che
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
+from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.request import Coupling, Request
 from grpo_kernels.engine.top_k import Measure, TopKTeacher
@@ -87,11 +88,14 @@ def plan_top_k(inputs: TopKInputs, head: LMHead, execution: Execution, options: 
             planned.describe(ranks)
             _describe(ranks, inputs, planned, options, rows, weights)
     planned = planned.divided(ranks)
+    # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
+    captured = device_of(planned.head.hidden.device).is_capturing()
+    coupling = Coupling.CROSS_TOKEN if captured else Coupling.KNOWN
     request = Request(
         rows=_read(rows, planned),
         config=planned.config,
         needs_grad=planned.needs_grad,
-        engine=planned.choose_engine(Coupling.KNOWN, entropy_gradient=False, only_logps=False),
+        engine=planned.choose_engine(coupling, entropy_gradient=False, only_logps=False),
         entropy=False,
         extras=OUTPUTS,
         coefficients=_expecting(weights),

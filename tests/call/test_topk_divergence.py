@@ -112,7 +112,7 @@ def assert_exact(s: Scene, found: Tensor, grads: list[Tensor | None], tolerance:
     leaves = s.leaves(torch.float64)
     want = by_full_logits(s, leaves, torch.finfo(s.logps.dtype).eps)
     want.backward(s.up.double())
-    assert float((found - want).abs().max()) < tolerance
+    assert float((found - want).detach().abs().max()) < tolerance
     for got, x in zip(grads, leaves, strict=True):
         if got is not None:
             assert float((got - x.grad).abs().max()) < tolerance * float(x.grad.abs().max())
