@@ -113,7 +113,10 @@ class LinearLogprob(torch.autograd.Function):
         stats = first.stats
         ctx.request, ctx.like = request, Like.of(head)
         if request.engine.stores is not Stored.NOTHING:
-            Saved(head, first.grads, first.grad_rows, stats, first.used or Coefficients()).save(ctx)
+            used = Coefficients() if first.used is None else first.used
+            if request.token_loss is not None:  # a fused kernel asks nobody
+                used = _all_coefficients(request, stats)
+            Saved(head, first.grads, first.grad_rows, stats, used).save(ctx)
         n = head.hidden.shape[0]
         extras = [scatter(stats.extras[name], request.rows, n) for name in request.extras]
         with_entropy = request.entropy and stats.entropies is not None  # a fused kernel always has it
@@ -166,6 +169,12 @@ def _gradient(request: Request, like: Like, saved: Saved, *upstream: Tensor | No
     total = _merge(_scaled(stored, factor), grad_rows, more, indices, len(rows), _ratio(came, rest.left, indices))
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, like, request, every)
+
+
+def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
+    """Those of all rows of a loss that is fused."""
+    assert request.coefficients is not None
+    return request.coefficients(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
 
 
 def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor | None:

@@ -163,7 +163,7 @@ class LMHead:
             return {"reference": None}
         return {
             "reference": (other.final_logit_softcapping, other.logit_scale, self.beta),
-            f"{other.prefix}hidden": described(other.hidden),
+            f"{other.prefix}hidden": (str(other.hidden.dtype), other.hidden.shape[-1]),  # its rows are those of hidden
             f"{other.prefix}weight": described(other.weight, own=own_rows),
             f"{other.prefix}bias": described(other.bias, own=own_rows),
         }

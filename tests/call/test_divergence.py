@@ -11,9 +11,25 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_kernels import linear_divergence, linear_divergence_with
+from grpo_kernels import (
+    LoRA,
+    LossConfig,
+    ReferenceHead,
+    grpo_loss,
+    linear_divergence,
+    linear_divergence_with,
+    policy_loss_from_logps,
+)
 from tests.support.case_builder import Case
-from tests.support.divergence_case import check_divergence, divergence_case, random_divergence_case, run_divergence
+from tests.support.divergence_case import (
+    check_divergence,
+    divergence_case,
+    random_divergence_case,
+    run_divergence,
+    upstream_of,
+)
+from tests.support.reference import head, teacher_log_probs
+from tests.support.reference_terms import divergence
 
 BETAS = (0.0, 1.0, 0.5, 0.1)
 ENGINES = ("auto", "one_pass", "two_pass", "lean")
@@ -100,8 +116,6 @@ def test_only_the_common_ids_count() -> None:
 
 def test_what_is_expected_changes_no_result_but_saves_the_second_pass(every_backend: str) -> None:
     case = divergence_case("expected", arrives="any", mask="full", dtype=torch.float64)
-    from tests.support.divergence_case import upstream_of
-
     plain, grads = run_divergence(case)
     for expected in (upstream_of(case)["divergence"], torch.rand(case.completion_mask.shape, dtype=torch.float64)):
         found, same = run_divergence(case, expected=expected)
@@ -161,3 +175,125 @@ def test_wrong_tensors_of_the_teacher_are_named(name, change, match) -> None:
     given = {x: getattr(case, x) for x in ("hidden", "weight", "teacher_hidden", "teacher_weight")}
     with pytest.raises((TypeError, ValueError), match=match):
         linear_divergence(**{**given, name: change(given[name])})
+
+
+def plain_divergence(hidden, weight, teacher_hidden, teacher_weight, temperature=1.0) -> torch.Tensor:
+    """The reverse KL by all logits."""
+    log_p = ((hidden @ weight.T) / temperature).log_softmax(-1)
+    log_q = ((teacher_hidden @ teacher_weight.T) / temperature).log_softmax(-1)
+    return divergence(1.0, log_p.flatten(0, -2), log_q.flatten(0, -2)).view(hidden.shape[:-1])
+
+
+def given_tensors(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (3, 7)) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(3)
+    sizes = ((*shape, 16), (50, 16), (*shape, 12), (50, 12))
+    made = [torch.randn(size, generator=g, dtype=torch.float64).to(dtype) for size in sizes]
+    return [x.requires_grad_(i < 2) for i, x in enumerate(made)]
+
+
+@pytest.mark.parametrize("engine", ["auto", "two_pass", "lean"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_adapter_on_the_student_is_its_dense_head(engine: str, frozen: bool) -> None:
+    hidden, weight, teacher_hidden, teacher_weight = given_tensors()
+    weight.requires_grad_(not frozen)
+    a, b = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 16), (50, 4)))
+    value = linear_divergence(hidden, weight, teacher_hidden, teacher_weight, lora=LoRA(a, b, 0.5), engine=engine)
+    want = plain_divergence(hidden, weight + 0.5 * b @ a, teacher_hidden, teacher_weight)
+    torch.testing.assert_close(value, want)
+    leaves = [hidden, a, b, *([] if frozen else [weight])]
+    upstream = torch.rand(3, 7, dtype=torch.float64)
+    got, expected = (torch.autograd.grad(x, leaves, upstream) for x in (value, want))
+    torch.testing.assert_close(got, expected)
+
+
+def test_any_leading_shape_and_a_temperature_a_position() -> None:
+    for shape in ((11,), (2, 3, 4)):
+        given = given_tensors(shape=shape)
+        temperature = torch.linspace(0.5, 2.0, math.prod(shape), dtype=torch.float64).view(shape)
+        value = linear_divergence(*given, temperature=temperature)
+        torch.testing.assert_close(value, plain_divergence(*given, temperature=temperature[..., None]))
+
+
+def test_within_autocast_operands_are_rounded_to_its_dtype() -> None:
+    given = given_tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = linear_divergence(*given)
+    rounded = [x.detach().bfloat16().float() for x in given]
+    torch.testing.assert_close(value, plain_divergence(*rounded), rtol=1e-5, atol=1e-5)
+    value.sum().backward()
+    assert given[0].grad.dtype == given[1].grad.dtype == torch.float32
+
+
+def test_heads_of_different_dtypes_keep_their_own() -> None:
+    hidden, weight, teacher_hidden, teacher_weight = given_tensors(torch.float32)
+    value = linear_divergence(hidden, weight, teacher_hidden.bfloat16(), teacher_weight.bfloat16())
+    rounded = [x.bfloat16().float() for x in (teacher_hidden, teacher_weight)]
+    torch.testing.assert_close(value, plain_divergence(hidden, weight, *rounded), rtol=1e-5, atol=1e-5)
+    double = linear_divergence(hidden.double(), weight.double(), teacher_hidden, teacher_weight)
+    assert double.dtype == torch.float64
+
+
+def test_the_teacher_gets_no_gradient() -> None:
+    given = [x.requires_grad_() for x in given_tensors()]
+    linear_divergence(*given).sum().backward()
+    assert given[0].grad is not None and given[2].grad is None and given[3].grad is None
+
+
+def test_compiled_code_breaks_its_graph_and_has_the_same_bits() -> None:
+    def step(*given: torch.Tensor) -> torch.Tensor:
+        return linear_divergence(*given).mean() * 2.0
+
+    given = given_tensors(torch.float32)
+    found = torch.compile(step, backend="eager")(*given)
+    found.backward()
+    grads = [x.grad.clone() for x in given[:2]]
+    for x in given[:2]:
+        x.grad = None
+    again = step(*given)
+    again.backward()
+    assert torch.equal(found, again)
+    assert all(torch.equal(x, y.grad) for x, y in zip(grads, given[:2], strict=True))
+
+
+LOSS_WRONG = [
+    ({}, {"kl_estimator": "full", "beta": 0.1}, ValueError, "reference: expected a ReferenceHead"),
+    ({"reference": "given"}, {"beta": 0.1}, ValueError, "reference: expected None with kl_estimator = 'k3'"),
+    ({"reference": 3}, {"kl_estimator": "full", "beta": 0.1}, TypeError, "reference: expected a ReferenceHead, got int"),
+    ({"reference": "narrow"}, {"kl_estimator": "full", "beta": 0.1}, ValueError, "reference.weight: expected shape"),
+]
+
+
+@pytest.mark.parametrize(("options", "config", "error", "match"), LOSS_WRONG)
+def test_a_loss_says_what_reference_it_takes(options, config, error, match) -> None:
+    case = divergence_case("wrong")
+    heads = {"given": case.teacher_weight, "narrow": case.teacher_weight[:40]}
+    if options.get("reference") in heads:
+        options = {"reference": ReferenceHead(case.teacher_hidden, heads[options["reference"]])}
+    given = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
+    logps = torch.zeros(3, 7) if config.get("kl_estimator") != "full" else None
+    with pytest.raises(error, match=match):
+        grpo_loss(*given, config=LossConfig(**config), ref_per_token_logps=logps, **options)
+
+
+def test_given_log_probabilities_have_no_full_kl() -> None:
+    logps = torch.zeros(3, 7)
+    with pytest.raises(ValueError, match="reference: expected a ReferenceHead, which grpo_loss takes"):
+        policy_loss_from_logps(
+            logps, logps, torch.ones(3, 7), torch.ones(3), config=LossConfig(beta=0.1, kl_estimator="full")
+        )
+
+
+def test_the_bias_correction_has_nothing_to_correct() -> None:
+    """The corrected estimate's expectation over the old policy's tokens is the exact KL, whatever that policy was."""
+    case = divergence_case("corrected", v=30, mask="full", dtype=torch.float64)
+    h = head(case)
+    log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)
+    old = torch.randn(log_p.shape, dtype=torch.float64).log_softmax(-1)
+    corrected = (old.exp() * (log_p - old).exp() * (torch.expm1(log_q - log_p) - (log_q - log_p))).sum(-1)
+    torch.testing.assert_close(corrected, divergence(1.0, log_p, log_q))
+    plain = {"beta": 0.1, "kl_estimator": "full"}
+    one, other = (LossConfig(**plain, use_bias_correction_kl=x) for x in (True, False))
+    reference = ReferenceHead(case.teacher_hidden, case.teacher_weight)
+    given = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
+    losses = [grpo_loss(*given, config=x, reference=reference).loss for x in (one, other)]
+    assert torch.equal(*losses)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_logprob, linear_logprob_with
+from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_divergence, linear_logprob, linear_logprob_with
 from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases
@@ -133,6 +133,30 @@ def check_outputs(rank: int, world_size: int) -> None:
                     torch.testing.assert_close(x, y[row], rtol=10 * bound, atol=10 * bound)
                 if vocab_size is not None and stop > vocab_size:
                     assert not got_grads[1][max(0, vocab_size - start) :].any()
+
+
+def check_divergences(rank: int, world_size: int) -> None:
+    """Both heads divided: shards against whole heads, with every engine."""
+    g = torch.Generator().manual_seed(6)
+    shapes = ((9, 8), (23, 8), (9, 5), (23, 5))
+    whole = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_(i < 2) for i, shape in enumerate(shapes)]
+    start, stop = spans(23, world_size, uneven=True)[rank]
+    upstream = torch.linspace(0.1, 1.0, 9, dtype=torch.float64)
+    for kind in ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3}):
+        for engine, vocab_size in product(("auto", "two_pass", "lean"), (None, 19)):
+            options: dict[str, Any] = {**kind, "engine": engine, "vocab_size": vocab_size}
+            options["teacher_final_logit_softcapping"] = 2.0
+            want = linear_divergence(*whole, **options)
+            want_grads = torch.autograd.grad(want, whole[:2], upstream)
+            part = [x.detach()[start:stop].clone().requires_grad_(i == 1) if i % 2 else x for i, x in enumerate(whole)]
+            got = linear_divergence(*part, **options, process_group=dist.group.WORLD)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+            assert same_on_every_rank(got.detach())
+            grads = torch.autograd.grad(got, part[:2], upstream)
+            torch.testing.assert_close(grads[0], want_grads[0], rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(grads[1], want_grads[1][start:stop], rtol=1e-11, atol=1e-13)
+    with pytest.raises(ValueError, match="teacher_weight"):
+        linear_divergence(*part[:3], part[3][rank:], process_group=dist.group.WORLD)
 
 
 def check_edges(rank: int, world_size: int) -> None:
@@ -285,7 +309,7 @@ def check_rest(rank: int, world_size: int) -> None:
 
 
 def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
-    for check in (check_outputs, check_edges, check_expectation, check_dtensors, check_errors):
+    for check in (check_outputs, check_divergences, check_edges, check_expectation, check_dtensors, check_errors):
         check(rank, world_size)
     if world_size == 2:
         check_rest(rank, world_size)

@@ -8,6 +8,7 @@ threads, nor on the processor's instruction set.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class CppRows:
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
     ) -> None:
-        known = stats.divergence
+        known = None if c is None else stats.divergence
+        chunk = replace(chunk, teacher=None) if c is None else chunk  # which then has no part in it
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),
