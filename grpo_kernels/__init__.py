@@ -19,6 +19,7 @@ from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_wit
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 from grpo_kernels.modules import LMHeadLogProb, attach
 from grpo_kernels.objective.custom import TokenInputs, token_level
+from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
 
 __version__ = "0.1.0"
 
@@ -45,4 +46,6 @@ __all__ = [
     "presets",
     "rewards",
     "token_level",
+    "topk_divergence",
+    "topk_divergence_with",
 ]

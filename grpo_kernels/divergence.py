@@ -74,7 +74,7 @@ def linear_divergence_with(
     teacher_logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
     ids: Tensor | None = None,  # (...)
-    expected: Tensor | None = None,  # (...)
+    expected: Tensor | tuple[Tensor, Tensor] | None = None,  # (...)
     logits_dtype: str = "float32",
     engine: str = "auto",
     backend: str = "auto",
@@ -102,7 +102,8 @@ def linear_divergence_with(
         teacher_final_logit_softcapping, teacher_logit_scale: of the teacher's.
         outputs: ``"entropy"``, that of the student's distribution, and ``"logps"``, its log-probabilities of `ids`.
         expected: the gradient that will arrive at each divergence, up to one common factor; None: the same for all, as
-            from a sum or a mean. It saves the recomputation where it is right; the gradient is right in any case.
+            from a sum or a mean. It saves the recomputation where it is right; the gradient is right in any case. With
+            ``"logps"`` among the outputs, it may be two: at each divergence and at each log-probability.
         engine: ``"auto"``, or one of `grpo_kernels.engine.engines.ENGINES` but ``"score_dot"``.
         backend: ``"auto"`` or the name of a row backend.
         process_group: as in `linear_logprob`; it divides both heads, into the same ids on each rank.

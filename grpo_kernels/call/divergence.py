@@ -51,7 +51,7 @@ class DivergenceInputs:
     ids: Tensor | None  # (...)
     mask: Tensor | None  # (...)
     outputs: tuple[str, ...]
-    expected: Tensor | None  # (...)
+    expected: Tensor | tuple[Tensor, Tensor] | None  # (...)
 
 
 def plan_divergence(
@@ -66,7 +66,7 @@ def plan_divergence(
     with Agreement("process_group", head.process_group, "linear_divergence") as ranks:
         check_gather(execution.gather)
         options = options.checked()
-        planned, rows, weights = _checked(inputs, head.local(), execution, options)
+        planned, rows, expected = _checked(inputs, head.local(), execution, options)
         if ranks:
             planned.describe(ranks)
             ranks.same({"outputs": inputs.outputs, **execution.described(), "ids": inputs.ids is not None})
@@ -75,12 +75,14 @@ def plan_divergence(
             )
             ranks.same_bits("mask", rows.positions)
             ranks.same_bits("ids", rows.ids)
-            ranks.same_values({"expected": weights})
+            ranks.same({"expected": expected.a is not None})
+            ranks.same_values({"expected": expected.c, "expected[1]": expected.a})
     planned = planned.divided(ranks)
     rows = planned.read_rows("ids", rows)
     # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
     captured = device_of(planned.head.hidden.device).is_capturing()
-    engine = planned.choose_engine(Coupling.CROSS_TOKEN if captured else Coupling.KNOWN, entropy_gradient=False)
+    coupling = Coupling.CROSS_TOKEN if captured else Coupling.KNOWN
+    engine = planned.choose_engine(coupling, entropy_gradient=False, mixed_gradient=expected.a is not None)
     request = Request(
         rows=rows,
         config=planned.config,
@@ -90,14 +92,14 @@ def plan_divergence(
         gathered_weight=execution.gather or nullcontext,
     )
     if engine.stores is Stored.GRADIENT:
-        request = _with_expected(request, weights)
+        request = _with_expected(request, expected)
     return planned.head, request
 
 
 def _checked(
     inputs: DivergenceInputs, head: LMHead, execution: Execution, options: HeadOptions
-) -> tuple[PlannedHead, Rows, Tensor]:
-    """The rows, and the gradient expected of each one's divergence (n,), up to a factor."""
+) -> tuple[PlannedHead, Rows, Coefficients]:
+    """The rows, and the gradient expected of each one's divergence and log-probability (n,), up to a factor."""
     ids, mask, expected, hidden = inputs.ids, inputs.mask, inputs.expected, head.hidden
     head.check()
     unknown = set(inputs.outputs) - {*OUTPUTS}
@@ -117,21 +119,31 @@ def _checked(
     inv_t = options.inv_temperature(like, positions, dtype)
     rows = Rows(positions, like.detach().reshape(-1)[positions].long(), inv_t)
     if expected is None:
-        return planned, rows, torch.ones_like(positions, dtype=dtype)
-    check_tensor("expected", expected, like=hidden)
-    check_shape("expected", expected, ("that of hidden without H", tuple(hidden.shape[:-1])))
-    return planned, rows, expected.detach().reshape(-1)[positions].to(dtype)
+        return planned, rows, Coefficients(c=torch.ones_like(positions, dtype=dtype))
+    pair = expected if isinstance(expected, tuple) else (expected,)
+    if len(pair) not in ((1, 2) if "logps" in inputs.outputs else (1,)):
+        raise ValueError(f"expected: expected a tensor, or with 'logps' in outputs two, got a tuple of {len(pair)}")
+    found = []
+    for name, x in zip(("expected", "expected[1]"), pair, strict=False):
+        check_tensor(name, x, like=hidden)
+        check_shape(name, x, ("that of hidden without H", tuple(hidden.shape[:-1])))
+        found.append(x.detach().reshape(-1)[positions].to(dtype))
+    return planned, rows, Coefficients(c=found[0], a=found[1] if len(found) == 2 else None)
 
 
-def _with_expected(request: Request, weights: Tensor) -> Request:
-    """`request` with the gradient expected of each row: c = its weight; as a loss, for a backend that fuses."""
+def _with_expected(request: Request, expected: Coefficients) -> Request:
+    """`request` with the gradient expected of its rows; as a loss, for a backend that fuses, where it is that of the
+    divergences alone.
+    """
+    weights = expected.c
+    assert weights is not None
 
     def coefficients(index: Tensor, _: RowStats) -> Coefficients:
-        return Coefficients(c=weights[index])
+        return expected.at(index)
 
     token_loss = None
     # a sharded head joins its ranks between a row's statistics and its gradient
-    if isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None:
+    if expected.a is None and isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None:
         token_loss = TokenLoss(
             surrogate="constant",
             constants=(),

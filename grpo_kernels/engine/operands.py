@@ -13,6 +13,7 @@ from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransfo
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import AMPLE, Room
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
+from grpo_kernels.engine.top_k import TopKTeacher
 from grpo_kernels.engine.vocab_parallel import Shard
 
 SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
@@ -88,6 +89,7 @@ class Rows:
     inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
     invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
     marked: Tensor | None = None  # (n,) the ids, -1 where invalid; None: none is
+    top_k: TopKTeacher | None = None  # whom the divergence is from, where not from the head's own teacher
 
     def __len__(self) -> int:
         return self.positions.shape[0]
@@ -101,6 +103,7 @@ class Rows:
             inv_t[index] if isinstance(inv_t, Tensor) else inv_t,
             None if self.invalid is None else self.invalid[index],
             None if self.marked is None else self.marked[index],
+            None if self.top_k is None else self.top_k.at(index),
         )
 
 
@@ -177,6 +180,23 @@ class HeadConfig:
         if self.shard is None:
             return self.backend.stats(chunk, entropy=entropy, extras=extras)
         return self.shard.stats(self.backend, chunk, entropy=entropy, extras=extras)
+
+    def grad(
+        self, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor, z: Tensor | None
+    ) -> None:
+        """``out = d loss / d (raw projection)``, the backend's, and where the rows have one their `TopKTeacher`'s.
+
+        Args:
+            z: (n, K) what that one gathered; its divergence is then all that may have a coefficient.
+        """
+        a, b, c = coefficients
+        assert a is not None
+        if rows.top_k is None or z is None:
+            self.backend.grad(chunk, stats, a, b, out, c)
+            return
+        assert b is None
+        assert c is not None
+        rows.top_k.grad(self.backend, chunk, stats, c, out, z)
 
     def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
         """How the raw projection of rows becomes their logits; `bias` as `Head.row_bias` gives it."""

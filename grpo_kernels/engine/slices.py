@@ -39,7 +39,7 @@ def sweep_slices(
     a = torch.zeros_like(stats.logps) if a is None else a
     transform = config.transform(bias, rows.inv_temperature)
     a, b, c, scale = config.products(head.weight).scaled(a, b, c, transform, stats.divergence)
-    rows_at_once, columns_at_once = _slice_shape(n, head, config, needs_grad)
+    rows_at_once, columns_at_once = _slice_shape(rows, head, config, needs_grad)
     blocks = _blocks(rows, stats, Coefficients(a, b, c), rows_at_once)
     m = blocks[-1].indices.stop if blocks else 0
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
@@ -146,6 +146,7 @@ class _Slice:
         chunk = Chunk(logits, some.ids, config.transform(self._bias, some.inv_temperature), columns.start)
         for i, (factor, x) in enumerate(zip(self._factors, features, strict=True)):
             factor.logits(x, logits, first=i == 0)
+        z = None if some.top_k is None else some.top_k.gather(logits, chunk.transform, columns.start)
         config.backend.prepare_(logits, chunk.transform)
         if self._teacher is not None:
             operand = self._teacher.products.operand(self._teacher.hidden[some.positions])
@@ -153,15 +154,13 @@ class _Slice:
             chunk = replace(chunk, teacher=self._teacher.project(operand, other, some.inv_temperature))
         in_place = products.gradient_dtype == dtype
         d_logits = logits if in_place else matrix_of_logits(logits, len(some), width, products.gradient_dtype)
-        a, b, c = block.coefficients
-        assert a is not None
-        config.backend.grad(chunk, block.stats, a, b, d_logits, c)
+        config.grad(chunk, some, block.stats, block.coefficients, d_logits, z)
         d_logits[block.count :] = 0.0
         return d_logits
 
 
-def _slice_shape(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int]:
-    """How many of `n` rows and how many columns to take at a time, so that the workspace stays within its budget.
+def _slice_shape(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int]:
+    """How many of `rows` and how many columns to take at a time, so that the workspace stays within its budget.
 
     A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
     together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
@@ -171,7 +170,8 @@ def _slice_shape(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad) 
     factors = config.all_products(head)
     dtype = factors[0].gradient_dtype
     logit_bytes = size + (0 if dtype == config.accumulator else dtype.itemsize)
-    row_bytes = column_bytes = padding_bytes = 0
+    row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
+    column_bytes = padding_bytes = 0
     for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), needs_grad.factors(), strict=False):
         converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # of an adapter more precise than d logits
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
@@ -186,15 +186,15 @@ def _slice_shape(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad) 
         row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
     row_free = padding_bytes + max(p.slice_bytes for p in factors)  # of the weights one after the other
 
-    def taken(rows: int, columns: int) -> int:
-        logits = rows * logit_bytes + config.backend.scratch_rows(rows, least, teacher=with_teacher) * size
-        return row_free + rows * row_bytes + columns * (column_bytes + logits)
+    def taken(m: int, columns: int) -> int:
+        logits = m * logit_bytes + config.backend.scratch_rows(m, least, teacher=with_teacher) * size
+        return row_free + m * row_bytes + columns * (column_bytes + logits)
 
-    rows = max(1, -(-min(n, MOST_ROWS) // tile)) * tile
-    while rows > tile and (taken(rows, least) > budget or rows * row_bytes > budget // FEATURES_SHARE):
-        rows = -(-rows // (2 * tile)) * tile
-    columns = (budget - taken(rows, 0)) // (taken(rows, 1) - taken(rows, 0))
-    return rows, min(vocab, max(1, columns // SLICE_MULTIPLE) * SLICE_MULTIPLE)
+    m = max(1, -(-min(len(rows), MOST_ROWS) // tile)) * tile
+    while m > tile and (taken(m, least) > budget or m * row_bytes > budget // FEATURES_SHARE):
+        m = -(-m // (2 * tile)) * tile
+    columns = (budget - taken(m, 0)) // (taken(m, 1) - taken(m, 0))
+    return m, min(vocab, max(1, columns // SLICE_MULTIPLE) * SLICE_MULTIPLE)
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:

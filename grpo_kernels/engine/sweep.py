@@ -58,9 +58,9 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
         Statistics (n,), and the gradients, or None without `asked.needs_grad`.
     """
     n, vocab = len(rows), head.weight.shape[0]
-    groups, factors = _groups(n, head, config, asked.needs_grad), config.all_products(head)
+    groups, factors = _groups(rows, head, config, asked.needs_grad), config.all_products(head)
     teacher = config.logits_of_teacher(head)
-    work = _Chunks(config, asked, factors[0], head.row_bias(config.accumulator))
+    work = _Chunks(config, asked, factors[0], head.row_bias(config.accumulator), rows.top_k is not None)
     sums = None if asked.needs_grad is None else _Sums(head, n, groups, config, asked.needs_grad)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
@@ -101,7 +101,7 @@ def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) 
     return like.new_empty(rows, device_of(like.device).row_width(columns), dtype=dtype)[:, :columns]
 
 
-def _groups(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
+def _groups(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
     """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
     products, device = config.products(widest_part(head.weight, config.shard)), device_of(head.weight.device)
     vocab = products.weight.shape[0]
@@ -109,6 +109,8 @@ def _groups(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None
     row_bytes = width * config.accumulator.itemsize
     separate = needs_grad is not None and products.gradient_dtype != config.accumulator
     chunk_row_bytes, slice_bytes, with_teacher = row_bytes, products.slice_bytes, config.teacher is not None
+    if rows.top_k is not None:
+        chunk_row_bytes += rows.top_k.row_bytes()
     if config.teacher is not None:
         other = config.teacher.products(widest_part(head.teacher().weight, config.shard))
         chunk_row_bytes, slice_bytes = 2 * row_bytes + other.hidden_bytes(), max(slice_bytes, other.slice_bytes)
@@ -117,7 +119,7 @@ def _groups(n: int, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None
         return max(slice_bytes, config.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes)
 
     return plan_groups(
-        n,
+        len(rows),
         config.workspace_bytes,
         chunk_row_bytes=chunk_row_bytes,
         group_row_bytes=products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0),
@@ -170,8 +172,11 @@ class _Chunks:
         scale: () what the last chunk's d logits carry, in fp16; a group is then one chunk.
     """
 
-    def __init__(self, config: HeadConfig, asked: Asked, products: Products, bias: Tensor | None) -> None:
+    def __init__(
+        self, config: HeadConfig, asked: Asked, products: Products, bias: Tensor | None, has_top_k: bool
+    ) -> None:
         self._config, self._asked, self._products, self._bias = config, asked, products, bias
+        self._diverges = config.teacher is not None or has_top_k
         self.in_place = products.gradient_dtype == config.accumulator
         self.scale: Tensor | None = None
         self._stats: list[RowStats] = []
@@ -180,7 +185,7 @@ class _Chunks:
         self._single_pass = (
             asked.slopes
             and config.shard is None  # which joins the ranks between statistics and gradient
-            and config.teacher is None
+            and not self._diverges
             and not products.scales_gradient
             and isinstance(config.backend, SinglePassRowBackend)
         )
@@ -203,6 +208,7 @@ class _Chunks:
         config, asked = self._config, self._asked
         index, rows, token_loss, found = members.at(indices)
         chunk = Chunk(logits, rows.ids, config.transform(self._bias, rows.inv_temperature), teacher=teacher)
+        z = None if rows.top_k is None else rows.top_k.gather(logits, chunk.transform)
         config.backend.prepare_(logits, chunk.transform)
         if self._single_pass and target is not None:
             found = self._at_once(chunk, target, rows.invalid, count)
@@ -211,14 +217,21 @@ class _Chunks:
             marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
             found = config.backend.fused(marked, token_loss, target if self._fuses_gradient else None)
         elif found is None:
-            found = config.stats(chunk, rows.invalid, entropy=asked.entropy, extras=asked.extras)
+            found = self._reduced(chunk, rows, z)
         if target is not None and not (self._fuses_gradient or self._single_pass):
             a, b, c = self._coefficients(index, found)
             a = torch.zeros_like(found.logps) if a is None else a
             a, b, c, self.scale = self._products.scaled(a, b, c, chunk.transform, found.divergence)
-            config.backend.grad(chunk, found, a, b, target, c)
+            config.grad(chunk, rows, found, Coefficients(a, b, c), target, z)
         if asked.stats is None:
             self._stats.append(found.rows(slice(max(0, count))))
+
+    def _reduced(self, chunk: Chunk, rows: Rows, z: Tensor | None) -> RowStats:
+        config, asked, top_k = self._config, self._asked, rows.top_k
+        if top_k is None or z is None:
+            return config.stats(chunk, rows.invalid, entropy=asked.entropy, extras=asked.extras)
+        found = config.stats(chunk, rows.invalid, entropy=asked.entropy, extras=())
+        return top_k.diverged(found, z if config.shard is None else config.shard.sum_(z.clone()))
 
     def _coefficients(self, index: Index, found: RowStats) -> Coefficients:
         asked = self._asked
@@ -251,7 +264,7 @@ class _Chunks:
             entropy=asked.entropy or loss is not None,
             extras=() if loss is not None else asked.extras,
             terms=() if loss is None else loss.terms,
-            divergence=self._config.teacher is not None,
+            divergence=self._diverges,
         )
 
     def row_factor(self) -> Tensor | None:

@@ -18,12 +18,19 @@ from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.call.options import check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.head.module import gather_of
+from grpo_kernels.integrations.liger_distillation import LigerFusedLinearJSD, LigerFusedLinearJSDLoss
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import LossOutput, grpo_loss
 from grpo_kernels.objective.losses import loss_of
 
-__all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]
+__all__ = [
+    "LigerFusedLinearGRPOLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDLoss",
+    "patch_liger",
+    "unpatch_liger",
+]
 
 NAME = "LigerFusedLinearGRPOLoss"
 IMPORTERS = ("trl.trainer.grpo_trainer",)  # TRL <= 1.12 takes the name when it is imported

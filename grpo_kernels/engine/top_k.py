@@ -1,0 +1,194 @@
+"""A teacher of whom a row knows K log-probabilities: divergences from it, on logits that are there anyway.
+
+The K logits are gathered from a chunk of raw projections before a backend sees it, and transformed here. With p the
+student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k and q_r = 1 - sum_k q_k the rest's::
+
+                           D
+    forward                sum_k q_k log(q_k / p_k)                          Q = sum_k q_k
+    forward with a rest    sum_k q_k log(q_k / p_k) + q_r log(q_r / p_r)
+    reverse with a rest    sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
+
+                           d D / d z_k                      d D / d z_v, v not among the K
+    forward                p_k Q - q_k                      -p_v (-Q)
+    forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
+    reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
+
+What stands in brackets on the right is a number of the row, `DivergenceStats.slope`: a backend writes the columns as
+for a log-probability with that coefficient whose id is none of them, and the K columns are then overwritten with what
+stands in the middle. So no backend needs a kernel for any of this. With a rest, the terms of D are those of
+`backends.divergence`, which are never negative. All that is (n, K) is done in double precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.divergence import forward, reverse
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.torch_rows import TorchRows
+
+ENTRY_BYTES = 160  # temporaries of an entry (row, k)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Which divergence.
+
+    Attributes:
+        reverse: KL(student || teacher), else KL(teacher || student).
+        least_rest: the least probability of the rest, which then counts as one more outcome; None: it is left out.
+        log_prob_min_clamp: what the log-probabilities of both are raised to where they are lower; None: they are not.
+            Of the forward divergence without a rest only.
+        loss_max_clamp: the most that |D| may be: beyond, D is that, without a gradient; None: there is no such bound.
+    """
+
+    reverse: bool
+    least_rest: float | None = None
+    log_prob_min_clamp: float | None = None
+    loss_max_clamp: float | None = None
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """What is known of a teacher, row by row.
+
+    Attributes:
+        ids: (n, K) int64, counted as those of `Rows` are; those of a row that are no padding differ from each other.
+        logps: (n, K) in double precision, -inf where an entry is padding, NaN in rows whose results are to be NaN.
+        measure: the divergence from it.
+    """
+
+    ids: Tensor
+    logps: Tensor
+    measure: Measure
+
+    def at(self, index: Tensor | slice) -> TopKTeacher:
+        """That of the rows at `index` (m,)."""
+        return TopKTeacher(self.ids[index], self.logps[index], self.measure)
+
+    def row_bytes(self) -> int:
+        """Temporary memory of a row."""
+        return self.ids.shape[1] * ENTRY_BYTES
+
+    def gather(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> Tensor:
+        """(n, K) the logits z of the ids that are among the columns of `raw` (n, V), a raw projection; 0 elsewhere."""
+        columns, here = self._columns(raw.shape[1], first_id)
+        z = raw.gather(1, columns)
+        bias = None if transform.bias is None else transform.bias[columns]
+        TorchRows().prepare_(z, replace(transform, bias=bias))
+        return z.masked_fill_(~here, 0.0)
+
+    def diverged(self, found: RowStats, z: Tensor) -> RowStats:
+        """`found`, the statistics of the student's rows, with D, its slope, and sum_k p_k as ``"student_mass"``.
+
+        Args:
+            z: (n, K) logits of all ids, wherever their columns are.
+        """
+        dtype, measure, logq = found.logps.dtype, self.measure, self.logps
+        logp = self._logps(found, z)
+        if measure.least_rest is None:
+            logp_clamped, logq, q = self._clamped(logp)
+            terms = torch.where(logq == -torch.inf, 0.0, logq.exp() * (logq - logp_clamped))
+            value, slope = terms.sum(dim=1), -q.sum(dim=1)
+        else:
+            value, slope = _with_rest(logp, logq, measure.least_rest, measure.reverse)
+        if measure.loss_max_clamp is not None:
+            most = measure.loss_max_clamp
+            slope = torch.where(value.abs() >= most, 0.0, slope)
+            value = value.clamp(min=-most, max=most)
+        value, slope, mass = value.to(dtype), slope.to(dtype), logp.exp().sum(dim=1).to(dtype)
+        none = torch.zeros_like(value)  # no logits of the teacher, no statistics of them
+        extras = {**found.extras, "student_mass": mass}
+        return replace(found, divergence=DivergenceStats(value, slope, none, none), extras=extras)
+
+    def grad(self, backend: RowBackend, chunk: Chunk, found: RowStats, c: Tensor, out: Tensor, z: Tensor) -> None:
+        """``out = c * d D / d (raw projection)``, (n, V), as `RowBackend.grad` would write it.
+
+        Args:
+            c: (n,) d loss / d D.
+            z: (n, K) logits of the ids that are among the chunk's columns.
+        """
+        assert found.divergence is not None
+        columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
+        nowhere = torch.full_like(chunk.ids, -1)
+        alone = replace(found, divergence=None)  # the backend knows of no teacher
+        backend.grad(replace(chunk, ids=nowhere), alone, c * found.divergence.slope, None, out)
+        d_raw = self._slopes(found, z) * c[:, None] * _d_logits(z, chunk.transform)
+        _overwrite(out, columns, here, d_raw.to(out.dtype))
+
+    def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
+        """(n, K) where the ids stand among `width` columns, 0 for those that do not; and whether they do."""
+        columns = self.ids - first_id
+        here = (columns >= 0) & (columns < width) & (self.logps != -torch.inf)
+        return torch.where(here, columns, 0), here
+
+    def _logps(self, found: RowStats, z: Tensor) -> Tensor:
+        """(n, K) the student's log-probabilities, -inf where padding is."""
+        # a backend's own arithmetic may put the maximum a rounding below what torch makes of the same logit
+        shifted = (z.double() - found.max_logit[:, None].double()).clamp(max=0.0)
+        logp = shifted - found.log_sum[:, None].double()
+        return logp.masked_fill(self.logps == -torch.inf, -torch.inf)
+
+    def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Both log-probabilities (n, K) raised to the least, padding excepted; q, 0 where the student's was raised."""
+        least, logq = self.measure.log_prob_min_clamp, self.logps
+        if least is None:
+            return logp, logq, logq.exp()
+        logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
+        return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
+
+    def _slopes(self, found: RowStats, z: Tensor) -> Tensor:
+        """(n, K) d D / d z of the ids."""
+        assert found.divergence is not None
+        measure, logp = self.measure, self._logps(found, z)
+        p, value = logp.exp(), found.divergence.value[:, None]
+        if measure.reverse:
+            slopes = torch.where(p > 0.0, p * (logp - self.logps - value), p)
+        elif measure.least_rest is not None:
+            slopes = p - self.logps.exp()
+        else:
+            slopes = -found.divergence.slope[:, None] * p - self._clamped(logp)[2]
+        if measure.loss_max_clamp is not None:
+            slopes = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, slopes)
+        return slopes
+
+
+def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
+    """D (n,) over K + 1 outcomes and its slope, of log-probabilities (n, K), -inf where padding is."""
+    p_rest, q_rest = _rest(logp).clamp(min=least), _rest(logq).clamp(min=least)
+    d_rest = p_rest.log() - q_rest.log()
+    d = torch.where(logq == -torch.inf, 0.0, logp - logq)
+    lead = torch.maximum(logp, logq).exp()
+    d = torch.cat([d, d_rest[:, None]], dim=1)
+    lead = torch.cat([lead, torch.maximum(p_rest, q_rest)[:, None]], dim=1)
+    terms, _ = reverse(d, lead, 1.0) if reversed_ else forward(d, lead, 0.0)
+    value = terms.sum(dim=1)
+    return value, value - d_rest if reversed_ else torch.expm1(-d_rest)
+
+
+def _rest(logps: Tensor) -> Tensor:
+    """``1 - sum exp(logps)`` of each row, (n, K) -> (n,): the largest taken off first, without cancelling."""
+    most, at = logps.max(dim=1, keepdim=True)
+    others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
+    return -torch.expm1(most[:, 0]) - others
+
+
+def _d_logits(z: Tensor, transform: LogitTransform) -> Tensor | float:
+    """d z / d (raw projection) of logits z (n, K)."""
+    inv_t, cap = transform.inv_temperature, transform.softcap
+    slope = transform.scale * inv_t
+    return slope if cap is None else slope * (1.0 - (z / (cap * inv_t)).square())
+
+
+def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
+    """``out[i, columns[i, k]] = values[i, k]`` where `here`, (n, K) each; no two of a row's are the same column.
+
+    An entry that is not here repeats one of its row that is, so that none writes what another overwrites; in a row
+    without any, all of them put back what stands in column 0.
+    """
+    first = here.to(torch.uint8).argmax(dim=1, keepdim=True)
+    kept = torch.where(here.any(dim=1, keepdim=True), values.gather(1, first), out[:, :1])
+    out.scatter_(1, torch.where(here, columns, columns.gather(1, first)), torch.where(here, values, kept))
