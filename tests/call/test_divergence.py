@@ -258,7 +258,12 @@ def test_compiled_code_breaks_its_graph_and_has_the_same_bits() -> None:
 LOSS_WRONG = [
     ({}, {"kl_estimator": "full", "beta": 0.1}, ValueError, "reference: expected a ReferenceHead"),
     ({"reference": "given"}, {"beta": 0.1}, ValueError, "reference: expected None with kl_estimator = 'k3'"),
-    ({"reference": 3}, {"kl_estimator": "full", "beta": 0.1}, TypeError, "reference: expected a ReferenceHead, got int"),
+    (
+        {"reference": 3},
+        {"kl_estimator": "full", "beta": 0.1},
+        TypeError,
+        "reference: expected a ReferenceHead, got int",
+    ),
     ({"reference": "narrow"}, {"kl_estimator": "full", "beta": 0.1}, ValueError, "reference.weight: expected shape"),
 ]
 

@@ -139,7 +139,9 @@ def check_divergences(rank: int, world_size: int) -> None:
     """Both heads divided: shards against whole heads, with every engine."""
     g = torch.Generator().manual_seed(6)
     shapes = ((9, 8), (23, 8), (9, 5), (23, 5))
-    whole = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_(i < 2) for i, shape in enumerate(shapes)]
+    whole = [
+        torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_(i < 2) for i, shape in enumerate(shapes)
+    ]
     start, stop = spans(23, world_size, uneven=True)[rank]
     upstream = torch.linspace(0.1, 1.0, 9, dtype=torch.float64)
     for kind in ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3}):
