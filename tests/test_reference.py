@@ -72,7 +72,7 @@ def test_enough_cases() -> None:
     assert not undecided, f"a discrete choice lies within the bounds: {undecided}"
 
 
-@pytest.mark.parametrize("group", "ABCDEFG")
+@pytest.mark.parametrize("group", "ABCDEFGH")
 def test_tolerance_accepts_plain_float32(group: str) -> None:
     for case in fixed_cases():
         if case.group == group:

@@ -31,7 +31,7 @@ TENSOR_CORES = {
     "sm_120": r"\bmma\.sync",
     "gfx942": r"\bv_mfma_",
 }
-ARGUMENTS_OF_ROWS = re.compile(r"%(stride_\w+|splits)$")
+ARGUMENTS_OF_ROWS = re.compile(r"%((teacher_)?stride_\w+|splits)$")
 SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 
 

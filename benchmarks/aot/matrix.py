@@ -7,7 +7,7 @@ dtypes, and which sizes are multiples of 16.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -15,8 +15,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.aot.launches import Launch, caught
-from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.triton_rows import combine, dot, fused, grad, single_pass, stats
+from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.backends.triton_rows import (
+    combine,
+    divergence,
+    dot,
+    fused,
+    grad,
+    single_pass,
+    stats,
+    teacher_fused,
+    teacher_grad,
+)
 from grpo_kernels.backends.triton_rows.configs import (
     ROW_KERNELS,
     DotConfig,
@@ -79,6 +89,11 @@ def row_statistics() -> RowStats:
     return RowStats(empty(N), empty(N), empty(N), empty(N))
 
 
+def pair_statistics() -> RowStats:
+    """Of rows with a teacher."""
+    return replace(row_statistics(), divergence=DivergenceStats(*(empty(N) for _ in range(4))))
+
+
 def ids() -> Tensor:
     return empty(N, dtype=torch.int64)
 
@@ -90,8 +105,12 @@ def _rows(arch: str) -> Iterator[Case]:
 
 
 def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
-    """The variants of a row kernel by the tile of `config`; the single pass has that of the statistics."""
-    kinds = {"stats": (_stats, _single_pass), "fused": (_fused,), "grad": (_grad,)}[kernel]
+    """The variants of a row kernel by the tile of `config`: those that share it, and those for two heads, too."""
+    kinds = {
+        "stats": (_stats, _single_pass, _diverge),
+        "fused": (_fused, _teacher_fused),
+        "grad": (_grad, _teacher_grad),
+    }[kernel]
     return (case for kind in kinds for case in kind(arch, config))
 
 
@@ -129,6 +148,75 @@ def _grad(arch: str, config: RowConfig) -> Iterator[Case]:
             if name in ("plain", "all") if vocab == V else (name == "all" and dtype == BF16):
                 variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{' b' if has_b else ''}"
                 yield Case("grad", variant, arch, launch, (name, dtype, has_b, vocab) == ("all", BF16, True, V))
+
+
+# The student's transform, the teacher's, and the size of the vocabulary.
+PAIRS = (
+    ("plain", "plain", V),
+    ("all", "all", V),
+    ("all", "all", RAGGED_V),
+    ("bias", "row T", V),
+    ("rounded fp16", "all", V),
+)
+BETAS = (0.0, 1.0, 0.5)  # each is a function of its own
+
+
+def with_teacher(names: tuple[str, str], vocab: int, beta: float) -> Chunk:
+    """A chunk with a teacher; the transforms by their names."""
+    of_student, of_teacher = (transforms(vocab)[name] for name in names)
+    return Chunk(empty(N, vocab), ids(), of_student, teacher=Teacher(empty(N, vocab), of_teacher, beta))
+
+
+def _diverge(arch: str, config: RowConfig) -> Iterator[Case]:
+    for (student, teacher, vocab), beta in product(PAIRS, BETAS):
+
+        def launch(names: tuple[str, str] = (student, teacher), vocab: int = vocab, beta: float = beta) -> None:
+            divergence.launch_diverge(with_teacher(names, vocab, beta), row_statistics(), row_statistics(), config)
+
+        variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g}"
+        yield Case("diverge", variant, arch, launch, (student, vocab, beta) == ("all", V, 0.5))
+
+
+def _teacher_grad(arch: str, config: RowConfig) -> Iterator[Case]:
+    for (student, teacher, vocab), beta in product(PAIRS, BETAS):
+        for dtype, has_b in ((FP32, False), (BF16, True), (FP16, True)):
+
+            def launch(
+                names: tuple[str, str] = (student, teacher),
+                vocab: int = vocab,
+                beta: float = beta,
+                dtype: torch.dtype = dtype,
+                has_b: bool = has_b,
+            ) -> None:
+                b, out = empty(N) if has_b else None, empty(N, vocab, dtype=dtype)
+                chunk = with_teacher(names, vocab, beta)
+                teacher_grad.launch_teacher_grad(chunk, pair_statistics(), empty(N), b, empty(N), out, config)
+
+            if dtype == BF16 or (student == "all") == (dtype == FP16):
+                variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g} {_short(dtype)}"
+                is_quick = (student, vocab, beta, dtype) == ("all", V, 0.5, BF16)
+                yield Case("teacher_grad", variant, arch, launch, is_quick)
+
+
+def _teacher_fused(arch: str, config: RowConfig) -> Iterator[Case]:
+    """Each of these compiles for a quarter of a minute: both heads' transforms in three loops and their tails."""
+    for (student, teacher, vocab), beta in product(PAIRS, BETAS):
+        for loss in (("clipped", None, False, True, BF16, 0.01), ("linear", None, False, False, FP32, 0.0)):
+
+            def launch(
+                names: tuple[str, str] = (student, teacher), vocab: int = vocab, beta: float = beta, loss: Any = loss
+            ) -> None:
+                full, out = replace(token_loss(*loss), kl="full"), empty(N, vocab, dtype=loss[4])
+                teacher_fused.launch_teacher_fused(with_teacher(names, vocab, beta), full, out, config)
+
+            if (
+                student in ("plain", "all")
+                if loss[0] == "clipped"
+                else (student not in ("plain", "all") and beta == 0.5)
+            ):
+                variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g} {loss[0]} {_short(loss[4])}"
+                is_quick = (student, vocab, beta, loss[0]) == ("all", V, 0.5, "clipped")
+                yield Case("teacher_fused", variant, arch, launch, is_quick)
 
 
 def _single_pass(arch: str, config: RowConfig) -> Iterator[Case]:

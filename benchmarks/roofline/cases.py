@@ -7,7 +7,7 @@ must cost no more than one that is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,21 @@ from torch import Tensor
 
 from benchmarks.aot.checks import compile_for, nvidia_usage
 from benchmarks.aot.launches import Launch
-from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, row_statistics, token_loss
+from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, pair_statistics, row_statistics, token_loss
 from benchmarks.roofline.parts import Layout, parts_of
 from benchmarks.roofline.pins import Taken
 from benchmarks.roofline.sass import disassembled
-from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform
-from grpo_kernels.backends.triton_rows import dot, fused, grad, single_pass, stats
+from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform, Teacher
+from grpo_kernels.backends.triton_rows import (
+    divergence,
+    dot,
+    fused,
+    grad,
+    single_pass,
+    stats,
+    teacher_fused,
+    teacher_grad,
+)
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
 from grpo_kernels.engine.device import CUDA
 
@@ -83,6 +92,11 @@ def cases() -> list[Counted]:
         Counted("grad", f"plain, V {ODD_V}", _grad(vocab=ODD_V), products=3, vocab=ODD_V),
         Counted("grad", "soft-cap", _grad(SOFTCAP), products=3),
         Counted("grad", "entropy gradient", _grad(has_b=True), products=3),
+        Counted("diverge", "forward", _diverge(0.0), products=2),
+        Counted("diverge", "reverse", _diverge(1.0), products=2),
+        Counted("diverge", "Jensen-Shannon", _diverge(0.5), products=2),
+        Counted("teacher_grad", "reverse", _teacher_grad(1.0), products=4),
+        Counted("teacher_fused", "constant, reverse", _teacher_fused(1.0), sweeps=3, products=4),
         Counted("dot", "bf16", _dot),
     ]
 
@@ -120,6 +134,23 @@ def _grad(transform: LogitTransform = PLAIN, *, vocab: int = V, has_b: bool = Fa
     )
 
 
+def _diverge(beta: float) -> Callable[[], Any]:
+    config, known = row_config("stats", V, ARCH), row_statistics()
+    return lambda: divergence.launch_diverge(_pair(beta), known, known, config)
+
+
+def _teacher_grad(beta: float) -> Callable[[], Any]:
+    config = row_config("grad", V, ARCH)
+    return lambda: teacher_grad.launch_teacher_grad(
+        _pair(beta), pair_statistics(), empty(N), None, empty(N), _rows(V, BF16), config
+    )
+
+
+def _teacher_fused(beta: float) -> Callable[[], Any]:
+    config, loss = row_config("fused", V, ARCH), replace(token_loss(*CONSTANT), kl="full")
+    return lambda: teacher_fused.launch_teacher_fused(_pair(beta), loss, _rows(V, BF16), config)
+
+
 def _dot() -> None:
     hidden, weight = empty(N, H, dtype=BF16), empty(V, H, dtype=BF16)
     config = dot_config(H, V, BF16, ARCH, softcap=False, aligned=dot.is_aligned(weight))
@@ -130,13 +161,17 @@ def _chunk(vocab: int, transform: LogitTransform) -> Chunk:
     return Chunk(_rows(vocab), ids(), transform)
 
 
+def _pair(beta: float) -> Chunk:
+    """A chunk with a teacher."""
+    return replace(_chunk(V, PLAIN), teacher=Teacher(_rows(V), PLAIN, beta))
+
+
 def _rows(vocab: int, dtype: torch.dtype = FP32) -> Tensor:
     return empty(N, CUDA.row_width(vocab), dtype=dtype)[:, :vocab]
 
 
 def _layout(launch: Launch) -> Layout:
     """From the types of its pointers; one that is absent is no pointer."""
-    logits, bias, out = (
-        BYTES.get(launch.signature.get(name, "").removeprefix("*"), 0) for name in ("logits_ptr", "bias_ptr", "out_ptr")
-    )
-    return Layout(logits + bias, out)
+    names = ("logits_ptr", "bias_ptr", "teacher_logits_ptr", "teacher_bias_ptr", "out_ptr")
+    *loaded, stored = (BYTES.get(launch.signature.get(name, "").removeprefix("*"), 0) for name in names)
+    return Layout(sum(loaded), stored)

@@ -41,7 +41,7 @@ class Part:
 class Layout:
     """Bytes of an element in memory, as a kernel's launch has it."""
 
-    loaded: int  # logits, and bias if there is one
+    loaded: int  # logits, bias if there is one, and the teacher's
     stored: int  # 0 where nothing is
 
 

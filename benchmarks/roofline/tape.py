@@ -159,7 +159,9 @@ class NotedRows:
         self._tape.rows("stats", chunk.logits, None)
         return self._statistics(chunk.logits, extras)
 
-    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> None:
         self._tape.rows("grad", chunk.logits, out)
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:

@@ -30,6 +30,7 @@ functions imported here, numbers written as floats.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -38,7 +39,7 @@ from torch import abs as magnitude
 
 NEAR = 0.5  # e^-x - 1 + x by its series below, by itself above
 NEAR_MIXTURE = -0.125  # (1 + w) log(1 + w) - w likewise
-PHI = tuple(1.0 / torch.prod(torch.arange(1.0, k + 3, dtype=torch.float64)).item() for k in range(16))
+PHI = tuple(1.0 / math.factorial(k + 2) for k in range(18))
 MIXTURE = tuple(1.0 / ((k + 1) * (k + 2)) for k in range(18))
 TERMS = {torch.float32: 7, torch.float64: 18}  # of a series: what is left out is less than a unit in the last place
 
@@ -71,6 +72,7 @@ def mixed(d, lead, beta):
     ahead = d >= 0.0
     share = where(ahead, full_like(d, beta), full_like(d, 1.0 - beta))
     w = share * less
+    w = where(w == -1.0, ALMOST, w)  # a share that rounds to 1, of something far less likely: its logarithm is finite
     log_m = log1p(w)  # log(m / lead)
     g = where(w > NEAR_MIXTURE, w * w * mixture_series(-w), (1.0 + w) * log_m - w)
     p = where(ahead, lead, lead * e)
@@ -89,7 +91,7 @@ def powers(d):
     return x, e, less, phi, chi
 
 
-INF, FAR = float("inf"), 1e30
+INF, FAR, ALMOST = float("inf"), 1e30, -(1.0 - 2.0**-24)
 
 Terms = Callable[..., tuple[Tensor, Tensor]]
 

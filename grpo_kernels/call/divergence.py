@@ -132,9 +132,7 @@ def _checked(
 
 
 def _with_expected(request: Request, expected: Coefficients) -> Request:
-    """`request` with the gradient expected of its rows; as a loss, for a backend that fuses, where it is that of the
-    divergences alone.
-    """
+    """`request` with the gradient expected of its rows; as a loss, for a backend that fuses."""
     weights = expected.c
     assert weights is not None
 
@@ -143,14 +141,14 @@ def _with_expected(request: Request, expected: Coefficients) -> Request:
 
     token_loss = None
     # a sharded head joins its ranks between a row's statistics and its gradient
-    if expected.a is None and isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None:
+    if isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None:
         token_loss = TokenLoss(
             surrogate="constant",
             constants=(),
             kl="full",
             corrects_kl=False,
             advantages=None,
-            d_logps=torch.zeros_like(weights),
+            d_logps=torch.zeros_like(weights) if expected.a is None else expected.a,
             weights=weights,
             old=None,
             ref=None,

@@ -100,7 +100,7 @@ class LMHead:
         check_head(self.hidden, self.weight, self.bias, ranks=ranks)
         if self.lora is not None:
             check_lora(self.lora, self.hidden, self.weight)
-        if self.reference is not None and self.process_group is None:
+        if self.reference is not None:
             self.reference.check(self.hidden, self.weight)
 
     def needs_grad(self) -> NeedsGrad:
@@ -188,10 +188,7 @@ class LMHead:
             raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
         room = Room(tight=any(ranks.every["tight"]), ample=all(ranks.every["ample"]))
         shard = Shard(ranks.group, rank, tuple(sizes), room)
-        head = self._first_rows(sizes[rank])
-        if head.reference is not None:
-            head.reference.check(head.hidden, head.weight)
-        return head, shard if len(sizes) > 1 else None
+        return self._first_rows(sizes[rank]), shard if len(sizes) > 1 else None
 
     def _first_rows(self, count: int) -> LMHead:
         """The first `count` ids of the head, and of its reference."""

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from benchmarks.aot.checks import broken_by_code, narrow_products
 
-KERNELS = ("stats", "grad", "fused", "single_pass", "dot", "combine")
+KERNELS = ("stats", "grad", "fused", "single_pass", "diverge", "teacher_grad", "teacher_fused", "dot", "combine")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -71,6 +71,8 @@ def test_a_narrow_product_of_a_row_and_its_stride_is_noticed() -> None:
     %at = arith.muli %pid, %stride_n : i32 loc(#loc)
     """
     assert narrow_products(narrow) == ["a product in 32 bits: %stride_n * %pid"]
+    of_teacher = narrow.replace("%stride_n", "%teacher_stride_n")
+    assert narrow_products(of_teacher) == ["a product in 32 bits: %teacher_stride_n * %pid"]
     spread = """
     %pid = tt.get_program_id x : i32 loc(#loc)
     %range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32> loc(#loc)

@@ -36,8 +36,13 @@ class DivergenceSuite:
 
     device = DEVICE
     dtype = torch.float32
+    betas: Sequence[float] = BETAS
     vocabs: Sequence[int] = (1, 2, 15, 16, 17, 127, 4097)
     wide = 300  # of the tests that need one size
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Every test for each of `betas`."""
+        metafunc.parametrize("beta", self.betas)
 
     def backend(self) -> RowBackend:
         raise NotImplementedError
@@ -102,7 +107,6 @@ class DivergenceSuite:
         none = self.grad(chunk, stats, a, b, 0 * c)
         check(f"{name}: d raw without", none, *gradient(student, ids, a, b))
 
-    @each_beta
     @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16], ids=str)
     def test_values_and_gradients(self, beta: float, rounded_to: torch.dtype | None) -> None:
         """Of rows of every length; biases, soft-caps and temperatures differ between the heads."""
@@ -110,7 +114,6 @@ class DivergenceSuite:
             raw, other = (3 * torch.randn(4, vocab, device=self.device) for _ in range(2))
             self.check_rows(raw, other, beta, self.transforms(4, vocab, (kind + 3, kind + 2 + kind // 4), rounded_to))
 
-    @each_beta
     def test_however_near_the_teacher(self, beta: float) -> None:
         """Divergences from 1e-8 to 10 nats are precise to 1e-4, and so are their gradients, of the same logits."""
         sizes = torch.logspace(-4.2, 1.3, 12, device=self.device)[:, None]
@@ -131,7 +134,6 @@ class DivergenceSuite:
         )  # far away k and p sum k cancel
         self.check_rows(raw, other + 5 * torch.rand(12, 1, device=self.device), beta)
 
-    @each_beta
     def test_no_divergence_from_oneself(self, beta: float) -> None:
         """Exactly 0, and so is the gradient; in rows with banned ids and nearly certain ones too."""
         for vocab in self.vocabs:
@@ -148,7 +150,6 @@ class DivergenceSuite:
                 assert not stats.divergence.slope.any()
                 assert not self.gradient_of_divergence(chunk, stats).any()
 
-    @each_beta
     @pytest.mark.parametrize("banned", ["student", "teacher", "both", "more by the student", "more by the teacher"])
     def test_banned_ids(self, banned: str, beta: float) -> None:
         """Logits of -inf: only where one needs what the other bans is the divergence infinite; never NaN."""
@@ -166,7 +167,16 @@ class DivergenceSuite:
         assert stats.divergence is not None
         assert (stats.divergence.value == INF).all()
 
-    @each_beta
+    @pytest.mark.parametrize("share", [1e-12, 1.0 - 1e-12])
+    def test_a_mixture_with_hardly_anything_of_one_is_finite(self, share: float) -> None:
+        raw, other = 30 * self.randn(4, self.wide), 30 * self.randn(4, self.wide)
+        raw[0, 5:9], other[1, 5:9] = -INF, -INF
+        chunk = self.chunk(raw, other, share)
+        stats = self.stats(chunk)
+        assert stats.divergence is not None
+        assert torch.isfinite(stats.divergence.value).all()
+        assert torch.isfinite(self.gradient_of_divergence(chunk, stats)).all()
+
     def test_certain_tokens(self, beta: float) -> None:
         """Rows with one token whose probability is 1 in float32: of one head, of both, the same one and another."""
         raw, other = self.randn(4, self.wide), self.randn(4, self.wide)
@@ -175,7 +185,6 @@ class DivergenceSuite:
         other[2] = other[2].roll(1)
         self.check_rows(raw, other, beta)
 
-    @each_beta
     def test_no_numbers(self, beta: float) -> None:
         """NaN and inf in either head, or nothing but -inf: value, slope and gradient are NaN, in that row alone."""
         for vocab in (self.vocabs[-2], self.wide):
@@ -198,7 +207,6 @@ class DivergenceSuite:
             assert torch.equal(d.isnan().any(1), lost)
             assert same(d[~lost], want_d[~lost])
 
-    @each_beta
     def test_bits_of_a_row_are_its_own(self, beta: float) -> None:
         """In a batch, permuted, and among others."""
         for vocab in (self.vocabs[-2], self.wide):
@@ -213,7 +221,6 @@ class DivergenceSuite:
                 assert_same_divergence(found, want)
                 assert same(self.grad(some, found, a[rows], b[rows], c[rows]), d[rows])
 
-    @each_beta
     def test_where_gradients_are_written(self, beta: float) -> None:
         """Over the logits, or elsewhere, of 16 bits too, in rows of wider ones; the teacher's logits are left alone."""
         n, vocab = 4, self.wide + 1
@@ -232,7 +239,6 @@ class DivergenceSuite:
         assert torch.equal(chunk.logits, want)
         assert torch.equal(chunk.teacher.logits, teachers)
 
-    @each_beta
     def test_parts_of_a_vocabulary(self, beta: float) -> None:
         """Divergences of the columns' parts add up, and gradients of parts are those of the whole."""
         raw, other, ids = 3 * self.randn(6, self.wide), 3 * self.randn(6, self.wide), self.ids(6, self.wide)
@@ -260,7 +266,6 @@ class FusedDivergenceSuite(DivergenceSuite):
         assert isinstance(kernels, FusedRowBackend)
         return kernels.fused(chunk, loss, out)
 
-    @each_beta
     def test_fused_is_one_after_the_other(self, beta: float) -> None:
         """Statistics and divergence with the bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
         for kind in range(7):  # each surrogate
@@ -285,7 +290,6 @@ class FusedDivergenceSuite(DivergenceSuite):
             self.fused(chunk, loss, chunk.logits)
             assert torch.equal(chunk.logits, out)
 
-    @each_beta
     def test_a_row_without_a_token(self, beta: float) -> None:
         """An id of -1: log-probability, loss, coefficient and gradient are NaN; the divergence is a number."""
         ids = torch.tensor([4, -1, self.wide - 1], device=self.device)
@@ -298,7 +302,6 @@ class FusedDivergenceSuite(DivergenceSuite):
             assert found.divergence is not None
             assert (found.divergence.value > 0).all()
 
-    @each_beta
     def test_bits_of_a_row_alone(self, beta: float) -> None:
         raw, other, ids = 3 * self.randn(7, self.wide), 3 * self.randn(7, self.wide), self.ids(7, self.wide)
         stats = self.stats(self.chunk(raw, other, beta, ids))

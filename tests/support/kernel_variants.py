@@ -11,14 +11,18 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, Teacher
 from grpo_kernels.backends.triton_rows.configs import row_config
+from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_diverge
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
 from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
+from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused, teacher_fused_kernel
+from grpo_kernels.backends.triton_rows.teacher_grad import launch_teacher_grad, teacher_grad_kernel
 from grpo_kernels.token_loss.record import TokenLoss
 
 V = 1024
+KERNELS = (stats_kernel, grad_kernel, fused_kernel, diverge_kernel, teacher_grad_kernel, teacher_fused_kernel)
 
 
 class NoDriver:
@@ -49,10 +53,15 @@ def launch_all(n: int, at: int, swept: float) -> None:
     known = replace(loss, surrogate="linear", constants=(), advantages=None, d_logps=ones, old=None, gate=None)
     for each in (loss, known):
         launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
+    pair = Chunk(x, ids, transform, at, Teacher(x, transform, (0.5 + swept) / 2))
+    launch_diverge(pair, stats, stats, config["stats"])
+    diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
+    launch_teacher_grad(pair, diverged, ones, ones, ones, x, config["grad"])
+    launch_teacher_fused(pair, replace(loss, kl="full", ref=None, corrects_kl=False), x, config["fused"])
 
 
 def variants() -> dict[str, int]:
-    return {k.fn.__name__: len(k.device_caches[0][0]) for k in (stats_kernel, grad_kernel, fused_kernel)}
+    return {k.fn.__name__: len(k.device_caches[0][0]) for k in KERNELS}
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.support.case_builder import Case
-from tests.support.reference import evaluate, head, mean_metrics, on_grid
-from tests.support.reference_terms import settings
+from tests.support.reference import evaluate, head, mean_metrics, on_grid, teacher_log_probs
+from tests.support.reference_terms import divergence, settings
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -37,6 +37,9 @@ class Hooks:
     entropies: Edit = same
     metrics: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda metrics: metrics
     grads: dict[str, Edit] = field(default_factory=dict)  # by name: hidden, weight, bias
+    pull: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda p, d, kl: (
+        p * (d - kl)
+    )  # (n, V) d KL / d z, of another head
     chain_cap: bool = True  # the soft-cap's derivative
     accumulate: torch.dtype | None = None  # the weight gradient's accumulator, one row at a time
 
@@ -48,26 +51,38 @@ def plain(case: Case, hooks: Hooks | None = None) -> tuple[SimpleNamespace, dict
     o = settings(case)
     h = head(case, dtype, hooks.raw)
     told = hooks.case(case)
-    leaves = [on_grid(x.detach(), h.counted).requires_grad_() for x in (h.logps, h.entropies)]
+    scores, full = [h.logps, h.entropies], o.beta != 0 and o.kl_estimator == "full"
+    if full:
+        scores.append(divergence(1.0, h.log_probs, teacher_log_probs(told, dtype)))
+    leaves = [on_grid(x.detach(), h.counted).requires_grad_() for x in scores]
     at = evaluate(told, *leaves)
-    found = torch.autograd.grad(at.loss, leaves, allow_unused=True) if at.loss.requires_grad else (None, None)
-    a, b = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+    found = torch.autograd.grad(at.loss, leaves, allow_unused=True) if at.loss.requires_grad else (None,) * len(leaves)
+    a, b, *c = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
     a, b = hooks.slopes(case, a, b)
+    more = pulled(told, h, c[0], leaves[2].detach(), hooks) if full else 0.0
     output = SimpleNamespace(
         loss=hooks.loss(at.loss.detach()),
         per_token_logps=hooks.logps(leaves[0].detach()),
         entropies=hooks.entropies(leaves[1].detach()),
         metrics=hooks.metrics(mean_metrics(at)),
     )
-    return output, backward(case, o, h, a[h.counted][:, None], b[h.counted][:, None], hooks)
+    return output, backward(case, o, h, a[h.counted][:, None], b[h.counted][:, None], more, hooks)
 
 
-def backward(case: Case, o: SimpleNamespace, h, a: Tensor, b: Tensor, hooks: Hooks) -> dict[str, Tensor | None]:
-    """d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), then the chain to hidden, weight and bias."""
+def pulled(case: Case, h, c: Tensor, kl: Tensor, hooks: Hooks) -> Tensor:
+    """c d KL / d z (n, V), given c = d loss / d KL and the KL from another head's distributions, (B, T) each."""
+    log_p, log_q = h.log_probs.detach(), teacher_log_probs(case, h.log_probs.dtype)
+    return c[h.counted][:, None] * hooks.pull(log_p.exp(), log_p - log_q, kl[h.counted][:, None])
+
+
+def backward(
+    case: Case, o: SimpleNamespace, h, a: Tensor, b: Tensor, more: Tensor | float, hooks: Hooks
+) -> dict[str, Tensor | None]:
+    """d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + more, then the chain to hidden, weight and bias."""
     logs, raw = h.log_probs.detach(), h.raw.detach()
     p = logs.exp()
     dz = a * (torch.nn.functional.one_hot(h.ids, logs.shape[1]) - p)
-    dz = dz - b * p * (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None])
+    dz = dz - b * p * (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]) + more
     if o.final_logit_softcapping is not None and hooks.chain_cap:
         dz = dz * (1 - torch.tanh(raw / o.final_logit_softcapping) ** 2)
     dz = hooks.d_raw(dz * (o.logit_scale / o.temperature))

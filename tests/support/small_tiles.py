@@ -10,10 +10,13 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats
+from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
+from grpo_kernels.backends.triton_rows.teacher_grad import launch_teacher_grad
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -30,11 +33,20 @@ class SmallTiles(TritonRows):
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         return launch_stats(chunk, self._tile(chunk.logits), entropy=entropy, extras=extras)
 
-    def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
-        launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits))
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        return launch_diverge(chunk, stats, teacher, self._tile(chunk.logits))
+
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> None:
+        if c is None:
+            launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits))
+        else:
+            launch_teacher_grad(chunk, stats, a, b, c, out, self._tile(chunk.logits))
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        return launch_fused(chunk, token_loss, out, self._tile(chunk.logits))
+        launch = launch_fused if chunk.teacher is None else launch_teacher_fused
+        return launch(chunk, token_loss, out, self._tile(chunk.logits))
 
     def single_pass(
         self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()

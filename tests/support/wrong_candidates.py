@@ -40,6 +40,12 @@ def has(**wanted) -> Callable[[Case], bool]:
     return lambda case: f32(case) and all(getattr(settings(case), k) in v for k, v in wanted.items())
 
 
+def full_kl(case: Case) -> bool:
+    """A float32 case whose KL term is over the vocabulary, from a head that is not the policy's own."""
+    full = case.hidden.dtype == torch.float32 and case.group == "H" and settings(case).beta != 0
+    return full and case.name not in ("H/same", "H/none")
+
+
 def lane_lost(raw: Tensor) -> Tensor:
     """The last column is never looked at."""
     lost = torch.arange(raw.shape[1]) == raw.shape[1] - 1
@@ -157,6 +163,15 @@ FAULTS = [
             and settings(c).use_bias_correction_kl
             and settings(c).loss_type != "gmpo"
         ),
+    ),
+    Fault("full KL: the mean not taken off", Hooks(pull=lambda p, d, kl: p * d), full_kl, 0.9),
+    Fault(
+        "full KL: the gradient of the other direction", Hooks(pull=lambda p, d, kl: p - p * (-d).exp()), full_kl, 0.9
+    ),
+    Fault(
+        "full KL without a soft-cap of the reference",
+        told(others={"teacher_final_logit_softcapping": None}),
+        lambda c: full_kl(c) and settings(c).teacher_final_logit_softcapping is not None,
     ),
     Fault("KL dropped", told(config={"beta": 0.0}), lambda c: off_policy(c) and settings(c).beta != 0),
     Fault(

@@ -13,11 +13,14 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
 from grpo_kernels.backends.triton_rows.device import arch_of, on
+from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.dot import score_dot
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
+from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
+from grpo_kernels.backends.triton_rows.teacher_grad import launch_teacher_grad
 from grpo_kernels.token_loss.record import TokenLoss
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
@@ -35,23 +38,30 @@ class TritonRows:
         """Nothing: the kernels read the raw projection."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        config = _config("stats", chunk.logits)
+        config = _config("stats", chunk)
         with on(chunk.logits.device):
             return launch_stats(chunk, config, entropy=entropy, extras=extras)
+
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        config = _config("stats", chunk)
+        with on(chunk.logits.device):
+            return launch_diverge(chunk, stats, teacher, config)
 
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
     ) -> None:
-        if c is not None:
-            raise NotImplementedError("a teacher")
-        config = _config("grad", chunk.logits)
+        config = _config("grad", chunk)
         with on(chunk.logits.device):
-            launch_grad(chunk, stats, a, b, out, config)
+            if c is None:
+                launch_grad(chunk, stats, a, b, out, config)
+            else:
+                launch_teacher_grad(chunk, stats, a, b, c, out, config)
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        config = _config("fused", chunk.logits)
+        config = _config("fused", chunk)
         with on(chunk.logits.device):
-            return launch_fused(chunk, token_loss, out, config)
+            launch = launch_fused if chunk.teacher is None else launch_teacher_fused
+            return launch(chunk, token_loss, out, config)
 
     def single_pass(
         self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
@@ -60,7 +70,7 @@ class TritonRows:
         if out.dtype == torch.float16:
             raise ValueError("out: expected float32 or bfloat16, got float16, which e^40 does not fit")
         logits = chunk.logits
-        config = _config("stats", logits)  # whose bits these statistics have
+        config = _config("stats", chunk)  # whose bits these statistics have
         in_place = out.dtype == logits.dtype and out.data_ptr() == logits.data_ptr()
         with on(logits.device):
             return launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)
@@ -71,15 +81,18 @@ class TritonRows:
         return score_dot(hidden, weight, ids, transform, entropy=entropy)
 
 
-def _config(kernel: str, logits: Tensor) -> RowConfig:
-    """The tile for `logits`, if this backend can serve them."""
-    if logits.dtype != torch.float32:
-        raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")
-    if logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError(f"backend: expected logits with contiguous rows for 'triton', got strides {logits.stride()}")
-    if not logits.is_cuda and not INTERPRETED:
-        raise ValueError(
-            "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
-            f"got {logits.device.type} tensors"
-        )
-    return row_config(kernel, logits.shape[1], arch_of(logits.device))
+def _config(kernel: str, chunk: Chunk) -> RowConfig:
+    """The tile for a chunk, if this backend can serve it."""
+    for logits in (chunk.logits, *([] if chunk.teacher is None else [chunk.teacher.logits])):
+        if logits.dtype != torch.float32:
+            raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")
+        if logits.stride(1) != 1 and logits.shape[1] > 1:
+            raise ValueError(
+                f"backend: expected logits with contiguous rows for 'triton', got strides {logits.stride()}"
+            )
+        if not logits.is_cuda and not INTERPRETED:
+            raise ValueError(
+                "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
+                f"got {logits.device.type} tensors"
+            )
+    return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))

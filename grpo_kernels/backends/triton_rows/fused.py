@@ -126,21 +126,8 @@ def fused_kernel(
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
 
-    weight = tl.load(weights_ptr + rows)
-    if old_ptr is None:
-        log_ratio = tl.where(logp == logp, 0.0, logp)
-        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
-        loss += logp - logp  # NaN where there is no finite log-probability: nothing else would tell
-    else:
-        log_ratio = logp - tl.load(old_ptr + rows)
-        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)
-        if gate_ptr is not None:
-            gate = tl.load(gate_ptr + rows)
-            loss = times(loss, gate)
-            d_log_ratio = times(d_log_ratio, gate)
-            a = times(a, gate)
-        loss = weight * loss
-        a = weight * d_log_ratio + weight * a
+    tokens = (advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr)
+    loss, a, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
     if ref_ptr is not None:
         kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:
@@ -181,3 +168,28 @@ def fused_kernel(
             )  # fmt: skip
         d_target = target_gradient(logp[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT)
         write_target(out_ptrs, ids, is_id & counts, d_target, x_target, inner, outer, HAS_SOFTCAP)
+
+
+@triton.jit
+def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
+    """Of each row (R,): the loss without a KL term, d loss / d logp, the log-ratio, and the weight.
+
+    `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the reference.
+    """
+    advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr = tokens
+    weight = tl.load(weights_ptr + rows)
+    if old_ptr is None:
+        log_ratio = tl.where(logp == logp, 0.0, logp)
+        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
+        loss += logp - logp  # NaN where there is no finite log-probability: nothing else would tell
+    else:
+        log_ratio = logp - tl.load(old_ptr + rows)
+        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + rows)
+            loss = times(loss, gate)
+            d_log_ratio = times(d_log_ratio, gate)
+            a = times(a, gate)
+        loss = weight * loss
+        a = weight * d_log_ratio + weight * a
+    return loss, a, log_ratio, weight

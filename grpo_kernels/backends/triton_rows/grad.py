@@ -211,9 +211,21 @@ def gradient(x, m, level, tilt, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer
 @triton.jit
 def write_target(out_ptrs, target, mask, d, x, inner, outer, HAS_SOFTCAP: tl.constexpr):
     """Overwrite one column of each row for which `mask` (R,) is set; d = d z, x the target's projection, (R, 1)."""
+    store_target(out_ptrs, target, mask, of_raw(d, x, inner, outer, HAS_SOFTCAP))
+
+
+@triton.jit
+def of_raw(d, x, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """d loss / dx from d = d loss / dz, (R, 1)."""
     d = d * row_slope(inner, outer, HAS_SOFTCAP)
     if HAS_SOFTCAP:
         d = d * bend(x, inner)
+    return d
+
+
+@triton.jit
+def store_target(out_ptrs, target, mask, d):
+    """Overwrite one column of each row for which `mask` (R,) is set."""
     tl.debug_barrier()  # another thread wrote that column
     tl.store(out_ptrs + target[:, None], d.to(out_ptrs.dtype.element_ty), mask=mask[:, None])
 

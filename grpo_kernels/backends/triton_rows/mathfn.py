@@ -39,7 +39,7 @@ def exp(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x >= 0, with what 1 + x lost to rounding put back."""
+    """log(1 + x) for x > -1, with what 1 + x lost to rounding put back: nothing below -1/2, where 1 + x is exact."""
     u = 1.0 + x
     lost = x - (u - 1.0)
     return tl.where(u - 1.0 == x, tl.log(u), tl.log(u) + lost / u)  # nothing is lost, also where x is inf

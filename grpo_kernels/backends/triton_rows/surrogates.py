@@ -56,10 +56,14 @@ _GLOBALS: dict[str, Any] = {
 }
 
 
-def compiled(formula: Any) -> Any:
-    """A function of `formulas`, for kernels; the helpers first, which the others call by name."""
-    made = triton.jit(FunctionType(formula.__code__, _GLOBALS, formula.__name__))
-    return _GLOBALS.setdefault(formula.__name__, made)
+def compiled(formula: Any, names: dict[str, Any] = _GLOBALS) -> Any:
+    """A function of `formulas`, for kernels; the helpers first, which the others call by name.
+
+    Args:
+        names: what its text may name; the function is added to it.
+    """
+    made = triton.jit(FunctionType(formula.__code__, names, formula.__name__))
+    return names.setdefault(formula.__name__, made)
 
 
 for _helper in formulas.HELPERS:

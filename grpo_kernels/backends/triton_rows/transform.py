@@ -21,6 +21,7 @@ PER_ROW = [
     *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
     *("mean_logits_ptr", "is_top1_ptr", "a_ptr", "b_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
     *("advantages_ptr", "d_logps_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
+    *("teacher_inv_t_ptr", "teacher_max_logit_ptr", "teacher_log_sum_ptr", "value_ptr", "slope_ptr", "c_ptr"),
 ]
 ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -39,17 +40,15 @@ def arguments(transform: LogitTransform) -> dict[str, Any]:
     }
 
 
+def head_arguments(logits: Tensor, transform: LogitTransform) -> dict[str, Any]:
+    """What a head's logits (n, V) are to a row kernel, by the names of the kernel's arguments."""
+    return {"logits_ptr": logits, "stride_n": logits.stride(0), **arguments(transform)}
+
+
 def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
     """What `chunk` is to a row kernel, by the names of the kernel's arguments."""
     n, vocab = chunk.logits.shape
-    return {
-        "logits_ptr": chunk.logits,
-        "ids_ptr": chunk.ids,
-        "n": n,
-        "V": vocab,
-        "stride_n": chunk.logits.stride(0),
-        **arguments(chunk.transform),
-    }
+    return {"ids_ptr": chunk.ids, "n": n, "V": vocab, **head_arguments(chunk.logits, chunk.transform)}
 
 
 @triton.jit

@@ -1,0 +1,290 @@
+"""A whole `TokenLoss` with the divergence from a teacher as its KL term, in one launch: see `fused`.
+
+Three passes over both rows: their statistics, those of the student with `stats`' bits; the divergence, with
+`diverge`'s; the gradient. Each goes back from where the one before it ended, over what the cache may still have.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats
+from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.divergence import diverge_rows, head_at, normalisers, pair_arguments
+from grpo_kernels.backends.triton_rows.fused import policy_loss
+from grpo_kernels.backends.triton_rows.grad import store_target
+from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
+from grpo_kernels.backends.triton_rows.steps import merge_lanes, no_logits, reduce_step, row_block
+from grpo_kernels.backends.triton_rows.surrogates import SURROGATES
+from grpo_kernels.backends.triton_rows.teacher_grad import (
+    load_one,
+    teacher_row_terms,
+    teacher_target_gradient,
+    write_teacher_gradient,
+)
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, scaled
+from grpo_kernels.token_loss.record import TokenLoss
+
+
+def launch_teacher_fused(
+    chunk: Chunk,  # an id is -1 where a row has no token: its numbers are NaN, but for the divergence
+    loss: TokenLoss,
+    out: Tensor | None,  # (n, V), may be the chunk's logits
+    config: RowConfig,
+) -> RowStats:
+    """Statistics with the divergence's and the loss's terms; d loss / d (raw projection) goes to `out`."""
+    assert loss.kl == "full", loss.kl
+    n, new = len(chunk.logits), chunk.logits.new_empty
+    logps, max_logit, log_sum, entropies = (new(n) for _ in range(4))
+    divergence = DivergenceStats(*(new(n) for _ in range(4)))
+    terms = {name: divergence.value if name == "kl" else new(n) for name in loss.terms}
+    teacher_fused_kernel[(triton.cdiv(n, config.block_n),)](
+        **pair_arguments(chunk),
+        ids_ptr=chunk.ids,
+        # tokens
+        advantages_ptr=loss.advantages,
+        d_logps_ptr=loss.d_logps,
+        weights_ptr=loss.weights,
+        old_ptr=loss.old,
+        gate_ptr=loss.gate,
+        # results
+        logps_ptr=logps,
+        max_logit_ptr=max_logit,
+        log_sum_ptr=log_sum,
+        entropies_ptr=entropies,
+        value_ptr=divergence.value,
+        slope_ptr=divergence.slope,
+        teacher_max_logit_ptr=divergence.max_logit,
+        teacher_log_sum_ptr=divergence.log_sum,
+        loss_ptr=terms["loss"],
+        a_ptr=terms["a"],
+        log_ratio_ptr=terms["log_ratio"],
+        out_ptr=out,
+        stride_out_n=0 if out is None else out.stride(0),
+        # the loss
+        constants=loss.constants,
+        beta=loss.beta,
+        d_entropy=loss.d_entropy,
+        SURROGATE=SURROGATES[loss.surrogate],
+        HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
+        **config.arguments(),
+    )
+    return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=divergence)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
+def teacher_fused_kernel(
+    # data: (n, V), (n, V), (n, V), (n,)
+    logits_ptr,
+    teacher_logits_ptr,
+    out_ptr,
+    ids_ptr,
+    # tokens: (n,)
+    advantages_ptr,
+    d_logps_ptr,
+    weights_ptr,
+    old_ptr,
+    gate_ptr,
+    # results: (n,)
+    logps_ptr,
+    max_logit_ptr,
+    log_sum_ptr,
+    entropies_ptr,
+    value_ptr,
+    slope_ptr,
+    teacher_max_logit_ptr,
+    teacher_log_sum_ptr,
+    loss_ptr,
+    a_ptr,
+    log_ratio_ptr,
+    # shapes and strides
+    n,
+    V,
+    stride_n,
+    teacher_stride_n,
+    stride_out_n,
+    # the loss, and the divergence in it
+    constants,
+    beta,
+    d_entropy,
+    teacher_beta,
+    SURROGATE: tl.constexpr,
+    HAS_ENTROPY_GRADIENT: tl.constexpr,
+    TERMS: tl.constexpr,
+    # the transforms: (V,), (n,), numbers
+    bias_ptr,
+    inv_t_ptr,
+    inner,
+    outer,
+    teacher_bias_ptr,
+    teacher_inv_t_ptr,
+    teacher_inner,
+    teacher_outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
+    TEACHER_ROUNDED_TO: tl.constexpr,
+    # the tile
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """`BLOCK_N` rows, from both raw projections to loss and, with `out_ptr`, gradient."""
+    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    student = head_at(logits_ptr, rows, stride_n, bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    teacher = head_at(
+        teacher_logits_ptr, rows, teacher_stride_n, teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
+        TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
+    m, rest, t, teacher_m, teacher_rest, teacher_t = reduce_both(
+        student,
+        teacher,
+        V,
+        HAS_SOFTCAP,
+        ROUNDED_TO,
+        TEACHER_HAS_SOFTCAP,
+        TEACHER_ROUNDED_TO,
+        BLOCK_N,
+        BLOCK_V,
+        NUM_STAGES,
+    )
+    rest, log_sum, entropy = finish(m, rest, t)
+    _rest, teacher_log_sum, _entropy = finish(teacher_m, teacher_rest, teacher_t)
+    ids = tl.load(ids_ptr + rows)
+    x_target = load_one(student, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, student[2], student[3], HAS_SOFTCAP), ids.shape)
+    logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
+    # what is stored, or loaded again, is not held in registers while the rows are read again
+    tl.store(logps_ptr + rows, logp, mask=counts)
+    tl.store(max_logit_ptr + rows, m, mask=counts)
+    tl.store(log_sum_ptr + rows, log_sum, mask=counts)
+    tl.store(entropies_ptr + rows, entropy, mask=counts)
+    tl.store(teacher_max_logit_ptr + rows, teacher_m, mask=counts)
+    tl.store(teacher_log_sum_ptr + rows, teacher_log_sum, mask=counts)
+    known = normalisers(m[:, None], log_sum[:, None], teacher_m[:, None], teacher_log_sum[:, None])
+    value, slope = diverge_rows(
+        student,
+        teacher,
+        known,
+        V,
+        teacher_beta,
+        TERMS,
+        HAS_SOFTCAP,
+        ROUNDED_TO,
+        TEACHER_HAS_SOFTCAP,
+        TEACHER_ROUNDED_TO,
+        BLOCK_N,
+        BLOCK_V,
+        NUM_STAGES,
+    )
+
+    ids = tl.load(ids_ptr + rows)
+    tokens = (advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr)
+    loss, a, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
+    c = beta * weight
+    loss = tl.where(ids < 0, float("nan"), loss + c * value)
+    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else would tell
+    tl.store(value_ptr + rows, value, mask=counts)
+    tl.store(slope_ptr + rows, slope, mask=counts)
+    tl.store(loss_ptr + rows, loss, mask=counts)
+    tl.store(a_ptr + rows, a, mask=counts)
+    tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
+    if out_ptr is not None:
+        slope = slope[:, None]
+        a = a[:, None]
+        b = tl.zeros_like(a) + d_entropy
+        c = c[:, None]
+        coefficients = teacher_row_terms(
+            student, log_sum[:, None], entropy[:, None], slope, a, b, c, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP
+        )  # fmt: skip
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
+        mask = counts & (ids >= 0) & (ids < V)
+        d_target = teacher_target_gradient(
+            student, teacher, ids, mask, known, logp[:, None], entropy[:, None], slope, a, b, c, HAS_ENTROPY_GRADIENT,
+            teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+        )  # fmt: skip
+        tl.debug_barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        whole = V // BLOCK_V * BLOCK_V
+        for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
+            write_teacher_gradient(
+                student, teacher, out_ptrs, start, None, counts, known, coefficients, HAS_ENTROPY_GRADIENT,
+                teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_V,
+            )  # fmt: skip
+        if whole < V:
+            write_teacher_gradient(
+                student, teacher, out_ptrs, whole, V, counts, known, coefficients, HAS_ENTROPY_GRADIENT,
+                teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_V,
+            )  # fmt: skip
+        ids = tl.load(ids_ptr + rows)
+        store_target(out_ptrs, ids, counts & (ids >= 0) & (ids < V), d_target)
+
+
+@triton.jit
+def reduce_both(
+    student, teacher, V,
+    HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """(m, rest, t) of the student's rows and the teacher's, (BLOCK_N,) each: `reduce_rows` of both at once."""
+    sums = no_logits(BLOCK_N, BLOCK_V // 4)
+    teacher_sums = no_logits(BLOCK_N, BLOCK_V // 4)
+    whole = V // BLOCK_V * BLOCK_V
+    for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
+        sums, teacher_sums = reduce_both_step(
+            sums,
+            teacher_sums,
+            student,
+            teacher,
+            start,
+            None,
+            HAS_SOFTCAP,
+            ROUNDED_TO,
+            TEACHER_HAS_SOFTCAP,
+            TEACHER_ROUNDED_TO,
+        )
+    if whole < V:
+        sums, teacher_sums = reduce_both_step(
+            sums,
+            teacher_sums,
+            student,
+            teacher,
+            whole,
+            V,
+            HAS_SOFTCAP,
+            ROUNDED_TO,
+            TEACHER_HAS_SOFTCAP,
+            TEACHER_ROUNDED_TO,
+        )
+    m, rest, t, _squares, _total, _top_id = merge_lanes(sums, V, (True, False, False, False))
+    teacher_m, teacher_rest, teacher_t, _squares, _total, _top_id = merge_lanes(
+        teacher_sums, V, (False, False, False, False)
+    )
+    return m, rest, t, teacher_m, teacher_rest, teacher_t
+
+
+@triton.jit
+def reduce_both_step(
+    sums,
+    teacher_sums,
+    student,
+    teacher,
+    start,
+    end,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
+    TEACHER_ROUNDED_TO: tl.constexpr,
+):
+    """`reduce_step` of both heads."""
+    sums = reduce_step(
+        sums, student[0], student[1], start, end, student[2], student[3], HAS_SOFTCAP, ROUNDED_TO,
+        (True, False, False, False),
+    )  # fmt: skip
+    teacher_sums = reduce_step(
+        teacher_sums, teacher[0], teacher[1], start, end, teacher[2], teacher[3], TEACHER_HAS_SOFTCAP,
+        TEACHER_ROUNDED_TO, (False, False, False, False),
+    )  # fmt: skip
+    return sums, teacher_sums
