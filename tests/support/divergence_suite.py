@@ -41,8 +41,9 @@ class DivergenceSuite:
     wide = 300  # of the tests that need one size
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Every test for each of `betas`."""
-        metafunc.parametrize("beta", self.betas)
+        """Every test that takes one, for each of `betas`."""
+        if "beta" in metafunc.fixturenames:
+            metafunc.parametrize("beta", self.betas)
 
     def backend(self) -> RowBackend:
         raise NotImplementedError

@@ -63,7 +63,7 @@ _NAMES: dict[str, Any] = {
     "tl": tl,  # which the interpreter looks for
     "exp": exp_term,  # of numbers <= 0; what is multiplied by it is a term of a sum
     **{f.__name__: f for f in (clamp_max, full_like, log1p, magnitude, mixture_series, phi_series, where)},
-    **{name: tl.constexpr(getattr(divergence, name)) for name in ("INF", "FAR", "NEAR", "NEAR_MIXTURE")},
+    **{name: tl.constexpr(getattr(divergence, name)) for name in ("INF", "FAR", "NEAR", "NEAR_MIXTURE", "ALMOST")},
 }
 compiled(divergence.powers, _NAMES)
 _TERMS = {f: compiled(f, _NAMES) for f in (divergence.forward, divergence.reverse, divergence.mixed)}
