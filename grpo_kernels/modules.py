@@ -22,6 +22,7 @@ from grpo_kernels.head.hooks import check_hooks, run_pre_hooks
 from grpo_kernels.head.module import divided_modules, linear_of, parameters_of
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import LossOutput, grpo_loss
+from grpo_kernels.topk_divergence import topk_divergence_with
 
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -77,6 +78,22 @@ class _Scores(nn.Module):
         """
         options["config"] = config
         return _score(self, hidden, grpo_loss, (completion_ids, completion_mask, advantages), options)
+
+    def topk_divergence(
+        self,
+        hidden: Tensor,  # (..., H)
+        teacher_ids: Tensor,  # (..., K)
+        teacher_logps: Tensor,  # (..., K)
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """`topk_divergence_with` with this head: ``"divergence"`` (...), differentiable, and what `outputs` asks for.
+
+        Args:
+            hidden, teacher_ids, teacher_logps: as there.
+            options: its other arguments but bias: divergence, tail, mask, temperature, outputs, ...
+        """
+        found: dict[str, Tensor] = _score(self, hidden, topk_divergence_with, (teacher_ids, teacher_logps), options)
+        return found
 
 
 class LMHeadLogProb(_Scores, nn.Linear):

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.integrations.patching import Patches, function_of
+from grpo_kernels.integrations.verl.distillation import ARGUMENT, BACKEND, TopKTeacher, aux_of, with_aux
 from grpo_kernels.modules import attach
 
-BACKEND = "grpo_kernels"
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")  # of verl's patch_forward_with_backends
 NOT_THE_BODYS = ("self", "labels", "temperature", "shift_labels", "logits_to_keep")
 KEPT = ("past_key_values", "hidden_states", "attentions")  # of the body's outputs
@@ -135,7 +135,8 @@ def _forward(family: Family) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
-        others = given.pop(open_ended, {})
+        others = dict(given.pop(open_ended, {}))
+        teacher = others.pop(ARGUMENT, None)
         of_body = {key: x for key, x in given.items() if key not in NOT_THE_BODYS}
         if body is None:
             outputs = self.model(**of_body, **others)
@@ -145,8 +146,14 @@ def _forward(family: Family) -> Callable[..., Any]:
             outputs = body(self, **of_body)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
-        log_probs, entropy = _head(self, hidden, ids, given.get("temperature", 1.0))
-        return output(log_probs=log_probs, entropy=entropy, **{key: getattr(outputs, key, None) for key in KEPT})
+        temperature, kept = given.get("temperature", 1.0), {key: getattr(outputs, key, None) for key in KEPT}
+        log_probs = entropy = None
+        if teacher is None or not teacher.alone:
+            log_probs, entropy = _head(self, hidden, ids, temperature)
+        if teacher is None:
+            return output(log_probs=log_probs, entropy=entropy, **kept)
+        aux = _distil(self, hidden, teacher, temperature)
+        return with_aux(output)(log_probs=log_probs, entropy=entropy, fused_linear_aux=aux, **kept)
 
     return forward
 
@@ -186,3 +193,29 @@ def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) 
     )
     assert entropy is not None
     return log_probs, entropy
+
+
+def _distil(model: Any, hidden: Tensor, teacher: TopKTeacher, temperature: float | Tensor) -> Any:
+    """The forward KL from the teacher's ids, and both masses on them, (1, N) each.
+
+    Raises:
+        ValueError: the teacher's tensors are not aligned with the hidden states.
+    """
+    from grpo_kernels.integrations.transformers.head import describe_head
+
+    if teacher.ids.shape[:-1] != hidden.shape[:-1]:
+        got = tuple(teacher.ids.shape)
+        raise ValueError(f"teacher_ids: expected {(*hidden.shape[:-1], 'K')}, K a position, got {got}")
+    head = describe_head(model)
+    found = attach(head.module).topk_divergence(
+        hidden,
+        teacher.ids,
+        teacher.logps,
+        log_prob_min_clamp=teacher.log_prob_min_clamp,
+        outputs=("student_mass",),
+        temperature=temperature,
+        logit_scale=head.logit_scale,
+        final_logit_softcapping=head.final_logit_softcapping,
+        vocab_size=head.vocab_size,
+    )
+    return aux_of(found["divergence"], found["student_mass"], teacher)

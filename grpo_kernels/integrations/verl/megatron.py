@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.integrations.patching import function_of, parameters_of
-from grpo_kernels.integrations.verl.forward import BACKEND
+from grpo_kernels.integrations.verl.distillation import BACKEND
 from grpo_kernels.logprob import linear_logprob
 
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")

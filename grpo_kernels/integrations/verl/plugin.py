@@ -8,8 +8,8 @@ Nothing else changes, and without the second line nothing changes at all. ``impo
 switched off (``VERL_USE_EXTERNAL_PLUGINS=none``).
 
 verl's modules are patched as they are imported, whenever that is: `forward` gives models the forward of the FSDP
-engines, `megatron` the function of Megatron's. A module that is not as in the releases we know is left as it is,
-after a warning.
+engines, `distillation` hands them a teacher's top-k log-probabilities, `megatron` replaces the function of Megatron's
+engine. A module that is not as in the releases we know is left as it is, after a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from grpo_kernels.integrations.verl import forward, megatron
+from grpo_kernels.integrations.verl import distillation, forward, megatron
 
 # (object, attribute, what we put there): what a patcher asks for. It raises LookupError where verl is another.
 Change = tuple[Any, str, Any]
@@ -33,6 +33,7 @@ PATCHERS: dict[str, Patcher] = {
     "verl.models.mcore.model_forward_fused": megatron.function_changes,
     "verl.models.mcore.model_forward_1f1b_overlap": megatron.function_changes,
     "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
+    "verl.workers.engine.fsdp.transformer_impl": distillation.engine_changes,
 }
 
 
