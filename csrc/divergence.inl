@@ -90,11 +90,16 @@ INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead
   of.k = (of.p * rest) * (ahead ? -m.log : -at.x - m.log);
 }
 
-// Of the columns whose scaled logits are z and y.
+// d of the columns whose scaled logits are z and y.
+template <class T>
+INLINE Vector<T> distance(const Divergence<T>& at, Vector<T> z, Vector<T> y) {
+  const Vector<T> d = z - y;
+  return d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: both are 0. Any other NaN is that of the offset
+}
+
 template <class T>
 INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T> y) {
-  Vector<T> d = z - y;
-  d = d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: both are 0. Any other NaN is that of the offset
+  const Vector<T> d = distance<T>(at, z, y);
   const auto ahead = d >= T(0);
   const Vector<T> scale = ahead ? splat<Vector<T>>(at.inv_sum) : splat<Vector<T>>(at.teacher_inv_sum);
   const Vector<T> lead = exp_below_0(ahead ? z - at.max : y - at.teacher_max) * scale;
@@ -104,6 +109,17 @@ INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T>
   if (kind == Kind::forward) forward<T>(of_d, d, of, lead);
   if (kind == Kind::reverse) reverse<T>(of_d, d, of, lead);
   if (kind == Kind::mixed) mixed<T>(of_d, d, of, lead, at.beta, at.rest);
+  return of;
+}
+
+// The same without `value`. That of the reverse divergence takes one exponential.
+template <class T>
+INLINE Terms<T> gradient_terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T> y) {
+  if (kind != Kind::reverse) return terms<T>(kind, at, z, y);
+  const Vector<T> d = distance<T>(at, z, y), p = exp_below_0(z - at.max) * at.inv_sum;
+  const Vector<T> k = p * at_least(d, splat<Vector<T>>(T(-kFar)));
+  Terms<T> of{};
+  of.p = p, of.k = d == T(INFINITY) ? d : k;
   return of;
 }
 
@@ -137,7 +153,7 @@ INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& teacher, c
                           int count) {
   const Vector<T> x = projection<T, PLAIN>(row, start, count), z = scaled<T, PLAIN>(row, x);
   const Vector<T> y = scaled<T, PLAIN>(teacher, projection<T, PLAIN>(teacher, start, count));
-  return {x, z, terms<T>(kind, at, z, y)};
+  return {x, z, gradient_terms<T>(kind, at, z, y)};
 }
 
 // c (k - p sum k)
