@@ -52,18 +52,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal language model of one of `KINDS` with random weights, the same ones for the same seed.
+def model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A causal language model of one of `KINDS` with random weights, the same ones for the same seed; `changes` replace
+    fields of its config.
 
     The head is drawn wide (0.3 instead of 0.02), so that the distributions are far from uniform, and every embedding
     leans towards the end-of-sequence row of the head, so that completions end after 2 to 12 tokens.
     """
     config_name, model_name, fields = KINDS[kind]
     torch.manual_seed(seed)
-    config = getattr(transformers, config_name)(**{**_SHAPE, **fields})
+    config = getattr(transformers, config_name)(**{**_SHAPE, **fields, **changes})
     made = getattr(transformers, model_name)(config)
     with torch.no_grad():
-        head, lean = made.get_output_embeddings(), torch.tensor([1.0, -1.0]).repeat(_SHAPE["hidden_size"] // 2)
+        head, lean = made.get_output_embeddings(), torch.tensor([1.0, -1.0]).repeat(config.hidden_size // 2)
         head.weight.normal_(0.0, 0.3)
         if head.bias is not None:
             head.bias.normal_(0.0, 0.3)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.call.divergence import DivergenceInputs, beta_of, plan_divergence
+from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.request import Gather
@@ -74,7 +75,7 @@ def linear_divergence_with(
     teacher_logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
     ids: Tensor | None = None,  # (...)
-    expected: Tensor | tuple[Tensor, Tensor] | None = None,  # (...)
+    expected: Tensor | tuple[Tensor, Tensor] | Expectation | None = None,  # (...)
     logits_dtype: str = "float32",
     engine: str = "auto",
     backend: str = "auto",
@@ -103,7 +104,8 @@ def linear_divergence_with(
         outputs: ``"entropy"``, that of the student's distribution, and ``"logps"``, its log-probabilities of `ids`.
         expected: the gradient that will arrive at each divergence, up to one common factor; None: the same for all, as
             from a sum or a mean. It saves the recomputation where it is right; the gradient is right in any case. With
-            ``"logps"`` among the outputs, it may be two: at each divergence and at each log-probability.
+            ``"logps"`` among the outputs, it may be two: at each divergence and at each log-probability; or
+            an `Expectation` of those, and of the entropies.
         engine: ``"auto"``, or one of `grpo_kernels.engine.engines.ENGINES` but ``"score_dot"``.
         backend: ``"auto"`` or the name of a row backend.
         process_group: as in `linear_logprob`; it divides both heads, into the same ids on each rank.

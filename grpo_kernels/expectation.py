@@ -30,6 +30,8 @@ def policy_expectation(
 ) -> Expectation:
     """What to expect for ids of shape (B, T); arguments as in `grpo_loss`.
 
+    With ``kl_estimator="full"`` it is for `linear_divergence_with`, whose divergences the KL term is a mean of.
+
     Where the trainer makes the importance sampling ratio of the log-probabilities to come, say so in the config
     (``vllm_importance_sampling_correction``) and pass `sampling_per_token_logps`.
 
@@ -44,7 +46,7 @@ def policy_expectation(
         None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
         importance_sampling_ratio, num_items_in_batch,
     )  # fmt: skip
-    check_loss(inputs, config)
+    check_loss(inputs, config, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
@@ -54,10 +56,9 @@ def policy_expectation(
     if may_have_grad is None:
         may_have_grad = torch.ones_like(tokens.ids, dtype=torch.bool)
 
-    def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         entropies = logps if entropies is None else entropies
-        found = objective.coefficients(index_of[index], logps.float(), entropies.float())
-        return found[0], found[1]
+        return objective.coefficients(index_of[index], logps.float(), entropies.float())
 
     return Expectation(
         None if objective.couples_tokens else coefficients,

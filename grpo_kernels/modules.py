@@ -8,7 +8,8 @@ in the backward, and its gradient goes where that of ``lm_head(hidden)`` would g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.config import LossConfig
+from grpo_kernels.divergence import linear_divergence_with
 from grpo_kernels.head.hooks import check_hooks, run_pre_hooks
-from grpo_kernels.head.module import divided_modules, linear_of, parameters_of
+from grpo_kernels.head.module import constants_of, divided_modules, linear_of, parameters_of
+from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import LossOutput, grpo_loss
 from grpo_kernels.topk_divergence import topk_divergence_with
@@ -75,6 +79,7 @@ class _Scores(nn.Module):
         Args:
             hidden, completion_ids, completion_mask, advantages, config: as in `grpo_loss`.
             options: its other arguments but bias: old_per_token_logps, num_items_in_batch, engine, process_group, ...
+                The head of a `reference` may be a module: ``ReferenceHead(ref_hidden, ref_model.lm_head)``.
         """
         options["config"] = config
         return _score(self, hidden, grpo_loss, (completion_ids, completion_mask, advantages), options)
@@ -93,6 +98,41 @@ class _Scores(nn.Module):
             options: its other arguments but bias: divergence, tail, mask, temperature, outputs, ...
         """
         found: dict[str, Tensor] = _score(self, hidden, topk_divergence_with, (teacher_ids, teacher_logps), options)
+        return found
+
+    def divergence(
+        self,
+        hidden: Tensor,  # (..., H)
+        teacher_hidden: Tensor,  # (..., H')
+        teacher_head: nn.Module,
+        **options: Any,
+    ) -> Tensor:
+        """`linear_divergence` with this head as the student's: the divergence of each position, (...).
+
+        Args:
+            hidden, teacher_hidden: hidden states of the same positions.
+            teacher_head: a head as `attach` takes, without active adapters; a constant. It is whole for this call,
+                also where FSDP2 or ZeRO-3 has divided it: then all ranks that share it have to make the call.
+            options: the other arguments of `linear_divergence` but the biases: mask, divergence, beta, ...
+
+        Raises:
+            TypeError, ValueError: a wrong argument; the message names it.
+        """
+        if "outputs" in options or "ids" in options:
+            raise TypeError("divergence() got an unexpected keyword argument: divergence_with has 'outputs' and 'ids'")
+        return self.divergence_with(hidden, teacher_hidden, teacher_head, **options)["divergence"]
+
+    def divergence_with(
+        self,
+        hidden: Tensor,  # (..., H)
+        teacher_hidden: Tensor,  # (..., H')
+        teacher_head: nn.Module,
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """`linear_divergence_with` likewise: ``"divergence"`` and what `outputs` asks for, each (...)."""
+        if options.get("teacher_bias") is not None:
+            raise ValueError("teacher_bias: expected None, since it is teacher_head's own, got another")
+        found: dict[str, Tensor] = _score(self, hidden, _diverge, (teacher_hidden, teacher_head), options)
         return found
 
 
@@ -163,19 +203,19 @@ def attach(lm_head: nn.Module) -> LMHeadLogProb:
     return cast(LMHeadLogProb, lm_head)
 
 
-def _check(lm_head: nn.Module) -> None:
-    for module in (lm_head, linear_of(lm_head)):
+def _check(lm_head: nn.Module, name: str = "lm_head") -> None:
+    for module in (lm_head, linear_of(lm_head, name)):
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's changes no number
-            raise TypeError("lm_head: expected an nn.Linear with its own forward, got one whose forward was replaced")
-    check_hooks(lm_head)
+            raise TypeError(f"{name}: expected an nn.Linear with its own forward, got one whose forward was replaced")
+    check_hooks(lm_head, name)
 
 
-def _check_present(lm_head: nn.Module) -> None:
+def _check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
     """Raise where accelerate has taken the weight away until the head's own forward."""
-    linear = linear_of(lm_head)
+    linear = linear_of(lm_head, name)
     if hasattr(linear, "_hf_hook") and linear.weight.is_meta:
         raise ValueError(
-            "lm_head: expected its weight on a device, got it offloaded by accelerate: leave the head on a device "
+            f"{name}: expected its weight on a device, got it offloaded by accelerate: leave the head on a device "
             "(device_map), or use causal_lm_loss and completion_logprobs of grpo_kernels.integrations.transformers, "
             "which score within its forward"
         )
@@ -198,7 +238,8 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
             if options.get("lora") is not None:
                 raise ValueError("lora: expected None, since PEFT's adapters are taken from lm_head, got a LoRA")
             options["lora"] = adapter
-        found = function(hidden, weight, *args, **options)
+        with _reference_of(options, hidden) as reference:
+            found = function(hidden, weight, *args, **options, **reference)
         if isinstance(found, LossOutput):
             done.append(found)
             return (found.loss,)
@@ -225,6 +266,38 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
     if isinstance(done[0], LossOutput):
         return replace(done[0], loss=results[0])
     return dict(zip(done[0], results, strict=True))
+
+
+@contextmanager
+def _reference_of(options: dict[str, Any], hidden: Tensor) -> Iterator[dict[str, Any]]:
+    """The argument `reference` of a call, taken out of `options`; of a head that is a module, with its tensors."""
+    reference = options.pop("reference", None)
+    if not (isinstance(reference, ReferenceHead) and isinstance(reference.weight, nn.Module)):
+        yield {} if reference is None else {"reference": reference}
+        return
+    if reference.bias is not None:
+        raise ValueError("reference.bias: expected None, since it is that of the module, got another")
+    with _constants(reference.weight, "reference.weight", options, hidden) as (weight, bias):
+        yield {"reference": replace(reference, weight=weight, bias=bias)}
+
+
+def _diverge(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_head: nn.Module, **options: Any
+) -> dict[str, Tensor]:
+    with _constants(teacher_head, "teacher_head", options, hidden) as (teacher_weight, options["teacher_bias"]):
+        return linear_divergence_with(hidden, weight, teacher_hidden, teacher_weight, **options)
+
+
+@contextmanager
+def _constants(
+    head: nn.Module, name: str, options: dict[str, Any], hidden: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of a head to compare with in a call with `options`, whole inside."""
+    _check(head, name)
+    _check_present(head, name)
+    sharded = options.get("process_group") is not None or is_dtensor(hidden)
+    with constants_of(head, name, sharded=sharded) as found:
+        yield found
 
 
 def _call(hidden: Tensor, compute: Compute) -> tuple[Tensor, ...]:

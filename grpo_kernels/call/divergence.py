@@ -13,11 +13,12 @@ from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.batch.tokens import counted_positions
+from grpo_kernels.call.expected import Expectation, ExpectedRows, read_expected
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.operands import Coefficients, Rows
-from grpo_kernels.engine.request import Coupling, Request, Stored
+from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.token_loss.record import TokenLoss
 
@@ -51,7 +52,7 @@ class DivergenceInputs:
     ids: Tensor | None  # (...)
     mask: Tensor | None  # (...)
     outputs: tuple[str, ...]
-    expected: Tensor | tuple[Tensor, Tensor] | None  # (...)
+    expected: Tensor | tuple[Tensor, Tensor] | Expectation | None  # (...)
 
 
 def plan_divergence(
@@ -75,14 +76,10 @@ def plan_divergence(
             )
             ranks.same_bits("mask", rows.positions)
             ranks.same_bits("ids", rows.ids)
-            ranks.same({"expected": expected.a is not None})
-            ranks.same_values({"expected": expected.c, "expected[1]": expected.a})
+            _describe_expected(ranks, expected)
     planned = planned.divided(ranks)
     rows = planned.read_rows("ids", rows)
-    # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
-    captured = device_of(planned.head.hidden.device).is_capturing()
-    coupling = Coupling.CROSS_TOKEN if captured else Coupling.KNOWN
-    engine = planned.choose_engine(coupling, entropy_gradient=False, mixed_gradient=expected.a is not None)
+    engine = _engine(planned, expected)
     request = Request(
         rows=rows,
         config=planned.config,
@@ -96,10 +93,32 @@ def plan_divergence(
     return planned.head, request
 
 
+def _describe_expected(ranks: Agreement, expected: Coefficients | ExpectedRows) -> None:
+    if isinstance(expected, Coefficients):
+        ranks.same({"expected": expected.a is not None})
+        ranks.same_values({"expected": expected.c, "expected[1]": expected.a})
+        return
+    ranks.same({"expected": ("coefficients, graded, of the entropy", *expected.kind)})
+    if expected.may_have_grad is not None:
+        ranks.same_bits("expected: where it is not 0", expected.may_have_grad)
+
+
+def _engine(planned: PlannedHead, expected: Coefficients | ExpectedRows) -> Engine:
+    # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
+    captured = device_of(planned.head.hidden.device).is_capturing()
+    if isinstance(expected, Coefficients):
+        coupling = Coupling.CROSS_TOKEN if captured else Coupling.KNOWN
+        return planned.choose_engine(coupling, entropy_gradient=False, mixed_gradient=expected.a is not None)
+    coupling = Coupling.of(known=False, coupled=captured or expected.coefficients is None)
+    return planned.choose_engine(coupling, entropy_gradient=expected.of_entropy, mixed_gradient=True)
+
+
 def _checked(
     inputs: DivergenceInputs, head: LMHead, execution: Execution, options: HeadOptions
-) -> tuple[PlannedHead, Rows, Coefficients]:
-    """The rows, and the gradient expected of each one's divergence and log-probability (n,), up to a factor."""
+) -> tuple[PlannedHead, Rows, Coefficients | ExpectedRows]:
+    """The rows, and up to a factor the gradient expected of each one (n,): of divergence and log-probability, or of all
+    that is asked.
+    """
     ids, mask, expected, hidden = inputs.ids, inputs.mask, inputs.expected, head.hidden
     head.check()
     unknown = set(inputs.outputs) - {*OUTPUTS}
@@ -120,6 +139,9 @@ def _checked(
     rows = Rows(positions, like.detach().reshape(-1)[positions].long(), inv_t)
     if expected is None:
         return planned, rows, Coefficients(c=torch.ones_like(positions, dtype=dtype))
+    if isinstance(expected, Expectation):
+        entropy = "entropy" in inputs.outputs
+        return planned, rows, read_expected(expected, like, positions, dtype, entropy=entropy, divergence=True)
     pair = expected if isinstance(expected, tuple) else (expected,)
     if len(pair) not in ((1, 2) if "logps" in inputs.outputs else (1,)):
         raise ValueError(f"expected: expected a tensor, or with 'logps' in outputs two, got a tuple of {len(pair)}")
@@ -131,8 +153,10 @@ def _checked(
     return planned, rows, Coefficients(c=found[0], a=found[1] if len(found) == 2 else None)
 
 
-def _with_expected(request: Request, expected: Coefficients) -> Request:
+def _with_expected(request: Request, expected: Coefficients | ExpectedRows) -> Request:
     """`request` with the gradient expected of its rows; as a loss, for a backend that fuses."""
+    if isinstance(expected, ExpectedRows):
+        return replace(request, coefficients=expected.coefficients, may_have_grad=expected.may_have_grad)
     weights = expected.c
     assert weights is not None
 

@@ -20,8 +20,9 @@ class Expectation:
 
     Args:
         coefficients: maps (index (n,), logps (n,), entropies (n,) or None), index being positions in the flattened ids,
-            to a = d loss / d logp or (a, b) with b = d loss / d entropy, (n,) each. None: not known row by row.
-        graded: bool, shaped like the ids: False where a = b = 0 is certain, so that nothing is computed; None: nowhere.
+            to a = d loss / d logp or (a, b) with b = d loss / d entropy, (n,) each; where there are divergences, to
+            (a, b, c) with c = d loss / d divergence. None: not known row by row.
+        graded: bool, shaped like the ids: False where all are 0 for certain: nothing is computed there; None: nowhere.
         has_entropy_gradient: whether b may be other than None.
     """
 
@@ -48,9 +49,16 @@ class ExpectedRows:
 
 
 def read_expected(
-    expected: Expected | None, ids: Tensor, positions: Tensor, dtype: torch.dtype, *, entropy: bool
+    expected: Expected | None,
+    ids: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    *,
+    entropy: bool,
+    divergence: bool = False,
 ) -> ExpectedRows:
-    """What is expected of the rows at `positions` (n,) of `ids`, in `dtype`; `entropy`: whether there is one.
+    """What is expected of the rows at `positions` (n,) of `ids`, in `dtype`; `entropy`, `divergence`: whether there is
+    one.
 
     Raises:
         TypeError, ValueError: it does not fit the ids, or is a tuple that is not (a, b).
@@ -78,14 +86,14 @@ def read_expected(
         def ask(index: Tensor, stats: RowStats) -> Coefficients:
             assert coefficients is not None
             answer = coefficients(positions[index], stats.logps, stats.entropies)
-            a, b = answer if isinstance(answer, tuple) else (answer, None)
-            if stats.entropies is None:  # then no gradient of it can come
-                b = None
-            for name, x in (("expected", a), ("expected[1]", b)):
+            a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
+            # no gradient can come of what there is not
+            found = (a, None if stats.entropies is None else b, c if divergence else None)
+            for name, x in zip(("expected", "expected[1]", "expected[2]"), found, strict=True):
                 if x is not None or name == "expected":
                     check_tensor(name, x, like=ids)
                     check_shape(name, x, ("that of the index", tuple(index.shape)))
-            return Coefficients(usable(a), None if b is None else usable(b))
+            return Coefficients(*(None if x is None else usable(x) for x in found))
 
         may_have_grad = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
         return ExpectedRows(None if coefficients is None else ask, may_have_grad, expected.has_entropy_gradient)

@@ -22,7 +22,6 @@ from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
@@ -105,7 +104,7 @@ def plan_loss(
 
 
 def check_loss(
-    inputs: LossInputs, config: LossConfig, objective: Custom | None = None, reference: ReferenceHead | None = None
+    inputs: LossInputs, config: LossConfig, objective: Custom | None = None, *, has_reference: bool = False
 ) -> None:
     """Raise unless `inputs` have what the loss needs; their shapes are looked at by `read_tokens`.
 
@@ -113,7 +112,7 @@ def check_loss(
         TypeError, ValueError: a wrong argument; the message names it.
     """
     check_config(config)
-    check_terms(config, inputs.ref_per_token_logps, objective, reference)
+    check_terms(config, inputs.ref_per_token_logps, objective, has_reference=has_reference)
     check_sampling(config, inputs.sampling_per_token_logps, inputs.importance_sampling_ratio)
     check_num_items(inputs.num_items_in_batch)
 
@@ -151,7 +150,7 @@ def _checked(
     with Agreement("sequence_group", group, "grpo_loss") as parts:
         with Agreement("process_group", head.process_group, "grpo_loss") as ranks:
             local = head.local()
-            check_loss(inputs, config, objective, head.reference)
+            check_loss(inputs, config, objective, has_reference=head.reference is not None)
             if not config.needs_reference_head:  # as where beta is 0
                 local = replace(local, reference=None)
             check_sequence_group(group, inputs.cu_seqlens, objective)

@@ -21,8 +21,8 @@ _REFUSED = {
 }
 
 
-def check_hooks(lm_head: nn.Module) -> None:
-    """Raise unless scoring can do what the hooks on `lm_head`, and on what it consists of, would do.
+def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
+    """Raise unless scoring can do what the hooks on `lm_head`, and on what it consists of, would do; `name` is its.
 
     Raises:
         TypeError: a forward or backward hook; or a hook of any kind within PEFT's layer.
@@ -33,7 +33,7 @@ def check_hooks(lm_head: nn.Module) -> None:
                 continue
             found = foreign_hooks(module, attribute)
             if found:
-                where = f"lm_head.{path}" if path else "lm_head"
+                where = f"{name}.{path}" if path else name
                 raise TypeError(
                     f"{where}: expected no {kind}, since a head that scores makes no logits, got {', '.join(found)}"
                 )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 
 
-def linear_of(lm_head: nn.Module) -> nn.Linear:
-    """The linear layer that `lm_head` is, or that PEFT's LoRA layer is around.
+def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
+    """The linear layer that `lm_head` is, or that PEFT's LoRA layer is around; `name` is its in errors.
 
     Raises:
         TypeError: another kind of module, or a linear layer with a forward of its own.
@@ -25,7 +26,7 @@ def linear_of(lm_head: nn.Module) -> nn.Linear:
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
         raise TypeError(
-            "lm_head: expected an nn.Linear with its own forward, or PEFT's LoRA layer around one, "
+            f"{name}: expected an nn.Linear with its own forward, or PEFT's LoRA layer around one, "
             f"got {type(lm_head).__module__}.{type(lm_head).__name__}{within}"
         )
     return base
@@ -55,6 +56,38 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
         raise ValueError(f"lm_head: expected one active adapter if there is dropout, got {len(layers)}: lora_dropout=0")
     low = torch.cat([scaling * a.weight for a, _, scaling, _ in layers])
     return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
+
+
+@contextmanager
+def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of a head that does not train here, such as a teacher's, whole inside, and for who keeps them.
+
+    What FSDP2 or ZeRO-3 has divided, its ranks gather together, each into a copy that lives as long as it is kept: a
+    backward that reads it again gathers nothing. Not so a head that is `sharded` over a process group, whose ranks each
+    have the rows that are theirs.
+
+    Raises:
+        TypeError: as `linear_of`.
+        ValueError: an adapter that is active.
+    """
+    base = linear_of(head, name)
+    if base is not head and _active_adapters(head):
+        raise ValueError(
+            f"{name}: expected no active adapter on a head that others are compared with, got some: merge it, or pass "
+            "the layer within (base_layer)"
+        )
+    if sharded:
+        yield base.weight, base.bias
+        return
+    gather = gather_of(base.parameters(recurse=False)) or nullcontext
+    with gather():
+        yield whole_constant(base.weight), None if base.bias is None else whole_constant(base.bias)
+
+
+def whole_constant(x: Any) -> Tensor:
+    """`x` without gradient, and all of it where FSDP2 has divided it: a collective then."""
+    found: Tensor = x.detach().full_tensor() if is_dtensor(x) else x.detach()
+    return found
 
 
 def gather_of(parameters: Iterable[Tensor]) -> Gather | None:

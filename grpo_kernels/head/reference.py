@@ -18,13 +18,15 @@ class ReferenceHead:
 
     Args:
         hidden: (..., H'), of the positions of the policy's hidden states; H' may be another width.
-        weight: (V, H'), for the ids of the policy's head; of a sharded head the rows that this rank has.
+        weight: (V, H'), for the ids of the policy's head; of a sharded head the rows that this rank has. In calls of
+            `grpo_kernels.attach`, also the module of the head, which its weight and bias are then taken from, whole
+            where FSDP2 or ZeRO-3 has divided them.
         bias: (V,), or None.
         final_logit_softcapping, logit_scale: as in `LossConfig`; ``"same"``: what the policy's logits have.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Any
     bias: Tensor | None = None
     final_logit_softcapping: float | str | None = SAME
     logit_scale: float | str = SAME

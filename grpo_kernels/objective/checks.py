@@ -28,17 +28,23 @@ def check_objective(config: LossConfig, objective: Any) -> None:
             raise ValueError(f"{name}: expected {default} beside an objective, which replaces the term, got {value}")
 
 
-def check_terms(config: LossConfig, ref_per_token_logps: Any, objective: Any = None, reference: Any = None) -> None:
-    """Raise unless a KL term has its reference, and a custom `objective` has no term of the config's beside it."""
+def check_terms(
+    config: LossConfig, ref_per_token_logps: Any, objective: Any = None, *, has_reference: bool = False
+) -> None:
+    """Raise unless a KL term has its reference, and a custom `objective` has no term of the config's beside it.
+
+    Args:
+        has_reference: whether there is a `ReferenceHead`.
+    """
     check_objective(config, objective)
     if config.estimates_kl and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
-    if config.needs_reference_head and reference is None:
+    if config.needs_reference_head and not has_reference:
         raise ValueError(
             f"reference: expected a ReferenceHead, which grpo_loss takes, since kl_estimator = 'full' and beta = "
             f"{config.beta}, got None"
         )
-    if reference is not None and (objective is not None or config.kl_estimator != "full"):
+    if has_reference and (objective is not None or config.kl_estimator != "full"):
         why = "beside an objective" if objective is not None else f"with kl_estimator = {config.kl_estimator!r}"
         raise ValueError(f"reference: expected None {why}, which does not read it, got one")
 

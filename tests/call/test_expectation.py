@@ -239,7 +239,7 @@ def test_policy_expectation_foresees_the_loss(loss_type: str, level: str, option
     """For every loss without coupled tokens nothing is computed twice, and rows without gradient are only projected."""
     case = make_case(f"foresee/{loss_type}", b=4, t=8, mask="full", zero_adv=True, loss_type=loss_type, **options)
     config, given = LossConfig(**case.config), arguments(case)
-    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids")}
+    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids", "reference")}
     out = grpo_loss(**given, config=config)
     a, b = d_tokens(case, out)
     expected = policy_expectation(config, **inputs)
@@ -275,7 +275,7 @@ def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: b
     case = make_case("coupled", b=4, t=8, mask="full", zero_adv=True, **options)
     case = case.but(frozen=frozenset(["weight"] if frozen else []))
     config, given = LossConfig(**case.config), arguments(case)
-    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids")}
+    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids", "reference")}
     out = grpo_loss(**given, config=config)
     a, _ = d_tokens(case, out)
     expected = policy_expectation(config, **inputs)

@@ -246,7 +246,9 @@ def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPat
     labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
     counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
     with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted)):
-        mask, expected, fill = trl_hook._known(torch.zeros(3, 4))
+        positions, mask, expected, fill = trl_hook._known(torch.zeros(3, 4))
+    assert positions is not None
+    assert positions.tolist() == [0, 1, 3]
     assert mask is not None
     assert mask.tolist() == [True, False, True]
     assert expected is None

@@ -1,6 +1,7 @@
-"""TRL's trainer with its language-model head computed by `grpo_kernels`."""
+"""TRL's trainers with their language-model head computed by `grpo_kernels`."""
 
+from grpo_kernels.integrations.trl.distillation import FusedDistillationTrainer
 from grpo_kernels.integrations.trl.hook import patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl.trainer import FusedGRPOTrainer, FusedLossMixin
 
-__all__ = ["FusedGRPOTrainer", "FusedLossMixin", "patch_trl", "unpatch_trl"]
+__all__ = ["FusedDistillationTrainer", "FusedGRPOTrainer", "FusedLossMixin", "patch_trl", "unpatch_trl"]

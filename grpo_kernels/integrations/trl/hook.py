@@ -22,6 +22,8 @@ from torch import Tensor
 from grpo_kernels.base.checks import is_fake
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.patching import Patches, parameters_of
+from grpo_kernels.integrations.trl import distillation
+from grpo_kernels.integrations.trl.exact_kl import Kept, Reference
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 
 HOOK = "_ChunkedLogProbFunction"
@@ -54,6 +56,8 @@ class Rows:
         counted: the labelled tokens that the loss reads, or None for all of them. The others are not projected.
         fill: log-probability reported where a labelled token is not counted, so that a ratio there stays finite.
         expected: the gradient to expect, for ids of shape (B, T).
+        kept: where to leave the hidden states of the calls, whose log-probabilities are then 0.
+        reference: what each token's distribution is to be compared with.
     """
 
     labelled: Tensor
@@ -61,6 +65,8 @@ class Rows:
     counted: Tensor | None = None
     fill: Tensor | None = None
     expected: Expectation | None = None
+    kept: Kept | None = None
+    reference: Reference | None = None
     start: int = 0  # first sequence of the next call
 
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
@@ -106,24 +112,31 @@ class FusedHead:
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        mask, expected, fill = _known(hidden)
+        positions, mask, expected, fill = _known(hidden)
         wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
+        rows = _rows.get()
+        if rows is not None and rows.kept is not None:
+            rows.kept.logit_scale, rows.kept.final_logit_softcapping = logit_scale, final_logit_softcapping
+            rows.kept.take(hidden, positions)
+            nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
+            entropy, log_sum_sq, mean_logits, is_top1 = (nothing if n in wanted else None for n in OPTIONAL_OUTPUTS)
+            return nothing, entropy, log_sum_sq, mean_logits, is_top1
+        options: dict[str, Any] = {
+            "bias": bias,
+            "mask": mask,
+            "temperature": temperature,
+            "final_logit_softcapping": final_logit_softcapping,
+            "logit_scale": logit_scale,
+            "expected": expected,
+            "logits_dtype": _logits_dtype,
+        }
         with _operands_as_trls(hidden):
-            found = linear_logprob_with(
-                hidden,
-                weight,
-                targets,
-                bias=bias,
-                mask=mask,
-                temperature=temperature,
-                final_logit_softcapping=final_logit_softcapping,
-                logit_scale=logit_scale,
-                outputs=wanted,
-                expected=expected,
-                logits_dtype=_logits_dtype,
+            if rows is not None and rows.reference is not None:
+                found = rows.reference.compare(hidden, weight, positions, ids=targets, **options)
+            else:
                 # ZeRO-3 takes the weight apart when the forward is over
-                gather=lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias),
-            )
+                options["gather"] = lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias)
+                found = linear_logprob_with(hidden, weight, targets, outputs=wanted, **options)
         logps = found["logps"] if mask is None or fill is None else torch.where(mask, found["logps"], fill)
         entropy, log_sum_sq, mean_logits, is_top1 = (found[n] if n in wanted else None for n in OPTIONAL_OUTPUTS)
         return logps, entropy, log_sum_sq, mean_logits, is_top1
@@ -137,21 +150,20 @@ def _operands_as_trls(hidden: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, hidden.dtype)
 
 
-def _known(hidden: Tensor) -> tuple[Tensor | None, Expectation | None, Tensor | None]:
-    """(mask, expected, fill) of this call's rows, each None if the running trainer said nothing of them."""
+def _known(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Expectation | None, Tensor | None]:
+    """(positions, mask, expected, fill) of this call's rows, each None if the running trainer said nothing of them."""
     rows = _rows.get()
     if rows is None or is_fake(hidden):
-        return None, None, None
+        return None, None, None, None
     use_triton = getattr(trl_utils, "_use_triton", None)  # 1.15 has none, and passes the labelled rows alone everywhere
     positions = rows.next_call(hidden.size(0), use_triton is None or use_triton(hidden.device))
     if positions is None or positions.device != hidden.device:  # a head on another device than the batch
-        return None, None, None
-    inside = positions >= 0
-    positions = positions.clamp(min=0)
+        return None, None, None, None
+    index = positions.clamp(min=0)
     counted = rows.labelled if rows.counted is None else rows.counted
-    mask = inside & counted.reshape(-1)[positions].bool()
-    fill = None if rows.fill is None else rows.fill.reshape(-1)[positions]
-    return mask, _at(rows.expected, positions), fill
+    mask = (positions >= 0) & counted.reshape(-1)[index].bool()
+    fill = None if rows.fill is None else rows.fill.reshape(-1)[index]
+    return positions, mask, _at(rows.expected, index), fill
 
 
 def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
@@ -230,13 +242,14 @@ class Patch(int):
 def patch_trl(*, logits_dtype: str = "float32") -> Patch:
     """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
 
-    Models, configurations and losses stay TRL's; models that already have their fused head use ours from the next call
+    And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,
+    configurations and losses stay TRL's; models that already have their fused head use ours from the next call
     on. Calling it again changes nothing.
 
     Args:
         logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,
             rounded to 16 bits where hidden states have no more, as TRL's own are, and an fp32 head before that.
-            For `FusedGRPOTrainer` too, while patched.
+            For `FusedGRPOTrainer` too, while patched; not for distillation, whose logits TRL does not round.
 
     Returns:
         a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was left alone. The
@@ -259,13 +272,16 @@ def patch_trl(*, logits_dtype: str = "float32") -> Patch:
         return Patch(False)
     _logits_dtype = logits_dtype
     _patches.replace(trl_utils, HOOK, FusedHead)
+    if not distillation.compatible():
+        distillation.warn_incompatible()
+    distillation.patch(_patches)
     done = Patch(True)
     done.undoes = True
     return done
 
 
 def unpatch_trl() -> None:
-    """Give TRL its own function back. Without `patch_trl` before, nothing changes."""
+    """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     global _logits_dtype
     _patches.restore()
     _logits_dtype = LossConfig.logits_dtype

@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
-from grpo_kernels.integrations.trl import hook, sampling
+from grpo_kernels.integrations.trl import exact_kl, hook, sampling
 from grpo_kernels.objective.losses import loss_of
 
 
@@ -32,23 +32,50 @@ class FusedLossMixin:
             (``use_vllm`` with ``vllm_importance_sampling_correction``, and every completion trained on before the
             policy changes), make the ratio of the log-probabilities that the loss computes, which saves that forward of
             the model. Losses and metrics are TRL's, to rounding.
+        kl_estimator: ``"k3"``, TRL's, of sampled tokens; or ``"full"``: the KL term (`beta`) is the divergence from the
+            reference over the whole vocabulary, exact and of less variance, and so is the metric ``kl``.
+            `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
+            in the place of its log-probabilities.
         args, kwargs: the trainer's own.
     """
 
     args: Any
     accelerator: Any
 
-    def __init__(self, *args: Any, fused_sampling_correction: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, fused_sampling_correction: bool = False, kl_estimator: str = "k3", **kwargs: Any
+    ) -> None:
+        exact_kl.check_estimator(kl_estimator)
         if not hook.compatible():
             hook.warn_incompatible()
         self.fused_sampling_correction = fused_sampling_correction
+        self.kl_estimator = kl_estimator
+        self._reference_head: exact_kl.Kept | None = None  # of the reference's last scoring
+        self._reference: exact_kl.Reference | None = None  # of the loss that is being computed
         self._loss_rows: hook.Rows | None = None
         self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
         self._sampling_figures = sampling.SamplingFigures(0)
         super().__init__(*args, **kwargs)
+        if self._has_exact_kl:
+            exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
+
+    @property
+    def _has_exact_kl(self) -> bool:
+        return self.kl_estimator == "full" and self.args.beta != 0.0
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's batch; with the reference's hidden states for its log-probabilities, if the KL term is exact."""
+        batch = self._prepared_batch(inputs)
+        if self._has_exact_kl:
+            if self._reference_head is None:
+                raise RuntimeError("kl_estimator: expected trl to score its reference, got a batch without")
+            del batch["ref_per_token_logps"]
+            batch[exact_kl.KEY] = self._reference_head.give()
+        return batch
+
+    def _prepared_batch(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
+        self._reference_head = None
         prepare = super()._generate_and_score_completions  # type: ignore[misc]
         if not (self.fused_sampling_correction and sampling.is_corrected(self) and sampling.is_aligned(self)):
             return prepare(inputs)
@@ -69,9 +96,21 @@ class FusedLossMixin:
             inputs = self._lacks_ratio = {**inputs}
         self._loss_rows = self._rows_of_loss(inputs)
         try:
+            if self._has_exact_kl:
+                return self._loss_with_exact_kl(model, inputs)
             return super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
-            self._loss_rows = self._lacks_ratio = None
+            self._loss_rows = self._lacks_ratio = self._reference = None
+
+    def _loss_with_exact_kl(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        assert self._reference_head is not None
+        reference = self._reference = exact_kl.Reference(inputs[exact_kl.KEY], self._reference_head)
+        with exact_kl.without_estimate(self):
+            loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        if reference.divergences is None:
+            raise RuntimeError("kl_estimator: expected trl's loss to call its fused head, got none")
+        config = LossConfig.from_trl(self.args)
+        return exact_kl.add_term(self, config, loss, inputs, reference.divergences)
 
     def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
         """Whether the batch came from TRL without the ratio that its loss is going to read."""
@@ -97,6 +136,12 @@ class FusedLossMixin:
             return None
         labelled = given["attention_mask"][:, -given["logits_to_keep"] :] != 0  # (B, T)
         batch_size = given.get("batch_size") or labelled.size(0)
+        if self._reference is not None:
+            known = self._loss_rows or hook.Rows(labelled, batch_size)
+            return dataclasses.replace(known, labelled=labelled, batch_size=batch_size, reference=self._reference)
+        if self._has_exact_kl and exact_kl.is_reference(self, given["model"]):
+            self._reference_head = kept = exact_kl.Kept(self.accelerator.unwrap_model(given["model"]), labelled)
+            return hook.Rows(labelled, batch_size, kept=kept)
         loss_rows = self._loss_rows
         if loss_rows is None or not torch.is_grad_enabled() or loss_rows.labelled.shape != labelled.shape:
             return hook.Rows(labelled, batch_size)
@@ -120,11 +165,15 @@ class FusedLossMixin:
             expected = None
         return hook.Rows(labelled, labelled.size(0), counted if tool_mask is not None else None, fill, expected)
 
+    def _loss_owner(self) -> type:
+        """The class whose loss ``super()._compute_loss`` is."""
+        after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
+        return next(cls for cls in after if "_compute_loss" in vars(cls))
+
     def _loss_config(self) -> LossConfig | None:
         """The configuration of the loss that ``super()._compute_loss`` is, or None where it is not one we know."""
-        after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
-        owner = next(cls for cls in after if "_compute_loss" in vars(cls))
-        overrides: dict[str, Any] = {"entropy_coef": self._entropy_coef()}
+        owner = self._loss_owner()
+        overrides: dict[str, Any] = {"entropy_coef": self._entropy_coef(), "kl_estimator": self.kl_estimator}
         if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
             # It overrides the loss and reads none of these options.
             overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None, "off_policy_mask_threshold": None}

@@ -1,0 +1,155 @@
+"""The KL term of TRL's GRPO over the whole vocabulary, in the place of its estimate of sampled tokens.
+
+TRL scores the completions with the reference model before the loss, and keeps (B, T) log-probabilities. Here its head's
+input is kept instead, (B, T, H') numbers, and the loss's own call to the policy's head projects both and returns the
+divergence of each token beside its log-probability. TRL computes its loss as if beta were 0; the term is added to it,
+with the same normaliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from grpo_kernels.batch.inputs import LossInputs
+from grpo_kernels.batch.tokens import read_tokens
+from grpo_kernels.config import LossConfig
+from grpo_kernels.divergence import linear_divergence_with
+from grpo_kernels.head.module import linear_of, whole_constant
+from grpo_kernels.integrations.transformers.head import inner_head
+from grpo_kernels.objective.losses import loss_of
+from grpo_kernels.objective.normaliser import token_weights
+
+KEY = "ref_hidden_states"  # in TRL's batch, which it shuffles and splits like all else
+
+
+class Kept:
+    """The hidden states that the reference's head is given, in the place of their log-probabilities."""
+
+    def __init__(self, model: Any, labelled: Tensor) -> None:
+        """`labelled` (B, T) are the completion tokens; `model` is read now, with the adapters that are active now."""
+        head = linear_of(inner_head(model.get_output_embeddings()))
+        self.weight, self.bias = head.weight, head.bias  # as they are outside of a forward, divided or not
+        self.logit_scale: float = 1.0
+        self.final_logit_softcapping: float | None = None
+        self._shape, self._hidden = labelled.shape, torch.empty(0)
+
+    def take(self, hidden: Tensor, positions: Tensor | None) -> None:
+        """`hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside."""
+        if positions is None:
+            raise RuntimeError("kl_estimator: expected TRL's reference to be scored at (B, T) positions, got others")
+        if self._hidden.numel() == 0:
+            self._hidden = hidden.new_zeros(self._shape.numel(), hidden.shape[-1])
+        inside = positions >= 0
+        self._hidden[positions[inside]] = hidden.detach()[inside]
+
+    def give(self) -> Tensor:
+        """(B, T, H'), 0 at padding; they are not kept here any longer."""
+        found, self._hidden = self._hidden, torch.empty(0)
+        return found.view(*self._shape, found.shape[-1])
+
+
+@dataclass
+class Reference:
+    """The reference in one call of the policy's head, and what that found."""
+
+    hidden: Tensor  # (B, T, H')
+    head: Kept
+    divergences: Tensor | None = None  # (B, T), 0 where nothing counts; set by `compare`
+
+    def compare(self, hidden: Tensor, weight: Tensor, positions: Tensor | None, **options: Any) -> dict[str, Tensor]:
+        """``"logps"`` and ``"entropy"`` of the rows `hidden` (n, H), as `linear_logprob_with`; options are those of
+        `linear_divergence_with`, with `ids` and `mask`.
+        """
+        if positions is None:
+            raise RuntimeError("kl_estimator: expected TRL's loss to score (B, T) positions, got others")
+        other, bias = self.head, options["bias"]
+        states = self.hidden.reshape(-1, self.hidden.shape[-1]).to(hidden.device)
+        with maybe_gather_lm_head_ctx(other.weight, other.bias):
+            found = linear_divergence_with(
+                hidden,
+                weight,
+                states[positions.clamp(min=0)],
+                whole_constant(other.weight),
+                teacher_bias=None if other.bias is None else whole_constant(other.bias),
+                teacher_final_logit_softcapping=other.final_logit_softcapping,
+                teacher_logit_scale=other.logit_scale,
+                outputs=("entropy", "logps"),
+                gather=lambda: maybe_gather_lm_head_ctx(weight, bias),  # for the backward; the reference's is kept
+                **options,
+            )
+        inside, shape = positions >= 0, self.hidden.shape[:-1]
+        every = hidden.new_zeros(shape.numel(), dtype=found["divergence"].dtype)
+        self.divergences = every.index_put((positions[inside],), found.pop("divergence")[inside]).view(shape)
+        return found
+
+
+def check_estimator(name: Any) -> None:
+    """Raise ValueError unless TRL's trainer can have it."""
+    if name not in ("k3", "full"):
+        raise ValueError(f"kl_estimator: expected 'k3', which is TRL's own, or 'full', got {name!r}")
+
+
+def check_trainer(trainer: Any, owner: type, compatible: bool) -> None:
+    """Raise ValueError unless the KL term of `trainer`, whose loss `owner` defines, can be the exact one."""
+    if not compatible:
+        raise ValueError("kl_estimator: expected 'k3', since this trl has no fused head that is known, got 'full'")
+    if owner is not GRPOTrainer:
+        raise ValueError(f"kl_estimator: expected 'k3', since {owner.__name__} has a loss of its own, got 'full'")
+    if getattr(trainer.args, "sync_ref_model", False):
+        raise ValueError(
+            "sync_ref_model: expected False with kl_estimator = 'full', which keeps hidden states of one reference "
+            "model for the head of the same, got True"
+        )
+
+
+def is_reference(trainer: Any, model: Any) -> bool:
+    """Whether a scoring call of `model` is that of the reference: a model of its own, or adapters out of the way."""
+    if trainer.ref_model is not None:
+        return model is trainer.ref_model
+    if torch.is_grad_enabled():
+        return False
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if "ref" in getattr(policy, "peft_config", {}):
+        return bool(policy.active_adapter == "ref")
+    return any(getattr(module, "disable_adapters", False) is True for module in policy.modules())
+
+
+@contextmanager
+def without_estimate(trainer: Any) -> Iterator[None]:
+    """Inside, TRL's loss has no KL term of its own."""
+    beta, trainer.beta = trainer.beta, 0.0
+    try:
+        yield
+    finally:
+        trainer.beta = beta
+
+
+def add_term(trainer: Any, config: LossConfig, loss: Tensor, inputs: dict[str, Any], divergences: Tensor) -> Tensor:
+    """TRL's `loss` () and beta times the mean of `divergences` (B, T) that its loss type takes; with TRL's metrics."""
+    mask, trains = inputs["completion_mask"], trainer.model.training
+    mask = mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]
+    items, per_item = None, 1.0
+    if loss_of(config).normaliser == "num_items":  # of the generated batch, where TRL divides by those of one step
+        items = inputs["num_items_in_batch"].clamp(min=1.0)
+        per_item = trainer.accelerator.num_processes * (trainer.args.steps_per_generation if trains else 1)
+    blank = LossInputs(None, mask, divergences.new_zeros(len(mask))).with_blank_ids(mask)
+    layout = read_tokens(blank, divergences.dtype).layout
+    weights = per_item * token_weights(config, layout, items, divergences.dtype)
+    term = config.beta * (weights * divergences.reshape(-1)[layout.positions]).sum()
+    accumulated = trainer.current_gradient_accumulation_steps if trains else 1
+    metrics, gather = trainer._metrics["train" if trains else "eval"], trainer.accelerator.gather
+    if trainer._entropy_bonus_enabled:  # TRL's policy loss has the KL term in it
+        value = term / accumulated if items is not None else term
+        metrics["policy_loss"][-1] += gather(value.detach()).nanmean().item()
+    totals = torch.stack([(divergences.detach() * mask).sum(), mask.sum().to(divergences.dtype)])
+    total, count = trainer.accelerator.reduce(totals, reduction="sum")
+    metrics["kl"].append((total / count.clamp(min=1.0)).item())
+    return loss + term / accumulated

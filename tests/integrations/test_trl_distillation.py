@@ -1,0 +1,195 @@
+"""TRL's distillation with our divergence against TRL's own: same losses, gradients and metrics, fewer products."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("trl")
+import trl
+import trl.trainer.distillation_trainer as trl_distillation
+import trl.trainer.utils as trl_utils
+
+from benchmarks import parity, tiny_models, tiny_run
+from grpo_kernels.integrations.trl import FusedDistillationTrainer, distillation, patch_trl, unpatch_trl
+from grpo_kernels.integrations.trl import hook as trl_hook
+from tests.support.ranks import run_ranks
+
+THEIRS = trl_distillation._chunked_divergence_loss
+WIDER = {"hidden_size": 48, "head_dim": 12}
+# name -> (student, teacher, how the teacher's config differs, beta, steps, options)
+CASES: dict[str, tuple[str, str, dict[str, Any], float, int, dict[str, Any]]] = {
+    "forward KL, a wider teacher": ("qwen3", "qwen3", WIDER, 0.0, 20, {}),
+    "JSD, tied student": ("tied", "qwen3", {}, 0.5, 4, {"temperature": 0.7}),
+    "reverse KL, capped student and tied teacher": ("softcap", "tied", {}, 1.0, 4, {}),
+    "JSD, scaled student, capped teacher": ("logit_scale", "softcap", {}, 0.3, 4, {}),
+    "reverse KL, a bias each, scaled teacher": ("bias", "logits_scaling", {}, 1.0, 4, {}),
+}
+
+
+class Drawn:
+    """In front of a trainer: completions that no model has to write."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        draw = torch.Generator().manual_seed(17 + self.state.global_step)  # type: ignore[attr-defined]
+        lengths = torch.randint(2, 7, (len(prompt_ids),), generator=draw).tolist()
+        return [torch.randint(3, tiny_models.VOCAB, (n,), generator=draw).tolist() for n in lengths]
+
+
+class Written:
+    """In front of a trainer: the student's own completions."""
+
+
+def trained(
+    trainer_class: type, name: str, steps: int | None = None, mixin: type = Drawn, **more: Any
+) -> list[dict[str, float]]:
+    """What a short run logged."""
+    trainer_class = type(trainer_class.__name__, (mixin, trainer_class), {})
+    student, teacher, changes, beta, most, options = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        common = tiny_run.common_options(folder, steps or most) | {"per_device_train_batch_size": 4}
+        sizes = {"gradient_accumulation_steps": 2, "max_completion_length": 6, "beta": beta}
+        args = trl.DistillationConfig(**{**common, **sizes, **options})
+        model = tiny_models.model(teacher, seed=5, **changes)
+        return tiny_run.train(trainer_class, args, kind=student, teacher_model=model, **more).steps
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same(name: str) -> None:
+    stock, ours = (trained(x, name) for x in (trl.DistillationTrainer, FusedDistillationTrainer))
+    assert stock[0]["loss"] > 1e-3
+    assert {"loss", "grad_norm", "entropy"} <= stock[0].keys()
+    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+    assert trl_distillation._chunked_divergence_loss is THEIRS
+
+
+def test_adapters_on_the_body_train_the_same() -> None:
+    name, options = "JSD, tied student", {"steps": 2, "peft_config": parity.lora()}
+    stock, ours = (trained(x, name, **options) for x in (trl.DistillationTrainer, FusedDistillationTrainer))
+    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+
+
+def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    ours = distillation.divergence_loss
+    monkeypatch.setattr(distillation, "divergence_loss", lambda *a, **k: calls.append(1) or ours(*a, **k))
+    name = "JSD, tied student"
+    stock = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
+    assert not calls
+    with patch_trl() as done:
+        assert done
+        assert trl_distillation._chunked_divergence_loss is distillation.divergence_loss
+        patched = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
+    assert len(calls) == 2
+    assert max(parity.differences(stock, patched).values()) <= parity.TOLERANCE
+    assert trl_distillation._chunked_divergence_loss is THEIRS
+
+
+def inputs(width: int = 16, more_ids: int = 0) -> dict[str, Any]:
+    """Of the function itself: NaN where nothing counts."""
+    g = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    mask = torch.rand(3, 7, generator=g) < 0.6
+    student = draw(3, 7, 12).masked_fill(~mask[..., None], torch.nan)
+    return {
+        "student_hidden_states": student.requires_grad_(),
+        "teacher_hidden_states": draw(3, 7, width),
+        "student_lm_head_weight": draw(50, 12).requires_grad_(),
+        "teacher_lm_head_weight": draw(50 + more_ids, width),
+        "completion_mask": mask.long(),
+    }
+
+
+def test_masked_positions_are_never_read() -> None:
+    given = inputs()
+    clean = {**given, "student_hidden_states": given["student_hidden_states"].detach().nan_to_num(0.7).requires_grad_()}
+    results = []
+    for function, each in ((distillation.divergence_loss, given), (THEIRS, clean)):
+        loss, entropy, count = function(beta=0.5, num_items_in_batch=torch.tensor(40), **each)
+        wanted = each["student_hidden_states"], each["student_lm_head_weight"]
+        results.append((loss, entropy, count, *torch.autograd.grad(loss, wanted)))
+        assert not entropy.requires_grad
+    torch.testing.assert_close(*results, rtol=2e-5, atol=1e-7)
+
+
+def test_a_batch_without_a_counted_token_gives_a_loss_of_zero_that_is_attached() -> None:
+    given = inputs()
+    given["completion_mask"] = torch.zeros(3, 7)
+    loss, entropy, count = distillation.divergence_loss(beta=1.0, **given)
+    loss.backward()
+    assert (loss.item(), entropy.item(), count.item()) == (0.0, 0.0, 0)
+    assert not given["student_lm_head_weight"].grad.any()
+
+
+def test_padding_rows_of_one_head_are_no_tokens() -> None:
+    given = inputs(more_ids=6)
+    cut = {**given, "teacher_lm_head_weight": given["teacher_lm_head_weight"][:50]}
+    found = [distillation.divergence_loss(beta=0.0, **x)[0] for x in (given, cut)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_each_head_is_projected_once(beta: float) -> None:
+    given = inputs(width=12)
+    states = given["student_hidden_states"].detach().nan_to_num().requires_grad_()
+    given |= {"student_hidden_states": states, "completion_mask": torch.ones(3, 7)}
+    with FlopCounterMode(display=False) as counter:
+        distillation.divergence_loss(beta=beta, **given)[0].backward()
+    assert counter.get_total_flops() == 8 * 21 * 50 * 12  # two projections, d hidden and d weight
+
+
+def changed(student_hidden_states: Tensor, something: float) -> None: ...
+
+
+def test_an_unknown_trl_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_distillation, "_chunked_divergence_loss", changed)
+    with pytest.warns(UserWarning, match="DistillationTrainer works unchanged") as seen:
+        assert patch_trl()  # the heads of the other trainers
+    assert len(seen) == 1
+    assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
+    assert trl_distillation._chunked_divergence_loss is changed
+    with distillation.hooked():
+        assert trl_distillation._chunked_divergence_loss is changed
+    unpatch_trl()
+    assert trl_distillation._chunked_divergence_loss is changed
+
+
+def divided(rank: int, world_size: int) -> dict[str, Any]:
+    """The teacher's head divided by FSDP2; then the student's too."""
+    from torch.distributed.fsdp import fully_shard
+
+    given = inputs()
+    given["student_hidden_states"] = given["student_hidden_states"].detach().nan_to_num().requires_grad_()
+    heads = {}
+    for name in ("student", "teacher"):
+        weight = given[f"{name}_lm_head_weight"].detach()
+        heads[name] = torch.nn.Linear(weight.shape[1], 50, bias=False)
+        heads[name].weight.data.copy_(weight)
+        fully_shard(heads[name])
+    loss, *_ = distillation.divergence_loss(beta=0.5, **{**given, "teacher_lm_head_weight": heads["teacher"].weight})
+    loss.backward()
+    found = {"loss": loss.detach(), "grad": given["student_lm_head_weight"].grad}
+    both = {**given, **{f"{name}_lm_head_weight": head.weight for name, head in heads.items()}}
+    with pytest.raises(ValueError, match="student_lm_head_weight: expected a plain tensor"):
+        distillation.divergence_loss(beta=0.5, **both)
+    with torch.no_grad():
+        found["scored"] = distillation.divergence_loss(beta=0.5, **both)[0]
+    return found
+
+
+def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused() -> None:
+    given = inputs()
+    given["student_hidden_states"] = given["student_hidden_states"].detach().nan_to_num().requires_grad_()
+    loss, *_ = distillation.divergence_loss(beta=0.5, **given)
+    loss.backward()
+    want = {"loss": loss.detach(), "grad": given["student_lm_head_weight"].grad, "scored": loss.detach()}
+    for found in run_ranks(divided, 2):
+        torch.testing.assert_close(found, want)

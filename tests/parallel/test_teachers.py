@@ -1,0 +1,252 @@
+"""A student and its teacher, each divided in its own way over gloo processes: gradients equal those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from grpo_kernels import LossConfig, ReferenceHead, attach, grpo_loss
+from tests.support import parallel_cases as cases
+from tests.support.parallel_cases import LOSSES, SETUPS, Batch, TinyModel, relative_error
+from tests.support.ranks import run_ranks
+from tests.support.zero3 import CONFIG, deepspeed, needs_deepspeed
+
+EXACT, EXACT_ZERO3 = 1e-13, 2e-7  # of the largest entry; DeepSpeed keeps gradients in float32
+KL = {"beta": 0.3, "kl_estimator": "full"}
+Gradients = dict[str, Tensor]
+
+# name -> (the student's way, the teacher's, what is computed, engine, tied)
+CASES: dict[str, tuple[str, str, str, str, bool]] = {
+    "DDP": ("DDP", "whole", "jsd", "auto", False),
+    "DDP, tied, lean": ("DDP", "head its own unit", "reverse_kl", "lean", True),
+    "own units": ("FSDP2, head its own unit", "head its own unit", "jsd", "auto", False),
+    "own units, two passes": (
+        "FSDP2, head its own unit, after the forward",
+        "head its own unit",
+        "jsd",
+        "two_pass",
+        False,
+    ),
+    "own units, lean": ("FSDP2, head its own unit", "head its own unit", "forward_kl", "lean", False),
+    "root units": ("FSDP2, head in the root unit", "head in the root unit", "reverse_kl", "auto", False),
+    "root units, two passes": ("FSDP2, head in the root unit", "head in the root unit", "jsd", "two_pass", False),
+    "root units, tied, lean": ("FSDP2, head in the root unit", "head in the root unit", "jsd", "lean", True),
+    "loss, own units": ("FSDP2, head its own unit", "head its own unit", "loss", "auto", False),
+    "loss, own units, two passes": ("FSDP2, head its own unit", "head its own unit", "loss", "two_pass", False),
+    "loss, root units, tied": ("FSDP2, head in the root unit", "head in the root unit", "loss", "auto", True),
+    "loss, DDP": ("DDP", "head in the root unit", "loss", "lean", False),
+}
+
+
+def make_teacher() -> TinyModel:
+    """Another model than the student, with a bias."""
+    teacher = cases.make_model(torch.float64, LOSSES["off-policy"], bias=True)
+    with torch.no_grad():
+        for x in teacher.parameters():
+            x.mul_(0.7).add_(0.1)
+    return teacher.requires_grad_(False)
+
+
+def divided_teacher(way: str) -> TinyModel:
+    teacher = make_teacher()
+    if way == "head its own unit":
+        fully_shard(teacher.lm_head)
+    if way != "whole":
+        fully_shard(teacher)
+    return teacher
+
+
+def make_batch(rank: int) -> Batch:
+    return cases.make_batch(rank, 2, torch.float64, last_empty=False)
+
+
+def gradients(student_way: str, teacher_way: str, what: str, engine: str, tied: bool) -> Gradients:
+    """Of one run on this rank."""
+    run = cases.Run(SETUPS[student_way], LOSSES["off-policy"], torch.device("cpu"), torch.float64)
+    student, teacher = cases.make_model(torch.float64, run.loss, tied=tied), divided_teacher(teacher_way)
+    wrapped, batch = run.setup.wrap(student, None), run.batch
+    with torch.no_grad():
+        states = teacher(batch.tokens)
+
+    def then(hidden: Tensor) -> Tensor:
+        return score(attach(student.lm_head), hidden, states, teacher.lm_head, batch, run.items, what, engine)
+
+    loss = wrapped(batch.tokens, then) if run.setup.inside else then(wrapped(batch.tokens))
+    loss.backward()
+    return {name: cases.whole(x.grad) for name, x in student.named_parameters() if x.grad is not None}
+
+
+def score(
+    head: Any,
+    hidden: Tensor,
+    states: Tensor,
+    teacher_head: nn.Module,
+    batch: Batch,
+    items: float,
+    what: str,
+    engine: str,
+) -> Tensor:
+    if what == "loss":
+        given = cases.arguments(LOSSES["off-policy"], batch, items)
+        reference = ReferenceHead(states, teacher_head)
+        out = head.loss(hidden, config=LossConfig(**KL), reference=reference, engine=engine, **given)
+        assert engine in ("auto", out.engine)
+        loss: Tensor = out.loss
+        return loss
+    divergences = head.divergence(
+        hidden, states, teacher_head, mask=batch.completion_mask, divergence=what, engine=engine
+    )
+    total: Tensor = divergences.sum() / items
+    return total
+
+
+def truth(what: str, tied: bool) -> Gradients:
+    """The mean over ranks, with all logits of the divergence."""
+    student, teacher = cases.make_model(torch.float64, LOSSES["off-policy"], tied=tied), make_teacher()
+    items = cases.items_per_rank(2, last_empty=False)
+    for rank in range(2):
+        batch = make_batch(rank)
+        hidden, states = student(batch.tokens), teacher(batch.tokens)
+        if what == "loss":
+            reference = ReferenceHead(states, teacher.lm_head.weight, teacher.lm_head.bias)
+            given = cases.arguments(LOSSES["off-policy"], batch, items)
+            weight = student.lm_head.weight
+            loss = grpo_loss(
+                hidden, weight, config=LossConfig(**KL), reference=reference, backend="torch", **given
+            ).loss
+        else:
+            log_p, log_q = (model.lm_head(x).log_softmax(-1) for model, x in ((student, hidden), (teacher, states)))
+            loss = (plain(what, log_p, log_q) * batch.completion_mask).sum() / items
+        (loss / 2).backward()
+    return {name: x.grad for name, x in student.named_parameters() if x.grad is not None}
+
+
+def plain(divergence: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+    if divergence == "jsd":
+        log_m = (0.5 * log_p.exp() + 0.5 * log_q.exp()).log()
+        return 0.5 * plain("reverse_kl", log_p, log_m) + 0.5 * plain("reverse_kl", log_q, log_m)
+    if divergence == "forward_kl":
+        return plain("reverse_kl", log_q, log_p)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def run_cases(rank: int, world_size: int) -> dict[str, Gradients]:
+    return {name: gradients(*case) for name, case in CASES.items()}
+
+
+def test_gradients_are_those_of_one_process() -> None:
+    wanted = {name: truth(what, tied) for name, (_, _, what, _, tied) in CASES.items()}
+    for found in run_ranks(run_cases, 2):
+        for name, want in wanted.items():
+            errors = relative_error(found[name], want)
+            assert max(errors.values()) < EXACT, f"{name}: {errors}"
+
+
+ZERO3 = [("jsd", "auto"), ("jsd", "two_pass"), ("reverse_kl", "lean"), ("loss", "auto"), ("loss", "two_pass")]
+
+
+def by_zero3(what: str, engine: str) -> Gradients:
+    """Both models divided, the teacher's without an optimizer."""
+    package = deepspeed()
+    batch, items = make_batch(torch.distributed.get_rank()), cases.items_per_rank(2, last_empty=False)
+    student, teacher = cases.make_model(torch.float64, LOSSES["off-policy"]), make_teacher()
+    trained, _, *_ = package.initialize(
+        model=student, config=CONFIG, optimizer=torch.optim.SGD(student.parameters(), lr=0.0)
+    )
+    frozen, *_ = package.initialize(model=teacher, config=CONFIG)
+    assert teacher.lm_head.weight.numel() == student.lm_head.weight.numel() == 0
+    with torch.no_grad():
+        states = frozen(batch.tokens)
+
+    def then(hidden: Tensor) -> Tensor:
+        return score(attach(student.lm_head), hidden, states, teacher.lm_head, batch, items, what, engine)
+
+    trained.backward(trained(batch.tokens, then))
+    assert teacher.lm_head.weight.numel() == student.lm_head.weight.numel() == 0
+    found = {name: package.utils.safe_get_full_grad(x).clone() for name, x in student.named_parameters()}
+    trained.destroy()
+    frozen.destroy()
+    return found
+
+
+def run_zero3(rank: int, world_size: int) -> dict[str, Gradients]:
+    return {f"{what}, {engine}": by_zero3(what, engine) for what, engine in ZERO3}
+
+
+@needs_deepspeed
+def test_gradients_under_zero3_are_those_of_one_process() -> None:
+    wanted = {f"{what}, {engine}": truth(what, False) for what, engine in ZERO3}
+    for found in run_ranks(run_zero3, 2):
+        for name, want in wanted.items():
+            errors = relative_error(found[name], want)
+            assert max(errors.values()) < EXACT_ZERO3, f"{name}: {errors}"
+
+
+def heads() -> tuple[Any, nn.Module, Tensor]:
+    return attach(nn.Linear(6, 11)), nn.Linear(4, 11), torch.randn(2, 3, 6)
+
+
+def adapted() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"head": nn.Linear(4, 11)})
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["head"]), model)
+    return model["head"]
+
+
+def hooked() -> nn.Module:
+    made = nn.Linear(4, 11)
+    made.register_forward_hook(lambda module, args, output: output)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (adapted, ValueError, "{}: expected no active adapter"),
+        (hooked, TypeError, "{}: expected no forward hook"),
+        (lambda: nn.Embedding(11, 4), TypeError, "{}: expected an nn.Linear with its own forward"),
+        (lambda: nn.Linear(4, 12), ValueError, None),
+    ],
+    ids=["adapter", "hook", "embedding", "other ids"],
+)
+def test_a_head_that_cannot_be_compared_with_is_refused(make: Any, error: type[Exception], message: str | None) -> None:
+    head, _, hidden = heads()
+    ids, states = torch.zeros(2, 3, dtype=torch.long), torch.randn(2, 3, 4)
+    with pytest.raises(error, match=(message or "reference.weight: expected shape").format("reference.weight")):
+        head.loss(hidden, ids, None, torch.ones(2), config=LossConfig(**KL), reference=ReferenceHead(states, make()))
+    if message is not None:
+        with pytest.raises(error, match=message.format("teacher_head")):
+            head.divergence(hidden, states, make())
+    else:  # ids that both have count
+        assert head.divergence(hidden, states, make()).shape == (2, 3)
+
+
+def test_an_adapter_that_is_off_and_the_layer_within_are_fine() -> None:
+    head, _, hidden = heads()
+    states, layer = torch.randn(2, 3, 4), adapted()
+    nn.init.normal_(layer.lora_B["default"].weight)
+    within = head.divergence(hidden, states, layer.base_layer)
+    layer.enable_adapters(False)
+    assert torch.equal(head.divergence(hidden, states, layer), within)
+
+
+def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
+    head, teacher, hidden = heads()
+    states, bias = torch.randn(2, 3, 4), torch.zeros(11)
+    for name in ("bias", "teacher_bias"):
+        with pytest.raises(ValueError, match=f"{name}: expected None"):
+            head.divergence(hidden, states, teacher, **{name: bias})
+    with pytest.raises(TypeError, match="divergence_with has"):
+        head.divergence(hidden, states, teacher, outputs=("entropy",))
+    found = head.divergence_with(hidden, states, teacher, outputs=("entropy",))
+    assert [*found] == ["divergence", "entropy"]
+    given = torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
+    with pytest.raises(ValueError, match=r"reference\.bias: expected None"):
+        head.loss(hidden, *given, config=LossConfig(**KL), reference=ReferenceHead(states, teacher, bias))
+    reference = ReferenceHead(states, teacher)
+    with pytest.raises(TypeError, match=r"reference\.weight: expected a tensor"):
+        grpo_loss(hidden, head.weight, *given, config=LossConfig(**KL), reference=reference)
