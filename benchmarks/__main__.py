@@ -93,7 +93,8 @@ def chosen(options: argparse.Namespace) -> list[BenchCase]:
 def _is_workload(case: BenchCase, name: str) -> bool:
     plain = BenchCase("")
     traits = ("padding", "zero_share", "drift", "top_entropy", "sequence", "beta")
-    return all(getattr(case, x) == WORKLOADS[name].get(x, getattr(plain, x)) for x in traits)
+    distils = case.divergence is not None, "divergence" in WORKLOADS[name]  # whichever divergence it is
+    return len(set(distils)) == 1 and all(getattr(case, x) == WORKLOADS[name].get(x, getattr(plain, x)) for x in traits)
 
 
 def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:

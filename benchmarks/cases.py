@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.events import Absence
+from benchmarks.teacher import Teacher, make_teacher
 
 SEED = 20240203
 SCALE = 11.0  # standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small probabilities
@@ -46,6 +47,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "top entropy": {"top_entropy": 0.2},
     "gspo": {"sequence": True, "drift": DRIFT},
     "kl": {"beta": BETA},
+    "distill": {"divergence": 1.0},
 }
 
 
@@ -72,6 +74,8 @@ class BenchCase:
     top_entropy: float = 1.0  # share of the tokens, those of highest entropy, that carry the loss
     sequence: bool = False  # one ratio a sequence (GSPO)
     beta: float = 0.0  # KL to a reference policy, estimator k3
+    divergence: float | None = None  # instead of a policy loss: from a teacher, by TRL's beta, 0 forward KL, 1 reverse
+    teacher_h: int | None = None  # hidden size of the teacher, if not the student's
     scale: float = SCALE  # about the largest logit of a row
     peaked: bool = False  # most tokens nearly certain, as in a trained policy
     series: str | None = None  # the axes it is a point on: some of "n v share"
@@ -95,10 +99,16 @@ class BenchCase:
     @property
     def products_nvh(self) -> float:
         """Floating point operations of the products of all rows that may carry gradient before the logits are known."""
+        logits = 2.0 if self.divergence is None else 2.0 + 2.0 * self.teacher_width / self.h
         if self.score:
-            return 2.0
+            return logits
         graded = self.top_entropy if self.top_entropy < 1 else self.graded / self.counted
-        return 2.0 + (2.0 if self.frozen else 4.0) * graded
+        return logits + (2.0 if self.frozen else 4.0) * graded
+
+    @property
+    def teacher_width(self) -> int:
+        """H' of the teacher's head."""
+        return self.teacher_h or self.h
 
     @property
     def graded(self) -> int:
@@ -118,7 +128,7 @@ class BenchCase:
 
     def toy(self) -> BenchCase:
         """The same at a size for a test, and for Triton's interpreter."""
-        return replace(self, n=16, h=32, v=TOY_V, t=4)
+        return replace(self, n=16, h=32, v=TOY_V, t=4, teacher_h=self.teacher_h and 48)
 
     def about(self) -> dict[str, Any]:
         """What the results say of the case."""
@@ -145,6 +155,7 @@ class Inputs:
     advantages: Tensor  # (B,) fp32
     old: Tensor | None  # (B, T) fp32
     ref: Tensor | None  # (B, T) fp32
+    teacher: Teacher | None = None
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -178,15 +189,18 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
     old = (logps + case.drift * normal(case.n)).view(shape) if case.drift else None
     ref = (logps + DRIFT * normal(case.n)).view(shape) if case.beta else None
     trains = not case.score
+    hidden = hidden.view(batch, case.t, case.h)
+    teacher = None if case.divergence is None else make_teacher(hidden, weight, case.teacher_width, DRIFT, g)
     return Inputs(
         case,
-        hidden.view(batch, case.t, case.h).requires_grad_(trains),
+        hidden.requires_grad_(trains),
         weight.detach().requires_grad_(trains and not case.frozen),
         ids.view(shape),
         (torch.arange(case.t) < torch.tensor(case.lengths)[:, None]).float().to(device),
         advantages,
         old,
         ref,
+        teacher,
     )
 
 
@@ -212,7 +226,13 @@ def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) 
     if inputs.ref is not None:
         d = inputs.ref.to(logps.dtype) - logps
         loss = loss + case.beta * (torch.exp(d) - d - 1)
-    return (loss * mask).sum() / mask.sum().clamp(min=1.0)
+    return counted_mean(loss, inputs)
+
+
+def counted_mean(values: Tensor, inputs: Inputs) -> Tensor:
+    """Of `values` (B, T) where the mask counts: a loss."""
+    mask = inputs.mask.to(values.dtype)
+    return (values * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -24,8 +24,10 @@ REST = (
     "quack/chunked", "eager/selective",
 )  # fmt: skip
 OURS = ("ours/two_pass", "ours/lean", "ours/expected", "ours/torch", "ours/no_mask")
+DISTILLING = (*ANCHORS, "trl", "liger_jsd", "liger_jsd/fused", "eager")
+OTHERS = ("all tokens", "distill")  # workloads with a place of their own
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
-PARTS = ("main", "workloads", "shapes", "scaling", "accuracy")
+PARTS = ("main", "workloads", "distill", "shapes", "scaling", "accuracy")
 SCALES = (10.0, 20.0, 40.0)
 EXACTNESS = (
     "ours", "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "eager",
@@ -44,7 +46,7 @@ def cpu_cases() -> list[BenchCase]:
     workloads = [
         case(name, workload=name, part="workloads", providers=("ours", "products", "trl"), **SMALL)
         for name in WORKLOADS
-        if name != "all tokens"
+        if name not in OTHERS
     ]
     shapes = [  # frozen: the gradient of such a head alone is gigabytes
         case(model, model, part="shapes", n=64, t=16, frozen=True, providers=("ours", "products", "trl"))
@@ -56,7 +58,8 @@ def cpu_cases() -> list[BenchCase]:
         *(_scaled("v", v, v=v, **SMALL) for v in (32768, 65536)),
         *(_scaled("share", 1 - zero, zero_share=zero, **SMALL) for zero in (0.5, 0.75)),
     ]
-    return main + workloads + shapes + scaling + _exactness(n=256, t=32, v=32768)
+    distill = _distilling(HEADS["Qwen3-1.7B"].h, "Qwen3-0.6B", **SMALL)
+    return main + workloads + distill + shapes + scaling + _exactness(n=256, t=32, v=32768)
 
 
 def gpu_cases() -> list[BenchCase]:
@@ -69,11 +72,12 @@ def gpu_cases() -> list[BenchCase]:
         replace(main, name="frozen", frozen=True, providers=(*GOALS, *some, "ours/one_pass")),
         replace(main, name="half_zero", zero_share=0.5, providers=(*GOALS, *some)),
         replace(main, name="score", score=True, providers=(*GOALS, *some, "ours/score_dot")),
+        *_distilling(5120, main.model, n=4096, t=512, dtype="bfloat16", rounds=ROUNDS),
         *_edges(main),
         *_exactness(n=2048, t=128),
     ]
     for name, fields in WORKLOADS.items():
-        if name not in ("all tokens", "half zero"):
+        if name not in (*OTHERS, "half zero"):
             found.append(replace(main, name=name, part="workloads", providers=trainable, **fields))
     large: dict[str, Any] = {
         "n": 4096, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS, "providers": (*ANCHORS, "eager", "trl"),
@@ -126,6 +130,23 @@ def _edges(main: BenchCase) -> list[BenchCase]:
         for name, fields in shapes.items()
         for mode, how in modes.items()
         if not (name.startswith("V") and mode)
+    ]
+
+
+def _distilling(wider: int, model: str, **fields: Any) -> list[BenchCase]:
+    """Each divergence from a teacher of the student's size; the reverse KL from a wider one, and with less to do."""
+    every = {"providers": (*DISTILLING, "compiled")}  # which compiles for seconds a case
+    kinds: dict[str, dict[str, Any]] = {
+        "reverse KL": every,
+        "forward KL": {**every, "divergence": 0.0},
+        "JSD": {**every, "divergence": 0.5},
+        "reverse KL, wider teacher": {"teacher_h": wider},
+        "reverse KL, frozen": {"frozen": True},
+        "reverse KL, score": {"score": True},
+    }
+    return [
+        case(name, model, "distill", part="distill", **{"providers": DISTILLING, **fields, **kind})
+        for name, kind in kinds.items()
     ]
 
 

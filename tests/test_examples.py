@@ -30,6 +30,7 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "causal_lm": (24, "from the models' own log-probabilities"),
     "liger_module": (None, "largest difference from Liger"),
     "kept_set": (16, "ratio to the sampler:"),
+    "distillation": (28, "nats from the teacher:"),
 }
 FIGURES = {"seconds", "peak_bytes", "flops", "flops_nvh", "loss"}
 

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.report import figures
 
 FAMILIES = {  # the fastest of those that ran stands for all of a peer's
-    "liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "liger_ce"),
+    "liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "liger_ce", "liger_jsd", "liger_jsd/fused"),
     "verl": ("verl_triton", "verl_torch"),
 }
 

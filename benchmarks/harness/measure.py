@@ -16,14 +16,14 @@ from benchmarks.report import figures
 
 
 class Step:
-    """A forward, and unless it is `forward_only` the backward of its loss; `lap` is called between the two."""
+    """A forward, and unless it is `forward_only` the backward of its loss if that has one; `lap` is called between."""
 
     def __init__(self, forward: Forward, *, forward_only: bool = False, lap: Callable[[], None] | None = None) -> None:
         self._forward, self._forward_only, self._lap = forward, forward_only, lap
 
     def __call__(self) -> Outcome:
         outcome = self._forward()
-        if outcome.loss is not None and not self._forward_only:
+        if outcome.loss is not None and outcome.loss.requires_grad and not self._forward_only:
             if self._lap is not None:
                 self._lap()
             outcome.loss.backward()
@@ -35,7 +35,7 @@ def check(name: str, forward: Forward, inputs: Inputs, want: Reference) -> dict[
 
     Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large.
     """
-    provider = named(name)
+    provider = named(name, distils=inputs.teacher is not None)
     inputs.clear_gradients()
     operations = counter()
     started = time.perf_counter()

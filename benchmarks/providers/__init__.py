@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Outcome:
     logps: Tensor | None = None  # (B, T)
     entropies: Tensor | None = None  # (B, T)
     note: str = ""  # which of its paths ran
+    divergences: Tensor | None = None  # (B, T)
 
 
 Forward = Callable[[], Outcome]
@@ -81,20 +82,32 @@ PROVIDERS = {
     "quack": Provider("quack", "quack", counted=False),
     "quack/chunked": Provider("quack", "chunked", counted=False, compared=False),
 }
+DISTILLERS = {  # of a case that has a teacher
+    "ours": Provider("divergence", "ours"),
+    "ours/torch": Provider("divergence", "ours", ("backend=torch",)),
+    "products": Provider("divergence", "products", compared=False),
+    "eager": Provider("divergence", "eager"),
+    "compiled": Provider("divergence", "compiled", counted=False),
+    "trl": Provider("divergence", "trl"),
+    "liger_jsd": Provider("divergence", "liger_jsd"),
+    "liger_jsd/fused": Provider("divergence", "liger_fused"),
+}
 
 
-def named(name: str) -> Provider:
-    """The provider `name`; ``ours@128`` is ours with a workspace of 128 MiB.
+def named(name: str, *, distils: bool = False) -> Provider:
+    """The provider `name`, of a policy loss or, if it `distils`, of a divergence, as far as it has one; ``ours@128`` is
+    ours with a workspace of 128 MiB.
 
     Raises:
         ValueError: there is none of that name.
     """
+    known = {**PROVIDERS, **DISTILLERS} if distils else {**DISTILLERS, **PROVIDERS}
     kind, _, mib = name.partition("@")
-    if kind in PROVIDERS and (not mib or (PROVIDERS[kind].function == "ours" and mib.isdigit())):
-        found = PROVIDERS[kind]
+    if kind in known and (not mib or (known[kind].function == "ours" and mib.isdigit())):
+        found = known[kind]
         extra = (f"workspace={mib}",) if mib else ()
-        return Provider(found.module, found.function, found.arguments + extra, found.counted, found.compared)
-    raise ValueError(f"providers: expected some of {', '.join(PROVIDERS)}, or ours@MIB, got {name!r}")
+        return replace(found, arguments=found.arguments + extra)
+    raise ValueError(f"providers: expected some of {', '.join(known)}, or ours@MIB, got {name!r}")
 
 
 def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
@@ -104,8 +117,11 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
         Absence: it is not installed, or does not do this case.
         ValueError: there is no provider of that name.
     """
-    provider = named(name)
-    arguments: dict[str, str] = {"backend": backend} if provider.module == "ours" else {}
+    distils = inputs.teacher is not None
+    provider = named(name, distils=distils)
+    if distils != (provider.module == "divergence"):
+        raise Absence("no divergence from a teacher" if distils else "no policy loss")
+    arguments: dict[str, str] = {"backend": backend} if provider.function == "ours" else {}
     arguments |= dict(x.split("=") for x in provider.arguments)  # type: ignore[misc]
     try:
         function = getattr(importlib.import_module(f"benchmarks.providers.{provider.module}"), provider.function)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Inputs
+from benchmarks.cases import BenchCase, Inputs
 from benchmarks.harness.events import Absence
 from benchmarks.providers import Forward, Outcome
 
@@ -25,14 +27,26 @@ def products(inputs: Inputs) -> Forward:
     if not hidden.is_cuda and hidden.dtype != torch.float32:
         raise Absence("no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's")
     logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
-    _mm(hidden, weight.t(), logits)
-    if case.score:
+    project(hidden, weight, logits)
+    gradients = (lambda: None) if case.score else gradient_products(case, hidden, weight, logits, graded)
 
-        def score() -> Outcome:
-            _mm(hidden, weight.t(), logits)
-            return Outcome()
+    def forward() -> Outcome:
+        project(hidden, weight, logits)
+        gradients()
+        return Outcome()
 
-        return score
+    return forward
+
+
+def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Logits (n, V) of hidden states (n, H) and a weight (V, H), into `out`."""
+    _mm(hidden, weight.t(), out)
+
+
+def gradient_products(
+    case: BenchCase, hidden: Tensor, weight: Tensor, logits: Tensor, graded: int
+) -> Callable[[], None]:
+    """The products for d hidden, and d weight unless it is frozen, of the last `graded` of the rows of `hidden`."""
     d_logits = hidden.new_empty(graded, case.v)  # of realistic values: an easy operand would run at higher clocks
     for rows in range(0, graded, SLICE):
         part = slice(rows, min(rows + SLICE, graded))
@@ -40,14 +54,12 @@ def products(inputs: Inputs) -> Forward:
     d_hidden = hidden.new_empty(graded, case.h)
     d_weight = None if case.frozen else weight.new_empty(case.v, case.h, dtype=torch.float32)
 
-    def forward() -> Outcome:
-        _mm(hidden, weight.t(), logits)
+    def multiply() -> None:
         _mm(d_logits, weight, d_hidden)
         if d_weight is not None:
             _mm(d_logits.t(), hidden[len(hidden) - graded :], d_weight)
-        return Outcome()
 
-    return forward
+    return multiply
 
 
 def _mm(left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -45,10 +45,15 @@ def trl(inputs: Inputs) -> Forward:
 
 
 def _op_alone() -> type[torch.autograd.Function]:
+    stand_in_for_the_trainer()
+    return importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+
+
+def stand_in_for_the_trainer() -> None:
+    """Make `trl.kernels` importable where the trainers are not, of which it wants one function."""
     from contextlib import nullcontext
 
     without_init("trl", "trl.kernels", "trl.trainer")
     utils = types.ModuleType("trl.trainer.utils")
     utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()  # type: ignore[attr-defined]
     sys.modules["trl.trainer.utils"] = utils
-    return importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction

@@ -129,6 +129,11 @@ def small(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}" if value else "0"
 
 
+def _error_of_mean(row: Row) -> str:
+    """Of the loss that is a divergence's mean: all that some give."""
+    return "" if row.case.get("divergence") is None else error("loss")(row)
+
+
 def _share(which: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         value = (row.provider.get("errors") or {}).get(which)
@@ -159,6 +164,8 @@ def _scale(row: Row) -> float:
 COSTS: tuple[Column, ...] = (("FLOPs, NVH", flops), ("extra MiB", memory))
 ERRORS: tuple[Column, ...] = (
     ("logp", error("logp_mean")),
+    ("mean divergence", _error_of_mean),
+    ("divergence", error("divergence")),
     ("d hidden", error("d_hidden")),
     ("d weight", error("d_weight")),
 )

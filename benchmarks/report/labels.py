@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from benchmarks.report.figures import Case
+from benchmarks.teacher import words as divergence_words
 
 # name: (label, "{}" being the version of the distribution that follows, that distribution)
 PROVIDERS: dict[str, tuple[str, str | None]] = {
@@ -33,6 +34,8 @@ PROVIDERS: dict[str, tuple[str, str | None]] = {
     "cce": ("Apple CCE {}", "cut-cross-entropy"),
     "quack": ("QuACK {} linear CE", "quack-kernels"),
     "quack/chunked": ("QuACK {} mean CE, no policy loss", "quack-kernels"),
+    "liger_jsd": ("Liger {} chunked JSD loss, torch", "liger-kernel"),
+    "liger_jsd/fused": ("Liger {} fused JSD, Triton", "liger-kernel"),
 }
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 MODES = {
@@ -103,12 +106,15 @@ def shape(case: Case) -> str:
 
 def features(case: Case) -> str:
     """What kind of loss it is, as far as the keys there are tell; what is usual is not said."""
-    found = []
+    found = [f"{divergence_words(case['divergence'])} from a teacher"] if case.get("divergence") is not None else []
+    if case.get("teacher_h"):
+        found.append(f"whose H is {case['teacher_h']}")
     if case.get("score"):
-        found.append("scoring")
+        found.append("without gradients" if case.get("part") == "distill" else "scoring")
     else:
+        of_policy = "drift" in case and case.get("part") != "distill"
         found += ["frozen head" if case["frozen"] else "trainable head"] if "frozen" in case else []
-        found += ["off-policy" if case["drift"] else "on-policy"] if "drift" in case else []
+        found += ["off-policy" if case["drift"] else "on-policy"] if of_policy else []
     for name, words in (("padding", "{} padding"), ("zero_share", "{} of the groups with advantage 0")):
         if case.get(name):
             found.append(words.format(share(case[name])))

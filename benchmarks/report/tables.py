@@ -19,9 +19,9 @@ NOTES = (
     "FLOPs: counted by `torch.utils.flop_counter`, in NVH (one product of the N tokens that count with a head of V x H "
     "is 2); blank where it does not see them all. Extra memory: the peak beyond the inputs and the returned gradients.",
     "Errors: against float64 on the same inputs; absolute for loss, log-probabilities and entropies, relative in norm "
-    "for gradients; logp: the mean.",
+    "for divergences and gradients; logp: the mean.",
 )
-TITLES = {"main": "Main case", "shapes": "Shapes", "workloads": "Workloads"}
+TITLES = {"main": "Main case", "shapes": "Shapes", "workloads": "Workloads", "distill": "Distillation"}
 AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 TRAINING = ("generation", "head", "body", "optimizer", "other")
 MODEL = ("model", "head, V x H", "trainer")

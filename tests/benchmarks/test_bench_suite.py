@@ -49,7 +49,7 @@ def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     found = errors(outcome, inputs, want)
     assert is_right(found, given)
     assert max(x for name, x in found.items() if name not in ("ratio_off", "clip_differs")) < 1e-5
-    assert found["ratio_off"] == 0 and found.get("clip_differs", 0) == 0
+    assert found.get("ratio_off") == (0 if given.divergence is None else None) and not found.get("clip_differs")
     if not given.score:
         inputs.hidden.grad.mul_(1.5)
         assert not is_right(errors(outcome, inputs, want), given)
@@ -178,11 +178,12 @@ def test_choices() -> None:
     def names(*given: str) -> set[str]:
         return {x.name for x in chosen(arguments(given))}
 
-    assert names("--modes", "score") == {"score"}
+    assert names("--modes", "score") == {"score", "reverse KL, score"}
     assert "score" not in names("--modes", "full")
-    assert names("--head", "frozen") == {"frozen", *HEADS} - {"Qwen3-0.6B"}
+    assert names("--head", "frozen") == {"frozen", "reverse KL, frozen", *HEADS} - {"Qwen3-0.6B"}
     assert "Gemma-2-2B" in names("--shapes", "Gemma-2-2B") and "main" not in names("--shapes", "Gemma-2-2B")
     assert names("--workloads", "gspo") == {"gspo"}
+    assert names("--workloads", "distill") == names("--parts", "distill") > {"reverse KL", "forward KL", "JSD"}
     assert names("--parts", "accuracy") == {"logits 10", "logits 20", "logits 40", "peaked"}
     (only,) = {x.providers for x in chosen(arguments(["--providers", "ours@64", "trl"]))}
     assert only == ("ours@64", "trl")

@@ -1,0 +1,52 @@
+"""On-policy distillation as a policy gradient: what the teacher makes of each sampled token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.advantages import group_stats as stats
+
+
+@torch.no_grad()
+def distillation_advantages(
+    teacher_logps: Tensor,  # (B, T), of the sampled tokens
+    student_logps: Tensor,  # (B, T)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    coefficient: float = 1.0,
+    clip: float | None = None,
+    advantages: Tensor | None = None,  # (B,) or (B, T)
+) -> Tensor:
+    """Advantages (B, T): A_t = coefficient * clamp(log q_t - log p_t, -clip, clip) + ``advantages``, 0 where masked.
+
+    q is the teacher's and p the student's probability of the sampled token. Where the tokens are p's own, the policy
+    gradient with these is the gradient of sum_t KL(p || q) at the prefixes that were sampled: one token of it a
+    position, where `linear_divergence` takes all of the vocabulary. A token answers for its own log-ratio alone, as if
+    it were discounted by 0: what it does to the prefixes of later tokens is left out. ``student_logps`` are those that
+    sampled the tokens, or of the policy before the step. ``clip`` bounds what a single token can say, and biases.
+    ``advantages`` of rewards, `group_advantages` for one, are added as they are: GRPO and distillation in one step.
+
+    Sources: https://arxiv.org/abs/2306.08543 (the policy gradient of a reverse KL, over whole sequences),
+    https://thinkingmachines.ai/blog/on-policy-distillation (a token at a time). Raises ValueError for numbers that are
+    counted and not finite, and for shapes that disagree.
+    """
+    stats.in_interval("coefficient", coefficient)
+    if clip is not None:
+        stats.in_interval("clip", clip)
+    mask = stats.bool_mask(completion_mask)
+    teacher = stats.counted_values("teacher_logps", teacher_logps, mask)
+    student = stats.counted_values("student_logps", student_logps, mask)
+    bound = math.inf if clip is None else clip
+    result = coefficient * (teacher - student).clamp(-bound, bound)
+    dtype = torch.promote_types(stats.float_dtype(teacher_logps), stats.float_dtype(student_logps))
+    if advantages is not None:
+        stats.real_tensor("advantages", advantages)
+        if advantages.dim() == 1:
+            stats.expect_shape("advantages", advantages, mask.shape[:1], "(B,)")
+            advantages = advantages[:, None].expand(mask.shape)
+        result = result + stats.counted_values("advantages", advantages, mask)
+        dtype = torch.promote_types(dtype, stats.float_dtype(advantages))
+    return result.to(dtype)
