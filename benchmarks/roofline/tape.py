@@ -159,6 +159,10 @@ class NotedRows:
         self._tape.rows("stats", chunk.logits, None)
         return self._statistics(chunk.logits, extras)
 
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        self._tape.rows("diverge", chunk.logits, None)
+        return stats.logps, stats.logps
+
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
     ) -> None:
