@@ -137,8 +137,9 @@ def _checked(
     dtype, positions = planned.config.accumulator, counted_positions("mask", mask, like)
     inv_t = options.inv_temperature(like, positions, dtype)
     rows = Rows(positions, like.detach().reshape(-1)[positions].long(), inv_t)
-    if expected is None:
-        return planned, rows, Coefficients(c=torch.ones_like(positions, dtype=dtype))
+    if expected is None:  # that of a mean: where it comes true, nothing is left to scale
+        alike = torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
+        return planned, rows, Coefficients(c=alike)
     if isinstance(expected, Expectation):
         entropy = "entropy" in inputs.outputs
         return planned, rows, read_expected(expected, like, positions, dtype, entropy=entropy, divergence=True)
