@@ -71,6 +71,11 @@ def divergence_loss(
     student, teacher = (student_lm_head_weight, student_lm_head_bias), (teacher_lm_head_weight, teacher_lm_head_bias)
     (weight, bias), (teacher_weight, teacher_bias) = map(_whole, student), map(_whole, teacher)
     valid = completion_mask != 0
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(valid.device)
+    expected = None  # the gradient of a mean
+    if num_items_in_batch is not None:
+        expected = (torch.ones((), device=valid.device) / num_items_in_batch).expand(valid.shape)
     with maybe_gather_lm_head_ctx(*student, *teacher):  # ZeRO-3
         found = linear_divergence_with(
             student_hidden_states,
@@ -88,15 +93,12 @@ def divergence_loss(
             teacher_final_logit_softcapping=teacher_final_logit_softcapping,
             teacher_logit_scale=teacher_logit_scale,
             outputs=("entropy",),
+            expected=expected,
             gather=lambda: maybe_gather_lm_head_ctx(*student),  # once more for the backward; the teacher's is kept
         )
     count = valid.sum()
     total, entropy = found["divergence"].sum(), found["entropy"].detach().sum()
-    if num_items_in_batch is None:
-        return total / count.clamp(min=1), entropy, count
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch, entropy, count
+    return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch), entropy, count
 
 
 def _check_student(weight: Tensor) -> None:
