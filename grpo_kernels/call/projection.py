@@ -107,9 +107,11 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions) -> Plann
     needs_grad = head.needs_grad() if execution.needs_grad is None else execution.needs_grad
     dtype = head.compute_dtype() if execution.dtype is None else execution.dtype
     _warn_if_promoted(head, dtype)
-    room = Room.of(weight, needs_grad, dtype, budget, asks_tight=execution.engine == "auto")
+    other, asks_tight = head.reference, execution.engine == "auto"
+    of_reference = None if other is None else other.weight
+    room = Room.of(weight, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference)
     if budget is None:
-        budget = default_workspace(weight, needs_grad, ample=room.ample, heads=1 if head.reference is None else 2)
+        budget = default_workspace(weight, needs_grad, ample=room.ample, heads=1 if other is None else 2)
     backend, _ = choose_backend(execution.backend, head.hidden.device, dtype)
     config = HeadConfig(
         backend=backend,
@@ -120,8 +122,8 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions) -> Plann
         round_logits=options.logits_dtype == "input" and dtype.itemsize < 4,
         room=room,
     )
-    if head.reference is not None:
-        config = replace(config, teacher=_plan_reference(head.reference, config, dtype), beta=head.beta)
+    if other is not None:
+        config = replace(config, teacher=_plan_reference(other, config, dtype), beta=head.beta)
     return PlannedHead(head, config, needs_grad, execution)
 
 
