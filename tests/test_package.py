@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call import compiled
 from grpo_kernels.call.logprob import ScoreInputs
@@ -173,9 +173,13 @@ def test_self_check_sees_a_wrong_result(monkeypatch):
 
     monkeypatch.setattr(selfcheck, "grpo_loss", half)
     monkeypatch.setattr(selfcheck, "linear_logprob", raises)
+    monkeypatch.setattr(
+        selfcheck, "linear_divergence", lambda *args, **kwargs: 1.01 * linear_divergence(*args, **kwargs)
+    )
     checks = selfcheck.run([torch.device("cpu")])
     assert not any(check.ok for check in checks)
     assert "RuntimeError: no" in selfcheck.render(checks)
+    assert [x.error for x in checks].count(None) == 1  # the others came to a number
 
 
 def autograd_functions() -> set[type[torch.autograd.Function]]:

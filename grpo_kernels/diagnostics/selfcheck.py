@@ -1,8 +1,9 @@
 """A few seconds of checks against float64, for an installation one does not trust yet.
 
-Small random cases of every loss type and of `linear_logprob`, in float32, against a full-logits evaluation of the
-published formulas in float64 under autograd. It is written apart from the objective and the engines on purpose: what it
-compares with shares no line with what it checks. The thorough tests are in tests/; this one needs the package only.
+Small random cases of every loss type, of `linear_logprob` and of `linear_divergence`, in float32, against a full-logits
+evaluation of the published formulas in float64 under autograd. It is written apart from objective and engines on
+purpose: what it compares with shares no line with what it checks. The thorough tests are in tests/; this one needs the
+package only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.config import LossConfig
+from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
 
@@ -63,6 +65,10 @@ def run(devices: Sequence[torch.device]) -> list[Check]:
         for seed, (name, options) in enumerate(CASES.items()):
             checks.append(_check(f"grpo_loss: {name}", device, partial(_loss_case, options, seed, device)))
         checks.append(_check("linear_logprob: bias, soft-cap, scale", device, partial(_logprob_case, device)))
+        checks += [
+            _check(f"linear_divergence: {name}", device, partial(_divergence_case, name, device))
+            for name in ("reverse_kl", "forward_kl", "jsd")
+        ]
     return checks
 
 
@@ -183,6 +189,30 @@ def _full_logits(
     logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
     log_p = logits.log_softmax(-1)
     return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _divergence_case(name: str, device: torch.device) -> Pairs:
+    """`linear_divergence` in float32 and in float64, of the same float32 values."""
+    draw = torch.Generator().manual_seed(len(CASES))
+    given = [torch.randn(shape, generator=draw) for shape in ((TIME, HIDDEN), (VOCAB, HIDDEN)) * 2]
+
+    def leaves(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [change(x.detach()).requires_grad_(i < 2) for i, x in enumerate(given)]
+
+    ours = leaves(lambda x: x.to(device))
+    found = linear_divergence(*ours, divergence=name)
+    found.sum().backward()
+    exact = leaves(lambda x: x.double())
+    log_p, log_q = ((exact[i] @ exact[i + 1].T).log_softmax(-1) for i in (0, 2))
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
+    want = {
+        "reverse_kl": log_p.exp() * (log_p - log_q),
+        "forward_kl": log_q.exp() * (log_q - log_p),
+        "jsd": (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2,
+    }[name].sum(-1)
+    want.sum().backward()
+    pairs = zip(("d hidden", "d weight"), ours, exact, strict=False)
+    return {"divergence": (found, want), **{what: (x.grad, y.grad) for what, x, y in pairs}}
 
 
 def _formula(
