@@ -150,7 +150,7 @@ def _grad(arch: str, config: RowConfig) -> Iterator[Case]:
                 yield Case("grad", variant, arch, launch, (name, dtype, has_b, vocab) == ("all", BF16, True, V))
 
 
-# The student's transform, the teacher's, the size of the vocabulary, and beta, where 0, 1 and 0.5 are functions of their
+# The transforms of student and teacher, the size of the vocabulary, and beta, where 0, 1 and 0.5 are functions of their
 # own. A kernel for two heads compiles for up to a quarter of a minute, so these are few.
 PAIRS = (
     *(("plain", "plain", V, beta) for beta in (0.0, 1.0, 0.5)),
