@@ -23,12 +23,17 @@ SINGLE_PASS = ("tests/backends/triton/test_triton_single_pass.py",)
 AHEAD_OF_TIME = ("tests/benchmarks/test_aot.py",)
 MIXED = ("tests/engine/test_mixed_products.py",)
 WHOLE = ("tests/call/test_differential.py", "-k", "fixed_case and torch and (A or B or C)")
+DIVERGENCES = ("tests/backends/triton/test_triton_divergence.py",)
+TORCH_DIVERGENCES = ("tests/backends/test_torch_divergence.py",)
+WHOLE_DIVERGENCES = ("tests/call/test_divergence.py", "-k", "torch")
 CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
 
 STATS, GRAD, FUSED, REDUCE, STEPS = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce", "steps"))
 MATH, TRANSFORM, PRIMITIVES = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
 FORMULAS = "grpo_kernels/token_loss/formulas.py"
 DOT_KERNEL, SINGLE = KERNELS + "dot.py", KERNELS + "single_pass.py"
+DIVERGENCE, OPERANDS = "grpo_kernels/backends/divergence.py", ENGINE + "operands.py"
+PAIRS, PAIR_GRADIENT, PAIR_LOSS = (f"{KERNELS}{name}.py" for name in ("divergence", "teacher_grad", "teacher_fused"))
 FAULTS = [
     # the row reduction
     Fault("a phantom vocabulary column", STEPS, "here = columns < end\n", "here = columns < end + 1\n"),
@@ -227,6 +232,69 @@ FAULTS = [
     ),
     Fault("a block of rows adds to no block before", ENGINE + "slices.py", "first=start == 0", "first=True", MIXED),
     *CPP_FAULTS,
+    # divergences from a teacher
+    Fault(
+        "phi by subtraction alone",
+        DIVERGENCE,
+        "where(near, x * x * phi_series(x), (e - 1.0) + x)",
+        "(e - 1.0) + x",
+        TORCH_DIVERGENCES,
+    ),
+    Fault(
+        "phi and chi exchanged",
+        DIVERGENCE,
+        "value = lead * where(ahead, phi, chi)",
+        "value = lead * where(ahead, chi, phi)",
+        TORCH_DIVERGENCES,
+    ),
+    Fault(
+        "a mixture with the other's share",
+        DIVERGENCE,
+        "full_like(d, beta), full_like(d, 1.0 - beta)",
+        "full_like(d, 1.0 - beta), full_like(d, beta)",
+        TORCH_DIVERGENCES,
+    ),
+    Fault(
+        "the tail of two rows left out",
+        PAIRS,
+        "    if whole < V:\n        value, slope",
+        "    if whole + V < V:\n        value, slope",
+        DIVERGENCES,
+    ),
+    Fault("an offset without the maxima", PAIRS, "offset = (m - teacher_m) + (", "offset = 0.0 * m + (", DIVERGENCES),
+    Fault("sum k not taken off", PAIR_GRADIENT, "entropy, a + c * slope, b,", "entropy, a, b,", DIVERGENCES),
+    Fault("no divergence at the target", PAIR_GRADIENT, "    d += c * (\n", "    d += 0.0 * c * (\n", DIVERGENCES),
+    Fault(
+        "the teacher's columns of the student's tile",
+        PAIR_GRADIENT,
+        "        y1,\n        known",
+        "        y0,\n        known",
+        DIVERGENCES,
+    ),
+    Fault(
+        "a fused divergence without its weight", PAIR_LOSS, "c = beta * weight", "c = beta + 0.0 * weight", DIVERGENCES
+    ),
+    Fault(
+        "a teacher at temperature 1",
+        OPERANDS,
+        "transform = self._config.transform(self._bias, inv_temperature)",
+        "transform = self._config.transform(self._bias, 1.0)",
+        WHOLE_DIVERGENCES,
+    ),
+    Fault(
+        "a teacher's rows of the first chunk",
+        ENGINE + "sweep.py",
+        "operand(of_teacher[chunk])",
+        "operand(of_teacher[: chunk.stop - chunk.start])",
+        WHOLE_DIVERGENCES,
+    ),
+    Fault(
+        "what is expected counted twice",
+        ENGINE + "autograd.py",
+        "factor, rest = split_off(came, expected)",
+        "factor, rest = split_off(came, came)",
+        WHOLE_DIVERGENCES,
+    ),
 ]
 
 
