@@ -6,7 +6,9 @@ A failure prints the name of its case; `check_divergence(random_divergence_case(
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -302,3 +304,12 @@ def test_the_bias_correction_has_nothing_to_correct() -> None:
     given = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
     losses = [grpo_loss(*given, config=x, reference=reference).loss for x in (one, other)]
     assert torch.equal(*losses)
+
+
+def test_the_examples_of_the_docs_run_as_they_stand() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "divergences.md").read_text()
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert names["hidden"].grad.abs().sum() > 0
+    assert names["per_token"].shape == names["ids"].shape
