@@ -15,6 +15,7 @@ from grpo_kernels.batch.tokens import Layout, read_tokens
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.loss import check_loss, make_objective
 from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.checks import check_config
 
 
 def policy_expectation(
@@ -46,6 +47,7 @@ def policy_expectation(
         None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
         importance_sampling_ratio, num_items_in_batch,
     )  # fmt: skip
+    check_config(config)
     check_loss(inputs, config, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:

@@ -179,7 +179,8 @@ def test_a_trainer_can_foresee_it(mode: str) -> None:
     """One pass where the ratio is a token's own; else which rows may carry gradient is all that is known."""
     case = make_case("foreseen", b=4, t=8, mask="full", zero_adv=True, old=False, sampling=True, **correction(mode))
     config, given = LossConfig(**case.config), arguments(case)
-    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids")}
+    of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
+    inputs = {k: x for k, x in given.items() if k not in of_head}
     out = grpo_loss(**given, config=config)
     out.loss.backward()
     expected = policy_expectation(config, **inputs)

@@ -180,7 +180,7 @@ def test_library_without_the_ops_is_passed_by(world):
     empty.chmod(0o600)
     found = world.find()
     assert world.attempts == [empty, folder / GOOD_NAME]
-    assert f"{empty} has none of the ops stats, grad, fused, isa" in found.warning
+    assert f"{empty} has none of the ops stats, diverge, grad, fused, isa" in found.warning
     world.compiler(f'printf "{EMPTY}" > "$out"')
     (world.sources / "row.h").write_text("// new")
     assert "has none of the ops" in world.refusal()
