@@ -18,7 +18,11 @@ from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.call.options import check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.head.module import gather_of
-from grpo_kernels.integrations.liger_distillation import LigerFusedLinearJSD, LigerFusedLinearJSDLoss
+from grpo_kernels.integrations.liger_distillation import (
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDLoss,
+    liger_fused_linear_jsd,
+)
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import LossOutput, grpo_loss
@@ -28,6 +32,7 @@ __all__ = [
     "LigerFusedLinearGRPOLoss",
     "LigerFusedLinearJSD",
     "LigerFusedLinearJSDLoss",
+    "liger_fused_linear_jsd",
     "patch_liger",
     "unpatch_liger",
 ]

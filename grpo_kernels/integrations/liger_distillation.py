@@ -1,9 +1,9 @@
 """Liger's distillation losses with our engines: the Jensen-Shannon divergence of two heads, without their logits.
 
 Liger has two calls for it, and both have a class here with the same constructor and call: ``LigerFusedLinearJSD`` of
-``liger_kernel.transformers`` and ``LigerFusedLinearJSDLoss`` of ``liger_kernel.chunked_loss``, which adds a cross
-entropy. Their beta is ours: 0 is KL(teacher || student), 1 is KL(student || teacher). Both heads' logits are divided by
-the temperature, and the loss is multiplied by no power of it.
+``liger_kernel.transformers`` (and the function of it) and ``LigerFusedLinearJSDLoss`` of ``liger_kernel.chunked_loss``,
+which adds a cross entropy. Their beta is ours: 0 is KL(teacher || student), 1 is KL(student || teacher). Both heads'
+logits are divided by the temperature, and the loss is multiplied by no power of it.
 """
 
 from __future__ import annotations
@@ -83,6 +83,23 @@ class LigerFusedLinearJSD(nn.Module):
             **_execution(self, student_weight),
         )["divergence"]
         return found.sum() / _number_of(counted, found)
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor,  # (N, H)
+    student_weight: Tensor,  # (V, H)
+    teacher_input: Tensor,  # (N, H')
+    teacher_weight: Tensor,  # (V, H')
+    shift_labels: Tensor | None = None,  # (N,)
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``liger_kernel.transformers.functional.liger_fused_linear_jsd``: `LigerFusedLinearJSD` as a function."""
+    module = LigerFusedLinearJSD(jsd_beta, ignore_index, temperature, accum_dtype)
+    found: Tensor = module(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
+    return found
 
 
 class LigerFusedLinearJSDLoss(nn.Module):

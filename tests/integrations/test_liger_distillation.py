@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels.integrations.liger import LigerFusedLinearJSD, LigerFusedLinearJSDLoss
+from grpo_kernels.integrations.liger import LigerFusedLinearJSD, LigerFusedLinearJSDLoss, liger_fused_linear_jsd
 from grpo_kernels.integrations.patching import parameters_of
 from tests.support.measure import count_flops
 
@@ -205,3 +205,16 @@ def test_wrong_values_are_named() -> None:
     given = tensors()
     with pytest.raises(ValueError, match="shift_labels: expected shape"):
         call(LigerFusedLinearJSD(), given | {"labels": given["labels"][1:]})
+
+
+def test_the_function_is_the_module_and_has_ligers_parameters() -> None:
+    given = tensors()
+    arguments = [given[x] for x in ("student_input", "student_weight", "teacher_input", "teacher_weight", "labels")]
+    assert torch.equal(
+        liger_fused_linear_jsd(*arguments, 0.3, -100, 2.0), LigerFusedLinearJSD(0.3, -100, 2.0)(*arguments)
+    )
+    functional = pytest.importorskip("liger_kernel.transformers.functional")
+    theirs, ours = (
+        inspect.signature(x).parameters for x in (functional.liger_fused_linear_jsd, liger_fused_linear_jsd)
+    )
+    assert [(x.name, x.default) for x in ours.values()] == [(x.name, x.default) for x in theirs.values()]
