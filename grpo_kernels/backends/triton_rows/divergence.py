@@ -104,7 +104,7 @@ def launch_diverge(chunk: Chunk, stats: RowStats, teacher: RowStats, config: Row
         # results
         value_ptr=value,
         slope_ptr=slope,
-        **config.arguments(),
+        **config.for_two_heads(chunk.logits.shape[1]).arguments(),
     )
     return value, slope
 

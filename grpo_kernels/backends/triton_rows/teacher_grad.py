@@ -59,7 +59,7 @@ def launch_teacher_grad(
         out_ptr=out,
         stride_out_n=out.stride(0),
         STEPS=STEPS,
-        **config.arguments(),
+        **config.for_two_heads(vocab).arguments(),
     )
 
 
