@@ -23,6 +23,8 @@ KIN = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gf
 SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 65536}
 Entry = dict[str, Any]
 
+REGISTERS = 65536  # of a multiprocessor of NVIDIA's
+
 ROW_KERNELS = ("stats", "fused", "grad")  # the first two share their entries: the statistics' bits agree
 
 
@@ -34,12 +36,19 @@ class RowConfig:
     block_v: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None  # registers of a thread that the fused kernel for two heads may have; None: not said
 
     def for_two_heads(self, vocab: int) -> RowConfig:
         """The same tile, and so the same bits. Two rows of a vocabulary that is no multiple of 16, whose elements are
         read one by one, take more registers than a thread has: there twice the threads.
         """
         return replace(self, num_warps=2 * self.num_warps) if vocab % 16 else self
+
+    def arguments_within_registers(self) -> dict[str, Any]:
+        """`arguments`, and the registers of a thread where the assembler, left alone, keeps to fewer and spills."""
+        if self.maxnreg is None:
+            return self.arguments()
+        return {**self.arguments(), "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps))}
 
     def arguments(self) -> dict[str, Any]:
         """What it is to a launch: the kernel's constants, and how to compile it."""
@@ -136,7 +145,7 @@ def _dot_entries(operand_bits: int, family_name: str, *, softcap: bool, aligned:
 
 
 def _row_config(entry: Entry) -> RowConfig:
-    return RowConfig(**{f.name: entry[f.name] for f in fields(RowConfig)})
+    return RowConfig(**{f.name: entry[f.name] for f in fields(RowConfig) if f.name in entry})
 
 
 def _dot_config(entry: Entry, vocab: int) -> DotConfig:

@@ -69,7 +69,7 @@ def launch_teacher_fused(
         d_entropy=loss.d_entropy,
         SURROGATE=SURROGATES[loss.surrogate],
         HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
-        **config.for_two_heads(chunk.logits.shape[1]).arguments(),
+        **config.for_two_heads(chunk.logits.shape[1]).arguments_within_registers(),
     )
     return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=divergence)
 
