@@ -127,12 +127,9 @@ def linear_divergence_with(
     )
     if vocab_size is None and process_group is None:
         vocab_size = _common_ids(weight, teacher_weight)
-    number = beta_of(divergence, beta)
-    head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference, number)
-    inputs, options = (
-        DivergenceInputs(ids, mask, outputs, expected),
-        HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype),
-    )
+    inputs = DivergenceInputs(beta_of(divergence, beta), ids, mask, outputs, expected)
+    head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference)
+    options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
     execution = Execution(engine, backend, workspace_bytes, gather)
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler

@@ -267,8 +267,8 @@ FAULTS = [
     Fault(
         "the teacher's columns of the student's tile",
         PAIR_GRADIENT,
-        "        y1,\n        known",
-        "        y0,\n        known",
+        "student, teacher, x1, y1, known",
+        "student, teacher, x1, y0, known",
         DIVERGENCES,
     ),
     Fault(
@@ -284,8 +284,8 @@ FAULTS = [
     Fault(
         "a teacher's rows of the first chunk",
         ENGINE + "sweep.py",
-        "operand(of_teacher[chunk])",
-        "operand(of_teacher[: chunk.stop - chunk.start])",
+        "teacher.project(of_teacher[chunk], ",
+        "teacher.project(of_teacher[: chunk.stop - chunk.start], ",
         WHOLE_DIVERGENCES,
     ),
     Fault(

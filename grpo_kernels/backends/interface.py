@@ -64,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The other distribution of a chunk's rows, and the divergence wanted: see `divergence.terms`.
+    """The other distribution of a chunk's rows, and the divergence wanted: see `backends.divergence`.
 
     Attributes:
         logits: as those of the chunk, of the same shape and dtype; never written.

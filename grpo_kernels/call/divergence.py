@@ -11,9 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
-from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number
 from grpo_kernels.batch.tokens import counted_positions
-from grpo_kernels.call.expected import Expectation, ExpectedRows, read_expected
+from grpo_kernels.call.expected import Expectation, ExpectedRows, even_or_given, read_expected
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.engine.device import device_of
@@ -39,16 +39,22 @@ def beta_of(divergence: Any, beta: Any) -> float:
             raise ValueError(f"beta: expected None with divergence = {divergence!r}, which has none, got {beta!r}")
         return 1.0 if divergence == "reverse_kl" else 0.0
     beta = 0.5 if beta is None else beta
-    check_number("beta", beta, 0.0, inclusive=True)
-    if beta > 1.0:
-        raise ValueError(f"beta: expected a number in [0, 1], got {beta!r}")
+    check_beta("beta", beta)
     return float(beta)
+
+
+def check_beta(name: str, beta: Any) -> None:
+    """Raise unless `beta` is a number in [0, 1]."""
+    check_number(name, beta, 0.0, inclusive=True)
+    if beta > 1.0:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {beta!r}")
 
 
 @dataclass(frozen=True, eq=False)
 class DivergenceInputs:
     """The arguments of `linear_divergence_with` that are about positions, and what of each is asked."""
 
+    beta: float  # which divergence
     ids: Tensor | None  # (...)
     mask: Tensor | None  # (...)
     outputs: tuple[str, ...]
@@ -70,7 +76,8 @@ def plan_divergence(
         planned, rows, expected = _checked(inputs, head.local(), execution, options)
         if ranks:
             planned.describe(ranks)
-            ranks.same({"outputs": inputs.outputs, **execution.described(), "ids": inputs.ids is not None})
+            asked = {"beta": inputs.beta, "outputs": inputs.outputs, "ids": inputs.ids is not None}
+            ranks.same({**asked, **execution.described()})
             ranks.same(
                 {"temperature": "one a position" if isinstance(rows.inv_temperature, Tensor) else options.temperature}
             )
@@ -133,25 +140,19 @@ def _checked(
     like = hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1]) if ids is None else ids
     if mask is not None:
         check_mask("mask", mask, like)
-    planned = plan_head(head, execution, options)
+    planned = plan_head(head, execution, options, beta=inputs.beta)
     dtype, positions = planned.config.accumulator, counted_positions("mask", mask, like)
     inv_t = options.inv_temperature(like, positions, dtype)
     rows = Rows(positions, like.detach().reshape(-1)[positions].long(), inv_t)
-    if expected is None:  # that of a mean: where it comes true, nothing is left to scale
-        alike = torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
-        return planned, rows, Coefficients(c=alike)
     if isinstance(expected, Expectation):
         entropy = "entropy" in inputs.outputs
         return planned, rows, read_expected(expected, like, positions, dtype, entropy=entropy, divergence=True)
     pair = expected if isinstance(expected, tuple) else (expected,)
     if len(pair) not in ((1, 2) if "logps" in inputs.outputs else (1,)):
         raise ValueError(f"expected: expected a tensor, or with 'logps' in outputs two, got a tuple of {len(pair)}")
-    found = []
-    for name, x in zip(("expected", "expected[1]"), pair, strict=False):
-        check_tensor(name, x, like=hidden)
-        check_shape(name, x, ("that of hidden without H", tuple(hidden.shape[:-1])))
-        found.append(x.detach().reshape(-1)[positions].to(dtype))
-    return planned, rows, Coefficients(c=found[0], a=found[1] if len(found) == 2 else None)
+    names = ("expected", "expected[1]")
+    found = [even_or_given(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
+    return planned, rows, Coefficients(a=found[1] if len(found) == 2 else None, c=found[0])
 
 
 def _with_expected(request: Request, expected: Coefficients | ExpectedRows) -> Request:

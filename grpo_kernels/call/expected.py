@@ -48,6 +48,21 @@ class ExpectedRows:
         return self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
 
 
+def even_or_given(name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is expected to arrive at the divergences of `positions` (n,), (n,); None: the gradient of their mean.
+
+    Where that comes true, nothing is left to scale.
+
+    Raises:
+        TypeError, ValueError: it is no tensor that fits `hidden` (..., H); the message calls it `name`.
+    """
+    if expected is None:
+        return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
+    check_tensor(name, expected, like=hidden)
+    check_shape(name, expected, ("that of hidden without H", tuple(hidden.shape[:-1])))
+    return expected.detach().reshape(-1)[positions].to(dtype)
+
+
 def read_expected(
     expected: Expected | None,
     ids: Tensor,

@@ -81,8 +81,8 @@ class PlannedHead:
         self, coupling: Coupling, *, entropy_gradient: bool, mixed_gradient: bool = False, only_logps: bool = True
     ) -> Engine:
         """The engine asked for, or the cheapest; `only_logps`: no output but log-probabilities and entropies."""
-        can_dot = isinstance(self.config.backend, DotRowBackend) and self.head.lora is None
-        can_dot = can_dot and self.head.reference is None
+        plain = self.head.lora is None and self.head.reference is None
+        can_dot = plain and isinstance(self.config.backend, DotRowBackend)
         situation = Situation(
             coupling,
             hidden_trains=self.needs_grad.hidden,
@@ -95,8 +95,9 @@ class PlannedHead:
         return choose_engine(situation, self.execution.engine)
 
 
-def plan_head(head: LMHead, execution: Execution, options: HeadOptions) -> PlannedHead:
-    """How rows of `head`, which is checked, are projected. Does not wait for the device.
+def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta: float = 1.0) -> PlannedHead:
+    """How rows of `head`, which is checked, are projected; `beta` says which divergence from its reference, if it has
+    one (`backends.interface.Teacher`). Does not wait for the device.
 
     Raises:
         TypeError, ValueError: a wrong budget or backend.
@@ -123,7 +124,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions) -> Plann
         room=room,
     )
     if other is not None:
-        config = replace(config, teacher=_plan_reference(other, config, dtype), beta=head.beta)
+        config = replace(config, teacher=_plan_reference(other, config, dtype), beta=beta)
     return PlannedHead(head, config, needs_grad, execution)
 
 

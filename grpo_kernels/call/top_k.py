@@ -13,6 +13,7 @@ from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_gather, check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.batch.tokens import counted_positions
+from grpo_kernels.call.expected import even_or_given
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.engine.device import device_of
@@ -139,11 +140,7 @@ def _checked(
     teacher = TopKTeacher(next(listed).long(), next(listed).double(), measure)
     inv_t = options.inv_temperature(like, positions, dtype)
     rows = Rows(positions, torch.zeros_like(positions), inv_t, top_k=teacher)
-    if expected is None:
-        return planned, rows, torch.ones_like(positions, dtype=dtype)
-    check_tensor("expected", expected, like=hidden)
-    check_shape("expected", expected, ("that of hidden without H", tuple(hidden.shape[:-1])))
-    return planned, rows, expected.detach().reshape(-1)[positions].to(dtype)
+    return planned, rows, even_or_given("expected", expected, hidden, positions, dtype)
 
 
 def _describe(

@@ -141,21 +141,18 @@ class LinearLogprob(torch.autograd.Function):
 def _gradient(request: Request, like: Like, saved: Saved, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of the head's tensors, from those of all positions' results, in the order of `Coefficients`."""
     rows, (head, stored, grad_rows, stats, expected) = request.rows, saved
-    dtype, diverges = request.config.accumulator, stats.divergence is not None
+    dtype, main = request.config.accumulator, request.main
     came = Coefficients(*(None if x is None else x[rows.positions].to(dtype) for x in upstream))
-    if came.c is None if diverges else came.a is None:  # the one that is expected, or the slopes are of
-        nothing = stats.logps.new_zeros(len(rows))
-        came = came._replace(c=nothing) if diverges else came._replace(a=nothing)
+    if getattr(came, main) is None:
+        came = came._replace(**{main: stats.logps.new_zeros(len(rows))})
     if request.engine.recomputes:
         total, indices = second_pass(head, request, stats, came)
         return returned(total, like, request, indices)
     if request.engine.stores is Stored.SLOPES:
-        main = came.c if diverges else came.a
-        assert main is not None
-        factor, others = main[grad_rows, None], main.index_fill(0, grad_rows, 0.0)
-        rest = Remainder(came._replace(c=others) if diverges else came._replace(a=others))
-        only_main = all(x is None or x is main for x in came)
-        complete = only_main and grad_rows.shape[0] == len(rows)  # then there is nothing to ask the device for
+        g = getattr(came, main)
+        factor, rest = g[grad_rows, None], Remainder(came._replace(**{main: g.index_fill(0, grad_rows, 0.0)}))
+        alone = all(x is None or x is g for x in came)
+        complete = alone and grad_rows.shape[0] == len(rows)  # then there is nothing to ask the device for
         left = not complete and rest.size(came)[0]
     else:
         factor, rest = split_off(came, expected)

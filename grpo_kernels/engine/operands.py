@@ -216,17 +216,17 @@ class TeacherLogits:
     """The teacher's logits of some columns, chunk after chunk.
 
     Attributes:
-        products: those of its head.
+        hidden: (N, H'), its hidden states.
     """
 
     def __init__(self, head: Head, config: HeadConfig, beta: float, columns: slice) -> None:
         bias = head.row_bias(config.accumulator)
         self._config, self._beta, self._bias = config, beta, None if bias is None else bias[columns]
-        self.hidden, self.products = head.hidden, config.products(head.weight[columns])
+        self.hidden, self._products = head.hidden, config.products(head.weight[columns])
 
-    def project(self, operand: Tensor, out: Tensor, inv_temperature: float | Tensor) -> Teacher:
-        """``out`` (m, V), the logits of `operand` (m, H'), as a chunk's teacher has them."""
-        self.products.logits(operand, out)
+    def project(self, hidden: Tensor, out: Tensor, inv_temperature: float | Tensor) -> Teacher:
+        """``out`` (m, V), the logits of some rows of `hidden` (m, H'), as a chunk's teacher has them."""
+        self._products.logits(self._products.operand(hidden), out)
         transform = self._config.transform(self._bias, inv_temperature)
         self._config.backend.prepare_(out, transform)
         return Teacher(out, transform, self._beta)

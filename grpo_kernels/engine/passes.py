@@ -166,8 +166,7 @@ class _Known:
         self._request, self._grad_rows = request, grad_rows
         self.used: Coefficients | None = None
         if request.token_loss is None and request.engine.stores is Stored.GRADIENT:
-            # what is expected of, whether or not there are rows
-            self.used = Coefficients(self._zeros()) if request.config.teacher is None else Coefficients(c=self._zeros())
+            self.used = Coefficients(**{request.main: self._zeros()})  # whether or not there are rows
 
     def __call__(self, index: Index, stats: RowStats) -> Coefficients:
         assert self._request.coefficients is not None

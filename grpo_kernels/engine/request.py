@@ -104,6 +104,11 @@ class Request:
     may_have_grad: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
     gathered_weight: Gather = nullcontext  # within it the weight is whole, also in the backward (ZeRO-3)
 
+    @property
+    def main(self) -> str:
+        """Which of `Coefficients` slopes are of, and an expectation at least: the divergence's, where there is one."""
+        return "a" if self.config.teacher is None and self.rows.top_k is None else "c"
+
 
 @dataclass(frozen=True)
 class FirstPass:

@@ -149,9 +149,8 @@ class _Slice:
         z = None if some.top_k is None else some.top_k.gather(logits, chunk.transform, columns.start)
         config.backend.prepare_(logits, chunk.transform)
         if self._teacher is not None:
-            operand = self._teacher.products.operand(self._teacher.hidden[some.positions])
-            other = matrix_of_logits(logits, len(some), width, dtype)
-            chunk = replace(chunk, teacher=self._teacher.project(operand, other, some.inv_temperature))
+            hidden, other = self._teacher.hidden[some.positions], matrix_of_logits(logits, len(some), width, dtype)
+            chunk = replace(chunk, teacher=self._teacher.project(hidden, other, some.inv_temperature))
         in_place = products.gradient_dtype == dtype
         d_logits = logits if in_place else matrix_of_logits(logits, len(some), width, products.gradient_dtype)
         config.grad(chunk, some, block.stats, block.coefficients, d_logits, z)

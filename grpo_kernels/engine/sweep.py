@@ -86,8 +86,7 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
                 known = None
                 if teacher is not None and other is not None and of_teacher is not None:
                     inv_t = members.at(indices)[1].inv_temperature
-                    operand = teacher.products.operand(of_teacher[chunk])
-                    known = teacher.project(operand, other[: len(operand)], inv_t)
+                    known = teacher.project(of_teacher[chunk], other[: len(logits)], inv_t)
                 work.add(logits, known, target, members, indices, len(group) - chunk.start)
             if sums is not None and d_logits is not None:
                 if len(group) < group.rows:

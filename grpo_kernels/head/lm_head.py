@@ -40,7 +40,6 @@ class LMHead:
     process_group: ProcessGroup | None = None  # over which the head is divided
     vocab_size: int | None = None  # of the whole head, without padding; None: all rows
     reference: ReferenceHead | None = None  # divided over the ranks as `weight` is
-    beta: float = 1.0  # which divergence from it, see `backends.interface.Teacher`
 
     def grouped(self) -> LMHead:
         """With the group over which it is divided: the one given, or that of the DTensors hidden and weight.
@@ -162,7 +161,7 @@ class LMHead:
         if other is None:
             return {"reference": None}
         return {
-            "reference": (other.final_logit_softcapping, other.logit_scale, self.beta),
+            "reference": (other.final_logit_softcapping, other.logit_scale),
             f"{other.prefix}hidden": (str(other.hidden.dtype), other.hidden.shape[-1]),  # its rows are those of hidden
             f"{other.prefix}weight": described(other.weight, own=own_rows),
             f"{other.prefix}bias": described(other.bias, own=own_rows),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_head, check_ids, check_number, check_tensor
+from grpo_kernels.call.divergence import check_beta
 from grpo_kernels.call.options import check_options
 from grpo_kernels.divergence import linear_divergence_with
 from grpo_kernels.head.module import gather_of
@@ -203,9 +204,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
 
 
 def _check(beta: Any, name: str, temperature: Any) -> None:
-    check_number(name, beta, 0.0, inclusive=True)
-    if beta > 1.0:
-        raise ValueError(f"{name}: expected a number in [0, 1], got {beta!r}")
+    check_beta(name, beta)
     check_number("temperature", temperature, 0.0)
 
 

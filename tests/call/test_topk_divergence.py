@@ -210,6 +210,14 @@ def test_masked_positions_are_not_read() -> None:
     assert all(torch.equal(x, y) for x, y in zip(got[1], clean[1], strict=True))
 
 
+def test_nothing_counted_is_zero_with_gradients() -> None:
+    s = scene(divergence="reverse_kl")
+    nothing = s.but(mask=torch.zeros_like(s.mask), ids=torch.full_like(s.ids, -1))
+    for mask in (nothing.mask, s.mask):
+        found, grads = run(nothing.but(mask=mask))
+        assert not found.any() and not any(x.any() for x in grads)
+
+
 @pytest.mark.parametrize("engine", ["auto", "two_pass", "lean"])
 def test_a_lora_on_the_head(engine: str) -> None:
     s, g = scene(torch.float64, divergence="reverse_kl"), torch.Generator().manual_seed(1)

@@ -81,7 +81,7 @@ def test_the_forward_gives_what_verls_engine_reads(model: nn.Module, alone: bool
     ids, logps = teacher()
     tokens = torch.randint(VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(2))
     inputs = {"input_ids": tokens, "attention_mask": None, "position_ids": torch.arange(sum(LENGTHS))[None]}
-    given = distillation.TopKTeacher(ids[None], logps[None], -6.0, alone=alone)
+    given = distillation.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone)
     out = model(**inputs, temperature=TEMPERATURE, grpo_kernels_teacher=given, use_cache=False, return_dict=True)
     assert (out.log_probs is None) == (out.entropy is None) == alone
     aux = out.fused_linear_aux
@@ -101,7 +101,7 @@ def test_a_forward_without_a_teacher_returns_verls_class(model: nn.Module) -> No
     out = model(input_ids=torch.tensor([[3, 4, 5]]), temperature=1.0, use_cache=False, return_dict=True)
     assert not hasattr(out, "fused_linear_aux")
     ids, logps = (x[None] for x in teacher())
-    given = distillation.TopKTeacher(ids, logps, None, alone=True)
+    given = distillation.TeacherLogprobs(ids, logps, None, alone=True)
     with pytest.raises(ValueError, match=r"teacher_ids: expected \(1, 3, 'K'\), K a position, got \(1, 13, 6\)"):
         model(input_ids=torch.tensor([[3, 4, 5]]), grpo_kernels_teacher=given, use_cache=False, return_dict=True)
 

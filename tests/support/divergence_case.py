@@ -129,11 +129,11 @@ def check_gradients(case, want, grads, diverging, errors, engine) -> None:
         stored.d_divergences = torch.full_like(want.d_divergences, 2.0) * largest
         more, more_bound = logit_bounds(case, stored, *errors, zeros, zeros, zeros, diverging)
         if case.others["arrives"] != "same" or case.others["more"]:
-            d_raw_size, bound = d_raw.abs() + more.abs(), bound + more_bound
-            d_raw = d_raw_size
+            d_raw, bound = d_raw.abs() + more.abs(), bound + more_bound
     for name, limit in zip(("hidden", "weight", "bias"), head_bounds(case, want, d_raw, bound), strict=True):
         tensor = getattr(case, name)
         if tensor is None or name in case.frozen:
             assert grads[name] is None
-        elif grads[name] is not None:
+        else:
+            assert grads[name] is not None, f"{case.name}: d_{name}: no gradient"
             compare(f"d_{name}", grads[name], getattr(want, f"d_{name}"), limit, case)

@@ -6,6 +6,8 @@ over what the cache may still have.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,13 +35,10 @@ def launch_fused(
     terms = {name: new(n) for name in loss.terms}
     fused_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
-        # tokens
-        advantages_ptr=loss.advantages,
-        d_logps_ptr=loss.d_logps,
-        weights_ptr=loss.weights,
-        old_ptr=loss.old,
+        **loss_arguments(loss),
         ref_ptr=loss.ref,
-        gate_ptr=loss.gate,
+        ESTIMATOR=ESTIMATORS[loss.kl],
+        CORRECTS_KL=loss.corrects_kl,
         # results
         logps_ptr=logps,
         max_logit_ptr=max_logit,
@@ -51,17 +50,25 @@ def launch_fused(
         kl_ptr=terms.get("kl"),
         out_ptr=out,
         stride_out_n=0 if out is None else out.stride(0),
-        # the loss
-        constants=loss.constants,
-        beta=loss.beta,
-        d_entropy=loss.d_entropy,
-        SURROGATE=SURROGATES[loss.surrogate],
-        ESTIMATOR=ESTIMATORS[loss.kl],
-        CORRECTS_KL=loss.corrects_kl,
-        HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
         **config.arguments(),
     )
     return RowStats(logps, max_logit, log_sum, entropies, terms=terms)
+
+
+def loss_arguments(loss: TokenLoss) -> dict[str, Any]:
+    """What `loss` is to a kernel, but for its KL term, by the names of the kernel's arguments."""
+    return {
+        "advantages_ptr": loss.advantages,
+        "d_logps_ptr": loss.d_logps,
+        "weights_ptr": loss.weights,
+        "old_ptr": loss.old,
+        "gate_ptr": loss.gate,
+        "constants": loss.constants,
+        "beta": loss.beta,
+        "d_entropy": loss.d_entropy,
+        "SURROGATE": SURROGATES[loss.surrogate],
+        "HAS_ENTROPY_GRADIENT": loss.d_entropy != 0.0,
+    }
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)

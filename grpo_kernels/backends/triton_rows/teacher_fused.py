@@ -13,11 +13,10 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.divergence import diverge_rows, head_at, normalisers, pair_arguments
-from grpo_kernels.backends.triton_rows.fused import policy_loss
+from grpo_kernels.backends.triton_rows.fused import loss_arguments, policy_loss
 from grpo_kernels.backends.triton_rows.grad import store_target
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import merge_lanes, no_logits, reduce_step, row_block
-from grpo_kernels.backends.triton_rows.surrogates import SURROGATES
 from grpo_kernels.backends.triton_rows.teacher_grad import (
     load_one,
     teacher_row_terms,
@@ -43,12 +42,7 @@ def launch_teacher_fused(
     teacher_fused_kernel[(triton.cdiv(n, config.block_n),)](
         **pair_arguments(chunk),
         ids_ptr=chunk.ids,
-        # tokens
-        advantages_ptr=loss.advantages,
-        d_logps_ptr=loss.d_logps,
-        weights_ptr=loss.weights,
-        old_ptr=loss.old,
-        gate_ptr=loss.gate,
+        **loss_arguments(loss),
         # results
         logps_ptr=logps,
         max_logit_ptr=max_logit,
@@ -63,12 +57,6 @@ def launch_teacher_fused(
         log_ratio_ptr=terms["log_ratio"],
         out_ptr=out,
         stride_out_n=0 if out is None else out.stride(0),
-        # the loss
-        constants=loss.constants,
-        beta=loss.beta,
-        d_entropy=loss.d_entropy,
-        SURROGATE=SURROGATES[loss.surrogate],
-        HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
         **config.for_two_heads(chunk.logits.shape[1]).arguments_within_registers(),
     )
     return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=divergence)

@@ -213,68 +213,24 @@ def write_teacher_gradient(
         teacher[0], teacher[1], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4
     )
     d0 = teacher_gradient(
-        student,
-        teacher,
-        x0,
-        y0,
-        known,
-        coefficients,
-        HAS_ENTROPY_GRADIENT,
-        beta,
-        TERMS,
-        HAS_SOFTCAP,
-        ROUNDED_TO,
-        TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO,
-    )
+        student, teacher, x0, y0, known, coefficients, HAS_ENTROPY_GRADIENT,
+        beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+    )  # fmt: skip
     store_rows(out_ptrs, d0, columns0, end, counts)
     d1 = teacher_gradient(
-        student,
-        teacher,
-        x1,
-        y1,
-        known,
-        coefficients,
-        HAS_ENTROPY_GRADIENT,
-        beta,
-        TERMS,
-        HAS_SOFTCAP,
-        ROUNDED_TO,
-        TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO,
-    )
+        student, teacher, x1, y1, known, coefficients, HAS_ENTROPY_GRADIENT,
+        beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+    )  # fmt: skip
     store_rows(out_ptrs, d1, columns1, end, counts)
     d2 = teacher_gradient(
-        student,
-        teacher,
-        x2,
-        y2,
-        known,
-        coefficients,
-        HAS_ENTROPY_GRADIENT,
-        beta,
-        TERMS,
-        HAS_SOFTCAP,
-        ROUNDED_TO,
-        TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO,
-    )
+        student, teacher, x2, y2, known, coefficients, HAS_ENTROPY_GRADIENT,
+        beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+    )  # fmt: skip
     store_rows(out_ptrs, d2, columns2, end, counts)
     d3 = teacher_gradient(
-        student,
-        teacher,
-        x3,
-        y3,
-        known,
-        coefficients,
-        HAS_ENTROPY_GRADIENT,
-        beta,
-        TERMS,
-        HAS_SOFTCAP,
-        ROUNDED_TO,
-        TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO,
-    )
+        student, teacher, x3, y3, known, coefficients, HAS_ENTROPY_GRADIENT,
+        beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+    )  # fmt: skip
     store_rows(out_ptrs, d3, columns3, end, counts)
 
 

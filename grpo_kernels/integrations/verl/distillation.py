@@ -23,7 +23,7 @@ ARGUMENT = "grpo_kernels_teacher"  # of our forward
 MODE = "forward_kl_topk"
 
 
-class TopKTeacher:
+class TeacherLogprobs:
     """What a forward is told of the teacher. No dataclass: FSDP rounds the tensors of those on the way in.
 
     Attributes:
@@ -76,7 +76,7 @@ def _asks(engine: Any, micro_batch: Any) -> bool:
     return ours and _flag(micro_batch, "distillation_use_topk")
 
 
-def _teacher(engine: Any, micro_batch: Any) -> TopKTeacher:
+def _teacher(engine: Any, micro_batch: Any) -> TeacherLogprobs:
     """What the micro-batch has of it, for the tokens of this rank.
 
     Raises:
@@ -95,7 +95,7 @@ def _teacher(engine: Any, micro_batch: Any) -> TopKTeacher:
         ulysses = importlib.import_module("verl.utils.ulysses")
         ids, logps = (ulysses.slice_input_tensor(x, dim=1, padding=True) for x in (ids, logps))
     alone = _flag(micro_batch, "distillation_only") and not _flag(micro_batch, "calculate_entropy")
-    return TopKTeacher(ids, logps, loss.log_prob_min_clamp, alone=alone)
+    return TeacherLogprobs(ids, logps, loss.log_prob_min_clamp, alone=alone)
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def _aux_class() -> Any:
     return dataclasses.dataclass(type("DistillationOutput", (ModelOutput,), names))
 
 
-def aux_of(divergence: Tensor, student_mass: Tensor, teacher: TopKTeacher) -> Any:
+def aux_of(divergence: Tensor, student_mass: Tensor, teacher: TeacherLogprobs) -> Any:
     """``fused_linear_aux``, (1, N) each."""
     mass = teacher.logps.detach().float().exp().sum(dim=-1)
     return _aux_class()(distillation_losses=divergence, student_mass=student_mass, teacher_mass=mass)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.integrations.patching import Patches, function_of
-from grpo_kernels.integrations.verl.distillation import ARGUMENT, BACKEND, TopKTeacher, aux_of, with_aux
+from grpo_kernels.integrations.verl.distillation import ARGUMENT, BACKEND, TeacherLogprobs, aux_of, with_aux
 from grpo_kernels.modules import attach
 
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")  # of verl's patch_forward_with_backends
@@ -195,7 +195,7 @@ def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) 
     return log_probs, entropy
 
 
-def _distil(model: Any, hidden: Tensor, teacher: TopKTeacher, temperature: float | Tensor) -> Any:
+def _distil(model: Any, hidden: Tensor, teacher: TeacherLogprobs, temperature: float | Tensor) -> Any:
     """The forward KL from the teacher's ids, and both masses on them, (1, N) each.
 
     Raises:
