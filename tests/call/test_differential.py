@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLoss, LossConfig, grpo_loss
-from tests.support.case_builder import PER_TOKEN, Case, make_case
+from tests.support.case_builder import PER_TOKEN, Case, make_case, thinned
 from tests.support.cases import fixed_cases, random_case
 from tests.support.reference import ReferenceResult, reference_loss
 from tests.support.reference_terms import pick
@@ -71,15 +71,15 @@ def test_fixed_case(case: Case) -> None:
 
 @pytest.mark.parametrize("frozen", ["weight bias", "hidden", "hidden bias", "hidden weight bias"])
 @pytest.mark.parametrize("part", range(4))
-def test_frozen(frozen: str, part: int) -> None:
+def test_frozen(frozen: str, part: int, every_backend: str) -> None:
     names = frozenset(frozen.split())
-    for case in SPLITTABLE[part::8]:
+    for case in thinned(SPLITTABLE[part::8], every_backend):
         check(case.but(frozen=names, name=f"{case.name} without d_{frozen}"))
 
 
 @pytest.mark.parametrize("scale", [0.0, -3.0, 0.25, 65536.0])
-def test_upstream_scale(scale: float) -> None:
-    for case in SPLITTABLE[::9]:
+def test_upstream_scale(scale: float, every_backend: str) -> None:
+    for case in thinned(SPLITTABLE[::9], every_backend):
         if case.hidden.dtype == torch.float16 and scale > 1:
             continue
         reference = reference_loss(case)
@@ -111,8 +111,8 @@ def test_random_cases(block: int, every_backend: str) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_packed_equals_padded(part: int) -> None:
-    for case in [c for c in SPLITTABLE if c.completion_mask.shape[1] > 1][part::4]:
+def test_packed_equals_padded(part: int, every_backend: str) -> None:
+    for case in thinned([c for c in SPLITTABLE if c.completion_mask.shape[1] > 1][part::4], every_backend):
         reference, given = reference_loss(case), arguments(case)
         cut, stays = packed(case, given)
         output = grpo_loss(**cut, config=LossConfig(**case.config), workspace_bytes=case.workspace_bytes)

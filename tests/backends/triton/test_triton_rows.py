@@ -62,8 +62,8 @@ class TestSmallTiles(RowSuite):
 @pytest.mark.parametrize("rounded_to", [None, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("n", NS)
 def test_every_kernel_on_every_shape(n: int, rounded_to: torch.dtype | None) -> None:
-    """fp16: the logits are rounded to it, and the gradient is in it."""
-    for kind, vocab in enumerate(VOCABS):
+    """fp16: the logits are rounded to it, and the gradient is in it. A shape is of one of the two, in turn."""
+    for kind, vocab in [*enumerate(VOCABS)][(n + (rounded_to is None)) % 2 :: 2]:
         raw, ids = rows(n, vocab)
         transform = make_transform(n, vocab, kind, rounded_to)
         check_kernels(SmallTiles(), raw, ids, transform, kind + n, rounded_to or torch.float32)
