@@ -286,7 +286,7 @@ FAULTS = [
         ENGINE + "sweep.py",
         "teacher.project(of_teacher[chunk], ",
         "teacher.project(of_teacher[: chunk.stop - chunk.start], ",
-        WHOLE_DIVERGENCES,
+        MIXED,
     ),
     Fault(
         "what is expected counted twice",

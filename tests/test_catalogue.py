@@ -93,7 +93,7 @@ def poisoned(case: Case, name: str, value: float) -> Case:
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-def test_garbage_at_masked_positions_changes_no_bit(loss_type: str, level: str) -> None:
+def test_garbage_at_masked_positions_changes_no_bit(loss_type: str, level: str, every_backend: str) -> None:
     """Each tensor, each value: loss, logps, entropies, metrics and gradients keep their bits."""
     options: dict[str, Any] = {"beta": 0.1}
     if loss_type != "gmpo":
@@ -103,9 +103,9 @@ def test_garbage_at_masked_positions_changes_no_bit(loss_type: str, level: str) 
     clean = results(case)
     names = ("hidden", *PER_TOKEN, "importance_sampling_ratio", *(["advantages"] if case.advantages.dim() == 2 else []))
     for name in (name for name in names if getattr(case, name) is not None):
-        for value in (NAN, INF, -INF, 1e30, -200.0):
+        for value in (NAN, INF, -INF, 1e30, -200.0) if every_backend != "triton" else (NAN, INF):  # interpreted: slow
             assert same_bits(results(poisoned(case, name, value)), clean), (name, value)
-    for value in (-100, -1, 9, 2**40):
+    for value in (-100, -1, 9, 2**40) if every_backend != "triton" else (-100, 9):
         assert same_bits(results(poisoned(case, "completion_ids", value)), clean), value
 
 
