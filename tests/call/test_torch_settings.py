@@ -55,10 +55,11 @@ SETTINGS = {
 }
 
 
-# prints a line for each of its arguments, every one in a process that torch was imported into once
+# prints what the report shows after each of its arguments: torch is imported once, and a fork of the process set up
 SHOW = """
-import json, os, sys, torch
+import json, os, sys, torch, warnings
 from grpo_kernels import report
+warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # of Python 3.12, where torch has threads
 for setting in sys.argv[1:]:
     child = os.fork()
     if child == 0:

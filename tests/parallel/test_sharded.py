@@ -159,6 +159,8 @@ def check_divergences(rank: int, world_size: int) -> None:
             torch.testing.assert_close(grads[1], want_grads[1][start:stop], rtol=1e-11, atol=1e-13)
     with pytest.raises(ValueError, match="teacher_weight"):
         linear_divergence(*part[:3], part[3][rank:], process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"\bbeta\b"):  # on all ranks
+        linear_divergence(*part, divergence="jsd", beta=0.3 if rank else 0.5, process_group=dist.group.WORLD)
 
 
 def check_edges(rank: int, world_size: int) -> None:
