@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from grpo_kernels import advantages, objectives, presets, rewards
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
+from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence, linear_divergence_with
 from grpo_kernels.expectation import policy_expectation
@@ -31,6 +32,7 @@ __all__ = [
     "LossConfig",
     "LossOutput",
     "ReferenceHead",
+    "SparseGradient",
     "TokenInputs",
     "advantages",
     "attach",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.call.top_k import TopKInputs, plan_top_k
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.request import Gather
@@ -76,6 +77,7 @@ def topk_divergence_with(
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
+    gradient: str | SparseGradient = "exact",
 ) -> dict[str, Tensor]:
     """The divergence of each position from the teacher's K ids there, differentiable once, and the `outputs`.
 
@@ -84,7 +86,7 @@ def topk_divergence_with(
 
     Args:
         hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale, logits_dtype, workspace_bytes,
-            gather, lora, process_group, vocab_size: as in `linear_logprob_with`.
+            gather, lora, process_group, vocab_size, gradient: as in `linear_logprob_with`.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. An id that is there twice counts once, with
             the log-probability that comes first.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the teacher's own
@@ -124,7 +126,7 @@ def topk_divergence_with(
     )
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    execution = Execution(engine, backend, workspace_bytes, gather)
+    execution = Execution(engine, backend, workspace_bytes, gather, gradient=gradient)
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler
 

@@ -104,10 +104,8 @@ def _describe(
             "logit_scale": options.logit_scale,
             "outputs": inputs.outputs,
             "logits_dtype": options.logits_dtype,
-            "backend": asked.backend,
-            "workspace_bytes": asked.workspace_bytes,
             "hidden": described(planned.head.hidden),
-            "engine": asked.engine,
+            **asked.described(),
         }
     )
     inv_t = rows.inv_temperature

@@ -60,7 +60,9 @@ class LossCall:
         """What happened, from the statistics of all rows and what they evaluated to."""
         assert stats.entropies is not None
         with_grad = self._has_grad(evaluation).sum()
-        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, with_grad, num_items=self.num_items)
+        found = loss_metrics(self.config, self.tokens, stats.entropies, evaluation, with_grad, num_items=self.num_items)
+        sparse = self.request.config.sparse
+        return found if sparse is None else found.joined(sparse.spent[0].pairs())
 
     def _has_grad(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""

@@ -13,6 +13,7 @@ from grpo_kernels.backends.interface import DotRowBackend
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.sparse import plan_thinning
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.gradients import NeedsGrad
@@ -89,7 +90,7 @@ class PlannedHead:
             head_trains=self.needs_grad.head,
             entropy_gradient=entropy_gradient,
             mixed_gradient=mixed_gradient,
-            tight_memory=self.config.room.tight,
+            tight_memory=self.config.room.tight and self.config.sparse is None,
             scores_without_logits=only_logps and can_dot,
         )
         return choose_engine(situation, self.execution.engine)
@@ -122,6 +123,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
         softcap=options.final_logit_softcapping,
         round_logits=options.logits_dtype == "input" and dtype.itemsize < 4,
         room=room,
+        sparse=plan_thinning(head, execution.gradient, execution.engine, needs_grad),
     )
     if other is not None:
         config = replace(config, teacher=_plan_reference(other, config, dtype), beta=beta)

@@ -80,6 +80,11 @@ class Metrics(Mapping[str, Tensor]):
         sequences = sum(part.sequences for part in parts)
         return cls(pairs, extremes, sequences=sequences, loss_over=first.loss_over)
 
+    def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
+        """With `more` pairs."""
+        pairs = {**self.pairs, **more}
+        return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
+
     def _loss_weight(self) -> Tensor:
         loss = self["policy_loss"]
         if self.loss_over == "tokens":

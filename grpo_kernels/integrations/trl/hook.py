@@ -20,6 +20,7 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
+from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.integrations.trl import distillation
@@ -58,6 +59,7 @@ class Rows:
         expected: the gradient to expect, for ids of shape (B, T).
         kept: where to leave the hidden states of the calls, whose log-probabilities are then 0.
         reference: what each token's distribution is to be compared with.
+        gradient: as in `grpo_loss`.
     """
 
     labelled: Tensor
@@ -67,6 +69,7 @@ class Rows:
     expected: Expectation | None = None
     kept: Kept | None = None
     reference: Reference | None = None
+    gradient: str | SparseGradient = "exact"
     start: int = 0  # first sequence of the next call
 
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
@@ -129,6 +132,7 @@ class FusedHead:
             "logit_scale": logit_scale,
             "expected": expected,
             "logits_dtype": _logits_dtype,
+            "gradient": "exact" if rows is None else rows.gradient,
         }
         with _operands_as_trls(hidden):
             if rows is not None and rows.reference is not None:

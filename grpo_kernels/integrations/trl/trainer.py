@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.trl import exact_kl, hook, sampling
@@ -36,6 +37,8 @@ class FusedLossMixin:
             reference over the whole vocabulary, exact and of less variance, and so is the metric ``kl``.
             `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
             in the place of its log-probabilities.
+        gradient: ``"exact"``; ``"sparse"`` or a `SparseGradient`, as in `grpo_loss`: what it costs is logged as
+            ``gradient/...``. The loss and its other metrics are exact all the same.
         args, kwargs: the trainer's own.
     """
 
@@ -43,9 +46,15 @@ class FusedLossMixin:
     accelerator: Any
 
     def __init__(
-        self, *args: Any, fused_sampling_correction: bool = False, kl_estimator: str = "k3", **kwargs: Any
+        self,
+        *args: Any,
+        fused_sampling_correction: bool = False,
+        kl_estimator: str = "k3",
+        gradient: str | SparseGradient = "exact",
+        **kwargs: Any,
     ) -> None:
         exact_kl.check_estimator(kl_estimator)
+        self._sparse = sparse_gradient(gradient)
         if not hook.compatible():
             hook.warn_incompatible()
         self.fused_sampling_correction = fused_sampling_correction
@@ -121,7 +130,10 @@ class FusedLossMixin:
         """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         given = inspect.signature(score).bind(*args, **kwargs).arguments
-        with hook.hooked(), hook.rows(self._rows_of_call(given)):
+        rows = self._rows_of_call(given)
+        if rows is not None and self._sparse is not None:
+            rows.gradient = self._sparse
+        with hook.hooked(), hook.rows(rows):
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
             inputs, self._lacks_ratio = self._lacks_ratio, None
@@ -129,6 +141,15 @@ class FusedLossMixin:
                 metrics = self._metrics["train" if self._trains else "eval"]  # type: ignore[attr-defined]
                 self._sampling_figures.log(metrics, self.accelerator)
         return results
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's, of all ranks; with what the sparse gradient has cost since the last time."""
+        if self._sparse is not None and self._trains:
+            metrics = self._metrics["train"]  # type: ignore[attr-defined]
+            for name, mean in self._sparse.metrics(self.accelerator.gather).items():
+                metrics[name].append(mean)
+            self._sparse.reset()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _rows_of_call(self, given: dict[str, Any]) -> hook.Rows | None:
         """The rows of the head calls of one scoring call, whose arguments are `given`."""
