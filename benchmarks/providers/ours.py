@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from benchmarks.cases import EPSILON, Inputs
+from benchmarks.cases import EPSILON, SEED, Inputs
 from benchmarks.harness.events import Absence
 from benchmarks.providers import MIB, Forward, Outcome, from_logps
-from grpo_kernels import GRPOLoss, linear_logprob
+from grpo_kernels import GRPOLoss, SparseGradient, linear_logprob
 from grpo_kernels.backends import choose_backend
 
 
 def ours(
-    inputs: Inputs, *, backend: str = "auto", engine: str = "auto", mask: str = "given", workspace: str = ""
+    inputs: Inputs,
+    *,
+    backend: str = "auto",
+    engine: str = "auto",
+    mask: str = "given",
+    workspace: str = "",
+    gradient: str = "exact",
 ) -> Forward:
-    """The library as it comes, or with one of its engines, a backend, no mask, a workspace in MiB."""
+    """The library as it comes, or with one of its engines, a backend, no mask, a workspace in MiB; or with a sparse
+    gradient, of hidden states alone or of `both`.
+    """
     case, name = inputs.case, _backend(inputs, backend)
+    thinned = None if gradient == "exact" else SparseGradient(weight=gradient == "both", seed=SEED)
     workspace_bytes = int(workspace) * MIB if workspace else None
     if case.score:
 
@@ -42,6 +53,7 @@ def ours(
         engine=engine,
         backend=name,
         workspace_bytes=workspace_bytes,
+        gradient=thinned or "exact",
     )
     completion_mask = None if mask == "none" else inputs.mask
 
@@ -55,7 +67,8 @@ def ours(
             old_per_token_logps=inputs.old,
             ref_per_token_logps=inputs.ref,
         )
-        return Outcome(out.loss, out.per_token_logps, out.entropies, f"{out.engine}, backend {name}")
+        note = f"{out.engine}, backend {name}"
+        return Outcome(out.loss, out.per_token_logps, out.entropies, note, spent=thinned and partial(spent, thinned))
 
     return forward
 
@@ -79,6 +92,12 @@ def expected(inputs: Inputs, *, backend: str = "auto") -> Forward:
         )
 
     return from_logps(inputs, logps, "expected")
+
+
+def spent(gradient: SparseGradient) -> dict[str, float]:
+    """Entries of a row that is not dense, on average, and the share of rows that are dense."""
+    found = gradient.metrics()
+    return {"entries": found["gradient/entries"], "dense": found["gradient/dense_rows"]} if found else {}
 
 
 def _backend(inputs: Inputs, backend: str) -> str:
