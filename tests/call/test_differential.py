@@ -1,6 +1,6 @@
 """The library against the float64 reference: fixed cases, random cases, every engine and backend.
 
-Random cases: 20 blocks of 100 a run, the seeds drawn by hypothesis; GRPO_KERNELS_RANDOM_FACTOR multiplies them. A
+Random cases: 8 blocks of 100 a run, the seeds drawn by hypothesis; GRPO_KERNELS_RANDOM_FACTOR multiplies them. A
 failure prints the call that replays it, `check(random_case(seed))`.
 """
 
@@ -21,7 +21,7 @@ from tests.support.run_case import allowed_engines, arguments, packed, run
 from tests.support.tolerance import assert_matches, bounds_of, compare
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
-BLOCKS, BLOCK_SIZE = 20, 100
+BLOCKS, BLOCK_SIZE = 8, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
 SPLITTABLE = [c for c in fixed_cases() if c.group in "ABDH" and not c.frozen and c.completion_mask.numel()]

@@ -27,6 +27,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "grpo_kernels",
+    "transformers.models.qwen3.modeling_qwen3",  # of the examples
     "tests.support.cases",
 ]
 
