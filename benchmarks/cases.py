@@ -130,7 +130,8 @@ class BenchCase:
 
     def toy(self) -> BenchCase:
         """The same at a size for a test, and for Triton's interpreter."""
-        return replace(self, n=16, h=32, v=TOY_V, t=4, teacher_h=self.teacher_h and 48)
+        size = {"n": 16, "h": 32, "v": TOY_V, "t": 4, "teacher_h": self.teacher_h and 48}
+        return replace(self, **size, lead=min(self.lead, 8.0))  # of one token all peers lose the gradient
 
     def about(self) -> dict[str, Any]:
         """What the results say of the case."""

@@ -1,7 +1,7 @@
 // Rows of d logits with few entries, and sums of a matrix's rows over such entries: grpo_kernels/backends/sparse.py says
 // what is computed. Most blocks of a row have no entry, and are passed over without a look at their numbers one by one.
 
-constexpr int kBlock = 128;
+constexpr int kEntryBlock = 128;
 constexpr double kFloor = 1e-15;
 
 // As many 32-bit numbers as a Vector<T> has numbers.
@@ -41,9 +41,9 @@ T largest(const SparseRow& row) {
 // The entries of a row that CHOOSER takes: it is asked for a vector of places at a time.
 template <class T, bool PLAIN, class CHOOSER>
 INLINE void collect(const SparseRow& row, CHOOSER& chooser, Found<T>& found) {
-  Choice<T> chosen[kBlock / kWidth<T>];
-  for (int64_t block = 0; block < row.size; block += kBlock) {
-    const int64_t stop = row.size - block < kBlock ? row.size : block + kBlock;
+  Choice<T> chosen[kEntryBlock / kWidth<T>];
+  for (int64_t block = 0; block < row.size; block += kEntryBlock) {
+    const int64_t stop = row.size - block < kEntryBlock ? row.size : block + kEntryBlock;
     Choice<T> any{};
     int part = 0;
     for (int64_t start = block; start < stop; start += kWidth<T>) {
@@ -112,7 +112,7 @@ template <class T>
 struct Drawn {
   T inverse, tau, scale, smallest;  // 1 / top, 2^-k, 2^k, tau in the numbers' own unit
   uint32_t low, high, first;        // of the key, and the first column
-  Lanes<T> steps;                   // what the columns of a vector add to the first one's
+  Lanes<T> steps{};                 // what the columns of a vector add to the first one's
   Vector<T> expected{}, spread{};
 
   INLINE_MEMBER Choice<T> choose(Vector<T> size, int64_t start) {
