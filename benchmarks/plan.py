@@ -43,6 +43,9 @@ NATS: dict[str, dict[str, Any]] = {
 }
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
 PARTS = ("main", "workloads", "distill", "sparse", "shapes", "scaling", "accuracy")
+APART = "memory"  # a part that is measured only where it is asked for: it needs some 20 GB
+COMPLETIONS = 8  # of one prompt, in the part "memory"
+TOKENS = (128, 512, 2048, 4096, 8192, 16384)
 SCALES = (10.0, 20.0, 40.0)
 EXACTNESS = (
     "ours", "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "eager",
@@ -76,6 +79,17 @@ def cpu_cases() -> list[BenchCase]:
     distill = _distilling(HEADS["Qwen3-1.7B"].h, "Qwen3-0.6B", **SMALL)
     sparse = _thinned(n=256, t=32)
     return main + workloads + distill + sparse + shapes + scaling + _exactness(n=256, t=32, v=32768)
+
+
+def memory_cases() -> list[BenchCase]:
+    """Completions that grow longer, on a head whose H is small: logits do not depend on it, and the products are cheap.
+
+    What does grow with H is a provider's own copy of d weight, which is hardly seen here.
+    """
+    providers = ("ours", "ours@64", "eager", "trl", "liger_grpo")
+    return [
+        case(f"tokens {n}", part=APART, n=n, t=n // COMPLETIONS, h=64, rounds=0, providers=providers) for n in TOKENS
+    ]
 
 
 def gpu_cases() -> list[BenchCase]:
