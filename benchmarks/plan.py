@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {"n": 128, "t": 32}
 PARTS = ("main", "workloads", "distill", "sparse", "shapes", "scaling", "accuracy")
 APART = "memory"  # a part that is measured only where it is asked for: it needs some 20 GB
 COMPLETIONS = 8  # of one prompt, in the part "memory"
-TOKENS = (128, 512, 2048, 4096, 8192, 16384)
+TOKENS = (128, 512, 2048, 8192, 16384)
 SCALES = (10.0, 20.0, 40.0)
 EXACTNESS = (
     "ours", "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "eager",
