@@ -142,18 +142,33 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     return results
 
 
-def with_training(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data`, and where it has none the newest results of `folder` on whole training steps, which take too long to be
-    measured every time.
+def with_apart(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`data`, and what it has none of from the newest results of `folder`: whole training steps and memory against
+    tokens, which take too long to be measured every time. ``runs`` has the conditions of each.
     """
-    if "training" in data or data.get("smoke") or data.get("dry_run"):
+    if data.get("smoke") or data.get("dry_run"):
         return data
-    for file in sorted(folder.glob("*training*.json"), reverse=True):
-        found = json.loads(file.read_text())
-        if (found["device"], labels.cpu(found)) == (data["device"], labels.cpu(data)):
-            run = {name: found.get(name) for name in ("date", "commit", "threads", "versions", "machine")}
-            return {**data, "training": {**found["training"], "run": run}}
-    return data
+    runs, cases = dict(data.get("runs") or {}), dict(data.get("cases") or {})
+    if "training" not in data and (found := _newest(data, folder, "training")):
+        data = {**data, "training": found["training"]}
+        runs["training"] = _conditions(found)
+    if not figures.of_part(data, APART) and (found := _newest(data, folder, APART)):
+        cases |= figures.of_part(found, APART)
+        runs[APART] = _conditions(found)
+    return {**data, "cases": cases, "runs": runs}
+
+
+def _newest(data: dict[str, Any], folder: Path, part: str) -> dict[str, Any] | None:
+    """Of the same device; where times were measured, of the same processor."""
+    for file in sorted(folder.glob(f"*{part}*.json"), reverse=True):
+        found: dict[str, Any] = json.loads(file.read_text())
+        if found["device"] == data["device"] and (part == APART or labels.cpu(found) == labels.cpu(data)):
+            return found
+    return None
+
+
+def _conditions(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: data.get(name) for name in ("date", "commit", "threads", "versions", "machine")}
 
 
 def _kind(options: argparse.Namespace) -> str:
@@ -183,7 +198,7 @@ def main(given: Sequence[str] | None = None) -> int:
         results = measure(options, sys.argv[1:] if given is None else given)
         data = results.data
         print(f"results: {results.path}")
-    data = with_training(data, RESULTS)
+    data = with_apart(data, RESULTS)
     print("\n".join(tables.lines(data)))
     if options.plot:
         drawn = plots.render(data, options.docs / "plots")

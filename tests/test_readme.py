@@ -108,7 +108,7 @@ def loop_blocks() -> tuple[str, str]:
 
 
 def full_logits_loss(names: dict[str, Any], model: Any, loss_fn: GRPOLoss) -> tuple[Any, torch.Tensor]:
-    """The loss of the last batch by autograd from all logits, each sequence alone and without padding; its gradients."""
+    """Loss and log-probabilities of the last batch from all logits, each sequence alone and without padding."""
     ids, attended, counted = (names[x] for x in ("input_ids", "attention_mask", "completion_mask"))
     advantages = names["group_advantages"](names["rewards"], num_generations=8)
     logps = torch.zeros(counted.shape)
