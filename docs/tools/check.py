@@ -1,8 +1,8 @@
 """Checks the built site: ``python docs/tools/check.py site``.
 
-Every link, anchor and picture leads to something that is there; nothing is loaded from elsewhere; every public name of the
-package has an entry in the API pages. (That each page is in the navigation, and links between sources, `mkdocs build
---strict` has checked.) Exit status 1, with a line for each fault.
+Every link, anchor and picture leads to something that is there; nothing is loaded from elsewhere; every public name of
+the package has an entry in the API pages. (That each page is in the navigation, and the links between sources, `mkdocs
+build --strict` has checked.) Exit status 1, with a line for each fault.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def undocumented(site: Path) -> list[str]:
 def main(site: Path) -> int:
     """Prints what is wrong, and returns the exit status."""
     site = site.resolve()
-    pages = sorted(path for path in site.rglob("*.html") if path.name != "404.html")  # whose links are of a server's root
+    # The links of 404.html are of a server's root.
+    pages = sorted(path for path in site.rglob("*.html") if path.name != "404.html")
     faults = [fault for path in pages for fault in faults_of_page(path, site)] + undocumented(site)
     for path in sorted(site.rglob("*.css")):
         if REMOTE_STYLE.search(path.read_text()):

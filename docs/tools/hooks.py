@@ -1,8 +1,8 @@
 """What the site adds to the files of docs/: pages made of files outside of it, and links that leave it.
 
-Files stay where they read well in a checkout, so links between them are relative. A link to a file of the repository that
-has no page becomes a link into `repo_url`, where one is set, else its text alone. One to a file that is not there is a
-warning, and so an error.
+Files stay where they read well in a checkout, so links between them are relative. A link to a file of the repository
+that has no page becomes a link into `repo_url`, where one is set, else its text alone. One to a file that is not there
+is a warning, and so an error.
 """
 
 from __future__ import annotations
