@@ -90,6 +90,7 @@ lint: $(STAMP)  ## style, format and types
 docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning an error, its links checked
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(DOCS_PATH) $(PY) -m mkdocs build --strict </dev/null
 	$(PY) docs/tools/check.py site
+	@echo "open site/index.html; with its search: $(PY) -m http.server --directory site"
 
 aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, without a GPU (AOT_ARGS=--quick)
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null

@@ -2,7 +2,7 @@
 
 Files stay where they read well in a checkout, so links between them are relative. A link to a file of the repository
 that has no page becomes a link into `repo_url`, where one is set, else its text alone. One to a file that is not there
-is a warning, and so an error.
+is a warning, and so an error. In the API pages the name of something public leads to its entry.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path
 
+from check import public_names
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
@@ -21,6 +22,13 @@ log = get_plugin_logger(__name__)
 ROOT = Path(__file__).parents[2]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # of the repository: of the site
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>[^()\s]+)\)")
+# Not the names of objectives and presets, which are those of loss types, too.
+NAMES = {
+    name.rpartition(".")[2]: name
+    for module in ("", ".advantages", ".integrations.transformers", ".integrations.trl", ".integrations.verl")
+    for name in public_names(f"grpo_kernels{module}")
+}
+CODE = re.compile(rf"<code>({'|'.join(NAMES)})</code>(?!</a>)")
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -42,6 +50,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = FENCE.split(markdown)
     return "".join(part if part.startswith("```") else LINK.sub(rewritten, part) for part in parts)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links names in the API pages, and takes out the second colon by which docstrings announce a block of code."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    html = html.replace("::</p>", ":</p>")
+    return CODE.sub(lambda code: f'<autoref identifier="{NAMES[code[1]]}" optional>{code[0]}</autoref>', html)
 
 
 def _rewritten(link: re.Match[str], source: Path, page: Page, config: MkDocsConfig, files: Files) -> str:
