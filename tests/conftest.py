@@ -35,7 +35,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a GPU is skipped without one; two of three in Triton's interpreter, of what every backend runs, are slow."""
+    """What needs a GPU is skipped without one; of what every backend runs, two of three are slow in the interpreter."""
     interpreted = [
         x for x in items if getattr(x, "callspec", None) and x.callspec.params.get("every_backend") == "triton"
     ]
