@@ -64,7 +64,7 @@ INNER = {*REACHES, "call"}
 REACHES |= {"call": INNER, "public": INNER, "diagnostics": {*INNER, "public"}, "integrations": {*INNER, "public"}}
 FILES_OF = {"diagnostics": {"__main__", "report"}, "objective": {"config", "objectives", "presets"}}
 PUBLIC = {"divergence", "expectation", "from_logps", "kept_set", "logprob", "loss", "modules", "topk_divergence"}
-FILES_OF["public"] = PUBLIC
+FILES_OF["public"] = {*PUBLIC, "typing"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -119,11 +119,9 @@ def test_keywords_that_are_handed_on_have_the_names_and_types_of_the_function(na
 def test_a_module_is_called_with_what_its_forward_takes() -> None:
     # to a checker the two are different functions
     source = inspect.getsource(GRPOLoss)
-    forward, call = (
-        re.search(rf"def {name}\((.*?)\) -> LossOutput", source, re.DOTALL) for name in ("forward", "__call__")
-    )
-    assert forward is not None and call is not None
-    assert forward[1].split() == call[1].split()
+    found = re.findall(r"def (forward|__call__)\((.*?)\) -> LossOutput", source, re.DOTALL)
+    assert [name for name, _ in found] == ["forward", "__call__"]
+    assert found[0][1].split() == found[1][1].split()
 
 
 def test_the_types_have_the_names_of_what_there_is() -> None:

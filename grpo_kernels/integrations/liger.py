@@ -24,6 +24,7 @@ from grpo_kernels.integrations.liger_distillation import (
     LigerFusedLinearJSDLoss,
     liger_fused_linear_jsd,
 )
+from grpo_kernels.integrations.packages import needed
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import LossOutput, grpo_loss
@@ -270,9 +271,10 @@ def patch_liger() -> bool:
     warning. Calling it again has no effect.
 
     Raises:
-        ImportError: liger-kernel is not installed.
+        ImportError: liger-kernel is not installed, or has no `chunked_loss`.
     """
-    import liger_kernel.chunked_loss as chunked_loss
+    with needed("liger-kernel", "liger_kernel"):
+        import liger_kernel.chunked_loss as chunked_loss
 
     theirs = getattr(chunked_loss, NAME, None)
     if theirs is LigerFusedLinearGRPOLoss:
