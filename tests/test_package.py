@@ -142,6 +142,30 @@ def test_public_names_are_documented(name):
     assert (getattr(grpo_kernels, name).__doc__ or "").strip()
 
 
+def test_the_packages_help_is_a_screen_that_names_all_that_is_public_and_says_what_is_not():
+    text = grpo_kernels.__doc__
+    assert len(text.splitlines()) <= 30
+    said = set(re.findall(r"\w+", text))
+    assert {*grpo_kernels.__all__} <= said
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    internal = packages - {*grpo_kernels.__all__}
+    assert internal == set(re.findall(r"`(\w+)`", text.split("All other modules")[1]))
+
+
+def test_dir_is_what_is_public():
+    shown = {name for name in dir(grpo_kernels) if not name.startswith("__")}
+    assert shown == {*grpo_kernels.__all__, "typing"}
+    assert all(hasattr(grpo_kernels, name) for name in dir(grpo_kernels))
+
+
+def test_an_integration_is_imported_when_it_is_first_asked_for():
+    name = "grpo_kernels.integrations.liger"
+    done = run("-c", f"import grpo_kernels, sys; print({name!r} in sys.modules, {name}.patch_liger.__module__)")
+    assert (done.stdout.split(), done.stderr) == (["False", name], "")
+    with pytest.raises(AttributeError, match=r"no attribute 'tlr'; there are liger, transformers, trl, verl$"):
+        _ = grpo_kernels.integrations.tlr
+
+
 def test_json_report_and_self_check():
     done = run("-m", "grpo_kernels", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

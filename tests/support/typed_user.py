@@ -142,4 +142,7 @@ make_loss("auto", "auto", epsilon_hi=1)  # wrong
 assert_type(advantages.group_advantages(rewards, 2, scale="none", std="population"), Tensor)
 advantages.group_advantages(rewards, 2, scale="nothing")  # wrong
 grpo_kernels.grpo_los(*loss_args)  # wrong
+print(grpo_kernels.integration)  # wrong
+grpo_kernels.integrations.trl.patch_trl()
+engine_name: grpo_kernels.typing.EngineName = "lean"
 assert_type(grpo_kernels.__version__, str)
