@@ -126,8 +126,8 @@ def linear_divergence_with(
             from a sum or a mean. It saves the recomputation where it is right; the gradient is right in any case. With
             ``"logps"`` among the outputs, it may be two: at each divergence and at each log-probability; or
             an `Expectation` of those, and of the entropies.
-        engine: ``"auto"``, or one of `grpo_kernels.engine.engines.ENGINES` but ``"score_dot"``.
-        backend: ``"auto"`` or the name of a row backend.
+        engine: one of `grpo_kernels.typing.EngineName` but ``"score_dot"``.
+        backend: one of `grpo_kernels.typing.BackendName`.
         process_group: as in `linear_logprob`; it divides both heads, into the same ids on each rank.
         vocab_size: how many ids there are: rows of both heads from there on are no tokens. None: all that both have;
             with a process group, whose ranks do not see them, both heads must have as many.

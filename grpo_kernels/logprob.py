@@ -108,8 +108,8 @@ def linear_logprob(
             with b = d loss / d entropy or None; or an `Expectation`, or just its function. Whatever is expected, the
             gradient is that of what is really computed. Not used under torch.compile, which takes two passes.
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
-        engine: ``"auto"`` or one of `grpo_kernels.engine.engines.ENGINES`.
-        backend: ``"auto"`` or the name of a row backend.
+        engine: one of `grpo_kernels.typing.EngineName`.
+        backend: one of `grpo_kernels.typing.BackendName`.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU, where the
             weight trains, 4 V H bytes, but at least that and at most 2 GiB.
         lora: a low-rank adapter on the head, `LoRA`.

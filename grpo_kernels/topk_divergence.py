@@ -115,8 +115,8 @@ def topk_divergence_with(
         outputs: ``"student_mass"``, sum_k p_k, without gradient.
         expected: the gradient that will arrive at each divergence, up to one common factor; None: the same for all. It
             saves the recomputation where it is right; the gradient is right in any case.
-        engine: ``"auto"``, or one of `grpo_kernels.engine.engines.ENGINES` but ``"score_dot"``.
-        backend: ``"auto"`` or the name of a row backend.
+        engine: one of `grpo_kernels.typing.EngineName` but ``"score_dot"``.
+        backend: one of `grpo_kernels.typing.BackendName`.
 
     Returns:
         ``"divergence"`` and `outputs`, each (...), fp32 (fp64 for fp64 inputs), 0 where masked.
