@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_fake, check_gather, is_fake
+from grpo_kernels.base.choices import BackendName, EngineName, GradientName
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.options import Execution, check_options
@@ -46,6 +47,10 @@ from grpo_kernels.objective.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from grpo_kernels.call.keywords import LossModuleKeywords
+    from grpo_kernels.objective.keywords import LossFields
 
 _DEFAULT = LossConfig()
 Objective = Callable[[TokenInputs], Tensor]
@@ -111,8 +116,8 @@ def grpo_loss(
     config: LossConfig | None = None,
     objective: Callable[[TokenInputs], Tensor] | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
-    engine: str = "auto",
-    backend: str = "auto",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
     workspace_bytes: int | None = None,
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
@@ -120,7 +125,7 @@ def grpo_loss(
     sequence_group: ProcessGroup | None = None,
     gather: Gather | None = None,
     reference: ReferenceHead | None = None,
-    gradient: str | SparseGradient = "exact",
+    gradient: GradientName | SparseGradient = "exact",
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -242,11 +247,11 @@ class GRPOLoss(nn.Module):
         config: LossConfig | None = None,
         *,
         objective: Callable[[TokenInputs], Tensor] | None = None,
-        engine: str = "auto",
-        backend: str = "auto",
+        engine: EngineName = "auto",
+        backend: BackendName = "auto",
         workspace_bytes: int | None = None,
-        gradient: str | SparseGradient = "exact",
-        **fields: Any,
+        gradient: GradientName | SparseGradient = "exact",
+        **fields: Unpack[LossFields],
     ) -> None:
         super().__init__()
         config = LossConfig() if config is None else config
@@ -265,25 +270,43 @@ class GRPOLoss(nn.Module):
         completion_ids: Tensor,
         completion_mask: Tensor | None,
         advantages: Tensor,
-        **inputs: Any,
+        *,
+        bias: Tensor | None = None,
+        **inputs: Unpack[LossModuleKeywords],
     ) -> LossOutput:
         """`grpo_loss` with this module's config; shapes, results and errors as there.
 
-        `inputs` are its other arguments: bias, old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
+        `inputs` are its other arguments: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
+        inputs.setdefault("gradient", self.gradient)
         return grpo_loss(
             hidden,
             weight,
             completion_ids,
             completion_mask,
             advantages,
+            bias=bias,
             config=self.config,
             objective=self.objective,
             engine=self.engine,
             backend=self.backend,
             workspace_bytes=self.workspace_bytes,
-            **{"gradient": self.gradient, **inputs},
+            **inputs,
         )
+
+    if TYPE_CHECKING:  # the call runs the hooks, and then `forward`; `nn.Module` says of it that it returns Any
+
+        def __call__(
+            self,
+            hidden: Tensor,
+            weight: Tensor,
+            completion_ids: Tensor,
+            completion_mask: Tensor | None,
+            advantages: Tensor,
+            *,
+            bias: Tensor | None = None,
+            **inputs: Unpack[LossModuleKeywords],
+        ) -> LossOutput: ...
 
     def extra_repr(self) -> str:
         return repr(self.config)

@@ -21,14 +21,16 @@ import torch
 from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.choices import BackendName, choices
 
-BACKENDS = ("torch", "triton", "cpp")
+NAMES = choices(BackendName)  # what calls take
+BACKENDS = tuple(name for name in NAMES if name != "auto")
 
 
 def check_backend(name: object) -> None:
     """Raise ValueError unless `name` is ``"auto"`` or one of `BACKENDS`."""
-    if name not in ("auto", *BACKENDS):
-        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {name!r}")
+    if name not in NAMES:
+        raise ValueError(f"backend: expected one of {', '.join(NAMES)}, got {name!r}")
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[RowBackend, str]:

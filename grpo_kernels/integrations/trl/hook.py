@@ -20,6 +20,7 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
+from grpo_kernels.base.choices import GradientName, LogitsDtype, LogprobOutput
 from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.patching import Patches, parameters_of
@@ -42,7 +43,7 @@ PARAMETERS = (
     "outputs",
 )
 NEEDED = ("add_fused_lm_head", "maybe_gather_lm_head_ctx")  # TRL's own, beside the hook
-OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+OPTIONAL_OUTPUTS: tuple[LogprobOutput, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -69,7 +70,7 @@ class Rows:
     expected: Expectation | None = None
     kept: Kept | None = None
     reference: Reference | None = None
-    gradient: str | SparseGradient = "exact"
+    gradient: GradientName | SparseGradient = "exact"
     start: int = 0  # first sequence of the next call
 
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
@@ -109,7 +110,7 @@ class FusedHead:
         chunk_size: int,
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+        outputs: tuple[LogprobOutput, ...] = OPTIONAL_OUTPUTS,
     ) -> Results:
         """(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None where `outputs` lacks the name.
 
@@ -243,7 +244,7 @@ class Patch(int):
             unpatch_trl()
 
 
-def patch_trl(*, logits_dtype: str = "float32") -> Patch:
+def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
     """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
 
     And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from grpo_kernels.base.choices import GradientName
 from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
@@ -49,8 +50,8 @@ class FusedLossMixin:
         self,
         *args: Any,
         fused_sampling_correction: bool = False,
-        kl_estimator: str = "k3",
-        gradient: str | SparseGradient = "exact",
+        kl_estimator: Literal["k3", "full"] = "k3",
+        gradient: GradientName | SparseGradient = "exact",
         **kwargs: Any,
     ) -> None:
         exact_kl.check_estimator(kl_estimator)
