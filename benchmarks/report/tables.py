@@ -48,8 +48,10 @@ def lines(data: dict[str, Any]) -> list[str]:
 def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
     """Write a markdown page; each of `plots` (as `plots.render` returns them) stands above the table of its figures."""
     text = ["# Benchmarks", "", "Written by `python -m benchmarks`; do not edit.", "", *_head(data)]
+    sections = _sections(data)
+    text += ["", *(f"- [{title}](#{labels.slug(title)})" for title, *_ in sections)]
     shown: set[Path] = set()
-    for title, stems, body in _sections(data):
+    for title, stems, body in sections:
         text += ["", f"## {title}", ""]
         for plot in plots:
             if plot.stem in stems and plot not in shown:

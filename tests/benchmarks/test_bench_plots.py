@@ -190,6 +190,8 @@ def test_page_has_each_figure_once_above_its_table(data: Data, rendered: list[Pa
         assert (page.parent / place).resolve() == path.resolve()
         section = text[at : next(i for i in range(at, len(text)) if text[i].startswith("Conditions: "))]
         assert any(line.startswith("| ---") for line in section)
+    titles = [line.removeprefix("## ") for line in text if line.startswith("## ")]
+    assert [line for line in text if line.startswith("- [")] == [f"- [{x}](#{labels.slug(x)})" for x in titles]
     assert sum(line.startswith("Conditions: AMD EPYC") for line in text) == sum(x.startswith("## ") for x in text)
 
 
