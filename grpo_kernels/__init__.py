@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from grpo_kernels import advantages, objectives, presets, rewards
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
 from grpo_kernels.call.sparse import SparseGradient
@@ -23,6 +25,7 @@ from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
 
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is said there is for its user to show
 
 __all__ = [
     "Expectation",
