@@ -49,7 +49,8 @@ def policy_loss_from_logps(
             has been done to `logps`. So must old, reference and sampling log-probabilities be made: over the same sets.
 
     Returns:
-        `LossOutput`, its `engine` ``"given"``, its `backend` ``"torch"``; ``rows/gradient`` is the share of the tokens that get a gradient.
+        `LossOutput`, its `engine` ``"given"`` and its `backend` ``"torch"``; ``rows/gradient`` is the share of the
+        tokens that get a gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated twice.

@@ -86,7 +86,8 @@ def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any
 
 
 def _unflatten(found: Iterable[Any], context: _Context) -> LossOutput:
-    return LossOutput(*found, *context)
+    loss, per_token_logps, entropies, metrics = found
+    return LossOutput(loss, per_token_logps, entropies, metrics, *context)
 
 
 # DDP with static_graph=True drops, in silence, the gradients of an output that is not known to be made of tensors.

@@ -4,7 +4,8 @@ In this order: the one beside this file (in a wheel made by ``make wheel``), the
 named by its own digest, since loading a truncated library kills the process, and is moved into its place when it is
 complete. What others could have written is not loaded (`cache`): then the process builds one for itself alone.
 
-``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is, with its log; with ``--into DIR`` it is built there.
+``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is, and shows the log; with
+``--into DIR`` it is built there.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def test_auto_warns_once_and_torch_takes_over(tmp_path):
     failing = script(tmp_path / "cxx", f'echo call >> "{tmp_path}/calls"; echo no such luck >&2; exit 1')
     process = start(LOSS.format(backend="auto"), TORCH_EXTENSIONS_DIR=tmp_path / "cache", CXX=failing)
     (warned,), logps = json.loads(lines(process)[-1])
-    for word in ("slower", "the compiler failed", "grpo_kernels.backends.cpp_rows.build", "make wheel", 'backend="torch"'):
+    for word in ("slower", "the compiler failed", "backends.cpp_rows.build", "make wheel", 'backend="torch"'):
         assert word in warned
     assert (tmp_path / "calls").read_text() == "call\n"
     torch.testing.assert_close(torch.tensor(logps), torch.full((5,), 1 / 7).log())
