@@ -119,7 +119,7 @@ wheel: $(STAMP)  ## a wheel in dist/ with the C++ library inside, for this kind 
 $(DIST_VENV)/.installed: $(DIST)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" -m venv --clear $(DIST_VENV)
-	@$(DIST_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r $(DIST)
+	@$(DIST_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --no-compile -r $(DIST)
 	@touch $@
 
 dist: $(DIST_VENV)/.installed  ## the source archive and the pure wheel in dist/, checked for a package index
