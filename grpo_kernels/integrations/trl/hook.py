@@ -24,7 +24,7 @@ from grpo_kernels.base.choices import GradientName, LogitsDtype, LogprobOutput
 from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.patching import Patches, parameters_of
-from grpo_kernels.integrations.trl import distillation
+from grpo_kernels.integrations.trl import distillation, row_count
 from grpo_kernels.integrations.trl.exact_kl import Kept, Reference
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 
@@ -72,6 +72,7 @@ class Rows:
     reference: Reference | None = None
     gradient: GradientName | SparseGradient = "exact"
     start: int = 0  # first sequence of the next call
+    last_positions: int = 0  # completion positions of the sequences of the last call
 
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
         """For each of the `rows` of the next head call its position in the flattened (B, T), -1 outside; None: unknown.
@@ -81,7 +82,7 @@ class Rows:
         """
         first, length = self.start, self.labelled.size(1)
         count = min(self.batch_size, self.labelled.size(0) - first)
-        self.start = first + count
+        self.start, self.last_positions = first + count, count * length
         if compact:
             found = self.labelled[first : first + count].reshape(-1).nonzero().squeeze(1) + first * length
             return found if found.numel() == rows else None
@@ -143,6 +144,9 @@ class FusedHead:
                 options["gather"] = lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias)
                 found = linear_logprob_with(hidden, weight, targets, outputs=wanted, **options)
         logps = found["logps"] if mask is None or fill is None else torch.where(mask, found["logps"], fill)
+        if not is_fake(hidden):
+            places = len(hidden) if rows is None or mask is None else rows.last_positions
+            row_count.current().add(places, mask, (logps, found.get("entropy")))
         entropy, log_sum_sq, mean_logits, is_top1 = (found[n] if n in wanted else None for n in OPTIONAL_OUTPUTS)
         return logps, entropy, log_sum_sq, mean_logits, is_top1
 
@@ -228,7 +232,7 @@ def hooked() -> Iterator[None]:
         patches.restore()
 
 
-_patches = Patches()  # what `patch_trl` has done
+_patches = Patches("trl")  # what `patch_trl` has done
 
 
 class Patch(int):
@@ -249,7 +253,8 @@ def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
 
     And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,
     configurations and losses stay TRL's; models that already have their fused head use ours from the next call
-    on. Calling it again changes nothing.
+    on. What the trainers log has ``rows/projected`` and ``rows/gradient`` besides (`row_count`), which show that it is
+    at work. Calling it again changes nothing.
 
     Args:
         logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,
@@ -280,6 +285,7 @@ def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
     if not distillation.compatible():
         distillation.warn_incompatible()
     distillation.patch(_patches)
+    row_count.patch(_patches)
     done = Patch(True)
     done.undoes = True
     return done
@@ -289,4 +295,5 @@ def unpatch_trl() -> None:
     """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     global _logits_dtype
     _patches.restore()
+    row_count.PATCHED.reset()
     _logits_dtype = LossConfig.logits_dtype
