@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo bench lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel format clean
+.PHONY: help test test-slow demo bench lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -39,6 +39,8 @@ GPU_PYTHON  ?= $(if $(wildcard $(PY)),$(PY),python3)
 # Past the limit pytest gets an interrupt, so that it still sums up what ran.
 TIME_LIMIT  := $(if $(shell command -v timeout),timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS))
 
+PYTEST      := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(TIME_LIMIT) $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal
+
 # Nothing is downloaded at run time: models and tokenizers are built locally.
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
@@ -46,7 +48,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONUNBUFFERED := 1
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS) $(ZERO3)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
@@ -65,8 +67,11 @@ $(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
 	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_bench_peers.py -k "unsloth or cce" </dev/null
 	@touch $@
 
-test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/engine -k name" for some of them)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(TIME_LIMIT) $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS) </dev/null
+test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
+
+test-slow: $(STAMP)  ## the tests that compile for every target, run whole commands, or repeat others in Triton's interpreter
+	$(PYTEST) -m slow $(PYTEST_ARGS) </dev/null
 
 demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
 	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
