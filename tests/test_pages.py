@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, SparseGradient, grpo_loss, presets
+from grpo_kernels import LossConfig, SparseGradient, grpo_loss, linear_logprob, presets
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.normaliser import averaged_over
 from tests.support.small_batch import small_batch
@@ -82,6 +82,7 @@ def every_key() -> set[str]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:grpo_kernels. sampling_per_token_logps")  # which GMPO does not read
 def test_page_of_metrics_has_every_key_and_no_other() -> None:
     shown = re.findall(r"^\| `([^`]+)` \|", METRICS_PAGE, re.MULTILINE)
     assert len(shown) == len(set(shown))
@@ -111,3 +112,30 @@ def test_links_of_a_page_lead_somewhere(name: str) -> None:
         headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
         names = {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings}
         assert not anchor or anchor in names, (target, anchor, names)
+
+
+def test_answers_on_the_loss_the_ratio_and_accumulation_are_so() -> None:
+    inputs: dict[str, Any] = small_batch()
+    ids, mask, hidden = inputs["completion_ids"], inputs["completion_mask"], inputs["hidden"]
+    weight = inputs["weight"].requires_grad_()
+    first = grpo_loss(**inputs)
+    first.loss.backward()
+    assert abs(first.loss.item()) < 1e-6
+    assert weight.grad is not None and weight.grad.norm() > 0.1
+    old, _ = linear_logprob(hidden, weight.detach(), ids, mask=mask, entropy=False)
+    again = grpo_loss(**inputs, old_per_token_logps=old)
+    assert abs(again.metrics["ratio"].item() - 1) < 1e-6
+    unshifted = grpo_loss(**{**inputs, "hidden": hidden.roll(1, dims=1)}, old_per_token_logps=old)
+    assert abs(unshifted.metrics["ratio"].item() - 1) > 0.1
+
+    mask[0, 2:] = 0
+    whole = grpo_loss(**inputs, old_per_token_logps=old + 0.1).loss
+    parts = [
+        grpo_loss(
+            **{name: x if name == "weight" else x[i : i + 1] for name, x in inputs.items()},
+            old_per_token_logps=old[i : i + 1] + 0.1,
+            num_items_in_batch=mask.sum(),
+        ).loss
+        for i in range(2)
+    ]
+    torch.testing.assert_close(sum(parts), whole)
