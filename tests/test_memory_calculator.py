@@ -41,6 +41,7 @@ TILES = (  # of others: where the number is in their source, its name here, and 
 )
 # The peak of resident memory over what is allocated, at most: small blocks that were freed stay with the process.
 MEASURED = {"ours": 1.3, "ours@64": 1.3, "eager": 4.1, "trl": 2.0, "liger_grpo": 1.1}
+SCRATCH_MIB = 8  # of the products' library
 
 SMALL = {"n": 128, "h": 32, "v": 3000, "t": 32}
 FEW = {"n": 64, "h": 128, "v": 3000, "t": 32}
@@ -123,7 +124,8 @@ def test_every_figure_is_what_was_measured() -> None:
                 needs = estimate(size_of(fields, 64 if provider == "ours@64" else None))
                 kind = provider.split("@")[0]
                 need = next(x for x in needs if PROVIDERS[x.name].split("/")[0] == kind)
-                assert 0.97 <= measured / (need.extra / MIB) <= most, (path.name, name, provider, measured, need.extra)
+                extra = need.extra / MIB
+                assert 0.97 * extra <= measured <= most * extra + SCRATCH_MIB, (path.name, name, provider, extra)
                 seen.add(provider)
     assert seen == set(MEASURED)
 
