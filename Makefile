@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test demo bench lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel format clean
+.PHONY: help test test-slow demo bench docs lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -12,6 +12,8 @@ PEERS       := requirements/peers.txt
 ZERO3       := requirements/zero3.txt
 BENCH       := requirements/bench.txt
 BENCH_PATH  := $(abspath $(VENV)/bench)
+DOCS        := requirements/docs.txt
+DOCS_PATH   := $(abspath $(VENV)/docs)
 EXTRAS      := trl,demo,bench,test,dev
 
 # The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
@@ -39,6 +41,8 @@ GPU_PYTHON  ?= $(if $(wildcard $(PY)),$(PY),python3)
 # Past the limit pytest gets an interrupt, so that it still sums up what ran.
 TIME_LIMIT  := $(if $(shell command -v timeout),timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS))
 
+PYTEST      := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(TIME_LIMIT) $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal
+
 # Nothing is downloaded at run time: models and tokenizers are built locally.
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
@@ -46,7 +50,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONUNBUFFERED := 1
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS) $(ZERO3)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
@@ -65,8 +69,11 @@ $(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
 	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_bench_peers.py -k "unsloth or cce" </dev/null
 	@touch $@
 
-test: $(STAMP)  ## all tests (PYTEST_ARGS="tests/engine -k name" for some of them)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(TIME_LIMIT) $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS) </dev/null
+test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
+
+test-slow: $(STAMP)  ## the tests that compile for every target, run whole commands, or repeat others in Triton's interpreter
+	$(PYTEST) -m slow $(PYTEST_ARGS) </dev/null
 
 demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
 	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
@@ -78,6 +85,11 @@ lint: $(STAMP)  ## style, format and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning an error, its links checked
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(DOCS_PATH) $(PY) -m mkdocs build --strict </dev/null
+	$(PY) docs/tools/check.py site
+	@echo "open site/index.html; with its search: $(PY) -m http.server --directory site"
 
 aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, without a GPU (AOT_ARGS=--quick)
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
@@ -118,5 +130,5 @@ format: $(STAMP)  ## rewrites the sources as `make lint` wants them
 	$(PY) -m ruff format .
 
 clean:  ## removes the environment, caches and everything built
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

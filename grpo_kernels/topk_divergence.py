@@ -85,8 +85,8 @@ def topk_divergence_with(
     states, weight, bias and adapter. What stands at a masked position is never read.
 
     Args:
-        hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale, logits_dtype, workspace_bytes,
-            gather, lora, process_group, vocab_size, gradient: as in `linear_logprob_with`.
+        hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale: as in `linear_logprob_with`.
+        logits_dtype, workspace_bytes, gather, lora, process_group, vocab_size, gradient: likewise.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. An id that is there twice counts once, with
             the log-probability that comes first.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the teacher's own

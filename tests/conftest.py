@@ -33,7 +33,15 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     interpreter.prepare()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a GPU is skipped without one; of what every backend runs, two of three are slow in the interpreter."""
+    interpreted = [
+        x for x in items if getattr(x, "callspec", None) and x.callspec.params.get("every_backend") == "triton"
+    ]
+    for i, item in enumerate(interpreted):
+        if i % 3:
+            item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

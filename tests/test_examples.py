@@ -51,6 +51,7 @@ def run_example(name: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_shows_what_it_claims(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -71,6 +72,7 @@ def test_every_script_is_covered() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | set(EXAMPLES)
 
 
+@pytest.mark.slow
 def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
     for needed in ("trl", "matplotlib"):
         pytest.importorskip(needed)

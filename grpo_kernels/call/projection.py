@@ -151,7 +151,7 @@ def _warn_if_promoted(head: LMHead, dtype: torch.dtype) -> None:
     That is with a 16-bit weight, on a GPU that would multiply 16-bit operands an order of magnitude faster. An fp32
     weight is kept on purpose.
     """
-    if device_of(head.weight.device).mixed_products and dtype == torch.float32 and head.weight.dtype.itemsize == 2:
+    if device_of(head.weight.device).slow_fp32 and dtype == torch.float32 and head.weight.dtype.itemsize == 2:
         _warn_of_promotion(head.hidden.dtype, head.weight.dtype)
 
 

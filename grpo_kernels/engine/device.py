@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from grpo_kernels.engine import mixed_mm
+
 MIB = 2**20
 
 
@@ -17,7 +19,9 @@ class Device:
     fewest_rows: int  # that a product is done with
     row_multiple: int  # products have whole tiles of so many rows
     width_multiple: int  # rows of logits start at multiples of so many elements
-    mixed_products: bool  # 16-bit operands, fp32 results
+    mixed_products: Callable[[torch.dtype], bool]  # whether there are products of such operands with fp32 results
+    mixed_mm: Callable[..., None]  # (left, right, out, *, add): those
+    slow_fp32: bool  # beside products of 16 bits
     fp32_rows: int | None  # of an fp32 product: one tile, so that a row has the same bits whatever the others are
     casts_into: bool  # a product of numbers is rounded to 16 bits in one pass; else it needs a temporary
     most_workspace: int  # bytes that chunks may take by default where there is room
@@ -63,11 +67,20 @@ def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int
     return ask
 
 
+def _mixed_mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    if add:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
 CPU = Device(
     fewest_rows=16,
     row_multiple=1,
     width_multiple=1,
-    mixed_products=False,
+    mixed_products=mixed_mm.multiplies,
+    mixed_mm=mixed_mm.mixed_mm,
+    slow_fp32=False,
     fp32_rows=None,
     casts_into=False,
     most_workspace=512 * MIB,
@@ -81,7 +94,9 @@ CUDA = Device(
     fewest_rows=128,
     row_multiple=128,
     width_multiple=64,
-    mixed_products=True,
+    mixed_products=lambda dtype: True,
+    mixed_mm=_mixed_mm,
+    slow_fp32=True,
     fp32_rows=128,
     casts_into=True,
     most_workspace=3072 * MIB,
@@ -91,7 +106,7 @@ CUDA = Device(
     unused=_asked(lambda device: torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)),
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it
 )
-ROCM = replace(CUDA, mixed_products=False)
+ROCM = replace(CUDA, mixed_products=lambda dtype: False, slow_fp32=False)
 _KINDS = {"cpu": CPU, "cuda": CUDA}  # an entry of its own for a new kind
 
 

@@ -1,8 +1,9 @@
 """The three matrix products, by the vendor library: fp32 out of the accumulator, whatever the operands' dtype.
 
-On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. On a CPU (and
-on ROCm) the library would round the result to 16 bits, so the operands are converted to fp32 first, exactly, a slice of
-the vocabulary at a time, and d logits stay as they are.
+On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. So do bf16
+operands on a CPU that multiplies tiles of them (`mixed_mm.py`). Elsewhere on a CPU, and on ROCm, torch would round the
+result to 16 bits, so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time, and
+d logits stay as they are.
 
 The range of fp16 is too small for d logits before a loss scale reaches them. There they carry a power of two, the same
 for all rows of a product, which the accumulated results lose again.
@@ -34,7 +35,8 @@ class Products:
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
-        mixed = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4) and device_of(weight.device).mixed_products
+        narrow = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4)
+        mixed = narrow and device_of(weight.device).mixed_products(compute_dtype)
         if mixed:
             _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
@@ -139,7 +141,9 @@ def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype |
 
     What is converted to 32 bits is never converted as a whole.
     """
-    mixed = compute_dtype.itemsize == 2 and device_of(weight.device).mixed_products
+    device = device_of(weight.device)
+    can_ask = device.free is not None  # whether there is room for a copy
+    mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products(compute_dtype)
     return compute_dtype if mixed and weight.dtype != compute_dtype else None
 
 
@@ -156,10 +160,7 @@ def _check_accumulation(operands: torch.dtype) -> None:
 def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """``out = left @ right``, or ``+=``, accumulated in the dtype of `out`."""
     if left.dtype != out.dtype:
-        if add:
-            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, right, out_dtype=out.dtype, out=out)
+        device_of(out.device).mixed_mm(left, right, out, add=add)
     elif add:
         torch.addmm(out, left, right, out=out)
     else:

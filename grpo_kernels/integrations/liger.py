@@ -2,7 +2,7 @@
 
 ``LigerFusedLinearGRPOLoss`` is what TRL up to 1.12, ms-swift and Axolotl call where ``use_liger_kernel`` is on. Take
 the class from here, or leave the trainer as it is and call `patch_liger` before it builds its loss; only that needs
-liger-kernel. Where Liger's loss is not TRL's, this one is TRL's: docs/trainers.md, "Liger's call", has the list.
+liger-kernel. Where Liger's loss is not TRL's, this one is TRL's: docs/start/liger.md has the list.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         loss_type: ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"``, ``"cispo"``, ``"sapo"``, ``"luspo"``, ``"vespo"``.
         max_completion_length: needed for ``"dr_grpo"``.
         importance_sampling_level: ``"token"`` or ``"sequence"``; the latter not for cispo, sapo and vespo.
-        sapo_temperature_pos, sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,
-            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `LossConfig`, with Liger's defaults.
+        sapo_temperature_pos, sapo_temperature_neg: as in `LossConfig`, with Liger's defaults.
+        temperature, delta, use_bias_correction_kl: likewise.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: likewise.
         engine, backend, workspace_bytes: *ours*; as in `grpo_loss`.
 
     All may be changed afterwards, as attributes.

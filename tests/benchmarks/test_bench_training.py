@@ -111,6 +111,7 @@ def measurement() -> dict[str, Any]:
     return training.measure_all(["Qwen3-0.6B"], toy=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [TRL, OURS])
 def test_measured(measurement: dict[str, Any], trainer: str) -> None:
     assert measurement["not_measured"] == {}

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.cases import make_inputs
@@ -29,6 +30,7 @@ def command(*arguments: str) -> list[str]:
 CASES = ("main", "frozen", "score", "fp32 weight, autocast", "reverse KL", "Gemma-2-2B")
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     """Every step and every section; ours is right in a case of each kind, the file as documented."""
     out = tmp_path / "results.json"
@@ -181,6 +183,7 @@ worker.main(*sys.argv[1:3])
 """
 
 
+@pytest.mark.slow
 def test_results_before_a_crash_stay(tmp_path: Path) -> None:
     """With the worker itself: ours and a peer keep their times; the one after the crash has anchors of its own."""
     results = Results(tmp_path / "results.json")

@@ -23,6 +23,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_peer_and_one_that_is_not_there(tmp_path: Path) -> None:
     """TRL's two kernels compile for sm_90; a peer that cannot be imported fails the gate and says what it lacks."""
     out = tmp_path / "peers.json"

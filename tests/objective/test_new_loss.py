@@ -65,6 +65,7 @@ for old in (None, logps.detach().float() - 0.3):
 """
 
 
+@pytest.mark.slow
 def test_three_edits_add_a_loss_with_a_parameter(tmp_path: Path) -> None:
     for name in ("grpo_kernels", "csrc", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "results"))

@@ -20,7 +20,7 @@ def count_flops(run: Callable[[], Any]) -> int:
 
 
 class AllocationWatcher(TorchDispatchMode):
-    """Sees every tensor that an operation makes.
+    """Sees every tensor that an operation makes, but for those without memory.
 
     Attributes:
         largest: elements of the largest storage made.
@@ -44,7 +44,7 @@ class AllocationWatcher(TorchDispatchMode):
     def _see(self, x: torch.Tensor, given: set[int]) -> None:
         storage = x.untyped_storage()
         key = storage._cdata
-        if key in given or key in self._known:
+        if x.is_meta or key in given or key in self._known:
             return
         self._known[key] = storage.nbytes()
         self.largest = max(self.largest, storage.nbytes() // x.element_size())

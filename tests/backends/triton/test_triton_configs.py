@@ -110,6 +110,7 @@ def test_new_entries_replace_those_of_their_family_only() -> None:
     assert merged["dot"][1:] == [e for e in table["dot"] if any(e[k] != entry[k] for k in key)]
 
 
+@pytest.mark.slow
 def test_dry_run() -> None:
     before = tuned_table.own_table().read_text()
     done = subprocess.run(
