@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import multiprocessing
 import random
 import statistics
@@ -206,6 +205,16 @@ def table(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def apart(heights: list[float], least: float) -> list[float]:
+    """Rising heights, moved as little up as down so that there is a distance of `least` between them."""
+    up, down = heights[:1], heights[-1:]
+    for height in heights[1:]:
+        up.append(max(height, up[-1] + least))
+    for height in heights[-2::-1]:
+        down.insert(0, min(height, down[0] - least))
+    return [(a + b) / 2 for a, b in zip(up, down, strict=True)]
+
+
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Mean and range over the seeds; the lines' names stand at their ends."""
     figure, axes = plt.subplots(figsize=(10, 6.4))
@@ -216,10 +225,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         axes.plot(used, rewards.mean(0), color=method.color, lw=2.8)
         axes.fill_between(used, rewards.amin(0), rewards.amax(0), color=method.color, alpha=0.13, lw=0)
         lines.append((rewards[:, -1].mean().item(), name, method.color))
-    below = -math.inf
-    for height, name, color in sorted(lines):  # names keep a distance
-        below = max(height, below + 4.6)
-        axes.text(1.015, below, name, transform=axes.get_yaxis_transform(), va="center", color=color, fontsize=14)
+    heights = apart([height for height, _, _ in sorted(lines)], 4.6)
+    for height, (_, name, color) in zip(heights, sorted(lines), strict=True):
+        text = name.replace(", learnt", ",\nlearnt")
+        axes.text(1.015, height, text, transform=axes.get_yaxis_transform(), va="center", color=color, fontsize=14)
     axes.set(ylim=(0, 100), xlim=(0, None))
     axes.set_xlabel("completions used: samples, or demonstrations for SFT", fontsize=14)
     axes.set_ylabel("right answers, %", fontsize=14)
