@@ -63,7 +63,7 @@ class Size:
     every: int  # how many steps there are between two evaluations
 
 
-FULL, QUICK = Size(5, 250, 60, 150, 6), Size(2, 40, 4, 10, 2)
+FULL, QUICK = Size(5, 250, 60, 150, 6), Size(2, 40, 2, 4, 1)
 
 
 def ones(rollout: Rollout) -> Tensor:

@@ -109,13 +109,13 @@ def test_the_unified_view_trains_every_method_and_draws_it(tmp_path: Path) -> No
     runs = {run["method"]: run for run in json.loads((tmp_path / "curves.json").read_text())["runs"]}
     assert len(runs) == 7
     learnt = runs.pop("iterative GRPO, learnt reward")
-    assert learnt["completions"] == [x + 4 * 27 for x in (0, 256, 512)], "its labelled samples count too"
+    assert learnt["completions"] == [x + 4 * 27 for x in (0, 128, 256)], "its labelled samples count too"
     for name, run in runs.items():
-        assert run["completions"] == [0, 256, 512]
+        assert run["completions"] == [0, 128, 256]
         assert run["reward"][0] == runs["SFT"]["reward"][0], "all begin with one model"
         assert f"{name:<32}" in printed and f"{run['reward'][-1]:.3f} (" in printed
-    assert runs["SFT"]["carried"] == [0, 256, 512]
+    assert runs["SFT"]["carried"] == [0, 128, 256]
     for name in ("RFT", "online RFT"):
-        assert 0 < runs[name]["carried"][-1] < 256, "most answers are wrong, and rejected"
+        assert 0 < runs[name]["carried"][-1] < 128, "most answers are wrong, and rejected"
     assert runs["GRPO, outcome"]["carried"][-1] > runs["online RFT"]["carried"][-1]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
