@@ -100,7 +100,7 @@ def test_busy_cores_are_left_to_others(load: float, mine: int, free: int, monkey
 
 
 def test_every_script_is_covered() -> None:
-    shared = {"arithmetic", "begin", "demo", "demo_report", "head_cost"}
+    shared = {"arithmetic", "begin", "demo", "demo_report", "head_cost", "unified_view"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | set(EXAMPLES)
 
 
@@ -127,4 +127,29 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
     assert "reward at the end" in printed
     assert "CPU, threads: 1, fp32" in printed
     assert "largest difference of the losses" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_unified_view_trains_every_method_and_draws_it(tmp_path: Path) -> None:
+    for needed in ("transformers", "matplotlib"):
+        pytest.importorskip(needed)
+    code, printed = run_script(
+        ROOT / "examples" / "unified_view.py",
+        ["--quick", "--seeds", "1", "--processes", "1", "--output", str(tmp_path)],
+        tmp_path,
+    )
+    assert code == 0, printed
+    runs = {run["method"]: run for run in json.loads((tmp_path / "curves.json").read_text())["runs"]}
+    assert len(runs) == 7
+    learnt = runs.pop("iterative GRPO, learnt reward")
+    assert learnt["completions"] == [x + 4 * 27 for x in (0, 128, 256)], "its labelled samples count too"
+    for name, run in runs.items():
+        assert run["completions"] == [0, 128, 256]
+        assert run["reward"][0] == runs["SFT"]["reward"][0], "all begin with one model"
+        assert f"{name:<32}" in printed and f"{run['reward'][-1]:.3f} (" in printed
+    assert runs["SFT"]["carried"] == [0, 128, 256]
+    for name in ("RFT", "online RFT"):
+        assert 0 < runs[name]["carried"][-1] < 128, "most answers are wrong, and rejected"
+    assert runs["GRPO, outcome"]["carried"][-1] > runs["online RFT"]["carried"][-1]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
