@@ -71,6 +71,12 @@ $(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
 	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_bench_peers.py -k "unsloth or cce" </dev/null
 	@touch $@
 
+# What builds the site has a folder of its own, which no test sees.
+$(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
+	@echo "installing what builds the documentation into $(DOCS_PATH)"
+	@$(PIP) install --quiet --no-deps --no-compile --upgrade --target $(DOCS_PATH) -r $(DOCS)
+	@touch $@
+
 test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
 
