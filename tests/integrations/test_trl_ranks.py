@@ -11,13 +11,16 @@ pytest.importorskip("trl")
 from benchmarks import parity
 from tests.support import zero3
 from tests.support.ranks import run_ranks
-from tests.support.trl_ranks import Job, save_model, train, train_all
+from tests.support.trl_ranks import Found, Job, save_model, train, train_all
 
 TOLERANCE = 1e-5
 ADAPTED: dict[str, Any] = {"lora": ("q_proj", "lm_head"), "arguments": {"kl_estimator": "full"}}
+BONUS = {"entropy_coef": 0.01, "num_iterations": 2}  # a mean over micro-batches: other ones on one process
 JOBS = {
     "DDP": Job(),
-    "DDP, stock": Job(stock=True),
+    "DDP, entropy bonus": Job(options=BONUS, counted=True),
+    "DDP, entropy bonus, stock": Job(stock=True, options=BONUS),
+    "DDP, sparse gradient": Job(arguments={"gradient": "sparse"}),
     "FSDP2": Job("FSDP2"),
     "FSDP2, tied": Job("FSDP2", kind="tied"),
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
@@ -42,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def logged(folders: dict[str, str]) -> list[dict[str, Any]]:
+def logged(folders: dict[str, str]) -> list[dict[str, Found]]:
     """By rank, by job: one set of processes, since they have much to import."""
     return run_ranks(train_all, 2, JOBS, folders)
 
@@ -53,26 +56,40 @@ def of_one_process(kind: str, adapted: bool, folder: str) -> list[dict[str, floa
     return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[0]
 
 
-def check(name: str, job: Job, found: tuple[Any, list[str], str], folders: dict[str, str]) -> None:
-    steps, classes, head = found
+def check(name: str, job: Job, found: Found, folders: dict[str, str]) -> None:
     want = of_one_process(job.kind, bool(job.lora), folders[job.kind])
-    errors = parity.differences(want, steps)
+    errors = parity.differences(want, found.steps)
     assert max(errors["loss"], errors["grad_norm"]) < TOLERANCE, f"{name}: {errors}"
     assert all(x["grad_norm"] > 0.1 for x in want)
-    assert BECOMES[job.wrap.split(",")[0]] in classes
-    assert head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
+    assert BECOMES[job.wrap.split(",")[0]] in found.classes
+    assert found.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
 
 
-@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if not job.stock])
-def test_ddp_and_fsdp2(name: str, logged: list[dict[str, Any]], folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("DDP,")])
+def test_ddp_and_fsdp2(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
     for of_rank in logged:
         check(name, JOBS[name], of_rank[name], folders)
 
 
-def test_metrics_are_those_of_stock_trl_on_as_many_processes(logged: list[dict[str, Any]]) -> None:
-    """On one process some differ: TRL's are means over micro-batches."""
+def test_metrics_are_those_of_stock_trl_on_as_many_processes(logged: list[dict[str, Found]]) -> None:
     for of_rank in logged:
-        assert max(parity.differences(of_rank["DDP, stock"][0], of_rank["DDP"][0]).values()) < TOLERANCE
+        stock, ours = of_rank["DDP, entropy bonus, stock"].steps, of_rank["DDP, entropy bonus"].steps
+        assert max(parity.differences(stock, ours).values()) < TOLERANCE
+
+
+def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(logged: list[dict[str, Found]]) -> None:
+    """Else rows would be projected a second time: the bonus and the policy's term have different normalisers."""
+    for of_rank in logged:
+        counts = of_rank["DDP, entropy bonus"].counts
+        assert counts.flops == 6 * counts.scored * counts.size > 0
+
+
+def test_what_a_sparse_gradient_costs_is_logged_of_all_processes(logged: list[dict[str, Found]]) -> None:
+    ours, others = (of_rank["DDP, sparse gradient"].history for of_rank in logged)
+    assert ours[0]["loss"] == pytest.approx(logged[0]["DDP"].steps[0]["loss"], rel=TOLERANCE)
+    for name in ("gradient/entries", "gradient/dense_rows", "gradient/d_hidden_error"):
+        assert [x[name] for x in ours] == [x[name] for x in others]
+        assert ours[-1][name] > 0
 
 
 @zero3.needs_deepspeed

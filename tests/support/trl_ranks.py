@@ -11,15 +11,16 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import transformers
 import trl
 
-from benchmarks import tiny_models, tiny_run
+from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 SEQUENCES = 8  # of all processes together, a micro-batch
@@ -59,9 +60,23 @@ class Job:
     lora: tuple[str, ...] = ()  # the modules that get an adapter
     options: dict[str, Any] = field(default_factory=lambda: {"beta": 0.04, "num_iterations": 2})
     arguments: dict[str, Any] = field(default_factory=dict)
+    counted: bool = False  # whether to count the operations of the head
 
 
-def train(job: Job, folder: str, processes: int = 1, **options: Any) -> tuple[list[dict[str, float]], Any]:
+@dataclass(frozen=True)
+class Found:
+    """Of one rank: what was logged (all that TRL means to log; what it did), and what the model has become."""
+
+    steps: list[dict[str, float]]
+    history: list[dict[str, float]]
+    classes: list[str]  # of the wrapped model and its bases
+    head: str
+    counts: head_flops.Counts  # if the job is to be counted
+
+
+def train(
+    job: Job, folder: str, processes: int = 1, prepare: Callable[[Any], None] | None = None, **options: Any
+) -> tuple[list[dict[str, float]], Any]:
     """What two steps have logged, and the trainer; `folder` is what `save_model` has written."""
     tiny_run.quiet()
     policy = tiny_models.model(job.kind, num_hidden_layers=1)
@@ -84,7 +99,10 @@ def train(job: Job, folder: str, processes: int = 1, **options: Any) -> tuple[li
             train_dataset=tiny_run.dataset(),
             **arguments,
         )
-        tiny_run._record(trainer, history)
+        trainer.remove_callback(transformers.PrinterCallback)
+        tiny_run.record(trainer, history)
+        if prepare is not None:
+            prepare(trainer)
         trainer.train()
     return history.steps, trainer
 
@@ -94,8 +112,8 @@ def save_model(kind: str, folder: str) -> None:
     tiny_models.model(kind, num_hidden_layers=1).save_pretrained(folder)
 
 
-def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[str, str]) -> dict[str, Any]:
-    """For `run_ranks`: {name: (what was logged, what the model and its head have become)}."""
+def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[str, str]) -> dict[str, Found]:
+    """For `run_ranks`: what came of each job, by its name."""
     from accelerate.state import AcceleratorState, GradientState
 
     found = {}
@@ -105,10 +123,17 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[st
     for name, job in jobs.items():
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        with WRAPS[job.wrap]() as options:
-            logged, trainer = train(job, folders[job.kind], world_size, **options)
-        head = trainer.model.get_output_embeddings()
-        found[name] = logged, [x.__name__ for x in type(trainer.model_wrapped).__mro__], type(head).__name__
+        counts = head_flops.Counts()
+        counting = head_flops.watched(counts) if job.counted else nullcontext()
+        with counting as prepare, WRAPS[job.wrap]() as options:
+            logged, trainer = train(job, folders[job.kind], world_size, prepare, **options)
+        found[name] = Found(
+            steps=logged,
+            history=[x for x in trainer.state.log_history if "loss" in x],
+            classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
+            head=type(trainer.model.get_output_embeddings()).__name__,
+            counts=counts,
+        )
     return found
 
 
