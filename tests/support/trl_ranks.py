@@ -22,6 +22,7 @@ import trl
 
 from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from tests.support.cheap_entries import entries_cost_nothing
 
 SEQUENCES = 8  # of all processes together, a micro-batch
 
@@ -125,7 +126,7 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[st
         GradientState._reset_state()
         counts = head_flops.Counts()
         counting = head_flops.watched(counts) if job.counted else nullcontext()
-        with counting as prepare, WRAPS[job.wrap]() as options:
+        with counting as prepare, WRAPS[job.wrap]() as options, entries_cost_nothing():
             logged, trainer = train(job, folders[job.kind], world_size, prepare, **options)
         found[name] = Found(
             steps=logged,
