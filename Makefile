@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow demo bench lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel format clean
+.PHONY: help test test-slow demo bench docs lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -12,6 +12,10 @@ PEERS       := requirements/peers.txt
 ZERO3       := requirements/zero3.txt
 BENCH       := requirements/bench.txt
 BENCH_PATH  := $(abspath $(VENV)/bench)
+DOCS        := requirements/docs.txt
+DOCS_PATH   := $(abspath $(VENV)/docs)
+DIST        := requirements/dist.txt
+DIST_VENV   := $(VENV)/dist
 EXTRAS      := trl,demo,bench,test,dev
 
 # The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
@@ -84,6 +88,11 @@ lint: $(STAMP)  ## style, format and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning an error, its links checked
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(DOCS_PATH) $(PY) -m mkdocs build --strict </dev/null
+	$(PY) docs/tools/check.py site
+	@echo "open site/index.html; with its search: $(PY) -m http.server --directory site"
+
 aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, without a GPU (AOT_ARGS=--quick)
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
 
@@ -118,10 +127,22 @@ wheel: $(STAMP)  ## a wheel in dist/ with the C++ library inside, for this kind 
 	rm -rf build
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist --config-settings=--build-option=--native .
 
+# Its own environment, which needs no torch.
+$(DIST_VENV)/.installed: $(DIST)
+	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -m venv --clear $(DIST_VENV)
+	@$(DIST_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --no-compile -r $(DIST)
+	@touch $@
+
+dist: $(DIST_VENV)/.installed  ## the source archive and the pure wheel in dist/, checked for a package index
+	rm -rf build dist/*.tar.gz dist/*-none-any.whl
+	$(DIST_VENV)/bin/python -m build
+	$(DIST_VENV)/bin/python -m twine check --strict dist/*.tar.gz dist/*-none-any.whl
+
 format: $(STAMP)  ## rewrites the sources as `make lint` wants them
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 clean:  ## removes the environment, caches and everything built
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,34 @@
 """The GRPO family of losses straight from hidden states: chunked, exact, without the (tokens, vocabulary) logits.
 
-`grpo_loss` and its module `GRPOLoss` are the loss; `linear_logprob` is what other losses build on; `advantages` and
-`rewards` make what the loss takes; `grpo_kernels.integrations` holds what connects it to trainers.
+::
+
+    out = grpo_loss(hidden, model.lm_head.weight, completion_ids, completion_mask, advantages)
+    out.loss.backward()
+
+    the loss           grpo_loss, its module GRPOLoss, its result LossOutput
+      its options      LossConfig; presets: published algorithms
+      one of your own  objectives, TokenInputs, token_level
+      given log-probs  policy_loss_from_logps
+    log-probabilities  linear_logprob, linear_logprob_with, kept_set_logprob
+      their gradient   Expectation, policy_expectation
+    distillation       linear_divergence, linear_divergence_with, topk_divergence, topk_divergence_with
+    a model's head     attach, LMHeadLogProb, LoRA, ReferenceHead
+    cheaper gradients  SparseGradient
+    before the loss    advantages, rewards
+    trainers           integrations.trl, .verl, .liger, .transformers: imported when first asked for
+    annotations        typing
+
+``help(grpo_kernels.grpo_loss)`` and so on has the arguments; ``python -m grpo_kernels`` reports the environment and
+checks results against float64. All other modules (`backends`, `base`, `batch`, `call`, `diagnostics`, `engine`, `head`,
+`objective`, `token_loss`, and those that the names above come from) are internal and may change in any release.
 """
 
 from __future__ import annotations
 
-from grpo_kernels import advantages, objectives, presets, rewards
+import logging
+
+from grpo_kernels import advantages, integrations, objectives, presets, rewards
+from grpo_kernels import typing as typing  # not in __all__, where it would hide the module of that name
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
 from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
@@ -23,6 +45,7 @@ from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
 
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is said there is for its user to show
 
 __all__ = [
     "Expectation",
@@ -37,6 +60,7 @@ __all__ = [
     "advantages",
     "attach",
     "grpo_loss",
+    "integrations",
     "kept_set_logprob",
     "linear_divergence",
     "linear_divergence_with",
@@ -51,3 +75,8 @@ __all__ = [
     "topk_divergence",
     "topk_divergence_with",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, and not the modules that it comes from."""
+    return [*__all__, "typing", *(name for name in globals() if name.startswith("__"))]

@@ -8,20 +8,33 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_kernels.base.checks import check_number
-from grpo_kernels.objective.losses import LOSSES, loss_of
+from grpo_kernels.base.choices import (
+    ImportanceSamplingLevel,
+    KLEstimator,
+    LogitsDtype,
+    LossTypeName,
+    SamplingMode,
+    choices,
+)
+from grpo_kernels.objective.losses import loss_of
 
-_CHOICES: dict[str, Collection[str]] = {
-    "loss_type": LOSSES,
-    "importance_sampling_level": ("token", "sequence"),
-    "kl_estimator": ("k1", "k2", "k3", "full"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "logits_dtype": ("float32", "input"),
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from grpo_kernels.objective.keywords import LossFields
+
+_CHOICES = {
+    "loss_type": choices(LossTypeName),
+    "importance_sampling_level": choices(ImportanceSamplingLevel),
+    "kl_estimator": choices(KLEstimator),
+    "vllm_importance_sampling_mode": choices(SamplingMode),
+    "logits_dtype": choices(LogitsDtype),
 }
 _BOUNDS = ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
 _OPTIONAL = ("epsilon_high", "delta", "off_policy_mask_threshold", "final_logit_softcapping", *_BOUNDS)
@@ -93,20 +106,20 @@ class LossConfig:
         TypeError, ValueError: a field of the wrong type, or out of its range; the message names it.
     """
 
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
+    loss_type: LossTypeName = "dapo"
+    importance_sampling_level: ImportanceSamplingLevel = "token"
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
     beta: float = 0.0
     use_bias_correction_kl: bool = True
-    kl_estimator: str = "k3"
+    kl_estimator: KLEstimator = "k3"
     temperature: float = 1.0
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
     off_policy_mask_threshold: float | None = None
     vllm_importance_sampling_correction: bool = False
-    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_mode: SamplingMode = "sequence_mask"
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
     max_completion_length: int = 512
@@ -118,17 +131,17 @@ class LossConfig:
     vespo_lambda_neg: float = 2.0
     final_logit_softcapping: float | None = None
     logit_scale: float = 1.0
-    logits_dtype: str = "float32"
+    logits_dtype: LogitsDtype = "float32"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             plain = value
             if name in _CHOICES:
-                choices = (*_CHOICES[name],)
-                if value not in choices:
-                    raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-                plain = choices[choices.index(value)]
+                allowed = _CHOICES[name]
+                if value not in allowed:
+                    raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+                plain = allowed[allowed.index(value)]
             elif name in _SWITCHES:
                 if not isinstance(value, bool):
                     raise TypeError(f"{name}: expected a bool, got {value!r}")
@@ -233,7 +246,7 @@ class LossConfig:
         return not unknown and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
 
     @classmethod
-    def from_trl(cls, args: Any, **overrides: Any) -> LossConfig:
+    def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
         """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.
 
         Fields that `args` does not have keep their default; `overrides` win, such as the head's

@@ -20,6 +20,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.base.choices import (
+    BackendName,
+    DivergenceName,
+    DivergenceOutput,
+    EngineName,
+    GradientName,
+    LogitsDtype,
+)
 from grpo_kernels.call.divergence import DivergenceInputs, beta_of, plan_divergence
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -32,6 +40,9 @@ from grpo_kernels.head.reference import ReferenceHead
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from grpo_kernels.call.keywords import DivergenceKeywords
 
 
 def linear_divergence(
@@ -39,13 +50,17 @@ def linear_divergence(
     weight: Tensor,  # (V, H)
     teacher_hidden: Tensor,  # (..., H')
     teacher_weight: Tensor,  # (V', H')
-    **options: Any,
+    *,
+    bias: Tensor | None = None,  # (V,)
+    teacher_bias: Tensor | None = None,  # (V',)
+    **options: Unpack[DivergenceKeywords],
 ) -> Tensor:
     """The divergence of each position, (...), as the result ``"divergence"`` of `linear_divergence_with`.
 
     Args:
+        bias, teacher_bias: of the two heads.
         options: the other arguments of `linear_divergence_with` but `outputs` and `ids`: mask, divergence, beta,
-            temperature, bias, teacher_bias, final_logit_softcapping, ...
+            temperature, final_logit_softcapping, ...
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done.
@@ -55,7 +70,10 @@ def linear_divergence(
             raise TypeError(
                 f"linear_divergence() got an unexpected keyword argument {name!r}; linear_divergence_with has it"
             )
-    return linear_divergence_with(hidden, weight, teacher_hidden, teacher_weight, **options)["divergence"]
+    found = linear_divergence_with(
+        hidden, weight, teacher_hidden, teacher_weight, bias=bias, teacher_bias=teacher_bias, **options
+    )
+    return found["divergence"]
 
 
 def linear_divergence_with(
@@ -65,7 +83,7 @@ def linear_divergence_with(
     teacher_weight: Tensor,  # (V', H')
     *,
     mask: Tensor | None = None,  # (...)
-    divergence: str = "reverse_kl",
+    divergence: DivergenceName = "reverse_kl",
     beta: float | None = None,
     temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,  # (V,)
@@ -74,18 +92,18 @@ def linear_divergence_with(
     logit_scale: float = 1.0,
     teacher_final_logit_softcapping: float | None = None,
     teacher_logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = (),
+    outputs: tuple[DivergenceOutput, ...] = (),
     ids: Tensor | None = None,  # (...)
     expected: Tensor | tuple[Tensor, Tensor] | Expectation | None = None,  # (...)
-    logits_dtype: str = "float32",
-    engine: str = "auto",
-    backend: str = "auto",
+    logits_dtype: LogitsDtype = "float32",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
     workspace_bytes: int | None = None,
     gather: Gather | None = None,
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: str | SparseGradient = "exact",
+    gradient: GradientName | SparseGradient = "exact",
 ) -> dict[str, Tensor]:
     """The divergence of each position, and what else is asked of the student in the same pass, all differentiable once.
 
@@ -108,8 +126,8 @@ def linear_divergence_with(
             from a sum or a mean. It saves the recomputation where it is right; the gradient is right in any case. With
             ``"logps"`` among the outputs, it may be two: at each divergence and at each log-probability; or
             an `Expectation` of those, and of the entropies.
-        engine: ``"auto"``, or one of `grpo_kernels.engine.engines.ENGINES` but ``"score_dot"``.
-        backend: ``"auto"`` or the name of a row backend.
+        engine: one of `grpo_kernels.typing.EngineName` but ``"score_dot"``.
+        backend: one of `grpo_kernels.typing.BackendName`.
         process_group: as in `linear_logprob`; it divides both heads, into the same ids on each rank.
         vocab_size: how many ids there are: rows of both heads from there on are no tokens. None: all that both have;
             with a process group, whose ranks do not see them, both heads must have as many.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import operator
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -26,8 +27,49 @@ from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.engine.truncated_support import KeptSetLogprob, KeptSets, stages_of
 from grpo_kernels.head.lm_head import LMHead
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from grpo_kernels.call.keywords import KeptSetKeywords
+
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
 ENTRY_BYTES = 64  # besides the head's row: an entry's, while sets are put in order and reduced
+
+
+@overload
+def kept_set_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    kept_ids: Tensor,
+    *,
+    entropy: Literal[True] = ...,
+    **options: Unpack[KeptSetKeywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def kept_set_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    kept_ids: Tensor,
+    *,
+    entropy: Literal[False],
+    **options: Unpack[KeptSetKeywords],
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def kept_set_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    kept_ids: Tensor,
+    *,
+    entropy: bool,
+    **options: Unpack[KeptSetKeywords],
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def kept_set_logprob(

@@ -8,12 +8,13 @@ does not fit: the result is the gradient of what was really computed; a right ex
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_fake, is_fake
+from grpo_kernels.base.choices import BackendName, EngineName, GradientName, LogitsDtype, LogprobOutput
 from grpo_kernels.call.expected import Expectation, Expected
 from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -26,8 +27,47 @@ from grpo_kernels.head.lora import LoRA
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from grpo_kernels.call.keywords import LogprobKeywords
 
 __all__ = ["Expectation", "Expected", "linear_logprob", "linear_logprob_with"]
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    entropy: Literal[True] = ...,
+    **options: Unpack[LogprobKeywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    entropy: Literal[False],
+    **options: Unpack[LogprobKeywords],
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    entropy: bool,
+    **options: Unpack[LogprobKeywords],
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def linear_logprob(
@@ -42,14 +82,14 @@ def linear_logprob(
     logit_scale: float = 1.0,
     entropy: bool = True,
     expected: Expected | None = None,
-    logits_dtype: str = "float32",
-    engine: str = "auto",
-    backend: str = "auto",
+    logits_dtype: LogitsDtype = "float32",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
     workspace_bytes: int | None = None,
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: str | SparseGradient = "exact",
+    gradient: GradientName | SparseGradient = "exact",
 ) -> tuple[Tensor, Tensor | None]:
     """``log softmax(z)[id]`` and the entropy of ``softmax(z)``, without the (tokens, vocabulary) logits in memory.
 
@@ -68,8 +108,8 @@ def linear_logprob(
             with b = d loss / d entropy or None; or an `Expectation`, or just its function. Whatever is expected, the
             gradient is that of what is really computed. Not used under torch.compile, which takes two passes.
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
-        engine: ``"auto"`` or one of `grpo_kernels.engine.engines.ENGINES`.
-        backend: ``"auto"`` or the name of a row backend.
+        engine: one of `grpo_kernels.typing.EngineName`.
+        backend: one of `grpo_kernels.typing.BackendName`.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU, where the
             weight trains, 4 V H bytes, but at least that and at most 2 GiB.
         lora: a low-rank adapter on the head, `LoRA`.
@@ -105,17 +145,17 @@ def linear_logprob_with(
     temperature: float | Tensor = 1.0,
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = ("entropy",),
+    outputs: tuple[LogprobOutput, ...] = ("entropy",),
     expected: Expected | None = None,
-    logits_dtype: str = "float32",
-    engine: str = "auto",
-    backend: str = "auto",
+    logits_dtype: LogitsDtype = "float32",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
     workspace_bytes: int | None = None,
     gather: Gather | None = None,
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: str | SparseGradient = "exact",
+    gradient: GradientName | SparseGradient = "exact",
 ) -> dict[str, Tensor]:
     """`linear_logprob` with a choice of `outputs`, in the same pass: a dict with ``"logps"`` and those asked for.
 

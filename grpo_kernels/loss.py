@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_fake, check_gather, is_fake
+from grpo_kernels.base.choices import BackendName, EngineName, GradientName
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.options import Execution, check_options
@@ -46,6 +47,10 @@ from grpo_kernels.objective.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from grpo_kernels.call.keywords import LossModuleKeywords
+    from grpo_kernels.objective.keywords import LossFields
 
 _DEFAULT = LossConfig()
 Objective = Callable[[TokenInputs], Tensor]
@@ -60,7 +65,8 @@ class LossOutput:
         per_token_logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
         entropies: likewise.
         metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
-        engine: which engine served the call.
+        engine: which engine served the call: one of `engine.engines.ENGINES`.
+        backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``.
     """
 
     loss: Tensor
@@ -68,21 +74,25 @@ class LossOutput:
     entropies: Tensor
     metrics: Metrics
     engine: str
+    backend: str
 
 
-def _flatten(out: LossOutput) -> tuple[list[Any], str]:
-    return [out.loss, out.per_token_logps, out.entropies, out.metrics], out.engine
+_Context = tuple[str, str]  # engine, backend
 
 
-def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], str]:
-    found, engine = _flatten(out)
+def _flatten(out: LossOutput) -> tuple[list[Any], _Context]:
+    return [out.loss, out.per_token_logps, out.entropies, out.metrics], (out.engine, out.backend)
+
+
+def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
+    found, context = _flatten(out)
     names = (field.name for field in fields(LossOutput))
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], engine
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], context
 
 
-def _unflatten(found: Iterable[Any], engine: str) -> LossOutput:
+def _unflatten(found: Iterable[Any], context: _Context) -> LossOutput:
     loss, per_token_logps, entropies, metrics = found
-    return LossOutput(loss, per_token_logps, entropies, metrics, engine)
+    return LossOutput(loss, per_token_logps, entropies, metrics, *context)
 
 
 # DDP with static_graph=True drops, in silence, the gradients of an output that is not known to be made of tensors.
@@ -91,6 +101,8 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="grpo_kernels.LossOutput",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
 
@@ -111,8 +123,8 @@ def grpo_loss(
     config: LossConfig | None = None,
     objective: Callable[[TokenInputs], Tensor] | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
-    engine: str = "auto",
-    backend: str = "auto",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
     workspace_bytes: int | None = None,
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
@@ -120,7 +132,7 @@ def grpo_loss(
     sequence_group: ProcessGroup | None = None,
     gather: Gather | None = None,
     reference: ReferenceHead | None = None,
-    gradient: str | SparseGradient = "exact",
+    gradient: GradientName | SparseGradient = "exact",
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -200,8 +212,9 @@ def _loss(
     with Agreement("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
         operands = call.head.operands(call.request.rows.positions)
         loss, logps, entropies = PolicyLoss.apply(call.request, finish, *operands)
-    shape = call.tokens.layout.shape
-    return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine.name)
+    shape, request = call.tokens.layout.shape, call.request
+    scores, backend = (logps.view(shape), entropies.view(shape)), request.config.backend.name
+    return LossOutput(loss, *scores, call.metrics(*done[0]), request.engine.name, backend)
 
 
 def _compiled_loss(
@@ -242,11 +255,11 @@ class GRPOLoss(nn.Module):
         config: LossConfig | None = None,
         *,
         objective: Callable[[TokenInputs], Tensor] | None = None,
-        engine: str = "auto",
-        backend: str = "auto",
+        engine: EngineName = "auto",
+        backend: BackendName = "auto",
         workspace_bytes: int | None = None,
-        gradient: str | SparseGradient = "exact",
-        **fields: Any,
+        gradient: GradientName | SparseGradient = "exact",
+        **fields: Unpack[LossFields],
     ) -> None:
         super().__init__()
         config = LossConfig() if config is None else config
@@ -265,25 +278,43 @@ class GRPOLoss(nn.Module):
         completion_ids: Tensor,
         completion_mask: Tensor | None,
         advantages: Tensor,
-        **inputs: Any,
+        *,
+        bias: Tensor | None = None,
+        **inputs: Unpack[LossModuleKeywords],
     ) -> LossOutput:
         """`grpo_loss` with this module's config; shapes, results and errors as there.
 
-        `inputs` are its other arguments: bias, old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
+        `inputs` are its other arguments: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
+        inputs.setdefault("gradient", self.gradient)
         return grpo_loss(
             hidden,
             weight,
             completion_ids,
             completion_mask,
             advantages,
+            bias=bias,
             config=self.config,
             objective=self.objective,
             engine=self.engine,
             backend=self.backend,
             workspace_bytes=self.workspace_bytes,
-            **{"gradient": self.gradient, **inputs},
+            **inputs,
         )
+
+    if TYPE_CHECKING:  # the call runs the hooks, and then `forward`; `nn.Module` says of it that it returns Any
+
+        def __call__(
+            self,
+            hidden: Tensor,
+            weight: Tensor,
+            completion_ids: Tensor,
+            completion_mask: Tensor | None,
+            advantages: Tensor,
+            *,
+            bias: Tensor | None = None,
+            **inputs: Unpack[LossModuleKeywords],
+        ) -> LossOutput: ...
 
     def extra_repr(self) -> str:
         return repr(self.config)

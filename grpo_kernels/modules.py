@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,17 @@ from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import LossOutput, grpo_loss
 from grpo_kernels.topk_divergence import topk_divergence_with
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from grpo_kernels.call.keywords import (
+        DivergenceKeywords,
+        DivergenceWithKeywords,
+        LogprobKeywords,
+        LossKeywords,
+        TopKWithKeywords,
+    )
+
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 _HOOKED = "_grpo_kernels_hooked"  # the head's attribute that FSDP2's hooks are put around
@@ -36,13 +47,28 @@ _HOOKED = "_grpo_kernels_hooked"  # the head's attribute that FSDP2's hooks are 
 class _Scores(nn.Module):
     """The methods, in the class and not on the object, so that a copy or a replica scores with its own weight."""
 
+    @overload
+    def logprobs(
+        self, hidden: Tensor, ids: Tensor, *, entropy: Literal[True] = ..., **options: Unpack[LogprobKeywords]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def logprobs(
+        self, hidden: Tensor, ids: Tensor, *, entropy: Literal[False], **options: Unpack[LogprobKeywords]
+    ) -> tuple[Tensor, None]: ...
+
+    @overload
+    def logprobs(
+        self, hidden: Tensor, ids: Tensor, *, entropy: bool, **options: Unpack[LogprobKeywords]
+    ) -> tuple[Tensor, Tensor | None]: ...
+
     def logprobs(
         self,
         hidden: Tensor,  # (..., H)
         ids: Tensor,  # (...)
         *,
         entropy: bool = True,
-        **options: Any,
+        **options: Unpack[LogprobKeywords],
     ) -> tuple[Tensor, Tensor | None]:
         """`linear_logprob` with this head: log-probabilities (...) and entropies (...), both differentiable.
 
@@ -57,8 +83,8 @@ class _Scores(nn.Module):
         """
         if "outputs" in options:
             raise TypeError("logprobs() got an unexpected keyword argument 'outputs'; linear_logprob_with has it")
-        options["outputs"] = ("entropy",) if entropy else ()
-        found = _score(self, hidden, linear_logprob_with, (ids,), options)
+        passed = {**options, "outputs": ("entropy",) if entropy else ()}
+        found = _score(self, hidden, linear_logprob_with, (ids,), passed)
         return found["logps"], found.get("entropy")
 
     def loss(
@@ -69,7 +95,7 @@ class _Scores(nn.Module):
         advantages: Tensor,  # (B,) or (B, T) or (N,)
         *,
         config: LossConfig | None = None,
-        **options: Any,
+        **options: Unpack[LossKeywords],
     ) -> LossOutput:
         """`grpo_loss` with this head; shapes, results and errors as there.
 
@@ -81,15 +107,16 @@ class _Scores(nn.Module):
             options: its other arguments but bias: old_per_token_logps, num_items_in_batch, engine, process_group, ...
                 The head of a `reference` may be a module: ``ReferenceHead(ref_hidden, ref_model.lm_head)``.
         """
-        options["config"] = config
-        return _score(self, hidden, grpo_loss, (completion_ids, completion_mask, advantages), options)
+        args = completion_ids, completion_mask, advantages
+        out: LossOutput = _score(self, hidden, grpo_loss, args, {**options, "config": config})
+        return out
 
     def topk_divergence(
         self,
         hidden: Tensor,  # (..., H)
         teacher_ids: Tensor,  # (..., K)
         teacher_logps: Tensor,  # (..., K)
-        **options: Any,
+        **options: Unpack[TopKWithKeywords],
     ) -> dict[str, Tensor]:
         """`topk_divergence_with` with this head: ``"divergence"`` (...), differentiable, and what `outputs` asks for.
 
@@ -105,7 +132,7 @@ class _Scores(nn.Module):
         hidden: Tensor,  # (..., H)
         teacher_hidden: Tensor,  # (..., H')
         teacher_head: nn.Module,
-        **options: Any,
+        **options: Unpack[DivergenceKeywords],
     ) -> Tensor:
         """`linear_divergence` with this head as the student's: the divergence of each position, (...).
 
@@ -127,7 +154,7 @@ class _Scores(nn.Module):
         hidden: Tensor,  # (..., H)
         teacher_hidden: Tensor,  # (..., H')
         teacher_head: nn.Module,
-        **options: Any,
+        **options: Unpack[DivergenceWithKeywords],
     ) -> dict[str, Tensor]:
         """`linear_divergence_with` likewise: ``"divergence"`` and what `outputs` asks for, each (...)."""
         if options.get("teacher_bias") is not None:

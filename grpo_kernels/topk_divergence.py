@@ -15,11 +15,19 @@ of D: 6NVH with a head that trains, 4 with a frozen one, 2 without gradients, wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.choices import (
+    BackendName,
+    EngineName,
+    GradientName,
+    LogitsDtype,
+    TopKDivergenceName,
+    TopKOutput,
+)
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.call.top_k import TopKInputs, plan_top_k
@@ -30,6 +38,9 @@ from grpo_kernels.head.lora import LoRA
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from grpo_kernels.call.keywords import TopKKeywords
 
 
 def topk_divergence(
@@ -37,11 +48,14 @@ def topk_divergence(
     weight: Tensor,  # (V, H)
     teacher_ids: Tensor,  # (..., K)
     teacher_logps: Tensor,  # (..., K)
-    **options: Any,
+    *,
+    bias: Tensor | None = None,  # (V,)
+    **options: Unpack[TopKKeywords],
 ) -> Tensor:
     """The divergence of each position, (...), as the result ``"divergence"`` of `topk_divergence_with`.
 
     Args:
+        bias: of the head.
         options: the other arguments of `topk_divergence_with` but `outputs`: mask, divergence, tail, temperature, ...
 
     Raises:
@@ -49,7 +63,7 @@ def topk_divergence(
     """
     if "outputs" in options:
         raise TypeError("topk_divergence() got an unexpected keyword argument 'outputs'; topk_divergence_with has it")
-    return topk_divergence_with(hidden, weight, teacher_ids, teacher_logps, **options)["divergence"]
+    return topk_divergence_with(hidden, weight, teacher_ids, teacher_logps, bias=bias, **options)["divergence"]
 
 
 def topk_divergence_with(
@@ -59,7 +73,7 @@ def topk_divergence_with(
     teacher_logps: Tensor,  # (..., K)
     *,
     mask: Tensor | None = None,  # (...)
-    divergence: str = "forward_kl",
+    divergence: TopKDivergenceName = "forward_kl",
     tail: bool | None = None,
     log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
@@ -67,17 +81,17 @@ def topk_divergence_with(
     bias: Tensor | None = None,  # (V,)
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = (),
+    outputs: tuple[TopKOutput, ...] = (),
     expected: Tensor | None = None,  # (...)
-    logits_dtype: str = "float32",
-    engine: str = "auto",
-    backend: str = "auto",
+    logits_dtype: LogitsDtype = "float32",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
     workspace_bytes: int | None = None,
     gather: Gather | None = None,
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: str | SparseGradient = "exact",
+    gradient: GradientName | SparseGradient = "exact",
 ) -> dict[str, Tensor]:
     """The divergence of each position from the teacher's K ids there, differentiable once, and the `outputs`.
 
@@ -85,8 +99,8 @@ def topk_divergence_with(
     states, weight, bias and adapter. What stands at a masked position is never read.
 
     Args:
-        hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale, logits_dtype, workspace_bytes,
-            gather, lora, process_group, vocab_size, gradient: as in `linear_logprob_with`.
+        hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale: as in `linear_logprob_with`.
+        logits_dtype, workspace_bytes, gather, lora, process_group, vocab_size, gradient: likewise.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. An id that is there twice counts once, with
             the log-probability that comes first.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the teacher's own
@@ -101,8 +115,8 @@ def topk_divergence_with(
         outputs: ``"student_mass"``, sum_k p_k, without gradient.
         expected: the gradient that will arrive at each divergence, up to one common factor; None: the same for all. It
             saves the recomputation where it is right; the gradient is right in any case.
-        engine: ``"auto"``, or one of `grpo_kernels.engine.engines.ENGINES` but ``"score_dot"``.
-        backend: ``"auto"`` or the name of a row backend.
+        engine: one of `grpo_kernels.typing.EngineName` but ``"score_dot"``.
+        backend: one of `grpo_kernels.typing.BackendName`.
 
     Returns:
         ``"divergence"`` and `outputs`, each (...), fp32 (fp64 for fp64 inputs), 0 where masked.

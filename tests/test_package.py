@@ -64,7 +64,7 @@ INNER = {*REACHES, "call"}
 REACHES |= {"call": INNER, "public": INNER, "diagnostics": {*INNER, "public"}, "integrations": {*INNER, "public"}}
 FILES_OF = {"diagnostics": {"__main__", "report"}, "objective": {"config", "objectives", "presets"}}
 PUBLIC = {"divergence", "expectation", "from_logps", "kept_set", "logprob", "loss", "modules", "topk_divergence"}
-FILES_OF["public"] = PUBLIC
+FILES_OF["public"] = {*PUBLIC, "typing"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -140,6 +140,30 @@ def test_ships_its_types():
 @pytest.mark.parametrize("name", grpo_kernels.__all__)
 def test_public_names_are_documented(name):
     assert (getattr(grpo_kernels, name).__doc__ or "").strip()
+
+
+def test_the_packages_help_is_a_screen_that_names_all_that_is_public_and_says_what_is_not():
+    text = grpo_kernels.__doc__
+    assert len(text.splitlines()) <= 30
+    said = set(re.findall(r"\w+", text))
+    assert {*grpo_kernels.__all__} <= said
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    internal = packages - {*grpo_kernels.__all__}
+    assert internal == set(re.findall(r"`(\w+)`", text.split("All other modules")[1]))
+
+
+def test_dir_is_what_is_public():
+    shown = {name for name in dir(grpo_kernels) if not name.startswith("__")}
+    assert shown == {*grpo_kernels.__all__, "typing"}
+    assert all(hasattr(grpo_kernels, name) for name in dir(grpo_kernels))
+
+
+def test_an_integration_is_imported_when_it_is_first_asked_for():
+    name = "grpo_kernels.integrations.liger"
+    done = run("-c", f"import grpo_kernels, sys; print({name!r} in sys.modules, {name}.patch_liger.__module__)")
+    assert (done.stdout.split(), done.stderr) == (["False", name], "")
+    with pytest.raises(AttributeError, match=r"no attribute 'tlr'; there are liger, transformers, trl, verl$"):
+        _ = grpo_kernels.integrations.tlr
 
 
 def test_json_report_and_self_check():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,9 +23,9 @@ def group_advantages(
     *,
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
     reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
-    scale: str = "group",
-    std: str = "sample",
-    aggregation: str = "sum_then_normalize",
+    scale: AdvantageScale = "group",
+    std: AdvantageStd = "sample",
+    aggregation: RewardAggregation = "sum_then_normalize",
     epsilon: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
@@ -46,8 +47,8 @@ def group_advantages(
     """
     own = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
     with Agreement("process_group", process_group, "group_advantages", **own) as ranks:
-        stats.one_of("scale", scale, ("group", "batch", "none"))
-        stats.one_of("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
+        stats.one_of("scale", scale, choices(AdvantageScale))
+        stats.one_of("aggregation", aggregation, choices(RewardAggregation))
         correction = stats.std_correction(std)
         stats.in_interval("epsilon", epsilon)
         table, weights = stats.reward_table(rewards, reward_weights, ranks)
@@ -106,8 +107,8 @@ def passk_advantages(
     *,
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
     reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
-    scale: str = "group",
-    std: str = "sample",
+    scale: Literal["group", "none"] = "group",
+    std: AdvantageStd = "sample",
     epsilon: float = 1e-6,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:

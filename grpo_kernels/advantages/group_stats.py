@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_mask_values
+from grpo_kernels.base.choices import AdvantageStd, choices
 from grpo_kernels.base.distributed import all_reduce, gather_uneven
 
 if TYPE_CHECKING:
@@ -307,10 +308,10 @@ def expect_shape(name: str, x: Tensor, shape: Sequence[int], letters: str) -> No
         raise ValueError(f"{name}: expected shape {letters} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+def one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    """ValueError unless ``value`` is one of ``names``."""
+    if value not in names:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, names))}, got {value!r}")
 
 
 def in_interval(name: str, value: float, high: float = math.inf) -> None:
@@ -324,5 +325,5 @@ def in_interval(name: str, value: float, high: float = math.inf) -> None:
 
 def std_correction(std: str) -> int:
     """n - correction is what the std divides by."""
-    one_of("std", std, ("sample", "population"))
+    one_of("std", std, choices(AdvantageStd))
     return 1 if std == "sample" else 0

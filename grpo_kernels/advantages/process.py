@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.choices import AdvantageStd
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,7 +25,7 @@ def process_advantages(
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
     completion_mask: Tensor | None = None,  # (B, T)
     length: int | None = None,  # T
-    std: str = "population",
+    std: AdvantageStd = "population",
     epsilon: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.choices import AdvantageStd
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -148,7 +149,7 @@ def whiten(
     completion_mask: Tensor,  # (B, T)
     *,
     shift_mean: bool = True,
-    std: str = "population",
+    std: AdvantageStd = "population",
     epsilon: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:

@@ -8,9 +8,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.choices import LogprobOutput, choices
 from grpo_kernels.token_loss.record import TokenLoss
 
-STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+STATISTICS = tuple(name for name in choices(LogprobOutput) if name != "entropy")
 
 
 @dataclass(frozen=True)

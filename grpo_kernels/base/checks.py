@@ -85,12 +85,25 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
             "deepspeed.zero.GatheredParameters([weight]) around forward and backward"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        refuse_logits("hidden", hidden, weight)
+        swapped = weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]
         raise ValueError(
             f"weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got {tuple(weight.shape)}"
+            + ("; it looks transposed, or hidden like logits: pass the hidden states before lm_head" if swapped else "")
         )
     if bias is not None:
         check_tensor("bias", bias, like=hidden, floating=True)
         check_shape("bias", bias, ("(V,)", (weight.shape[0],)))
+
+
+def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
+    """Raise ValueError if what should be hidden states (..., H) is as wide as weight (V, H) has rows, and H < V."""
+    if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
+        raise ValueError(
+            f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
+            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}: these look like logits: pass the hidden states before "
+            "lm_head"
+        )
 
 
 def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
@@ -98,7 +111,20 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
     check_tensor(name, ids, like=hidden)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
-    check_shape(name, ids, ("hidden.shape[:-1]", tuple(hidden.shape[:-1])))
+    shape, got = tuple(hidden.shape[:-1]), tuple(ids.shape)
+    if shape != got:
+        raise ValueError(f"{name}: expected shape hidden.shape[:-1] = {shape}, got {got}{_shift(shape, got)}")
+
+
+def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
+    """What to do where positions of hidden states and ids differ by one: nothing is shifted here."""
+    more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
+    why = "; what predicts token t is position t - 1"
+    if more == 1:
+        return f"{why}: drop the last position, hidden[..., :-1, :], if the first one predicts the first id"
+    if more == -1:
+        return f"{why}: drop the first id, [..., 1:], if hidden begins with the position of that id"
+    return ""
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:

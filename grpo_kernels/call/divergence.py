@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number
+from grpo_kernels.base.choices import DivergenceName, DivergenceOutput, choices
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.expected import Expectation, ExpectedRows, even_or_given, read_expected
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -22,8 +23,8 @@ from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.token_loss.record import TokenLoss
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
-OUTPUTS = ("entropy", "logps")
+DIVERGENCES = choices(DivergenceName)
+OUTPUTS = choices(DivergenceOutput)
 
 
 def beta_of(divergence: Any, beta: Any) -> float:

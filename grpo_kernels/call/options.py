@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import check_backend
 from grpo_kernels.base.checks import check_budget, check_shape, check_tensor
+from grpo_kernels.base.choices import GradientName, LogitsDtype
 from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import check_engine
@@ -39,7 +40,7 @@ class Execution:
     sequence_group: ProcessGroup | None = None
     needs_grad: NeedsGrad | None = None  # which gradients; None: those of the tensors that train
     dtype: torch.dtype | None = None  # of the products' operands; None: `LMHead.compute_dtype`
-    gradient: str | SparseGradient = "exact"  # or "sparse"
+    gradient: GradientName | SparseGradient = "exact"
 
     def described(self) -> dict[str, Any]:
         """What ranks have to be asked alike."""
@@ -54,7 +55,7 @@ class HeadOptions:
     temperature: float | Tensor = 1.0  # a number, or one per position
     final_logit_softcapping: float | None = None
     logit_scale: float = 1.0
-    logits_dtype: str = "float32"
+    logits_dtype: LogitsDtype = "float32"
 
     @staticmethod
     def of(config: LossConfig) -> HeadOptions:

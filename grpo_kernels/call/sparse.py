@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_number
+from grpo_kernels.base.choices import GradientName, choices
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.engine.thinning import Spent, Thinning, seed_of
 from grpo_kernels.head.lm_head import LMHead
+
+NAMES = choices(GradientName)
 
 
 class SparseGradient:
@@ -90,7 +93,7 @@ def sparse_gradient(gradient: Any) -> SparseGradient | None:
     """
     if isinstance(gradient, SparseGradient):
         return gradient
-    if gradient not in ("exact", "sparse"):
+    if gradient not in NAMES:
         raise ValueError(f"gradient: expected 'exact', 'sparse' or a SparseGradient, got {gradient!r}")
     return SparseGradient() if gradient == "sparse" else None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_gather, check_mask, check_number, check_shape, check_tensor
+from grpo_kernels.base.choices import TopKDivergenceName, TopKOutput, choices
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.expected import even_or_given
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -23,8 +24,8 @@ from grpo_kernels.engine.top_k import Measure, TopKTeacher
 from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.head.lm_head import LMHead
 
-DIVERGENCES = ("forward_kl", "reverse_kl")
-OUTPUTS = ("student_mass",)
+DIVERGENCES = choices(TopKDivergenceName)
+OUTPUTS = choices(TopKOutput)
 
 
 def measure_of(

@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.choices import DivergenceName
 from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.logprob import linear_logprob
@@ -27,6 +28,7 @@ Pairs = dict[str, tuple[Any, Any]]  # name of a result -> ours, the float64 one
 TOLERANCE = 2e-5  # of the largest element of each result; float32 comes to about 1e-6 at these sizes
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 9, 16, 67
+DIVERGENCES: tuple[DivergenceName, ...] = get_args(DivergenceName)
 
 # name -> what differs from: dapo, token ratios, old log-probabilities given, a trainable head
 CASES: dict[str, dict[str, Any]] = {
@@ -67,7 +69,7 @@ def run(devices: Sequence[torch.device]) -> list[Check]:
         checks.append(_check("linear_logprob: bias, soft-cap, scale", device, partial(_logprob_case, device)))
         checks += [
             _check(f"linear_divergence: {name}", device, partial(_divergence_case, name, device))
-            for name in ("reverse_kl", "forward_kl", "jsd")
+            for name in DIVERGENCES
         ]
     return checks
 
@@ -191,7 +193,7 @@ def _full_logits(
     return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
-def _divergence_case(name: str, device: torch.device) -> Pairs:
+def _divergence_case(name: DivergenceName, device: torch.device) -> Pairs:
     """`linear_divergence` in float32 and in float64, of the same float32 values."""
     draw = torch.Generator().manual_seed(len(CASES))
     given = [torch.randn(shape, generator=draw) for shape in ((TIME, HIDDEN), (VOCAB, HIDDEN)) * 2]

@@ -21,11 +21,12 @@ else), but it is of no use to several of them. Two passes serve all.
 Rows whose coefficients are certain to be 0 are only projected, in score, frozen and one_pass; in two_pass and lean, so
 are all rows whose coefficients came out 0.
 
-A new engine is a record here, and its passes (`passes.py`).
+A new engine is a name in `base.choices`, a record here, and its passes (`passes.py`).
 """
 
 from __future__ import annotations
 
+from grpo_kernels.base.choices import EngineName, choices
 from grpo_kernels.engine.passes import recompute, recompute_slices, score, score_without_logits, store
 from grpo_kernels.engine.request import Coupling, Engine, Situation, Stored
 
@@ -81,14 +82,15 @@ SCORE_DOT = Engine(
 
 # In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are
 # for special ends: `lean` where memory is short, `score_dot` where it is asked for.
-_ENGINES = {engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN, SCORE_DOT)}
+_ENGINES: dict[str, Engine] = {engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN, SCORE_DOT)}
 ENGINES = tuple(_ENGINES)
+NAMES = choices(EngineName)  # what calls take: "auto" and those
 
 
 def check_engine(name: object) -> None:
     """Raise ValueError unless `name` is ``"auto"`` or one of `ENGINES`."""
-    if name not in ("auto", *ENGINES):
-        raise ValueError(f"engine: expected one of auto, {', '.join(ENGINES)}, got {name!r}")
+    if name not in NAMES:
+        raise ValueError(f"engine: expected one of {', '.join(NAMES)}, got {name!r}")
 
 
 def engine_named(name: str) -> Engine:
@@ -112,3 +114,16 @@ def choose_engine(call: Situation, name: str = "auto") -> Engine:
         needs = engine.needs.format(coupling=call.coupling.value)
         raise ValueError(f"engine: expected one that gives this gradient, got {name!r}, which needs {needs}")
     return SCORE if call.no_gradient and engine is not SCORE_DOT else engine
+
+
+def why_engine(engine: Engine, call: Situation, name: str = "auto") -> str:
+    """Why `choose_engine` came to `engine`, in words."""
+    if call.no_gradient and engine is SCORE:
+        return "no gradient is wanted"
+    if name != "auto":
+        return "asked for"
+    if engine.comes_first(call):
+        return "memory is short"
+    parts = {(True, True): "hidden states and head train", (True, False): "hidden states train"}
+    trains = parts.get((call.hidden_trains, call.head_trains), "the head trains")
+    return f"the cheapest where {trains}, and a token's share of the gradient is known {call.coupling.value}"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.base.choices import EngineName
 from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Head, HeadConfig, Rows
 from grpo_kernels.token_loss.record import TokenLoss
@@ -70,7 +71,7 @@ class Stored(Enum):
 class Engine:
     """One way to a call's results and gradients."""
 
-    name: str
+    name: EngineName
     stores: Stored
     serves: Callable[[Situation], bool]
     needs: str  # what `serves` asks, in words; {coupling} stands for when the coefficients are known

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor, refuse_logits
 
 SAME = "same"
 
@@ -44,6 +44,7 @@ class ReferenceHead:
         shape = (*hidden.shape[:-1], width)
         check_shape(f"{self.prefix}hidden", self.hidden, ("(*that of hidden without H, H')", shape))
         vocab = weight.shape[0]
+        refuse_logits(f"{self.prefix}hidden", self.hidden, self.weight)
         if tuple(self.weight.shape) != (vocab, width):
             raise ValueError(
                 f"{self.prefix}weight: expected shape (V, H') = {(vocab, width)}, of the ids of weight, got "

@@ -2,7 +2,7 @@
 
 ``LigerFusedLinearGRPOLoss`` is what TRL up to 1.12, ms-swift and Axolotl call where ``use_liger_kernel`` is on. Take
 the class from here, or leave the trainer as it is and call `patch_liger` before it builds its loss; only that needs
-liger-kernel. Where Liger's loss is not TRL's, this one is TRL's: docs/trainers.md, "Liger's call", has the list.
+liger-kernel. Where Liger's loss is not TRL's, this one is TRL's: docs/start/liger.md has the list.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
+from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.call.options import check_options
 from grpo_kernels.config import LossConfig
@@ -23,6 +24,7 @@ from grpo_kernels.integrations.liger_distillation import (
     LigerFusedLinearJSDLoss,
     liger_fused_linear_jsd,
 )
+from grpo_kernels.integrations.packages import needed
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import LossOutput, grpo_loss
@@ -53,8 +55,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         loss_type: ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"``, ``"cispo"``, ``"sapo"``, ``"luspo"``, ``"vespo"``.
         max_completion_length: needed for ``"dr_grpo"``.
         importance_sampling_level: ``"token"`` or ``"sequence"``; the latter not for cispo, sapo and vespo.
-        sapo_temperature_pos, sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,
-            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `LossConfig`, with Liger's defaults.
+        sapo_temperature_pos, sapo_temperature_neg: as in `LossConfig`, with Liger's defaults.
+        temperature, delta, use_bias_correction_kl: likewise.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: likewise.
         engine, backend, workspace_bytes: *ours*; as in `grpo_loss`.
 
     All may be changed afterwards, as attributes.
@@ -71,9 +74,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         chunk_size: int = 1,
         epsilon_low: float = 0.2,
         epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
+        loss_type: LossTypeName = "dapo",
         max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
+        importance_sampling_level: ImportanceSamplingLevel = "token",
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         temperature: float = 1.0,
@@ -84,8 +87,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
         *,
-        engine: str = "auto",
-        backend: str = "auto",
+        engine: EngineName = "auto",
+        backend: BackendName = "auto",
         workspace_bytes: int | None = None,
     ) -> None:
         super().__init__()
@@ -258,7 +261,7 @@ def _clipped_share(
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 
-_patches = Patches()
+_patches = Patches("liger-kernel")
 
 
 def patch_liger() -> bool:
@@ -269,9 +272,10 @@ def patch_liger() -> bool:
     warning. Calling it again has no effect.
 
     Raises:
-        ImportError: liger-kernel is not installed.
+        ImportError: liger-kernel is not installed, or has no `chunked_loss`.
     """
-    import liger_kernel.chunked_loss as chunked_loss
+    with needed("liger-kernel", "liger_kernel"):
+        import liger_kernel.chunked_loss as chunked_loss
 
     theirs = getattr(chunked_loss, NAME, None)
     if theirs is LigerFusedLinearGRPOLoss:

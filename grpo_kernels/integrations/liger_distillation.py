@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_head, check_ids, check_number, check_tensor
+from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.call.divergence import check_beta
 from grpo_kernels.call.options import check_options
 from grpo_kernels.divergence import linear_divergence_with
@@ -44,8 +45,8 @@ class LigerFusedLinearJSD(nn.Module):
         temperature: float = 1.0,
         accum_dtype: torch.dtype | None = None,
         *,
-        engine: str = "auto",
-        backend: str = "auto",
+        engine: EngineName = "auto",
+        backend: BackendName = "auto",
         workspace_bytes: int | None = None,
     ) -> None:
         super().__init__()
@@ -135,8 +136,8 @@ class LigerFusedLinearJSDLoss(nn.Module):
         chunk_size: int = 1024,
         return_soft_hard_loss: bool = False,
         *,
-        engine: str = "auto",
-        backend: str = "auto",
+        engine: EngineName = "auto",
+        backend: BackendName = "auto",
         workspace_bytes: int | None = None,
     ) -> None:
         super().__init__()

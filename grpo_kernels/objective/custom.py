@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -214,7 +215,16 @@ class CustomObjective:
             importance_sampling_ratio=maybe(tokens.importance_sampling_ratio),
             index=view(self._positions),
         )
-        per_token = self.function(inputs)
+        try:
+            per_token = self.function(inputs)
+        except (TypeError, AttributeError) as error:
+            absent = _absent_reads(self.function, inputs) if "NoneType" in str(error) else []
+            if not absent:
+                raise
+            raise ValueError(
+                f"objective: expected {', '.join(absent)} beside the loss's other arguments, since it reads "
+                f"{', '.join(f'tokens.{name}' for name in absent)}, got None"
+            ) from error
         if not isinstance(per_token, Tensor) or per_token.shape != inputs.logps.shape:
             got = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
             raise ValueError(
@@ -222,6 +232,22 @@ class CustomObjective:
                 f"got {got}"
             )
         return per_token[layout.sequence, layout.column] if self.couples_tokens else per_token
+
+
+def _absent_reads(function: PerTokenLoss, inputs: TokenInputs) -> list[str]:
+    """The inputs that are None and that `function` reads, which has failed on `inputs`: it is run again to see."""
+    read: dict[str, None] = {}
+
+    class Watched(TokenInputs):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if value is None:
+                read[name] = None
+            return value
+
+    with suppress(TypeError, AttributeError):
+        function(Watched(**{x.name: getattr(inputs, x.name) for x in fields(TokenInputs)}))
+    return [*read]
 
 
 def _difference(x: Tensor, y: Tensor, every: Tensor) -> Tensor:

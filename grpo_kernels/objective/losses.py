@@ -1,7 +1,7 @@
 """The loss types, each declared once: `LOSSES`.
 
-A new one is a record here, its formula in `token_loss.formulas` where it has one of its own (then run
-``python csrc/generate.py``), and a field of `LossConfig` for each parameter that it adds.
+A new one is a name in `base.choices`, a record here, its formula in `token_loss.formulas` where it has one of its own
+(then run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for each parameter that it adds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from grpo_kernels.base.choices import LossTypeName
 from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.objective.clipping import above_cap, outside_log_range, outside_range
 from grpo_kernels.objective.log_ratio import LogRatio, clipped_mean, of_level, sequence_log_weight
@@ -26,7 +27,7 @@ Config = Any
 class LossType:
     """What a loss type is, besides what every one of them has: KL term, entropy bonus, masks, engines."""
 
-    name: str
+    name: LossTypeName
     surrogate: str  # of `formulas.SURROGATES`
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
     normaliser: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]  # see `normaliser`

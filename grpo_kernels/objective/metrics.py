@@ -5,6 +5,7 @@ What is counted and how: `measure`. Everything stays on the device: nothing here
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -99,8 +100,19 @@ class Metrics(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._extremes:
             return self._extremes[name]
+        if name not in self._pairs:
+            raise KeyError(f"metrics: expected one of {', '.join(self._near(name))}; got {name!r}")
         total, count = self._pairs[name]
         return total / count.clamp(min=1)
+
+    def _near(self, name: object) -> list[str]:
+        """The names that may be meant, or all."""
+        names = [*self]
+        begin_so = [x for x in names if x.startswith(f"{name}/")]
+        return begin_so or difflib.get_close_matches(str(name), names) or names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pairs or name in self._extremes
 
     def __iter__(self) -> Iterator[str]:
         yield from self._pairs

@@ -75,7 +75,7 @@ def alone(ids: Tensor) -> Tensor:
 
 
 def test_every_estimator_of_verl_has_its_counterpart() -> None:
-    """The table in docs/trainers.md is complete for this release."""
+    """The table in docs/verl-losses.md is complete for this release."""
     names = {name.value for name in core_algos().AdvantageEstimator}
     grouped = {"grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "grpo_passk", "opo", "gpg"}
     token = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"}

@@ -1,4 +1,4 @@
-"""Where Liger 0.8.5 is not TRL, and by how much: the rows of docs/trainers.md, "Liger's call"."""
+"""Where Liger 0.8.5 is not TRL, and by how much: the rows of docs/start/liger.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Theirs = chunked_loss.LigerFusedLinearGRPOLoss
 
 
 class TestDifferences:
-    """Where Liger 0.8.5 is not TRL, and by how much: the rows of docs/trainers.md, "Liger's call"."""
+    """Where Liger 0.8.5 is not TRL, and by how much: the rows of docs/start/liger.md."""
 
     def pin(self, case: Case, given: dict[str, Tensor] | None = None, **settings: Any) -> float:
         """Ours is TRL's; returns how far Liger's loss is from that."""

@@ -49,3 +49,15 @@ def test_metrics_of_different_losses_do_not_merge() -> None:
             Metrics.merge(parts)
     with pytest.raises(TypeError, match=r"^parts: expected the metrics of calls, got dict"):
         Metrics.merge([dict(dapo)])  # type: ignore[list-item]
+
+
+def test_a_metric_that_is_not_there_is_answered_with_those_that_may_be_meant() -> None:
+    inputs = small_batch()
+    inputs["old_per_token_logps"] = -torch.ones(inputs["completion_ids"].shape)
+    metrics = grpo_loss(**inputs).metrics
+    for asked, near in {"clip_ratio": "clip_ratio/low_mean", "entropies": "entropy", "kl": "policy_loss"}.items():
+        with pytest.raises(KeyError, match=rf"metrics: expected one of .*{near}.*; got '{asked}'"):
+            metrics[asked]
+        assert asked not in metrics
+        assert metrics.get(asked) is None
+    assert all(name in metrics for name in metrics)

@@ -28,6 +28,7 @@ def foo(log_ratio, advantage, logp, scale):
 
 def k1('''
 EDITS = {  # file -> what is there, and what comes in its place
+    "base/choices.py": [('"sapo",', '"foo", "sapo",')],
     "objective/losses.py": [
         ('LossType("sapo",', 'LossType("foo", "foo", lambda c: (c.foo_scale,), "token_mean"), LossType("sapo",')
     ],
@@ -66,7 +67,7 @@ for old in (None, logps.detach().float() - 0.3):
 
 
 @pytest.mark.slow
-def test_three_edits_add_a_loss_with_a_parameter(tmp_path: Path) -> None:
+def test_four_edits_add_a_loss_with_a_parameter(tmp_path: Path) -> None:
     for name in ("grpo_kernels", "csrc", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "results"))
     for name, edits in EDITS.items():

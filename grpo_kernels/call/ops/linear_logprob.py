@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
 from grpo_kernels.call.ops.results import Empty
@@ -32,7 +33,7 @@ class Settings(NamedTuple):
     temperature: float  # where there are no `temperatures`
     final_logit_softcapping: float | None
     logit_scale: float
-    logits_dtype: str
+    logits_dtype: LogitsDtype
     engine: str  # not "auto"
     backend: str
     workspace_bytes: int | None

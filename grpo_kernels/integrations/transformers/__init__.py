@@ -1,6 +1,9 @@
 """The loss and log-probabilities of any causal language model of transformers."""
 
-from grpo_kernels.integrations.transformers.causal_lm import causal_lm_loss, completion_logprobs
-from grpo_kernels.integrations.transformers.head import HeadSpec, describe_head
+from grpo_kernels.integrations.packages import needed
+
+with needed("transformers", "transformers"):
+    from grpo_kernels.integrations.transformers.causal_lm import causal_lm_loss, completion_logprobs
+    from grpo_kernels.integrations.transformers.head import HeadSpec, describe_head
 
 __all__ = ["HeadSpec", "causal_lm_loss", "completion_logprobs", "describe_head"]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
@@ -32,6 +32,45 @@ from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
 from grpo_kernels.integrations.transformers.inputs import check_names
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
+
+
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    temperature: float = ...,
+    entropy: Literal[True] = ...,
+    **model_inputs: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    temperature: float = ...,
+    entropy: Literal[False],
+    **model_inputs: Any,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    temperature: float = ...,
+    entropy: bool,
+    **model_inputs: Any,
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def completion_logprobs(

@@ -1,7 +1,10 @@
 """TRL's trainers with their language-model head computed by `grpo_kernels`."""
 
-from grpo_kernels.integrations.trl.distillation import FusedDistillationTrainer
-from grpo_kernels.integrations.trl.hook import patch_trl, unpatch_trl
-from grpo_kernels.integrations.trl.trainer import FusedGRPOTrainer, FusedLossMixin
+from grpo_kernels.integrations.packages import needed
+
+with needed("'grpo-kernels[trl]'", "trl", "transformers"):
+    from grpo_kernels.integrations.trl.distillation import FusedDistillationTrainer
+    from grpo_kernels.integrations.trl.hook import patch_trl, unpatch_trl
+    from grpo_kernels.integrations.trl.trainer import FusedGRPOTrainer, FusedLossMixin
 
 __all__ = ["FusedDistillationTrainer", "FusedGRPOTrainer", "FusedLossMixin", "patch_trl", "unpatch_trl"]

@@ -21,12 +21,13 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
+from grpo_kernels.base.choices import GradientName, LogitsDtype, LogprobOutput
 from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.integrations.patching import Patches, parameters_of
-from grpo_kernels.integrations.trl import distillation
+from grpo_kernels.integrations.trl import distillation, row_count
 from grpo_kernels.integrations.trl.exact_kl import Kept, Reference
 from grpo_kernels.integrations.trl.head import ModelHead
 from grpo_kernels.logprob import Expectation, linear_logprob_with
@@ -46,7 +47,7 @@ PARAMETERS = (
     "outputs",
 )
 NEEDED = ("add_fused_lm_head", "maybe_gather_lm_head_ctx")  # TRL's own, beside the hook
-OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+OPTIONAL_OUTPUTS: tuple[LogprobOutput, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -73,8 +74,9 @@ class Rows:
     expected: Expectation | None = None
     kept: Kept | None = None
     reference: Reference | None = None
-    gradient: str | SparseGradient = "exact"
+    gradient: GradientName | SparseGradient = "exact"
     start: int = 0  # first sequence of the next call
+    last_positions: int = 0  # completion positions of the sequences of the last call
 
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
         """For each of the `rows` of the next head call its position in the flattened (B, T), -1 outside; None: unknown.
@@ -84,7 +86,7 @@ class Rows:
         """
         first, length = self.start, self.labelled.size(1)
         count = min(self.batch_size, self.labelled.size(0) - first)
-        self.start = first + count
+        self.start, self.last_positions = first + count, count * length
         if compact:
             found = self.labelled[first : first + count].reshape(-1).nonzero().squeeze(1) + first * length
             return found if found.numel() == rows else None
@@ -113,13 +115,13 @@ class FusedHead:
         chunk_size: int,
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+        outputs: tuple[LogprobOutput, ...] = OPTIONAL_OUTPUTS,
     ) -> Results:
         """(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None where `outputs` lacks the name.
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        options = {
+        options: dict[str, Any] = {
             "temperature": temperature,
             "final_logit_softcapping": final_logit_softcapping,
             "logit_scale": logit_scale,
@@ -143,7 +145,7 @@ def _score(
     lora: LoRA | None = None,
     gather: Gather | None,
     targets: Tensor,  # (N,)
-    wanted: tuple[str, ...],
+    wanted: tuple[LogprobOutput, ...],
     options: dict[str, Any],
 ) -> dict[str, Tensor]:
     """``"logps"`` and what is `wanted`, each (N,), of one head call."""
@@ -169,6 +171,9 @@ def _score(
             found = linear_logprob_with(hidden, weight, targets, outputs=wanted, **options)
     if mask is not None and fill is not None:
         found["logps"] = torch.where(mask, found["logps"], fill)
+    if not is_fake(hidden):
+        places = len(hidden) if rows is None or mask is None else rows.last_positions
+        row_count.current().add(places, mask, (found["logps"], found.get("entropy")))
     return {name: found[name] for name in ("logps", *wanted)}
 
 
@@ -253,7 +258,7 @@ def hooked() -> Iterator[None]:
         patches.restore()
 
 
-_patches = Patches()  # what `patch_trl` has done
+_patches = Patches("trl")  # what `patch_trl` has done
 
 
 class Patch(int):
@@ -269,12 +274,13 @@ class Patch(int):
             unpatch_trl()
 
 
-def patch_trl(*, logits_dtype: str = "float32") -> Patch:
+def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
     """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
 
     And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,
     configurations and losses stay TRL's; models that already have their fused head use ours from the next call
-    on. Calling it again changes nothing.
+    on. What the trainers log has ``rows/projected`` and ``rows/gradient`` besides (`row_count`), which show that it is
+    at work. Calling it again changes nothing.
 
     Args:
         logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,
@@ -305,6 +311,7 @@ def patch_trl(*, logits_dtype: str = "float32") -> Patch:
     if not distillation.compatible():
         distillation.warn_incompatible()
     distillation.patch(_patches)
+    row_count.patch(_patches)
     done = Patch(True)
     done.undoes = True
     return done
@@ -314,4 +321,5 @@ def unpatch_trl() -> None:
     """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     global _logits_dtype
     _patches.restore()
+    row_count.PATCHED.reset()
     _logits_dtype = LossConfig.logits_dtype

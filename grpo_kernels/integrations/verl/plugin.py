@@ -14,6 +14,7 @@ engine. A module that is not as in the releases we know is left as it is, after 
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from grpo_kernels.integrations.packages import needed
 from grpo_kernels.integrations.verl import distillation, forward, megatron
 
 # (object, attribute, what we put there): what a patcher asks for. It raises LookupError where verl is another.
@@ -89,9 +91,15 @@ def patch_verl() -> None:
     verl need not be imported yet: what is, is patched now; what is not, when it is imported. Models that already have
     their forward keep it, so this comes before verl builds them. Calling it again changes nothing.
 
+    Raises:
+        ModuleNotFoundError: verl is not installed.
+
     Warns:
         RuntimeWarning: this verl is not as the ones we know; the part that differs is left alone.
     """
+    with needed("'grpo-kernels[verl]'", "verl"):
+        if "verl" not in sys.modules and importlib.util.find_spec("verl") is None:
+            raise ModuleNotFoundError("No module named 'verl'", name="verl")
     if _importer not in sys.meta_path:
         sys.meta_path.insert(0, _importer)
     for name in PATCHERS:

@@ -1,0 +1,77 @@
+"""What the site adds to the files of docs/: pages made of files outside of it, and links that leave it.
+
+Files stay where they read well in a checkout, so links between them are relative. A link to a file of the repository
+that has no page becomes a link into `repo_url`, where one is set, else its text alone. One to a file that is not there
+is a warning, and so an error. In the API pages the name of something public leads to its entry.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from check import public_names
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+log = get_plugin_logger(__name__)
+
+ROOT = Path(__file__).parents[2]
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # of the repository: of the site
+LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>[^()\s]+)\)")
+# Not the names of objectives and presets, which are those of loss types, too.
+NAMES = {
+    name.rpartition(".")[2]: name
+    for module in ("", ".advantages", ".integrations.transformers", ".integrations.trl", ".integrations.verl")
+    for name in public_names(f"grpo_kernels{module}")
+}
+CODE = re.compile(rf"<code>({'|'.join(NAMES)})</code>(?!</a>)")
+FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds a page for each of `PAGES`."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrites the links of a page, outside of its code blocks."""
+    uri = page.file.src_uri
+    generated = {to: source for source, to in PAGES.items()}
+    source = Path(generated[uri]) if uri in generated else Path("docs") / uri
+
+    def rewritten(link: re.Match[str]) -> str:
+        return _rewritten(link, source, page, config, files)
+
+    parts = FENCE.split(markdown)
+    return "".join(part if part.startswith("```") else LINK.sub(rewritten, part) for part in parts)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links names in the API pages, and takes out the second colon by which docstrings announce a block of code."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    html = html.replace("::</p>", ":</p>")
+    return CODE.sub(lambda code: f'<autoref identifier="{NAMES[code[1]]}" optional>{code[0]}</autoref>', html)
+
+
+def _rewritten(link: re.Match[str], source: Path, page: Page, config: MkDocsConfig, files: Files) -> str:
+    text, target = link["text"], link["target"]
+    path, _, anchor = target.partition("#")
+    if not path or ":" in path:
+        return link[0]
+    named = os.path.normpath(source.parent / path)
+    uri = PAGES.get(named, named.removeprefix("docs/") if named.startswith("docs/") else None)
+    if uri is not None and files.get_file_from_path(uri):
+        here = os.path.relpath(uri, Path(page.file.src_uri).parent)
+        return f"[{text}]({here}{'#' + anchor if anchor else ''})"
+    if not (ROOT / named).exists():
+        log.warning(f"{source}: [{text}]({target}) leads to {named}, which does not exist")
+    if config.repo_url:
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{named})"
+    return text if "`" in text or text != path.removeprefix("../") else f"`{named}`"

@@ -1,0 +1,30 @@
+"""The names that options take, each list once: types for type checkers, of which the checks at run time are made."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+LossTypeName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
+ImportanceSamplingLevel = Literal["token", "sequence"]
+KLEstimator = Literal["k1", "k2", "k3", "full"]
+SamplingMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+LogitsDtype = Literal["float32", "input"]
+
+EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean", "score_dot"]
+BackendName = Literal["auto", "torch", "triton", "cpp"]
+GradientName = Literal["exact", "sparse"]
+
+LogprobOutput = Literal["entropy", "log_sum_sq_probs", "mean_logits", "is_top1"]
+DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
+DivergenceOutput = Literal["entropy", "logps"]
+TopKDivergenceName = Literal["forward_kl", "reverse_kl"]
+TopKOutput = Literal["student_mass"]
+
+AdvantageScale = Literal["group", "batch", "none"]
+AdvantageStd = Literal["sample", "population"]
+RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
+
+def choices(of: Any) -> tuple[str, ...]:
+    """The names that a type of this file allows, in its order."""
+    return get_args(of)

@@ -1,0 +1,133 @@
+"""The keyword arguments of public functions that others hand on, for type checkers.
+
+``def linear_divergence(..., **options: Unpack[DivergenceKeywords])`` has the options of `linear_divergence_with`, each
+with its type. That names and types are those of the functions themselves is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypedDict
+
+from torch import Tensor
+
+from grpo_kernels.base.choices import (
+    BackendName,
+    DivergenceName,
+    DivergenceOutput,
+    EngineName,
+    GradientName,
+    LogitsDtype,
+    TopKDivergenceName,
+    TopKOutput,
+)
+from grpo_kernels.call.expected import Expectation, Expected
+from grpo_kernels.call.sparse import SparseGradient
+from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.lora import LoRA
+from grpo_kernels.head.reference import ReferenceHead
+from grpo_kernels.objective.custom import TokenInputs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ExecutionKeywords(TypedDict, total=False):
+    """How a call is computed."""
+
+    engine: EngineName
+    backend: BackendName
+    workspace_bytes: int | None
+
+
+class HeadKeywords(TypedDict, total=False):
+    """What every call takes of a head, but its bias."""
+
+    lora: LoRA | None
+    process_group: ProcessGroup | None
+    vocab_size: int | None
+    gradient: GradientName | SparseGradient
+
+
+class LogitKeywords(TypedDict, total=False):
+    """What is done to logits; a loss has it in its config."""
+
+    temperature: float | Tensor
+    final_logit_softcapping: float | None
+    logit_scale: float
+    logits_dtype: LogitsDtype
+
+
+class LossModuleKeywords(HeadKeywords, total=False):
+    """Of `grpo_loss`: those that are not `GRPOLoss`'s own, but the bias."""
+
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_sampling_ratio: Tensor | None
+    num_items_in_batch: float | Tensor | None
+    cu_seqlens: Tensor | None
+    sequence_group: ProcessGroup | None
+    gather: Gather | None
+    reference: ReferenceHead | None
+
+
+class LossKeywords(LossModuleKeywords, ExecutionKeywords, total=False):
+    """Of `grpo_loss`: all but config and bias."""
+
+    objective: Callable[[TokenInputs], Tensor] | None
+
+
+class LogprobKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
+    """Of `linear_logprob`: all but entropy and bias."""
+
+    mask: Tensor | None
+    expected: Expected | None
+
+
+class KeptSetKeywords(TypedDict, total=False):
+    """Of `kept_set_logprob`: all but entropy."""
+
+    bias: Tensor | None
+    mask: Tensor | None
+    temperature: float | Tensor
+    final_logit_softcapping: float | None
+    logit_scale: float
+    workspace_bytes: int | None
+
+
+class DivergenceKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
+    """Of `linear_divergence`: all but the biases."""
+
+    mask: Tensor | None
+    divergence: DivergenceName
+    beta: float | None
+    teacher_final_logit_softcapping: float | None
+    teacher_logit_scale: float
+    expected: Tensor | tuple[Tensor, Tensor] | Expectation | None
+    gather: Gather | None
+
+
+class DivergenceWithKeywords(DivergenceKeywords, total=False):
+    """Of `linear_divergence_with`: all but the biases."""
+
+    outputs: tuple[DivergenceOutput, ...]
+    ids: Tensor | None
+
+
+class TopKKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
+    """Of `topk_divergence`: all but the bias."""
+
+    mask: Tensor | None
+    divergence: TopKDivergenceName
+    tail: bool | None
+    log_prob_min_clamp: float | None
+    loss_max_clamp: float | None
+    expected: Tensor | None
+    gather: Gather | None
+
+
+class TopKWithKeywords(TopKKeywords, total=False):
+    """Of `topk_divergence_with`: all but the bias."""
+
+    outputs: tuple[TopKOutput, ...]

@@ -1,0 +1,57 @@
+"""Types for annotations of your own: the names that options take, and keyword arguments that are handed on.
+
+::
+
+    from grpo_kernels.typing import BackendName, LossFields
+
+    def make_loss(backend: BackendName, **fields: Unpack[LossFields]) -> GRPOLoss:
+        return GRPOLoss(backend=backend, **fields)
+
+A plain ``str`` is not one of these names to a type checker. One that is read at run time, from a command line say, is
+checked by `LossConfig` and by the calls: ``cast(BackendName, arguments.backend)``.
+"""
+
+from grpo_kernels.base.choices import (
+    AdvantageScale,
+    AdvantageStd,
+    BackendName,
+    DivergenceName,
+    DivergenceOutput,
+    EngineName,
+    GradientName,
+    ImportanceSamplingLevel,
+    KLEstimator,
+    LogitsDtype,
+    LogprobOutput,
+    LossTypeName,
+    RewardAggregation,
+    SamplingMode,
+    TopKDivergenceName,
+    TopKOutput,
+)
+from grpo_kernels.call.expected import Expected
+from grpo_kernels.call.keywords import (
+    DivergenceKeywords,
+    DivergenceWithKeywords,
+    KeptSetKeywords,
+    LogprobKeywords,
+    LossKeywords,
+    LossModuleKeywords,
+    TopKKeywords,
+    TopKWithKeywords,
+)
+from grpo_kernels.engine.request import Gather
+from grpo_kernels.objective.custom import PerTokenLoss
+from grpo_kernels.objective.keywords import LossFields
+
+__all__ = [
+    # names
+    "AdvantageScale", "AdvantageStd", "BackendName", "DivergenceName", "DivergenceOutput", "EngineName", "GradientName",
+    "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput", "LossTypeName", "RewardAggregation",
+    "SamplingMode", "TopKDivergenceName", "TopKOutput",
+    # keyword arguments
+    "DivergenceKeywords", "DivergenceWithKeywords", "KeptSetKeywords", "LogprobKeywords", "LossFields", "LossKeywords",
+    "LossModuleKeywords", "TopKKeywords", "TopKWithKeywords",
+    # arguments
+    "Expected", "Gather", "PerTokenLoss",
+]  # fmt: skip

@@ -1,0 +1,115 @@
+"""Mistakes that many make once: the error says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels import (
+    TokenInputs,
+    attach,
+    grpo_loss,
+    kept_set_logprob,
+    linear_divergence,
+    linear_logprob,
+    policy_loss_from_logps,
+    token_level,
+)
+from tests.support.small_batch import small_batch
+
+BATCH = small_batch()
+HIDDEN, WEIGHT, IDS = BATCH["hidden"], BATCH["weight"], BATCH["completion_ids"]
+LOGITS = HIDDEN @ WEIGHT.T
+SHARED = {name: x for name, x in BATCH.items() if name not in ("hidden", "weight", "completion_ids")}
+HEAD = attach(nn.Linear(*reversed(WEIGHT.shape), bias=False))
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "grpo_loss": lambda hidden, ids: grpo_loss(hidden, WEIGHT, ids, **SHARED),
+    "linear_logprob": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids),
+    "kept_set_logprob": lambda hidden, ids: kept_set_logprob(hidden, WEIGHT, ids, ids[..., None]),
+    "attach": lambda hidden, ids: HEAD.logprobs(hidden, ids),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_logits_in_the_place_of_hidden_states(call: Callable[[Tensor, Tensor], Any]) -> None:
+    vocab, width = WEIGHT.shape
+    message = (
+        rf"^hidden: expected hidden states of width H = {width}, .* got \(.*{vocab}\): these look like logits: pass the"
+    )
+    with pytest.raises(ValueError, match=message):
+        call(LOGITS, IDS)
+
+
+def test_logits_of_a_teacher() -> None:
+    with pytest.raises(
+        ValueError, match=r"^teacher_hidden: expected hidden states .*: these look like logits: pass the"
+    ):
+        linear_divergence(HIDDEN, WEIGHT, LOGITS, WEIGHT)
+
+
+def test_a_weight_with_rows_and_columns_swapped() -> None:
+    with pytest.raises(ValueError, match=r"^weight: expected shape \(V, H\) .*; it looks transposed"):
+        linear_logprob(HIDDEN, WEIGHT.T, IDS)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_one_position_or_one_id_too_many(call: Callable[[Tensor, Tensor], Any]) -> None:
+    longer = torch.cat([HIDDEN, HIDDEN[:, :1]], dim=1)
+    with pytest.raises(
+        ValueError, match=r"ids: .*token t is position t - 1: drop the last position, hidden\[\.\.\., :-1, :\]"
+    ):
+        call(longer, IDS)
+    with pytest.raises(ValueError, match=r"ids: .*token t is position t - 1: drop the first id, \[\.\.\., 1:\]"):
+        call(HIDDEN[:, :-1], IDS)
+    call(longer[..., :-1, :], IDS)  # as it says
+
+
+def with_kl(tokens: TokenInputs) -> Tensor:
+    ratio = 1.0 if tokens.importance_sampling_ratio is None else tokens.importance_sampling_ratio
+    gap = tokens.ref_per_token_logps - tokens.logps
+    return -ratio * tokens.advantages * tokens.logps + 0.1 * (gap.exp() - gap - 1)
+
+
+def by_method(tokens: TokenInputs) -> Tensor:
+    return tokens.sampling_per_token_logps.exp() * tokens.logps
+
+
+def by_function(tokens: TokenInputs) -> Tensor:
+    return torch.exp(tokens.importance_sampling_ratio) * tokens.logps
+
+
+@pytest.mark.parametrize("declare", [lambda x: x, token_level], ids=["", "token_level"])
+@pytest.mark.parametrize(
+    ("objective", "absent"),
+    [
+        (with_kl, "importance_sampling_ratio, ref_per_token_logps"),
+        (by_method, "sampling_per_token_logps"),
+        (by_function, "importance_sampling_ratio"),
+    ],
+)
+def test_an_objective_that_reads_what_was_not_given(
+    objective: Callable[[TokenInputs], Tensor], absent: str, declare: Callable[[Any], Any]
+) -> None:
+    read = ", ".join(f"tokens.{name}" for name in absent.split(", "))
+    with pytest.raises(ValueError, match=rf"^objective: expected {absent} beside .* since it reads {read}, got None$"):
+        grpo_loss(**BATCH, objective=declare(objective))
+    with pytest.raises(ValueError, match=rf"^objective: expected {absent} beside"):
+        policy_loss_from_logps(-torch.ones(IDS.shape), torch.ones(IDS.shape), **SHARED, objective=declare(objective))
+
+
+def test_an_objective_that_reads_a_reference_which_is_there() -> None:
+    given = {"ref_per_token_logps": -torch.ones(IDS.shape)}
+    assert grpo_loss(**BATCH, **given, objective=with_kl).loss.isfinite()
+
+
+def test_an_objectives_own_mistake_stays_its_own() -> None:
+    def wrong(tokens: TokenInputs) -> Any:
+        return tokens.logps + None  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="NoneType"):
+        grpo_loss(**BATCH, objective=wrong)

@@ -1,0 +1,250 @@
+"""docs/recipes.md: every block of Python runs as it stands there, and gives what the trainer's own way gives."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import make_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+pytest.importorskip("transformers")
+
+from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss, unpatch_liger
+from tests.support import tiny_architectures as tiny
+from tests.support import trainer_stand_ins as theirs
+from tests.support.model_checks import text_batch
+from tests.support.trainer_stand_ins import module
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)$", PAGE, flags=re.M)[1:])] * 2, strict=True))
+BLOCKS = {name: re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) for name, text in SECTIONS.items()}
+
+
+def run(section: str, index: int = 0) -> dict[str, Any]:
+    """The names that a block makes."""
+    names: dict[str, Any] = {"__name__": "my_module"}
+    exec(compile(BLOCKS[section][index], f"recipes.md: {section}", "exec"), names)
+    return names
+
+
+def assert_same(
+    compute: Callable[[], tuple[Tensor, ...]], parameters: list[Tensor], section: str, index: int = 0
+) -> None:
+    """What `compute` returns, and its gradients, before and after a block of the page has run."""
+    found = []
+    for recipe in (False, True):
+        if recipe:
+            run(section, index)
+        results = compute()
+        torch.manual_seed(3)
+        loss = sum((torch.randn_like(x) * x).sum() for x in results if x.requires_grad)
+        found.append(([x.detach() for x in results], torch.autograd.grad(loss, parameters)))
+    assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def batch() -> SimpleNamespace:
+    model = tiny.text_model("qwen3", torch.float64)
+    ids, attention_mask = text_batch()
+    count = 4
+    return SimpleNamespace(
+        model=model, parameters=[*model.parameters()], ids=ids, attention_mask=attention_mask, count=count,
+        mask=attention_mask[:, -count:].double(),
+    )  # fmt: skip
+
+
+def test_openrlhfs_actor_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
+    actor_class = type("Actor", (theirs.Actor,), {})
+    module(monkeypatch, "openrlhf.models.actor", Actor=actor_class)
+    actor = actor_class(batch.model, 0.7)
+
+    def compute() -> tuple[Tensor, ...]:
+        options = {"ring_attn_group": None, "packed_seq_lens": None, "return_output": True, "return_entropy": True}
+        logps, output = actor(batch.ids, batch.mask, attention_mask=batch.attention_mask, **options)
+        return logps, output.entropy[:, -batch.count :] * batch.mask
+
+    assert_same(compute, batch.parameters, "OpenRLHF")
+    with pytest.raises(NotImplementedError, match="pixel_values"):
+        actor(batch.ids, batch.mask, batch.attention_mask, pixel_values=batch.mask)
+
+
+def test_skyrls_wrapper_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
+    wrapper_class = type("HFModelWrapper", (theirs.HFModelWrapper,), {})
+    module(monkeypatch, "skyrl.backends.skyrl_train.workers.model_wrapper", HFModelWrapper=wrapper_class)
+    wrapper = wrapper_class(batch.model)
+
+    def compute() -> tuple[Tensor, ...]:
+        options = {"temperature": 0.7, "return_output": True, "compute_entropy": True, "pixel_values": None}
+        logps, output = wrapper(batch.ids, batch.count, attention_mask=batch.attention_mask, **options)
+        return logps * batch.mask, output["entropy"][:, -batch.count - 1 : -1] * batch.mask
+
+    assert_same(compute, batch.parameters, "SkyRL")
+
+
+def clipped(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    ratio = (logps - old).exp()
+    return -(torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) * mask).sum()
+
+
+def assert_clipped(loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Any], *shape: int) -> None:
+    logps = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    old, advantages, mask = torch.randn_like(logps), torch.randn_like(logps), torch.rand(shape) < 0.7
+    (expected,) = torch.autograd.grad(clipped(logps, old, advantages, mask), logps)
+    loss = loss_of(logps, old, advantages, mask)
+    assert_close(loss, clipped(logps, old, advantages, mask))
+    assert_close(torch.autograd.grad(loss, logps)[0], expected)
+
+
+def test_skyrls_registered_loss_is_a_sum_of_clipped_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[str, Any] = {}
+    register = lambda name: lambda function: registered.setdefault(name, function)  # noqa: E731
+    module(monkeypatch, "skyrl.backends.skyrl_train.utils.ppo_utils", register_policy_loss=register)
+    run("SkyRL", 1)
+    config = SimpleNamespace(eps_clip_low=0.2, eps_clip_high=0.28)
+    assert_clipped(lambda x, old, a, mask: registered["dapo"](x, old, a, config, mask.double())[0], 3, 5)
+
+
+def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "prime_rl.trainer.models.layers.lm_head"
+    heads = module(monkeypatch, name, FusedOutputLinear=theirs.FusedOutputLinear, PrimeLmOutput=dict)
+    weight, hidden = torch.randn(33, 8, dtype=torch.float64), torch.randn(2, 6, 8, dtype=torch.float64)
+    weight, hidden = nn.Parameter(weight), nn.Parameter(hidden)
+    labels, temperature = torch.randint(33, (2, 6)), torch.rand(2, 6, dtype=torch.float64) + 0.5
+
+    def compute() -> tuple[Tensor, ...]:
+        head = heads.FusedOutputLinear(8, 33, chunk_size=4)
+        head.weight = weight
+        output = head(hidden, labels, temperature=temperature)
+        return output["logprobs"], output["entropy"]
+
+    assert_same(compute, [weight, hidden], "prime-rl")
+
+
+def test_prime_rls_custom_loss_is_a_sum_of_clipped_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = make_dataclass("LossOutputs", ["loss", "metrics"])
+    module(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=outputs)
+    my_loss = run("prime-rl", 1)["my_loss"]
+
+    def loss_of(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        inputs = {"inference_logprobs": old, "advantages": advantages, "loss_mask": mask}
+        loss: Tensor = my_loss(SimpleNamespace(trainer_logprobs=logps, **inputs), epsilon_high=0.28).loss
+        return loss
+
+    assert_clipped(loss_of, 9)
+
+
+def test_open_instructs_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
+    utils = module(monkeypatch, "open_instruct.grpo_utils", forward_for_logprobs=theirs.forward_for_logprobs)
+    batch.model.config.use_cache = False
+    ids = batch.ids[:1].clamp(min=1)
+    ids[0, -2:] = 0  # padding
+    length = ids.shape[1]
+    positions = torch.cat([torch.arange(4), torch.arange(length - 4)])[None]  # two sequences in one row
+
+    def compute() -> tuple[Tensor, ...]:
+        found = utils.forward_for_logprobs(batch.model, ids, None, positions, 0, 0.7, return_entropy=True)
+        return tuple(x * (ids[:, 1:] != 0) for x in found)
+
+    assert_same(compute, batch.parameters, "Open-Instruct")
+
+
+def test_ms_swifts_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
+    trainer_class = type("GRPOTrainer", (theirs.SwiftTrainer,), {})
+    module(monkeypatch, "swift.rlhf_trainers.grpo_trainer", GRPOTrainer=trainer_class)
+    inputs = {"input_ids": batch.ids, "attention_mask": batch.attention_mask}
+
+    def compute() -> tuple[Tensor, ...]:
+        trainer: Any = trainer_class()
+        found = trainer._get_logps_via_local_forward(batch.model, {**inputs}, batch.count, batch.ids, True)
+        return tuple(x * batch.mask for x in found)
+
+    assert_same(compute, batch.parameters, "ms-swift", 1)
+
+
+@pytest.fixture
+def liger() -> Iterator[Any]:
+    yield pytest.importorskip("liger_kernel.chunked_loss")
+    unpatch_liger()
+
+
+def test_ms_swift_and_axolotl_construct_our_class(monkeypatch: pytest.MonkeyPatch, liger: Any) -> None:
+    run("ms-swift")
+    assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
+    unpatch_liger()
+    assert liger.LigerFusedLinearGRPOLoss is not LigerFusedLinearGRPOLoss
+    module(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
+    run("Axolotl")["FusedLoss"]().register({})
+    assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
+
+
+def test_torchtunes_loss_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torchtune.dev.rl.linear_grpo_loss"
+    losses = module(monkeypatch, name, LinearGRPOLoss=theirs.LinearGRPOLoss)
+    model: Any = SimpleNamespace(output=nn.Linear(8, 33, bias=False, dtype=torch.float64))
+    hidden = nn.Parameter(torch.randn(3, 6, 8, dtype=torch.float64))
+    targets, reference = torch.randint(33, (3, 6)), torch.randn(3, 6, dtype=torch.float64) - 3
+    mask, advantages = torch.ones(3, 6, dtype=torch.bool), torch.randn(3, dtype=torch.float64)
+    mask[0, 4:] = False
+    inputs = {"pi_old_outputs": hidden, "pi_outputs": targets, "ref_outputs": reference, "advantages": advantages}
+    found = []
+    for loss_class in (losses.LinearGRPOLoss, run("torchtune")["FusedGRPOLoss"]):
+        loss_fn = loss_class(kl_coeff=0.04)
+        loss_fn.set_model_output(model)
+        *results, logps = loss_fn(**inputs, padding_masks=mask)
+        gradients = torch.autograd.grad(results[0], [hidden, model.output.weight])
+        found.append(([x.detach() for x in (*results, logps * mask)], gradients))
+    assert_close(found[1], found[0], check_dtype=False)
+
+
+def test_nemo_rls_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    module(monkeypatch, "megatron.core.tensor_parallel", gather_from_sequence_parallel_region=lambda x, **options: x)
+    name = "from_parallel_hidden_states_to_logprobs"
+    utils = module(monkeypatch, "nemo_rl.distributed.model_utils", **{name: theirs.parallel_logprobs})
+    hidden, weight = (nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((6, 2, 8), (33, 8)))
+    target = torch.randint(33, (2, 6))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def compute() -> tuple[Tensor, ...]:
+        options = {"vocab_start_index": 0, "vocab_end_index": 33, "tp_group": dist.group.WORLD, "chunk_size": 4}
+        return (getattr(utils, name)(hidden, weight, None, target, **options, inference_only=False, cp_group=None),)
+
+    try:
+        assert_same(compute, [hidden, weight], "NeMo-RL")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    ray = module(monkeypatch, "my_ray", init=lambda *args, **options: started.append(options))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    apply = print
+    module(monkeypatch, "my_patches", apply=apply)
+    trainer: list[str] = []
+
+    def run_module(name: str, run_name: str) -> None:
+        trainer.append(name)
+        ray.init(runtime_env={"env_vars": {"A": "1"}}, num_cpus=1)
+
+    monkeypatch.setattr("runpy.run_module", run_module)
+    run("Where the lines have to run")
+    assert trainer == ["openrlhf.cli.train_ppo_ray"]
+    environment = {"env_vars": {"A": "1"}, "worker_process_setup_hook": apply}
+    assert started == [{"runtime_env": environment, "num_cpus": 1}]
+
+
+def test_every_block_has_its_test() -> None:
+    source = Path(__file__).read_text()
+    for section, blocks in BLOCKS.items():
+        for index in range(len(blocks)):
+            call = f'"{section}", {index})' if index else f'"{section}")'
+            assert call in source, f"{section}, block {index}"

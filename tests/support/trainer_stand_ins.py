@@ -1,0 +1,175 @@
+"""What docs/recipes.md puts its lines into: the trainers' names and signatures, in plain torch of our own, from logits.
+
+Each function puts the stand-ins of one trainer where its modules would be imported from.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
+    """A module of that name, importable with all the packages that it is in."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        full = ".".join(parts[:end])
+        if full not in sys.modules or full == name:
+            monkeypatch.setitem(sys.modules, full, ModuleType(full))
+            if end > 1:
+                package = sys.modules[".".join(parts[: end - 1])]
+                monkeypatch.setattr(package, parts[end - 1], sys.modules[full], raising=False)
+    made = sys.modules[name]
+    vars(made).update(contents)
+    return made
+
+
+def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `ids` and entropies, shaped like `ids`, from logits that predict them."""
+    logps = logits.log_softmax(-1)
+    return logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
+
+
+def next_scores(model: nn.Module, ids: Tensor, attention_mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of every token but the first: (B, L - 1) each."""
+    positions = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+    logits = model(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False).logits
+    return scores_of(logits[:, :-1] / temperature, ids[:, 1:])
+
+
+class Actor(nn.Module):
+    """OpenRLHF's, as its PPO calls it."""
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature, self.packing_samples = model, temperature, False
+
+    def forward(
+        self,
+        sequences: Tensor,
+        action_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_output: bool = False,
+        allgather_logits: bool = False,
+        return_logprobs: bool = False,
+        ring_attn_group: Any = None,
+        packed_seq_lens: Any = None,
+        return_entropy: bool = False,
+    ) -> Any:
+        logps, entropies = next_scores(self.model, sequences, attention_mask, self.temperature)
+        logps = logps[:, -action_mask.shape[1] :] * action_mask
+        return (logps, SimpleNamespace(entropy=entropies)) if return_output else logps
+
+
+class HFModelWrapper(nn.Module):
+    """SkyRL's; entropies stay where the token before them is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.remove_microbatch_padding, self.sequence_parallel_size, self.is_vlm = model, False, 1, False
+
+    def forward(
+        self,
+        sequences: Tensor,
+        num_actions: int,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        return_output: bool = False,
+        compute_entropy: bool = False,
+        entropy_requires_grad: bool = True,
+        pixel_values: Any = None,
+        image_grid_thw: Any = None,
+    ) -> Any:
+        logps, entropies = next_scores(self.model, sequences, attention_mask, temperature)
+        entropies = nn.functional.pad(entropies, (0, 1))
+        entropies = entropies if entropy_requires_grad else entropies.detach()
+        logps = logps[:, -num_actions:]
+        return (logps, {"entropy": entropies}) if return_output else logps
+
+
+class SwiftTrainer:
+    """The method of ms-swift's GRPOTrainer that scores, and what it reads."""
+
+    temperature = 0.7
+    template = SimpleNamespace(padding_free=False)
+
+    def _get_logps_via_local_forward(
+        self, model: nn.Module, model_inputs: Any, logits_to_keep: int, input_ids: Tensor, compute_entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        logits = model(**model_inputs, logits_to_keep=logits_to_keep + 1).logits[:, -logits_to_keep - 1 : -1]
+        return scores_of(logits / self.temperature, input_ids[:, -logits_to_keep:])
+
+
+def forward_for_logprobs(
+    model: nn.Module,
+    query_responses: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
+    pad_token_id: int,
+    temperature: float,
+    return_entropy: bool = False,
+    pass_olmo_core_doc_lens: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Open-Instruct's."""
+    logits = model(input_ids=query_responses, attention_mask=attention_mask, position_ids=position_ids).logits
+    logps, entropies = scores_of(logits[:, :-1] / temperature, query_responses[:, 1:])
+    return logps, entropies.detach() if return_entropy else None
+
+
+class FusedOutputLinear(nn.Linear):
+    """prime-rl's."""
+
+    def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.chunk_size = chunk_size
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None) -> Any:
+        logps, entropies = scores_of(super().forward(hidden) / temperature[..., None], labels)
+        return {"logprobs": logps, "entropy": entropies}
+
+
+class LinearGRPOLoss(nn.Module):
+    """torchtune's: on-policy, a k3 term, a mean over each sequence and then over sequences."""
+
+    def __init__(self, num_output_chunks: int = 8, epsilon: float = 0.1, kl_coeff: float = 0.1) -> None:
+        super().__init__()
+        self.kl_coeff, self.linear_projection = kl_coeff, None
+
+    def set_model_output(self, model: Any) -> None:
+        model.skip_output_layer = True
+        self.linear_projection = model.output
+
+    def forward(
+        self,
+        pi_old_outputs: Tensor,  # hidden states
+        pi_outputs: Tensor,  # targets
+        ref_outputs: Tensor,  # log-probabilities
+        advantages: Tensor,
+        padding_masks: Tensor,
+    ) -> tuple[Tensor, ...]:
+        logps, _ = scores_of(self.linear_projection(pi_old_outputs), pi_outputs)
+        policy = (logps - logps.detach()).exp() * advantages[:, None]
+        kl = (ref_outputs - logps).exp() - (ref_outputs - logps) - 1
+        means = [((x * padding_masks).sum(1) / padding_masks.sum(1)).mean() for x in (policy, kl)]
+        loss = self.kl_coeff * means[1] - means[0]
+        return loss, means[0].detach(), means[1].detach(), loss.new_tensor(1.0), loss.new_tensor(0.0), logps
+
+
+def parallel_logprobs(
+    hidden: Tensor,  # (S, B, H)
+    weight: Tensor,  # (V, H)
+    gather: bool | None,
+    target: Tensor,  # (B, S)
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """NeMo-RL's, on one rank."""
+    return scores_of((hidden @ weight.T).transpose(0, 1)[:, :-1], target[:, 1:])[0]

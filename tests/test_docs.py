@@ -1,0 +1,121 @@
+"""The documentation: code that is shown, and what the checker of the built site finds (`make docs` builds it)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from docs.tools import check
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def blocks(page: str) -> list[str]:
+    return BLOCK.findall((DOCS / page).read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_shown_code_is_python_and_imports_what_there_is(page: str) -> None:
+    for block in blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if not (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "grpo_kernels"):
+                continue
+            trainers = node.module.startswith("grpo_kernels.integrations")  # whose packages are slow to import
+            known = check.public_names(node.module) if trainers else dir(importlib.import_module(node.module))
+            known = [name.rpartition(".")[2] for name in known]
+            assert [alias.name for alias in node.names if alias.name not in known] == []
+
+
+class PositionalModel(nn.Module):
+    """A body with learned positions that attends to what came before, and a head."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(32, width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+    def model(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor):
+        x = (self.tokens(input_ids) + self.positions(position_ids)) * attention_mask.unsqueeze(-1)
+        return SimpleNamespace(last_hidden_state=torch.tanh(x.cumsum(dim=1)))
+
+
+def test_the_plain_loop_of_the_start_page_is_right_with_prompts_padded_on_the_left() -> None:
+    torch.manual_seed(0)
+    shown: dict = {}
+    exec(blocks("start/plain-loop.md")[0], shown)
+    model = PositionalModel(vocabulary=23, width=8).double()
+    prompts = [torch.randint(1, 23, (n,)) for n in (2, 5, 3, 4, 5, 1, 2, 3)]
+    prompt_ids = torch.stack([nn.functional.pad(ids, (5 - len(ids), 0)) for ids in prompts])
+    prompt_mask = (prompt_ids != 0).long()
+    completion_ids = torch.randint(1, 23, (8, 6))
+    completion_mask = (torch.arange(6) < torch.tensor([6, 1, 4, 5, 2, 6, 3, 6])[:, None]).long()
+    batch = prompt_ids, prompt_mask, completion_ids, completion_mask
+
+    logps = shown["score"](model, *batch)
+    out = shown["step"](model, *batch, torch.arange(8.0).double(), old=logps)
+
+    for row, prompt in enumerate(prompts):  # each by itself, without padding, through all logits
+        n = int(completion_mask[row].sum())
+        ids = torch.cat([prompt, completion_ids[row, :n]])[None]
+        body = model.model(ids, torch.ones_like(ids), torch.arange(ids.shape[1])[None])
+        alone = model.lm_head(body.last_hidden_state).log_softmax(-1)[0, len(prompt) - 1 : -1]
+        expected = alone.gather(1, completion_ids[row, :n, None])[:, 0]
+        torch.testing.assert_close(logps[row, :n], expected.detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(out.per_token_logps * completion_mask, logps * completion_mask, rtol=0, atol=0)
+    assert model.tokens.weight.grad.abs().max() > 0
+
+
+def site_of(tmp_path: Path, body: str) -> Path:
+    (tmp_path / "api").mkdir()
+    entries = "".join(f"<h2 id='{name}'></h2>" for module in check.PUBLIC for name in check.public_names(module))
+    (tmp_path / "api" / "all.html").write_text(entries)
+    (tmp_path / "picture.svg").write_text("<svg/>")
+    (tmp_path / "index.html").write_text(f"<h1 id='top'></h1>{body}")
+    return tmp_path
+
+
+def test_a_site_without_faults_passes(tmp_path: Path) -> None:
+    body = "<a href='#top'></a><a href='api/all.html#grpo_kernels.grpo_loss'></a><img src='picture.svg'>"
+    assert check.main(site_of(tmp_path, body + "<a href='https://example.org'></a>")) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("<a href='missing.html'></a>", "leads to missing.html, which is not there"),
+        ("<a href='#nowhere'></a>", "leads to #nowhere, which has no such anchor"),
+        ("<a href='api/all.html#nowhere'></a>", "leads to api/all.html#nowhere, which has no such anchor"),
+        ("<a href='../README.md'></a>", "leads to ../README.md, which is not there"),
+        ("<img src='missing.png'>", "leads to missing.png, which is not there"),
+        ("<img src='https://example.org/a.png'>", "loads https://example.org/a.png from elsewhere"),
+        ("<script src='//example.org/a.js'></script>", "loads //example.org/a.js from elsewhere"),
+        ("<pre class='mermaid'></pre>", "has a mermaid diagram"),
+    ],
+)
+def test_a_fault_of_the_site_is_named(body: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert check.main(site_of(tmp_path, body)) == 1
+    assert f"index.html: {fault}" in capsys.readouterr().out
+
+
+def test_styles_from_elsewhere_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    site = site_of(tmp_path, "")
+    (site / "extra.css").write_text("@import 'https://fonts.example.org/font.css';")
+    assert check.main(site) == 1
+    assert "extra.css: loads a style or font from elsewhere" in capsys.readouterr().out
+
+
+def test_a_public_name_without_an_entry_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    site = site_of(tmp_path, "")
+    page = site / "api" / "all.html"
+    page.write_text(page.read_text().replace("<h2 id='grpo_kernels.attach'></h2>", ""))
+    assert check.main(site) == 1
+    assert "api/: grpo_kernels.attach is public and has no entry" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""What type checkers see of the package: a user's file, and that types say what the functions themselves do."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_kernels import (
+    GRPOLoss,
+    LossConfig,
+    grpo_loss,
+    kept_set_logprob,
+    linear_divergence_with,
+    linear_logprob,
+    topk_divergence_with,
+    typing,
+)
+from grpo_kernels.backends import BACKENDS
+from grpo_kernels.base.choices import choices
+from grpo_kernels.engine.engines import ENGINES
+from grpo_kernels.objective.losses import LOSSES
+
+ROOT = Path(__file__).parents[1]
+USER = ROOT / "tests" / "support" / "typed_user.py"
+# Most of torch has no say in what is checked here, and takes mypy half a minute.
+TORCH = (
+    "torch, torch._C.*, torch._tensor, torch.autograd, torch.autograd.grad_mode, torch.nn, torch.nn.modules, "
+    "torch.nn.modules.linear, torch.nn.modules.module, torch.nn.parameter, torch.types, torch.utils._contextlib"
+).replace(" ", "")
+MYPY = f"""
+[mypy]
+python_version = 3.10
+[mypy-torch.*]
+follow_imports = skip
+[mypy-{TORCH}]
+follow_imports = silent
+"""
+PYRIGHT = {"include": [USER.name], "extraPaths": [str(ROOT)], "pythonVersion": "3.10", "typeCheckingMode": "standard"}
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """What a checker prints; the package is found as an installed one is, whose own errors are not shown."""
+    command = [sys.executable, "-m", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MYPYPATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr  # errors were found
+    return done.stdout
+
+
+def by_mypy(folder: Path) -> dict[int, str]:
+    (folder / "mypy.ini").write_text(MYPY)
+    said = run(folder, "mypy", "--cache-dir", str(ROOT / ".mypy_cache" / "user"), USER.name)
+    return {int(line): text for line, text in re.findall(rf"^{USER.name}:(\d+): error: (.*)$", said, re.MULTILINE)}
+
+
+def by_pyright(folder: Path) -> dict[int, str]:
+    (folder / "pyrightconfig.json").write_text(json.dumps(PYRIGHT))
+    said = json.loads(run(folder, "basedpyright", "--outputjson", "--pythonpath", sys.executable))
+    found = [x for x in said["generalDiagnostics"] if x["severity"] == "error"]
+    return {x["range"]["start"]["line"] + 1: x["message"] for x in found}
+
+
+@pytest.mark.parametrize(("package", "checker"), [("mypy", by_mypy), ("basedpyright", by_pyright)])
+def test_a_users_mistakes_are_reported_on_their_lines_and_nothing_else_is(
+    package: str, checker: Callable[[Path], dict[int, str]], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'grpo-kernels[dev]'")
+    shutil.copy(USER, tmp_path)
+    lines = enumerate(USER.read_text().splitlines(), start=1)
+    planted = {number: line for number, line in lines if line.endswith("# wrong")}
+    reported = checker(tmp_path)
+    assert len(planted) > 40
+    assert {line: text for line, text in reported.items() if line not in planted} == {}
+    assert {number: line for number, line in planted.items() if number not in reported} == {}
+
+
+def annotations_of(function: Callable[..., Any], *but: str) -> dict[str, str]:
+    """Keyword-only arguments of a function, as they are written."""
+    found = inspect.signature(function).parameters.values()
+    return {x.name: x.annotation for x in found if x.kind is x.KEYWORD_ONLY and x.name not in but}
+
+
+def annotations_in(keywords: Any) -> dict[str, str]:
+    return {name: x.__forward_arg__ for name, x in keywords.__annotations__.items()}
+
+
+OWN = [name for name in inspect.signature(GRPOLoss.__init__).parameters if name != "gradient"]
+HANDED_ON = {
+    "LossModuleKeywords": annotations_of(grpo_loss, "bias", *OWN),
+    "LossKeywords": annotations_of(grpo_loss, "bias", "config"),
+    "LogprobKeywords": annotations_of(linear_logprob, "bias", "entropy"),
+    "KeptSetKeywords": annotations_of(kept_set_logprob, "entropy"),
+    "DivergenceKeywords": annotations_of(linear_divergence_with, "bias", "teacher_bias", "outputs", "ids"),
+    "DivergenceWithKeywords": annotations_of(linear_divergence_with, "bias", "teacher_bias"),
+    "TopKKeywords": annotations_of(topk_divergence_with, "bias", "outputs"),
+    "TopKWithKeywords": annotations_of(topk_divergence_with, "bias"),
+    "LossFields": {field.name: field.type for field in fields(LossConfig)},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in typing.__all__ if name.endswith(("Keywords", "Fields"))])
+def test_keywords_that_are_handed_on_have_the_names_and_types_of_the_function(name: str) -> None:
+    assert annotations_in(getattr(typing, name)) == HANDED_ON[name]
+
+
+def test_a_module_is_called_with_what_its_forward_takes() -> None:
+    # to a checker the two are different functions
+    source = inspect.getsource(GRPOLoss)
+    found = re.findall(r"def (forward|__call__)\((.*?)\) -> LossOutput", source, re.DOTALL)
+    assert [name for name, _ in found] == ["forward", "__call__"]
+    assert found[0][1].split() == found[1][1].split()
+
+
+def test_the_types_have_the_names_of_what_there_is() -> None:
+    assert tuple(LOSSES) == choices(typing.LossTypeName)
+    assert ("auto", *ENGINES) == choices(typing.EngineName)
+    assert ("auto", *BACKENDS) == choices(typing.BackendName)
