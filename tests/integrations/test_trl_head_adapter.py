@@ -19,6 +19,7 @@ import trl
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 from grpo_kernels.integrations.trl.head import adapters_allowed
+from tests.support.trl_all_logits import Checked
 from tests.support.trl_ranks import OursWritten, Written
 
 TWICE = {"num_iterations": 2, "beta": 0.04}
@@ -122,8 +123,6 @@ def test_a_trained_copy_of_the_head_and_all_linear_layers_are_as_in_stock_trl(sh
 
 
 def test_the_exact_kl_has_the_adapter_in_the_policy_and_not_in_the_reference() -> None:
-    from tests.integrations.test_trl_exact_kl import Checked
-
     class CheckedTrainer(Checked, FusedGRPOTrainer):
         kls: ClassVar[list[float]] = []
 
