@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.trl import exact_kl, hook, sampling
+from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting
 from grpo_kernels.objective.losses import loss_of
 
@@ -67,7 +69,10 @@ class FusedLossMixin:
         self._row_count = RowCount()
         self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
         self._sampling_figures = sampling.SamplingFigures(0)
-        super().__init__(*args, **kwargs)
+        with heads.adapters_allowed() if hook.compatible() else nullcontext():
+            super().__init__(*args, **kwargs)
+        if hook.compatible():
+            heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
         if self._has_exact_kl:
             exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
 
@@ -136,7 +141,8 @@ class FusedLossMixin:
         rows = self._rows_of_call(given)
         if rows is not None and self._sparse is not None:
             rows.gradient = self._sparse
-        with hook.hooked(), hook.rows(rows), counting(self._row_count):
+        whole = heads.whole_heads(given["model"]) if hook.compatible() else nullcontext()
+        with hook.hooked(), hook.rows(rows), counting(self._row_count), whole:
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
             inputs, self._lacks_ratio = self._lacks_ratio, None
