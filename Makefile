@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow demo bench docs lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel format clean
+.PHONY: help test test-slow demo bench docs lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -14,6 +14,8 @@ BENCH       := requirements/bench.txt
 BENCH_PATH  := $(abspath $(VENV)/bench)
 DOCS        := requirements/docs.txt
 DOCS_PATH   := $(abspath $(VENV)/docs)
+DIST        := requirements/dist.txt
+DIST_VENV   := $(VENV)/dist
 EXTRAS      := trl,demo,bench,test,dev
 
 # The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
@@ -67,6 +69,12 @@ $(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
 	@echo "installing the benchmarks' other peers into $(BENCH_PATH)"
 	@$(PIP) install --quiet --no-deps --upgrade --target $(BENCH_PATH) -r $(BENCH)
 	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_bench_peers.py -k "unsloth or cce" </dev/null
+	@touch $@
+
+# What builds the site has a folder of its own, which no test sees.
+$(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
+	@echo "installing what builds the documentation into $(DOCS_PATH)"
+	@$(PIP) install --quiet --no-deps --no-compile --upgrade --target $(DOCS_PATH) -r $(DOCS)
 	@touch $@
 
 test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
@@ -124,6 +132,18 @@ parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimis
 wheel: $(STAMP)  ## a wheel in dist/ with the C++ library inside, for this kind of machine and any torch >= 2.11
 	rm -rf build
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist --config-settings=--build-option=--native .
+
+# Its own environment, which needs no torch.
+$(DIST_VENV)/.installed: $(DIST)
+	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -m venv --clear $(DIST_VENV)
+	@$(DIST_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --no-compile -r $(DIST)
+	@touch $@
+
+dist: $(DIST_VENV)/.installed  ## the source archive and the pure wheel in dist/, checked for a package index
+	rm -rf build dist/*.tar.gz dist/*-none-any.whl
+	$(DIST_VENV)/bin/python -m build
+	$(DIST_VENV)/bin/python -m twine check --strict dist/*.tar.gz dist/*-none-any.whl
 
 format: $(STAMP)  ## rewrites the sources as `make lint` wants them
 	$(PY) -m ruff check --fix .

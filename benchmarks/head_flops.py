@@ -73,7 +73,7 @@ def counted(apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts)
 
 
 @contextmanager
-def _watched(counts: Counts, compact: bool) -> Iterator[Callable[[Any], None]]:
+def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], None]]:
     """Counts the head calls of both trainers; yields the hook that counts a trainer's tokens."""
     import trl.trainer.utils as trl_utils
 
@@ -109,7 +109,7 @@ def count(trainer_class: type, *, compact: bool = False, steps: int = 2, kind: s
     from benchmarks import tiny_run
 
     counts = Counts(steps=steps)
-    with tempfile.TemporaryDirectory() as folder, _watched(counts, compact) as prepare:
+    with tempfile.TemporaryDirectory() as folder, watched(counts, compact) as prepare:
         tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options), kind=kind, prepare=prepare)
     return counts
 

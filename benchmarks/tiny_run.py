@@ -105,14 +105,15 @@ def train(
         given = {"train_dataset": dataset(), **given, **arguments}
         trainer = trainer_class(model=policy, args=args, processing_class=tokenizer(), **given)
         trainer.remove_callback(transformers.PrinterCallback)
-        _record(trainer, history)
+        record(trainer, history)
         if prepare is not None:
             prepare(trainer)
         trainer.train()
     return history
 
 
-def _record(trainer: Any, history: History) -> None:
+def record(trainer: Any, history: History) -> None:
+    """From now on, what `trainer` logs goes to `history`, too."""
     step, log = trainer.training_step, trainer.log
 
     def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -188,6 +188,7 @@ def warm_model(
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed)
     problems = all_problems(largest=largest)
+    print(f"warm start: {steps} supervised steps, in which a small model learns to write sums")
     warm_start(model, tokenizer, problems, steps=steps, noise=noise, batch_size=32, learning_rate=5e-3, seed=seed)
     return model, tokenizer, problems
 

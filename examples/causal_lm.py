@@ -10,6 +10,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 from torch import Tensor
 from transformers import (

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import tempfile
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

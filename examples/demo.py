@@ -20,17 +20,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from begin import begin
+
 warnings.filterwarnings("ignore", category=FutureWarning)  # TRL and transformers, about each other
+if __name__ == "__main__":
+    begin(__doc__)
 
-import torch  # noqa: E402  (after the filter, which must stand before these imports)
-import transformers  # noqa: E402
-from arithmetic import Problem, all_problems, build_model, build_tokenizer, evaluate, final_answer, warm_start  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from demo_report import draw, table  # noqa: E402
-from head_cost import HeadMeter, compare_heads  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+import torch
+import transformers
+from arithmetic import Problem, all_problems, build_model, build_tokenizer, evaluate, final_answer, warm_start
+from datasets import Dataset
+from demo_report import draw, table
+from head_cost import HeadMeter, compare_heads
+from trl import GRPOConfig, GRPOTrainer
 
-from grpo_kernels.integrations.trl import FusedGRPOTrainer  # noqa: E402
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 SEED = 0
 PACKAGES = ("torch", "trl", "transformers")

@@ -15,6 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 from arithmetic import Rollout, accuracy, build_model, hidden_states, sample, take_step, warm_model, warm_start
 from torch import Tensor
@@ -121,6 +126,7 @@ def main() -> None:
     teacher.eval()
     curves = {}
     for name, loss in LOSSES.items():
+        print(f"{name:18}  {options.steps} steps")
         curves[name] = distil(copy.deepcopy(beginner), teacher, tokenizer, problems, loss, options.steps)
         kl, right = curves[name]["kl"], curves[name]["right"]
         for step in range(0, options.steps, max(1, options.steps // 4)):

@@ -10,6 +10,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -12,6 +12,11 @@ import argparse
 import copy
 import random
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 from arithmetic import Rollout, accuracy, evaluate, hidden_states, sample, take_step, warm_model
 from torch.nn import functional

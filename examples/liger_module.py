@@ -11,6 +11,11 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode

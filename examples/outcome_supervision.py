@@ -10,6 +10,11 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 from arithmetic import final_answer, hidden_states, sample, warm_model
 

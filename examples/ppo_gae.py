@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import argparse
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 from arithmetic import accuracy, evaluate, hidden_states, sample, warm_model
 from torch import nn

@@ -11,6 +11,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 from arithmetic import accuracy, evaluate, hidden_states, sample, warm_model
 from torch import Tensor

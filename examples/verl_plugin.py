@@ -12,6 +12,11 @@ trained weights agree.
 
 from __future__ import annotations
 
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
 import torch
 import verl  # loads the plug-in
 from torch import Tensor

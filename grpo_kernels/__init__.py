@@ -25,6 +25,8 @@ checks results against float64. All other modules (`backends`, `base`, `batch`, 
 
 from __future__ import annotations
 
+import logging
+
 from grpo_kernels import advantages, integrations, objectives, presets, rewards
 from grpo_kernels import typing as typing  # not in __all__, where it would hide the module of that name
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
@@ -43,6 +45,7 @@ from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
 
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is said there is for its user to show
 
 __all__ = [
     "Expectation",

@@ -1,4 +1,7 @@
-"""`python -m grpo_kernels`: what a bug report needs, then a short check of the results against float64."""
+"""`python -m grpo_kernels`: what a bug report needs, then a short check of the results against float64.
+
+`python -m grpo_kernels memory`: how much memory a loss needs, without computing it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,24 @@ import json
 import sys
 from collections.abc import Sequence
 
-from grpo_kernels.diagnostics import report, selfcheck
+from grpo_kernels.diagnostics import memory, report, selfcheck
+
+SAYS_MEMORY = "how much memory a loss needs, ours and others'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report and the checks; 0 where every check passed (or none was asked for), else 1."""
+    """Print the report and the checks; 0 where every check passed (or none was asked for), else 1. Or a subcommand."""
     parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--no-check", action="store_true", help="the environment only")
+    about = memory.__doc__
+    of_memory = parser.add_subparsers(dest="command").add_parser("memory", help=SAYS_MEMORY, description=about)
+    memory.add_arguments(of_memory)
     options = parser.parse_args(arguments)
+    if options.command == "memory":
+        if options.json or options.no_check:
+            parser.error("memory: expected neither --json nor --no-check before it")
+        return memory.run(of_memory, options)
 
     environment = report.collect()
     if not options.json:

@@ -49,7 +49,8 @@ def policy_loss_from_logps(
             has been done to `logps`. So must old, reference and sampling log-probabilities be made: over the same sets.
 
     Returns:
-        `LossOutput`, its `engine` ``"given"``; ``rows/gradient`` is the share of the tokens that get a gradient.
+        `LossOutput`, its `engine` ``"given"`` and its `backend` ``"torch"``; ``rows/gradient`` is the share of the
+        tokens that get a gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated twice.
@@ -91,7 +92,7 @@ def _loss_of(
     scores = [tokens.layout.scatter(x) for x in rows]
     num_items = inputs.num_items_in_batch is not None
     metrics = loss_metrics(config, tokens, rows[1], done, has_grad.sum(), num_items=num_items)
-    return LossOutput(loss, scores[0], scores[1], metrics, "given")
+    return LossOutput(loss, scores[0], scores[1], metrics, "given", "torch")
 
 
 @first_order

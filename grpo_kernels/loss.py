@@ -65,7 +65,8 @@ class LossOutput:
         per_token_logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
         entropies: likewise.
         metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
-        engine: which engine served the call.
+        engine: which engine served the call: one of `engine.engines.ENGINES`.
+        backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``.
     """
 
     loss: Tensor
@@ -73,21 +74,25 @@ class LossOutput:
     entropies: Tensor
     metrics: Metrics
     engine: str
+    backend: str
 
 
-def _flatten(out: LossOutput) -> tuple[list[Any], str]:
-    return [out.loss, out.per_token_logps, out.entropies, out.metrics], out.engine
+_Context = tuple[str, str]  # engine, backend
 
 
-def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], str]:
-    found, engine = _flatten(out)
+def _flatten(out: LossOutput) -> tuple[list[Any], _Context]:
+    return [out.loss, out.per_token_logps, out.entropies, out.metrics], (out.engine, out.backend)
+
+
+def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
+    found, context = _flatten(out)
     names = (field.name for field in fields(LossOutput))
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], engine
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], context
 
 
-def _unflatten(found: Iterable[Any], engine: str) -> LossOutput:
+def _unflatten(found: Iterable[Any], context: _Context) -> LossOutput:
     loss, per_token_logps, entropies, metrics = found
-    return LossOutput(loss, per_token_logps, entropies, metrics, engine)
+    return LossOutput(loss, per_token_logps, entropies, metrics, *context)
 
 
 # DDP with static_graph=True drops, in silence, the gradients of an output that is not known to be made of tensors.
@@ -96,6 +101,8 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="grpo_kernels.LossOutput",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
 
@@ -205,8 +212,9 @@ def _loss(
     with Agreement("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
         operands = call.head.operands(call.request.rows.positions)
         loss, logps, entropies = PolicyLoss.apply(call.request, finish, *operands)
-    shape = call.tokens.layout.shape
-    return LossOutput(loss, logps.view(shape), entropies.view(shape), call.metrics(*done[0]), call.request.engine.name)
+    shape, request = call.tokens.layout.shape, call.request
+    scores, backend = (logps.view(shape), entropies.view(shape)), request.config.backend.name
+    return LossOutput(loss, *scores, call.metrics(*done[0]), request.engine.name, backend)
 
 
 def _compiled_loss(

@@ -254,7 +254,6 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
         raise ValueError("bias: expected None, since it is lm_head's own, got another")
     _check(head)
     _check_present(head)
-    divided = divided_modules(head)
     done: list[Any] = []
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -273,23 +272,8 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
         done.append({name: x.clone() for name, x in found.items()})  # no views: FSDP2 warns of them
         return tuple(done[0].values())
 
-    is_unit = _is_fsdp_module(head)
-    hooks_have_run = not is_unit and head in divided  # by its own call, in `within_forwards`
-    if is_unit:
-        # FSDP2's mixed precision rounds what it finds among the arguments and results of a forward: old
-        # log-probabilities, advantages. It does not look into a function. Results it has to see, to hook the backward
-        # to them; it may return others, rounded, and those are not used.
-        if _HOOKED not in vars(head):
-            from torch.distributed.fsdp import register_fsdp_forward_method
-
-            setattr(head, _HOOKED, _call)
-            register_fsdp_forward_method(head, _HOOKED)
-        getattr(head, _HOOKED)(hidden, compute)
-        return done[0]
-    if not divided:
-        compute(hidden)
-        return done[0]
-    results = within_forwards(divided, compute, hidden)  # ZeRO-3 hooks the backward to tensors of its own
+    hooks_have_run = not is_fsdp_unit(head) and head in divided_modules(head)  # by its own call
+    results = within_head(head, compute, hidden)
     if isinstance(done[0], LossOutput):
         return replace(done[0], loss=results[0])
     return dict(zip(done[0], results, strict=True))
@@ -331,13 +315,38 @@ def _call(hidden: Tensor, compute: Compute) -> tuple[Tensor, ...]:
     return compute(hidden)
 
 
-def _is_fsdp_module(head: nn.Module) -> bool:
+def is_fsdp_unit(head: nn.Module) -> bool:
     """Whether FSDP2 has made `head` a unit; does not import it (a second) where nothing is distributed."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(head, FSDPModule)
+
+
+def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
+    """``compute(hidden)`` where FSDP2 and ZeRO-3 make the parameters of `head` whole, there and in the backward.
+
+    The results are those of `compute`, in its precision; ZeRO-3 hooks the backward to tensors of its own, like them.
+    """
+    if not is_fsdp_unit(head):
+        return within_forwards(divided_modules(head), compute, hidden)
+    # FSDP2's mixed precision rounds what it finds among the arguments and results of a forward: old log-probabilities,
+    # advantages. It does not look into a function. Results it has to see, to hook the backward to them; it may return
+    # others, rounded, and those are not used.
+    if _HOOKED not in vars(head):
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        setattr(head, _HOOKED, _call)
+        register_fsdp_forward_method(head, _HOOKED)
+    done: list[tuple[Tensor, ...]] = []
+
+    def noted(hidden: Tensor) -> tuple[Tensor, ...]:
+        done.append(compute(hidden))
+        return done[0]
+
+    getattr(head, _HOOKED)(hidden, noted)
+    return done[0]
 
 
 def within_forwards(modules: Sequence[nn.Module], compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ Most of them in one that has loaded transformers already, which takes as long as
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -63,12 +64,43 @@ def test_an_example_shows_what_it_claims(name: str, tmp_path: Path) -> None:
         code, output = run_script(ROOT / "examples" / f"{name}.py", options, tmp_path)
         assert code == 0, output
     printed = output.strip().splitlines()
+    assert printed[0] == docstring(name).splitlines()[0]
+    assert printed[1].startswith("threads: ")
     assert says in printed[-1]
-    assert len(printed) >= 3, "expected progress before the result"
+    assert len(printed) >= 5, "expected progress before the result"
+
+
+def docstring(name: str) -> str:
+    return ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text()))
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES, "demo"])
+def test_a_script_says_what_it_is_before_its_first_slow_import(name: str) -> None:
+    told = False
+    for node in ast.parse((ROOT / "examples" / f"{name}.py").read_text()).body:
+        if isinstance(node, ast.If):
+            told |= ast.unparse(node) == "if __name__ == '__main__':\n    begin(__doc__)"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            quick = {*sys.stdlib_module_names, "begin"}
+            assert told or all(module.split(".")[0] in quick for module in modules), f"line {node.lineno}"
+    assert told
+
+
+@pytest.mark.parametrize(
+    ("load", "mine", "free"), [(0.3, 8, 8), (2.6, 8, 5), (2.6, 4, 4), (40.0, 8, 1), (7.4, 2, 1)], ids=str
+)
+def test_busy_cores_are_left_to_others(load: float, mine: int, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import begin
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(mine)))
+    assert begin.free_cores() == free
 
 
 def test_every_script_is_covered() -> None:
-    shared = {"arithmetic", "demo", "demo_report", "head_cost"}
+    shared = {"arithmetic", "begin", "demo", "demo_report", "head_cost", "unified_view"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | set(EXAMPLES)
 
 
@@ -93,5 +125,31 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
         assert pair["ours"]["flops_nvh"] == products
         assert pair["ours"]["peak_bytes"] < pair["trl"]["peak_bytes"]
     assert "reward at the end" in printed
+    assert "CPU, threads: 1, fp32" in printed
     assert "largest difference of the losses" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_unified_view_trains_every_method_and_draws_it(tmp_path: Path) -> None:
+    for needed in ("transformers", "matplotlib"):
+        pytest.importorskip(needed)
+    code, printed = run_script(
+        ROOT / "examples" / "unified_view.py",
+        ["--quick", "--seeds", "1", "--processes", "1", "--output", str(tmp_path)],
+        tmp_path,
+    )
+    assert code == 0, printed
+    runs = {run["method"]: run for run in json.loads((tmp_path / "curves.json").read_text())["runs"]}
+    assert len(runs) == 7
+    learnt = runs.pop("iterative GRPO, learnt reward")
+    assert learnt["completions"] == [x + 4 * 27 for x in (0, 128, 256)], "its labelled samples count too"
+    for name, run in runs.items():
+        assert run["completions"] == [0, 128, 256]
+        assert run["reward"][0] == runs["SFT"]["reward"][0], "all begin with one model"
+        assert f"{name:<32}" in printed and f"{run['reward'][-1]:.3f} (" in printed
+    assert runs["SFT"]["carried"] == [0, 128, 256]
+    for name in ("RFT", "online RFT"):
+        assert 0 < runs[name]["carried"][-1] < 128, "most answers are wrong, and rejected"
+    assert runs["GRPO, outcome"]["carried"][-1] > runs["online RFT"]["carried"][-1]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

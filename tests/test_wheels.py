@@ -21,6 +21,8 @@ from tests.support.acted_build import script
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 SOURCES = {path.name for path in (CHECKOUT / "csrc").iterdir() if path.suffix in (".cpp", ".h", ".inl")}
 LIBRARY = "grpo_kernels/backends/cpp_rows/grpo_kernels_cpp.so"
+TOP = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
+MADE = {"PKG-INFO", "setup.cfg"}
 NATIVE = "--config-settings=--build-option=--native"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
 
@@ -31,7 +33,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tree")
     for name in ("grpo_kernels", "csrc"):
         shutil.copytree(CHECKOUT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in TOP:
         shutil.copy(CHECKOUT / name, folder)
     return folder
 
@@ -100,11 +102,89 @@ def test_native_wheel_without_a_compiler_is_refused(tree, tmp_path):
     assert not list(tree.glob("*.whl"))
 
 
-def test_source_archive_has_all_that_a_wheel_is_made_of(tree, tmp_path):
-    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    run(sys.executable, "-c", code, cwd=tree)
-    (archive,) = tmp_path.iterdir()
-    with tarfile.open(archive) as file:
-        packed = {name.partition("/")[2] for name in file.getnames()}
-    wanted = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "grpo_kernels/py.typed"}
-    assert wanted | modules() | {f"csrc/{name}" for name in SOURCES} <= packed
+def build_in(tree: Path, kind: str, into: Path) -> Path:
+    """The source archive ("sdist") or wheel that setuptools makes of `tree`."""
+    into.mkdir()
+    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_{kind}({str(into)!r})", cwd=tree)
+    (made,) = into.iterdir()
+    return made
+
+
+def test_a_source_archive_has_all_that_a_wheel_is_made_of_and_no_part_of_the_tests(tree, tmp_path):
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_something.py").write_text("# setuptools would take it, and leave what it imports")
+    with tarfile.open(build_in(tree, "sdist", tmp_path / "sdist")) as file:
+        file.extractall(tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.name != "sdist")
+    packed = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    data = {"grpo_kernels/py.typed", "grpo_kernels/backends/triton_rows/tuned.json"}
+    wanted = TOP | MADE | modules() | data | {f"csrc/{name}" for name in SOURCES}
+    assert {name for name in packed if ".egg-info/" not in name} == wanted
+
+    wheel = build_in(unpacked, "wheel", tmp_path / "wheel")
+    shipped = modules() | data | {f"grpo_kernels/csrc/{name}" for name in SOURCES}
+    assert {name for name in names(wheel) if ".dist-info/" not in name} == shipped
+
+
+README = """# A library [![checks](https://a.b/badge.svg)](https://a.b) [![more](docs/badge.svg)](docs/more.md)
+
+![Time of each](docs/plots/time.png)
+
+<picture><source media="(prefers-color-scheme: dark)" srcset="docs/dark.svg">
+<img alt="Memory" src="docs/light.svg"></picture>
+
+See [the `design`](docs/design.md#why), [its page](https://a.b/c), [below](#below), [ours][ours] and [theirs][theirs],
+<a href="docs/x.md">a page</a>, <a href="https://a.b">another</a>.
+
+```python
+table[0](1), ops["![no picture](x)"](2)
+
+
+after_two_empty_lines = "[no link](x)"
+```
+
+[ours]: docs/ours.md
+[theirs]: https://a.b/theirs
+"""
+SHOWN = """# A library
+
+See the `design`, [its page](https://a.b/c), below, ours and [theirs][theirs],
+a page, <a href="https://a.b">another</a>.
+
+```python
+table[0](1), ops["![no picture](x)"](2)
+
+
+after_two_empty_lines = "[no link](x)"
+```
+
+[theirs]: https://a.b/theirs
+"""
+
+
+def test_one_version_everywhere():
+    texts = {name: (CHECKOUT / name).read_text() for name in ("pyproject.toml", "CITATION.cff")}
+    found = {name: re.search(r'^version(?:: | = ")([^"\n]+)', text, re.MULTILINE) for name, text in texts.items()}
+    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(texts, grpo_kernels.__version__)
+
+
+def test_a_package_index_shows_no_picture_and_no_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "README.md").write_text(README)
+    shutil.copy(CHECKOUT / "setup.py", tmp_path)
+    name = 'name = "grpo-kernels"\nversion = "0"\n'
+    (tmp_path / "pyproject.toml").write_text(f'[project]\n{name}dynamic = ["readme"]\n')
+    (tmp_path / "csrc").mkdir()
+    run(sys.executable, "setup.py", "--quiet", "egg_info", cwd=tmp_path)
+    shown = (tmp_path / "grpo_kernels.egg-info" / "PKG-INFO").read_text().partition("\n\n")[2]
+    lines = [line.rstrip() for line in shown.strip().splitlines()]
+    assert lines == SHOWN.strip().splitlines()
+
+
+def test_our_readme_has_no_link_to_a_file_on_a_package_index(tree):
+    run(sys.executable, "setup.py", "--quiet", "egg_info", cwd=tree)
+    shown = (tree / "grpo_kernels.egg-info" / "PKG-INFO").read_text().partition("\n\n")[2]
+    prose = "".join(re.split(r"^```.*?^```", shown, flags=re.DOTALL | re.MULTILINE))
+    assert shown.startswith("# ")
+    assert len(prose) > 1000
+    assert not re.findall(r"<img|<picture|!\[", prose)
+    assert not [target for target in re.findall(r"\]\(([^)]*)\)", prose) if not target.startswith("http")]

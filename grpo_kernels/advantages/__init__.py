@@ -1,10 +1,11 @@
 """Advantages from rewards: group baselines, process supervision, leave-one-out, GAE, REINFORCE++, verl's; or a teacher.
 
 Those that compare completions of one prompt are in ``group``, step rewards in ``process``, those that whiten over
-tokens in ``token``, baselines of their own in ``baseline``, a teacher's log-probabilities in ``distillation``. They are
-made of a few pieces of ``group_stats``: ``deviations`` from a group's mean, ``moments`` with their std, both over the
-scored entries, and ``discounted_sums``, y_t = sum_k discount^k x_(t+k). They run in float64 (float32 where the device
-has none) and without gradient; results have the dtype of the float inputs, float32 for integer rewards.
+tokens in ``token``, baselines of their own in ``baseline``, rejection sampling in ``selection``, a teacher's
+log-probabilities in ``distillation``. They are made of a few pieces of ``group_stats``: ``deviations`` from a group's
+mean, ``moments`` with their std, both over the scored entries, and ``discounted_sums``, y_t = sum_k discount^k x_(t+k).
+They run in float64 (float32 where the device has none) and without gradient; results have the dtype of the float
+inputs, float32 for integer rewards.
 
 ``process_group`` is for groups whose samples lie on several ranks: each rank passes its own rows (their number may
 differ) and gets the advantages of its own rows. Rewards never travel, only group ids and per-group statistics. ``None``
@@ -23,6 +24,7 @@ from grpo_kernels.advantages.group import (
     rloo_advantages,
 )
 from grpo_kernels.advantages.process import process_advantages
+from grpo_kernels.advantages.selection import rejection_sampling_advantages
 from grpo_kernels.advantages.token import gae, gdpo_advantages, reinforce_plus_plus, whiten
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "passk_advantages",
     "process_advantages",
     "reinforce_plus_plus",
+    "rejection_sampling_advantages",
     "remax_advantages",
     "rloo_advantages",
     "whiten",

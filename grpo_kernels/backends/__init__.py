@@ -44,11 +44,17 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
     Raises:
         ValueError: no backend of that name, or one that cannot serve here.
     """
+    chosen, reason = name_backend(name, device, dtype)
+    return _backend(chosen), reason
+
+
+def name_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    """`choose_backend`, but the backend's name alone: one of `BACKENDS`."""
     check_backend(name)
     wanted = ("cpp" if device.type == "cpu" else "triton") if name == "auto" else name
     refusal = _refusal(wanted, device, dtype, asked_for=name == wanted)
     if refusal is None:
-        return _backend(wanted), "asked for" if name == wanted else _reason(wanted, device)
+        return wanted, "asked for" if name == wanted else _reason(wanted, device)
     if name == wanted:
         raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
     if wanted == "cpp":
@@ -57,7 +63,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
             f'(backend="torch" asks for this without a warning): {refusal}',
             RuntimeWarning,
         )
-    return _backend("torch"), f"not {wanted}: {refusal}"
+    return "torch", f"not {wanted}: {refusal}"
 
 
 def _reason(chosen: str, device: torch.device) -> str:
@@ -126,4 +132,4 @@ def _backend(name: str) -> RowBackend:
     raise NotImplementedError(f"backend: {name!r} has no class")
 
 
-__all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "check_backend", "choose_backend"]
+__all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "check_backend", "choose_backend", "name_backend"]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import name_backend
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.ops import linear_logprob as logprob_op
@@ -44,7 +45,7 @@ def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 def policy_loss(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig
-) -> tuple[Tensor, Tensor, Tensor, Metrics, str]:
+) -> tuple[Tensor, Tensor, Tensor, Metrics, str, str]:
     """`grpo_loss` with a head of plain tensors: the fields of its `LossOutput`."""
     hidden, weight, bias = head.hidden, head.weight, head.bias
     ids: Any = inputs.completion_ids
@@ -96,7 +97,8 @@ def policy_loss(
     extremes = dict(zip(extreme_names, done.extremes.unbind(0), strict=True))
     sequences = ids.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     metrics = Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
-    return loss, done.logps, done.entropies, metrics, engine
+    backend = _plan_backend(execution.backend, hidden.device.type, dtype)
+    return loss, done.logps, done.entropies, metrics, engine, backend
 
 
 def _three(needs_grad: NeedsGrad) -> list[bool]:
@@ -133,6 +135,12 @@ def _plan_loss(
     head = (config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
     names = metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
     return chosen.name, chosen.stores_gradient, has_b, head, averaged_over(config, num_items=num_items), *names
+
+
+@torch.compiler.assume_constant_result
+def _plan_backend(backend: str, device_type: str, dtype: torch.dtype) -> str:
+    """The name of the backend that the op is going to choose."""
+    return name_backend(backend, torch.device(device_type), dtype)[0]
 
 
 def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:

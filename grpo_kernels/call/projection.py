@@ -12,6 +12,7 @@ from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import DotRowBackend
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_counted_ids
+from grpo_kernels.call.first_use import log_use
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.sparse import plan_thinning
 from grpo_kernels.engine.device import device_of
@@ -33,6 +34,7 @@ class PlannedHead:
     config: HeadConfig
     needs_grad: NeedsGrad
     execution: Execution
+    why_backend: str
 
     def describe(self, ranks: Agreement) -> None:
         """Say what of the head decides how its rows are divided, and which collectives there are."""
@@ -93,7 +95,9 @@ class PlannedHead:
             tight_memory=self.config.room.tight and self.config.sparse is None,
             scores_without_logits=only_logps and can_dot,
         )
-        return choose_engine(situation, self.execution.engine)
+        engine = choose_engine(situation, self.execution.engine)
+        log_use(self.head.hidden.device, self.config.backend.name, self.why_backend, engine, situation, self.execution)
+        return engine
 
 
 def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta: float = 1.0) -> PlannedHead:
@@ -114,7 +118,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
     room = Room.of(weight, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference)
     if budget is None:
         budget = default_workspace(weight, needs_grad, ample=room.ample, heads=1 if other is None else 2)
-    backend, _ = choose_backend(execution.backend, head.hidden.device, dtype)
+    backend, why = choose_backend(execution.backend, head.hidden.device, dtype)
     config = HeadConfig(
         backend=backend,
         compute_dtype=dtype,
@@ -127,7 +131,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
     )
     if other is not None:
         config = replace(config, teacher=_plan_reference(other, config, dtype), beta=beta)
-    return PlannedHead(head, config, needs_grad, execution)
+    return PlannedHead(head, config, needs_grad, execution, why)
 
 
 def _plan_reference(reference: ReferenceHead, config: HeadConfig, dtype: torch.dtype) -> HeadConfig:

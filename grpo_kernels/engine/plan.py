@@ -25,6 +25,21 @@ class Group:
         return self.stop - self.start
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What the rows of a sweep take, in bytes; as the arguments of `plan_groups`."""
+
+    chunk_row_bytes: int
+    group_row_bytes: int
+    grouped: bool
+    scratch_bytes: Callable[[int], int]
+
+    def taken(self, group: Group) -> int:
+        """By the largest chunk of a group, and the group around it."""
+        rows = max((chunk.stop - chunk.start for chunk in group.chunks), default=0)
+        return rows * self.chunk_row_bytes + group.rows * self.group_row_bytes + self.scratch_bytes(rows)
+
+
 def plan_groups(
     n: int,
     workspace_bytes: int,

@@ -39,7 +39,7 @@ def sweep_slices(
     a = torch.zeros_like(stats.logps) if a is None else a
     transform = config.transform(bias, rows.inv_temperature)
     a, b, c, scale = config.products(head.weight).scaled(a, b, c, transform, stats.divergence)
-    rows_at_once, columns_at_once = _slice_shape(rows, head, config, needs_grad)
+    rows_at_once, columns_at_once, _ = plan_slices(rows, head, config, needs_grad)
     blocks = _blocks(rows, stats, Coefficients(a, b, c), rows_at_once)
     m = blocks[-1].indices.stop if blocks else 0
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
@@ -158,8 +158,9 @@ class _Slice:
         return d_logits
 
 
-def _slice_shape(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int]:
-    """How many of `rows` and how many columns to take at a time, so that the workspace stays within its budget.
+def plan_slices(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int, int]:
+    """How many of `rows` and how many columns to take at a time, so that the workspace stays within its budget, and the
+    bytes that they take; of tensors with or without data.
 
     A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
     together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
@@ -193,7 +194,8 @@ def _slice_shape(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGr
     while m > tile and (taken(m, least) > budget or m * row_bytes > budget // FEATURES_SHARE):
         m = -(-m // (2 * tile)) * tile
     columns = (budget - taken(m, 0)) // (taken(m, 1) - taken(m, 0))
-    return m, min(vocab, max(1, columns // SLICE_MULTIPLE) * SLICE_MULTIPLE)
+    columns = min(vocab, max(1, columns // SLICE_MULTIPLE) * SLICE_MULTIPLE)
+    return m, columns, taken(m, columns)
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:

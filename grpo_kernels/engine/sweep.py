@@ -17,7 +17,7 @@ from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, Si
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
-from grpo_kernels.engine.plan import Group, plan_groups
+from grpo_kernels.engine.plan import Costs, Group, plan_groups
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.sparse import SparseProducts, thinning_bytes
 from grpo_kernels.engine.thinning import Thinning
@@ -102,8 +102,29 @@ def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) 
     return like.new_empty(rows, device_of(like.device).row_width(columns), dtype=dtype)[:, :columns]
 
 
+def planned_bytes(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> int:
+    """What the chunks of `sweep` take at most, of tensors with or without data: `config.workspace_bytes` or less, if
+    that allows the fewest rows.
+    """
+    costs = _costs(rows, head, config, needs_grad)
+    return max((costs.taken(group) for group in _groups(rows, head, config, needs_grad)), default=0)
+
+
 def _groups(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
     """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
+    costs = _costs(rows, head, config, needs_grad)
+    return plan_groups(
+        len(rows),
+        config.workspace_bytes,
+        chunk_row_bytes=costs.chunk_row_bytes,
+        group_row_bytes=costs.group_row_bytes,
+        grouped=costs.grouped,
+        scratch_bytes=costs.scratch_bytes,
+        device=device_of(head.weight.device),
+    )
+
+
+def _costs(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> Costs:
     products, device = config.products(widest_part(head.weight, config.shard)), device_of(head.weight.device)
     vocab = products.weight.shape[0]
     width = device.row_width(vocab)
@@ -125,15 +146,8 @@ def _groups(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | 
         thinning = 0 if sparse is None else thinning_bytes(sparse, products, config.backend, config.shard, m)
         return max(slice_bytes, config.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes, thinning)
 
-    return plan_groups(
-        len(rows),
-        config.workspace_bytes,
-        chunk_row_bytes=chunk_row_bytes,
-        group_row_bytes=group_row_bytes,
-        grouped=separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient,
-        scratch_bytes=scratch_bytes,
-        device=device,
-    )
+    grouped = separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient
+    return Costs(chunk_row_bytes, group_row_bytes, grouped, scratch_bytes)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
     """
     base = linear_of(lm_head)
     weight, bias = base.weight, base.bias
-    layers: list[Any] = [] if base is lm_head else _active_adapters(lm_head)
+    layers: list[Any] = [] if base is lm_head else active_adapters(lm_head)
     if not layers:
         return weight, bias, None
     for _, b, scaling, _ in layers:
@@ -71,7 +71,7 @@ def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterat
         ValueError: an adapter that is active.
     """
     base = linear_of(head, name)
-    if base is not head and _active_adapters(head):
+    if base is not head and active_adapters(head):
         raise ValueError(
             f"{name}: expected no active adapter on a head that others are compared with, got some: merge it, or pass "
             "the layer within (base_layer)"
@@ -118,8 +118,12 @@ def _is_peft_lora(lm_head: nn.Module) -> bool:
     return any((x.__module__, x.__name__) == _PEFT_LORA for x in type(lm_head).__mro__)
 
 
-def _active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
-    """(A, B, scaling, dropout) of the adapters that the forward of PEFT's `layer` would add to its base layer's."""
+def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
+    """(A, B, scaling, dropout) of the adapters that the forward of PEFT's `layer` would add to its base layer's.
+
+    Raises:
+        ValueError: one that is not plain LoRA.
+    """
     if layer.disable_adapters:
         if layer.merged:  # as its forward does
             layer.unmerge()

@@ -261,7 +261,7 @@ def _clipped_share(
     return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 
-_patches = Patches()
+_patches = Patches("liger-kernel")
 
 
 def patch_liger() -> bool:

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Patch:
+    owner: Any
+    attribute: str
+    theirs: Any
+    inherited: bool  # theirs was that of a parent class
+    ours: Any
+    importers: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        owner = self.owner
+        where = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
+        return f"{where}.{self.attribute}"
 
 
 class Patches:
-    """What was replaced, and with what."""
+    """What was replaced, and with what.
 
-    def __init__(self) -> None:
-        self._done: list[tuple[Any, str, Any, Any, Sequence[str]]] = []  # (owner, attribute, theirs, ours, importers)
+    Args:
+        package: whose attributes they are, for the log, which says what is replaced and given back; None: says nothing.
+    """
+
+    def __init__(self, package: str | None = None) -> None:
+        self._package, self._done = package, list[_Patch]()
 
     def replace(self, owner: Any, attribute: str, ours: Any, *, importers: Sequence[str] = ()) -> None:
         """Put `ours` in the place of an attribute of `owner`, a module or a class; no effect if it is there already.
@@ -22,15 +46,27 @@ class Patches:
         theirs = getattr(owner, attribute)
         if theirs is ours:
             return
-        self._done.append((owner, attribute, theirs, ours, importers))
+        inherited = inspect.isclass(owner) and attribute not in vars(owner)
+        patch = _Patch(owner, attribute, theirs, inherited, ours, importers)
+        self._done.append(patch)
         setattr(owner, attribute, ours)
         _swap(_loaded(importers), attribute, theirs, ours)
+        self._log("patched %s: %s is that of grpo_kernels", patch)
 
     def restore(self) -> None:
         """Give everything back that is still ours: what somebody else has replaced meanwhile is left alone."""
         while self._done:
-            owner, attribute, theirs, ours, importers = self._done.pop()
-            _swap([owner, *_loaded(importers)], attribute, ours, theirs)
+            patch = self._done.pop()
+            is_ours = vars(patch.owner).get(patch.attribute) is patch.ours
+            if patch.inherited and is_ours:
+                delattr(patch.owner, patch.attribute)
+            _swap([patch.owner, *_loaded(patch.importers)], patch.attribute, patch.ours, patch.theirs)
+            whose = "its own again" if is_ours else "left as somebody else has made it since"
+            self._log(f"unpatched %s: %s is {whose}", patch)
+
+    def _log(self, message: str, patch: _Patch) -> None:
+        if self._package is not None:
+            _logger.info(message, self._package, patch.name)
 
 
 def _loaded(names: Sequence[str]) -> list[Any]:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from benchmarks.roofline.pretend_gpu import OnGPU, here, pretended
 from grpo_kernels import LossConfig, kept_set_logprob, linear_logprob, policy_loss_from_logps
+from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import make_case
 from tests.support.kept_scenes import BIG, HEADS, assert_near, by_full_logits, compute, scene
 from tests.support.measure import count_flops
@@ -38,7 +39,10 @@ def test_the_whole_vocabulary_is_linear_logprob(dtype: torch.dtype, kind: torch.
     logps, entropies = linear_logprob(**leaves, ids=s.ids, mask=s.mask, **s.options)
     torch.autograd.backward((logps, entropies), s.up)
     want = {"logps": logps, "entropies": entropies, **{f"d_{k}": x.grad for k, x in leaves.items()}}
-    assert_near(compute(s), {k: x.detach().double() for k, x in want.items()}, dtype, 3e-6)
+    got, rounds = compute(s), device_of(s.ids.device).mixed_products(dtype)  # linear_logprob rounds d logits
+    for name, x in want.items():
+        error = 2.0**-8 if rounds and name.startswith("d_") else 3e-6
+        assert_near({name: got[name]}, {name: x.detach().double()}, dtype, error)
 
 
 def test_gradcheck() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import ModuleType
 
@@ -77,3 +78,21 @@ def test_functions_are_known_by_their_parameters(owner: ModuleType) -> None:
         function_of(owner, "f", ["a"])
     with pytest.raises(LookupError, match="owner has no function g"):
         function_of(owner, "g", [])
+
+
+def test_the_log_says_what_is_replaced_and_given_back(owner: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    patches = Patches("someone's package")
+    child = type("Child", (type("Parent", (), {"f": theirs}),), {"__module__": "somewhere"})
+    with caplog.at_level(logging.INFO, "grpo_kernels"):
+        patches.replace(owner, "f", ours)
+        patches.replace(child, "f", ours)
+        owner.f = print
+        patches.restore()
+        Patches().replace(owner, "f", ours)
+    assert "f" not in vars(child)
+    assert caplog.messages == [
+        "patched someone's package: owner.f is that of grpo_kernels",
+        "patched someone's package: somewhere.Child.f is that of grpo_kernels",
+        "unpatched someone's package: somewhere.Child.f is its own again",
+        "unpatched someone's package: owner.f is left as somebody else has made it since",
+    ]

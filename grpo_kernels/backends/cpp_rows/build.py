@@ -4,7 +4,8 @@ In this order: the one beside this file (in a wheel made by ``make wheel``), the
 named by its own digest, since loading a truncated library kills the process, and is moved into its place when it is
 complete. What others could have written is not loaded (`cache`): then the process builds one for itself alone.
 
-``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is; with ``--into DIR`` it is built there.
+``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is, and shows the log; with
+``--into DIR`` it is built there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import logging
 import os
 import platform
 import sys
@@ -34,6 +36,7 @@ from grpo_kernels.backends.cpp_rows.cache import (
     work_folder,
 )
 from grpo_kernels.backends.cpp_rows.compiler import (
+    BUILD,
     FLAGS,
     NAME,
     OR_WHEEL,
@@ -250,7 +253,7 @@ def cache_key(sources: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print where the library is; 1, and why, if there is none."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_kernels.backends.cpp_rows.build")
+    parser = argparse.ArgumentParser(prog=BUILD)
     parser.add_argument("--into", type=Path, metavar="DIR", help="build it there")
     folder = parser.parse_args(arguments).into
     try:
@@ -273,4 +276,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s")  # to stderr; stdout has the path alone
+    logging.getLogger("grpo_kernels").setLevel(logging.DEBUG)
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -24,6 +25,8 @@ FLAGS = (
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_SECONDS = 300.0
 OR_WHEEL = "or install a wheel made by `make wheel`"
+BUILD = "python -m grpo_kernels.backends.cpp_rows.build"
+_logger = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
@@ -55,8 +58,10 @@ def compiler() -> list[str]:
 def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
     """Compile every .cpp in `sources` in one call to the shared library `output`, with `extra` flags after `FLAGS`.
 
+    The log says when it begins and ends, and at DEBUG the command and what the compiler said.
+
     Raises:
-        Unavailable: no compiler, one that fails, or one that takes too long.
+        Unavailable: no compiler, one that fails, or one that takes too long; in one line.
     """
     torch_folder = Path(torch.__file__).parent
     command = [
@@ -65,16 +70,21 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
         f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10",
         *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []),
     ]  # fmt: skip
-    fix = f"try another compiler (CXX), {OR_WHEEL}. The command was:\n  {shlex.join(command)}"
+    fix = f"try another compiler (CXX), {OR_WHEEL}; `{BUILD}` shows the command and what the compiler says"
+    _logger.info("compiling the C++ kernels with %s; once, unless torch or the sources change", command[0])
+    _logger.debug("the command: %s", shlex.join(command))
+    start = time.perf_counter()
     try:
         status, said = _run(command)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"the compiler took more than {COMPILER_SECONDS:g} s; {fix}") from None
     except OSError as error:
         raise Unavailable(f"the compiler does not run ({error}); {fix}") from None
+    if said:
+        _logger.debug("the compiler said:\n%s", said.rstrip())
     if status != 0 or not output.is_file():
-        last = "".join(f"\n  {line}" for line in said.splitlines()[-8:])
-        raise Unavailable(f"the compiler failed (exit status {status}); {fix}{last}")
+        raise Unavailable(f"the compiler failed (exit status {status}); {fix}")
+    _logger.info("compiled the C++ kernels in %.1f s", time.perf_counter() - start)
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:

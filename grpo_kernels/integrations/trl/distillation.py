@@ -23,6 +23,7 @@ from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.divergence import linear_divergence_with
 from grpo_kernels.head.module import whole_constant
 from grpo_kernels.integrations.patching import Patches, function_of
+from grpo_kernels.integrations.trl import row_count
 
 HOOK = "_chunked_divergence_loss"
 PARAMETERS = (
@@ -96,6 +97,7 @@ def divergence_loss(
             expected=expected,
             gather=lambda: maybe_gather_lm_head_ctx(*student),  # once more for the backward; the teacher's is kept
         )
+    row_count.current().add(valid.numel(), valid, (found["divergence"],))
     count = valid.sum()
     total, entropy = found["divergence"].sum(), found["entropy"].detach().sum()
     return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch), entropy, count
@@ -160,7 +162,7 @@ class FusedDistillationTrainer(DistillationTrainer):
 
     With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step where TRL's costs
     12NVH, and 16NVH with a `beta` between 0 and 1; prompt and padding tokens are not projected at all. LoRA on the
-    student's body is as in TRL, which refuses it on the head.
+    student's body is as in TRL, which refuses it on the head. It logs ``rows/projected`` and ``rows/gradient`` besides.
 
     Other trainers of the process are not touched; `patch_trl` is for those.
     """
@@ -168,9 +170,16 @@ class FusedDistillationTrainer(DistillationTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not compatible():
             warn_incompatible()
+        self._row_count = row_count.RowCount()
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, with our divergence."""
-        with hooked():
+        with hooked(), row_count.counting(self._row_count):
             return super()._compute_loss(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's, with the rows of this process."""
+        if self.model.training:
+            logs.update(self._row_count.take())
+        super().log(logs, *args, **kwargs)

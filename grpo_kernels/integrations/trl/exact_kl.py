@@ -22,7 +22,7 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence_with
-from grpo_kernels.head.module import linear_of, whole_constant
+from grpo_kernels.head.module import active_adapters, linear_of, whole_constant
 from grpo_kernels.integrations.transformers.head import inner_head
 from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.normaliser import token_weights
@@ -35,14 +35,28 @@ class Kept:
 
     def __init__(self, model: Any, labelled: Tensor) -> None:
         """`labelled` (B, T) are the completion tokens; `model` is read now, with the adapters that are active now."""
-        head = linear_of(inner_head(model.get_output_embeddings()))
-        self.weight, self.bias = head.weight, head.bias  # as they are outside of a forward, divided or not
+        head = inner_head(model.get_output_embeddings())
+        self.linear = linear_of(head)
+        if self.linear is not head and active_adapters(head):
+            raise ValueError(
+                "kl_estimator: expected 'k3' where the reference is an adapter of its own and has a part on lm_head, "
+                "got 'full'"
+            )
         self.logit_scale: float = 1.0
         self.final_logit_softcapping: float | None = None
         self._shape, self._hidden = labelled.shape, torch.empty(0)
 
-    def take(self, hidden: Tensor, positions: Tensor | None) -> None:
-        """`hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside."""
+    def take(
+        self,
+        hidden: Tensor,
+        positions: Tensor | None,
+        *,
+        logit_scale: float,
+        final_logit_softcapping: float | None,
+        **_: Any,
+    ) -> None:
+        """`hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside; and how its logits are made."""
+        self.logit_scale, self.final_logit_softcapping = logit_scale, final_logit_softcapping
         if positions is None:
             raise RuntimeError("kl_estimator: expected TRL's reference to be scored at (B, T) positions, got others")
         if self._hidden.numel() == 0:
@@ -70,19 +84,19 @@ class Reference:
         """
         if positions is None:
             raise RuntimeError("kl_estimator: expected TRL's loss to score (B, T) positions, got others")
-        other, bias = self.head, options["bias"]
+        other = self.head
+        linear = other.linear  # read now: what FSDP2 has divided is another tensor within a forward than outside
         states = self.hidden.reshape(-1, self.hidden.shape[-1]).to(hidden.device)
-        with maybe_gather_lm_head_ctx(other.weight, other.bias):
+        with maybe_gather_lm_head_ctx(linear.weight, linear.bias):
             found = linear_divergence_with(
                 hidden,
                 weight,
                 states[positions.clamp(min=0)],
-                whole_constant(other.weight),
-                teacher_bias=None if other.bias is None else whole_constant(other.bias),
+                whole_constant(linear.weight),
+                teacher_bias=None if linear.bias is None else whole_constant(linear.bias),
                 teacher_final_logit_softcapping=other.final_logit_softcapping,
                 teacher_logit_scale=other.logit_scale,
                 outputs=("entropy", "logps"),
-                gather=lambda: maybe_gather_lm_head_ctx(weight, bias),  # for the backward; the reference's is kept
                 **options,
             )
         inside, shape = positions >= 0, self.hidden.shape[:-1]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ from grpo_kernels.base.checks import is_fake
 from grpo_kernels.base.choices import GradientName, LogitsDtype, LogprobOutput
 from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
+from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.lora import LoRA
 from grpo_kernels.integrations.patching import Patches, parameters_of
-from grpo_kernels.integrations.trl import distillation
+from grpo_kernels.integrations.trl import distillation, row_count
 from grpo_kernels.integrations.trl.exact_kl import Kept, Reference
+from grpo_kernels.integrations.trl.head import ModelHead
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 
 HOOK = "_ChunkedLogProbFunction"
@@ -72,6 +76,7 @@ class Rows:
     reference: Reference | None = None
     gradient: GradientName | SparseGradient = "exact"
     start: int = 0  # first sequence of the next call
+    last_positions: int = 0  # completion positions of the sequences of the last call
 
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
         """For each of the `rows` of the next head call its position in the flattened (B, T), -1 outside; None: unknown.
@@ -81,7 +86,7 @@ class Rows:
         """
         first, length = self.start, self.labelled.size(1)
         count = min(self.batch_size, self.labelled.size(0) - first)
-        self.start = first + count
+        self.start, self.last_positions = first + count, count * length
         if compact:
             found = self.labelled[first : first + count].reshape(-1).nonzero().squeeze(1) + first * length
             return found if found.numel() == rows else None
@@ -103,7 +108,7 @@ class FusedHead:
     @torch.compiler.disable  # a compiled model breaks its graph here: which rows count is data
     def apply(
         hidden: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
+        weight: Tensor | ModelHead,  # (V, H)
         bias: Tensor | None,  # (V,)
         targets: Tensor,  # (N,)
         temperature: float,
@@ -116,35 +121,60 @@ class FusedHead:
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        positions, mask, expected, fill = _known(hidden)
-        wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
-        rows = _rows.get()
-        if rows is not None and rows.kept is not None:
-            rows.kept.logit_scale, rows.kept.final_logit_softcapping = logit_scale, final_logit_softcapping
-            rows.kept.take(hidden, positions)
-            nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
-            entropy, log_sum_sq, mean_logits, is_top1 = (nothing if n in wanted else None for n in OPTIONAL_OUTPUTS)
-            return nothing, entropy, log_sum_sq, mean_logits, is_top1
         options: dict[str, Any] = {
-            "bias": bias,
-            "mask": mask,
             "temperature": temperature,
             "final_logit_softcapping": final_logit_softcapping,
             "logit_scale": logit_scale,
-            "expected": expected,
-            "logits_dtype": _logits_dtype,
-            "gradient": "exact" if rows is None else rows.gradient,
         }
-        with _operands_as_trls(hidden):
-            if rows is not None and rows.reference is not None:
-                found = rows.reference.compare(hidden, weight, positions, ids=targets, **options)
-            else:
-                # ZeRO-3 takes the weight apart when the forward is over
-                options["gather"] = lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias)
-                found = linear_logprob_with(hidden, weight, targets, outputs=wanted, **options)
-        logps = found["logps"] if mask is None or fill is None else torch.where(mask, found["logps"], fill)
-        entropy, log_sum_sq, mean_logits, is_top1 = (found[n] if n in wanted else None for n in OPTIONAL_OUTPUTS)
-        return logps, entropy, log_sum_sq, mean_logits, is_top1
+        wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
+        compute = partial(_score, targets=targets, wanted=wanted, options=options)
+        if isinstance(weight, ModelHead):
+            found = weight.score(hidden, compute)
+        else:
+            # ZeRO-3 takes the weight apart when the forward is over
+            found = compute(hidden, weight, bias, gather=lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias))
+        entropy, log_sum_sq, mean_logits, is_top1 = (found.get(name) for name in OPTIONAL_OUTPUTS)
+        return found["logps"], entropy, log_sum_sq, mean_logits, is_top1
+
+
+def _score(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    *,
+    lora: LoRA | None = None,
+    gather: Gather | None,
+    targets: Tensor,  # (N,)
+    wanted: tuple[LogprobOutput, ...],
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """``"logps"`` and what is `wanted`, each (N,), of one head call."""
+    positions, mask, expected, fill = _known(hidden)
+    rows = _rows.get()
+    if rows is not None and rows.kept is not None:
+        rows.kept.take(hidden, positions, **options)
+        return dict.fromkeys(("logps", *wanted), hidden.new_zeros(len(hidden), dtype=torch.float32))
+    options = {
+        **options,
+        "bias": bias,
+        "lora": lora,
+        "gather": gather,
+        "mask": mask,
+        "expected": expected,
+        "logits_dtype": _logits_dtype,
+        "gradient": "exact" if rows is None else rows.gradient,
+    }
+    with _operands_as_trls(hidden):
+        if rows is not None and rows.reference is not None:
+            found = rows.reference.compare(hidden, weight, positions, ids=targets, **options)
+        else:
+            found = linear_logprob_with(hidden, weight, targets, outputs=wanted, **options)
+    if mask is not None and fill is not None:
+        found["logps"] = torch.where(mask, found["logps"], fill)
+    if not is_fake(hidden):
+        places = len(hidden) if rows is None or mask is None else rows.last_positions
+        row_count.current().add(places, mask, (found["logps"], found.get("entropy")))
+    return {name: found[name] for name in ("logps", *wanted)}
 
 
 def _operands_as_trls(hidden: Tensor) -> AbstractContextManager[Any]:
@@ -228,7 +258,7 @@ def hooked() -> Iterator[None]:
         patches.restore()
 
 
-_patches = Patches()  # what `patch_trl` has done
+_patches = Patches("trl")  # what `patch_trl` has done
 
 
 class Patch(int):
@@ -249,7 +279,8 @@ def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
 
     And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,
     configurations and losses stay TRL's; models that already have their fused head use ours from the next call
-    on. Calling it again changes nothing.
+    on. What the trainers log has ``rows/projected`` and ``rows/gradient`` besides (`row_count`), which show that it is
+    at work. Calling it again changes nothing.
 
     Args:
         logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,
@@ -280,6 +311,7 @@ def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
     if not distillation.compatible():
         distillation.warn_incompatible()
     distillation.patch(_patches)
+    row_count.patch(_patches)
     done = Patch(True)
     done.undoes = True
     return done
@@ -289,4 +321,5 @@ def unpatch_trl() -> None:
     """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     global _logits_dtype
     _patches.restore()
+    row_count.PATCHED.reset()
     _logits_dtype = LossConfig.logits_dtype

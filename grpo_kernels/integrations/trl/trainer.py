@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,8 @@ from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.trl import exact_kl, hook, sampling
+from grpo_kernels.integrations.trl import head as heads
+from grpo_kernels.integrations.trl.row_count import RowCount, counting
 from grpo_kernels.objective.losses import loss_of
 
 
@@ -63,9 +66,13 @@ class FusedLossMixin:
         self._reference_head: exact_kl.Kept | None = None  # of the reference's last scoring
         self._reference: exact_kl.Reference | None = None  # of the loss that is being computed
         self._loss_rows: hook.Rows | None = None
+        self._row_count = RowCount()
         self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
         self._sampling_figures = sampling.SamplingFigures(0)
-        super().__init__(*args, **kwargs)
+        with heads.adapters_allowed() if hook.compatible() else nullcontext():
+            super().__init__(*args, **kwargs)
+        if hook.compatible():
+            heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
         if self._has_exact_kl:
             exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
 
@@ -134,7 +141,8 @@ class FusedLossMixin:
         rows = self._rows_of_call(given)
         if rows is not None and self._sparse is not None:
             rows.gradient = self._sparse
-        with hook.hooked(), hook.rows(rows):
+        whole = heads.whole_heads(given["model"]) if hook.compatible() else nullcontext()
+        with hook.hooked(), hook.rows(rows), counting(self._row_count), whole:
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
             inputs, self._lacks_ratio = self._lacks_ratio, None
@@ -144,12 +152,14 @@ class FusedLossMixin:
         return results
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, of all ranks; with what the sparse gradient has cost since the last time."""
-        if self._sparse is not None and self._trains:
-            metrics = self._metrics["train"]  # type: ignore[attr-defined]
-            for name, mean in self._sparse.metrics(self.accelerator.gather).items():
-                metrics[name].append(mean)
-            self._sparse.reset()
+        """TRL's, of all ranks; with this rank's rows, and what the sparse gradient has cost, since the last time."""
+        if self._trains:
+            found = self._row_count.take()
+            if self._sparse is not None:
+                found |= self._sparse.metrics(self.accelerator.gather)
+                self._sparse.reset()
+            for name, mean in found.items():
+                self._metrics["train"][name].append(mean)  # type: ignore[attr-defined]
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _rows_of_call(self, given: dict[str, Any]) -> hook.Rows | None:
@@ -238,6 +248,8 @@ class FusedLossMixin:
 
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     """``trl.GRPOTrainer`` with the same arguments, losses and metrics, and fewer matrix products.
+
+    It logs ``rows/projected`` and ``rows/gradient`` besides (`row_count`): they show that it is at work.
 
     With N completion tokens, a share s of which carries gradient, its head costs (2 + 4s)NVH floating-point
     operations a step where TRL's costs 8NVH, and prompt, padding and tool tokens are not projected at all. Where the

@@ -81,7 +81,8 @@ FAMILIES = {
     "glm4v": GLM4V,
 }
 
-patches = Patches()  # all of verl that is ours now: functions of its modules (`plugin`), forwards of models' classes
+# All of verl that is ours now: functions of its modules (`plugin`), forwards of models' classes.
+patches = Patches("verl")
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:

@@ -1,0 +1,61 @@
+"""Which completions to learn from at all: rejection sampling, as a coefficient of 0 or 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.advantages import group_stats as stats
+from grpo_kernels.base.agreement import Agreement
+
+
+@torch.no_grad()
+def rejection_sampling_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    threshold: float | Tensor,  # or (B,)
+    *,
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+) -> Tensor:
+    """Rejection sampling (B,): A_i = 1 where r_i >= ``threshold``, accepted, and 0 elsewhere; never negative.
+
+    The coefficient of rejection-sampling fine-tuning (RFT), where the samples are those of the model before training,
+    and of online RFT, where they are the current policy's. On-policy with ``presets.REINFORCE`` the loss is
+
+        sum_(i accepted, t) -log p(o_(i,t)) / number of counted tokens
+
+    so that with ``completion_mask * advantages[:, None].bool()`` for the mask it is the cross entropy of the accepted
+    completions, value and gradient, and rejected ones are not projected at all. With the whole mask they are projected
+    once, for the metrics, and the mean is over their tokens too.
+
+    ``threshold`` is one number, or one a row: the best reward of the row's group takes the best completions of each.
+    r = sum_f w_f r_f for F rewards, compared in the rewards' dtype. A row without any score (NaN) gets 0. Rows stand
+    alone, so that there is nothing to exchange between ranks.
+
+    Sources: https://arxiv.org/abs/2308.01825 (RFT), https://arxiv.org/abs/2402.03300 (section 5.2, as a coefficient).
+    Raises ValueError for infinite rewards, a NaN threshold and shapes that disagree, TypeError for wrong types.
+    """
+    with Agreement("process_group", None, "rejection_sampling_advantages") as ranks:
+        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+    total = stats.weighted_sum(table, weights)[:, 0]
+    bound = _bound(threshold, total)
+    dtype = rewards.dtype if rewards.is_floating_point() else total.dtype
+    return (total.to(dtype) >= bound.to(dtype)).to(stats.float_dtype(rewards))
+
+
+def _bound(threshold: float | Tensor, total: Tensor) -> Tensor:
+    """`threshold`, checked, for each of the rewards `total` (B,); infinite ones take every scored row, or none."""
+    if not isinstance(threshold, Tensor):
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+            raise TypeError(f"threshold: expected a number or a tensor, got {type(threshold).__name__}")
+        if math.isnan(threshold):
+            raise ValueError("threshold: expected a number other than NaN, got nan")
+        return total.new_full(total.shape, threshold)
+    stats.real_tensor("threshold", threshold)
+    if threshold.dim():
+        stats.expect_shape("threshold", threshold, total.shape, "(B,)")
+    bound = stats.wide(threshold).to(total.device).expand(total.shape)
+    stats.require_all(~bound.isnan() | total.isnan(), bound, "threshold", "numbers other than NaN")
+    return bound

@@ -1,0 +1,119 @@
+"""Heads that TRL's fused forward must not read from outside: with an adapter on them, or divided over ranks.
+
+TRL's forward asks the model for its head and passes on ``lm_head.weight``. Of a head with LoRA that is the base weight
+alone, and TRL refuses such models. Of a head that is an FSDP2 unit of its own it is a part, which TRL gathers by
+``full_tensor()``: a copy whose gradient no rank adds to another's. Here the model answers with a `ModelHead` instead,
+and what TRL computes with it is computed in the place of the head's own forward (`grpo_kernels.modules.within_head`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl.trainer.grpo_trainer as trl_grpo
+from torch import Tensor, nn
+
+from grpo_kernels.head.hooks import check_hooks
+from grpo_kernels.head.module import active_adapters, divided_modules, gather_of, linear_of, parameters_of
+from grpo_kernels.integrations.patching import Patches
+from grpo_kernels.integrations.transformers.head import causal_lm, inner_head
+from grpo_kernels.modules import is_fsdp_unit, within_head
+
+_TUNED = "BaseTunerLayer"  # PEFT's, as TRL's module has imported it where there is a PEFT
+
+
+class ModelHead:
+    """A head as TRL's forward reads it: it passes `weight`, which is this object, to the function that scores."""
+
+    bias = None  # part of what the weight stands for
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def weight(self) -> ModelHead:
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return linear_of(inner_head(self._module)).weight.device
+
+    @property
+    def ds_status(self) -> Any:
+        """What TRL asks of a parameter under ZeRO-3: this one needs no gathering."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        return ZeroParamStatus.AVAILABLE
+
+    def score(self, hidden: Tensor, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
+        """``compute(hidden, weight, bias, lora=, gather=)`` with the head's parameters, which are whole meanwhile."""
+        head = inner_head(self._module)
+        unit = self._module if is_fsdp_unit(self._module) else head
+        check_hooks(unit)
+        names: list[str] = []
+
+        def whole(hidden: Tensor) -> tuple[Tensor, ...]:
+            weight, bias, lora = parameters_of(head, hidden)
+            found = compute(hidden, weight, bias, lora=lora, gather=gather_of(head.parameters()))
+            names[:] = found
+            return tuple(x.clone() for x in found.values())  # no views: FSDP2 may lose its hooks on them
+
+        return dict(zip(names, within_head(unit, whole, hidden), strict=False))
+
+
+@contextmanager
+def whole_heads(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` has a `ModelHead` where its weight alone would be the wrong thing to read."""
+    base: Any = causal_lm(model)
+    head = base.get_output_embeddings()
+    if not (is_fsdp_unit(head) or divided_modules(head) or _is_tuned(inner_head(head))):
+        yield
+        return
+    own = vars(base).get("get_output_embeddings")
+    base.get_output_embeddings = lambda: ModelHead(head)
+    try:
+        yield
+    finally:
+        del base.get_output_embeddings
+        if own is not None:
+            base.get_output_embeddings = own
+
+
+@contextmanager
+def adapters_allowed() -> Iterator[None]:
+    """Inside, TRL's trainers are made of models with an adapter on their head, too; `check_head` is for afterwards."""
+    patches = Patches()
+    if hasattr(trl_grpo, _TUNED):
+        patches.replace(trl_grpo, _TUNED, type(_TUNED, (), {}))  # of which no head is an instance
+    try:
+        yield
+    finally:
+        patches.restore()
+
+
+def check_head(model: nn.Module, args: Any) -> None:
+    """Raise unless the adapters on the head of `model`, if there are any, can be computed with TRL's options `args`.
+
+    Raises:
+        TypeError: another kind of adapter than LoRA, or LoRA around another kind of layer than ``nn.Linear``.
+        ValueError: a variant of LoRA, such as DoRA; or ``cast_lm_head_to_fp32``.
+    """
+    head = inner_head(causal_lm(model).get_output_embeddings())
+    if not _is_tuned(head):
+        return
+    linear_of(head)
+    active_adapters(head)
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, which would go on in its own precision, "
+            "got True"
+        )
+
+
+def _is_tuned(head: nn.Module) -> bool:
+    """Whether PEFT has put an adapter on it."""
+    layer = getattr(trl_grpo, _TUNED, None)
+    return layer is not None and isinstance(head, layer)

@@ -1,0 +1,104 @@
+"""The rows of TRL's head calls, counted: the sign in a trainer's log that our head is at work.
+
+Logged while training, of this process alone, as means over the calls since the last time:
+
+- ``rows/projected``: the share of the positions that went through the head's product. Of the completions' positions,
+  where the trainer says which they are (`FusedGRPOTrainer`, `FusedDistillationTrainer`), else of those that TRL passes;
+- ``rows/gradient``: the share of those whose log-probability, entropy or divergence got a gradient other than 0.
+
+Calls without gradient (old log-probabilities, a reference, evaluation) are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.integrations.patching import Patches
+
+try:
+    from trl.trainer.base_trainer import _BaseTrainer
+except ImportError:  # another TRL: there is no place in its log then
+    _BaseTrainer = None
+
+
+class RowCount:
+    """Counts on the device, and waits for it in `take` only."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again."""
+        self._positions = 0
+        self._projected: Tensor | int = 0
+        self._graded: Tensor | int = 0
+
+    def add(self, positions: int, mask: Tensor | None, results: Sequence[Tensor | None]) -> None:
+        """Count a call.
+
+        Args:
+            positions: how many there were.
+            mask: which of the call's rows were projected; None: all of them, one a position.
+            results: shaped like the rows; those with a graph are asked for their gradient when it comes.
+        """
+        attached = [x for x in results if x is not None and x.requires_grad]
+        if not attached:
+            return
+        self._positions += positions
+        self._projected = _sum(self._projected, positions if mask is None else mask.sum())
+
+        def look(gradients: Sequence[Tensor | None]) -> None:
+            graded = torch.stack([x != 0 for x in gradients if x is not None]).any(dim=0)
+            self._graded = _sum(self._graded, (graded if mask is None else graded & mask).sum())
+
+        torch.autograd.graph.register_multi_grad_hook(attached, look)
+
+    def take(self) -> dict[str, float]:
+        """The shares since the last time, by name; empty if there was no call."""
+        positions, projected, graded = self._positions, int(self._projected), int(self._graded)
+        self.reset()
+        if positions == 0:
+            return {}
+        return {"rows/projected": projected / positions, "rows/gradient": graded / max(1, projected)}
+
+
+def _sum(total: Tensor | int, x: Tensor | int) -> Tensor | int:
+    return total + (x.to(total.device) if isinstance(total, Tensor) and isinstance(x, Tensor) else x)
+
+
+PATCHED = RowCount()  # of the trainers that `patch_trl` has changed
+_current: ContextVar[RowCount] = ContextVar("grpo_kernels_trl_row_count", default=PATCHED)
+
+
+def current() -> RowCount:
+    """What the running head call is counted by."""
+    return _current.get()
+
+
+@contextmanager
+def counting(count: RowCount) -> Iterator[None]:
+    """Inside, head calls are counted by `count`."""
+    token = _current.set(count)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def patch(patches: Patches) -> None:
+    """Have every trainer of TRL log `PATCHED`, which is that of the process: no rank waits for another."""
+    if _BaseTrainer is not None:
+        patches.replace(_BaseTrainer, "log", _log)
+
+
+def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    """transformers', with the rows."""
+    if self.model.training:
+        logs.update(PATCHED.take())
+    super(_BaseTrainer, self).log(logs, *args, **kwargs)

@@ -1,0 +1,101 @@
+"""TRL on two processes (DDP, FSDP2, ZeRO-3) with our trainer: losses and gradient norms are those of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+from benchmarks import parity
+from grpo_kernels import SparseGradient
+from tests.support import zero3
+from tests.support.ranks import run_ranks
+from tests.support.trl_ranks import Found, Job, save_model, train, train_all
+
+TOLERANCE = 1e-5
+ADAPTED: dict[str, Any] = {"lora": ("q_proj", "lm_head"), "arguments": {"kl_estimator": "full"}}
+BONUS = {"entropy_coef": 0.01, "num_iterations": 2}  # a mean over micro-batches: other ones on one process
+JOBS = {
+    "DDP": Job(),
+    "DDP, entropy bonus": Job(options=BONUS, counted=True),
+    "DDP, entropy bonus, stock": Job(stock=True, options=BONUS),
+    "DDP, sparse gradient": Job(options={"temperature": 0.2}, arguments={"gradient": SparseGradient(0.05, seed=1)}),
+    "FSDP2": Job("FSDP2"),
+    "FSDP2, tied": Job("FSDP2", kind="tied"),
+    "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
+    "FSDP2, head its own unit": Job("FSDP2, head its own unit"),
+    "FSDP2, adapter on the head, exact KL": Job("FSDP2", **ADAPTED),
+}
+ZERO3_JOBS = {
+    "ZeRO-3": Job("ZeRO-3"),
+    "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
+    "ZeRO-3, adapter on the head, exact KL": Job("ZeRO-3", **ADAPTED),
+}
+BECOMES = {"DDP": "DistributedDataParallel", "FSDP2": "FSDPModule", "ZeRO-3": "DeepSpeedEngine"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By kind of model: where it is saved."""
+    found = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen3", "tied")}
+    for kind, folder in found.items():
+        save_model(kind, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def logged(folders: dict[str, str]) -> list[dict[str, Found]]:
+    """By rank, by job: one set of processes, since they have much to import."""
+    return run_ranks(train_all, 2, JOBS, folders)
+
+
+@cache
+def of_one_process(kind: str, adapted: bool, folder: str) -> list[dict[str, float]]:
+    """Stock TRL; with an adapter on the head, which it refuses, ours: `test_trl_head_adapter.py` compares that."""
+    return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[0]
+
+
+def check(name: str, job: Job, found: Found, folders: dict[str, str]) -> None:
+    want = of_one_process(job.kind, bool(job.lora), folders[job.kind])
+    errors = parity.differences(want, found.steps)
+    assert max(errors["loss"], errors["grad_norm"]) < TOLERANCE, f"{name}: {errors}"
+    assert all(x["grad_norm"] > 0.1 for x in want)
+    assert BECOMES[job.wrap.split(",")[0]] in found.classes
+    assert found.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("DDP,")])
+def test_ddp_and_fsdp2(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
+    for of_rank in logged:
+        check(name, JOBS[name], of_rank[name], folders)
+
+
+def test_metrics_are_those_of_stock_trl_on_as_many_processes(logged: list[dict[str, Found]]) -> None:
+    for of_rank in logged:
+        stock, ours = of_rank["DDP, entropy bonus, stock"].steps, of_rank["DDP, entropy bonus"].steps
+        assert max(parity.differences(stock, ours).values()) < TOLERANCE
+
+
+def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(logged: list[dict[str, Found]]) -> None:
+    """Else rows would be projected a second time: the bonus and the policy's term have different normalisers."""
+    for of_rank in logged:
+        counts = of_rank["DDP, entropy bonus"].counts
+        assert counts.flops == 6 * counts.scored * counts.size > 0
+
+
+def test_what_a_sparse_gradient_costs_is_logged_of_all_processes(logged: list[dict[str, Found]]) -> None:
+    ours, others = (of_rank["DDP, sparse gradient"].history for of_rank in logged)
+    for name in ("gradient/entries", "gradient/dense_rows", "gradient/d_hidden_error"):
+        assert [x[name] for x in ours] == [x[name] for x in others]
+    assert ours[-1]["gradient/entries"] > 1
+    assert ours[-1]["gradient/dense_rows"] < 1
+    assert 0 < ours[-1]["gradient/d_hidden_error"] <= 0.05
+
+
+@zero3.needs_deepspeed
+def test_zero3(folders: dict[str, str]) -> None:
+    for of_rank in run_ranks(train_all, 2, ZERO3_JOBS, folders):
+        for name, job in ZERO3_JOBS.items():
+            check(name, job, of_rank[name], folders)

@@ -1,0 +1,110 @@
+"""The rows that TRL's trainers log while our head is at work, and the log of what is patched."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+import trl
+from trl.trainer.base_trainer import _BaseTrainer
+
+from benchmarks import tiny_models, tiny_run
+from grpo_kernels.integrations.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl, unpatch_trl
+from grpo_kernels.integrations.trl.row_count import PATCHED, RowCount
+
+ROWS = {"rows/projected", "rows/gradient"}
+
+
+def logged(trainer_class: type[trl.GRPOTrainer]) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """The log's training steps of a short run, and the batches of its losses."""
+    batches: list[dict[str, Any]] = []
+    trainers: list[Any] = []
+
+    class Noted(trainer_class):  # type: ignore[misc, valid-type]
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            inputs["completion_mask"][::2, -3:] = 0  # completions that ended early
+            batches.append(inputs)
+            return super()._compute_loss(model, inputs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        # the reward of the first steps is the same for some groups, which then have no gradient
+        tiny_run.train(Noted, tiny_run.config(folder, 2, temperature=0.2), prepare=trainers.append)
+    return [entry for entry in trainers[0].state.log_history if "loss" in entry], batches
+
+
+def shares(batches: list[dict[str, Any]]) -> dict[str, float]:
+    """What a step of these micro-batches is to log: by the mask, and by the advantages."""
+    masks = [batch["completion_mask"].bool() for batch in batches]
+    counted, places = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
+    graded = (int(mask[batch["advantages"] != 0].sum()) for mask, batch in zip(masks, batches, strict=True))
+    return {"rows/projected": counted / places, "rows/gradient": sum(graded) / counted}
+
+
+def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_advantage() -> None:
+    steps, batches = logged(FusedGRPOTrainer)
+    wanted = [shares(batches[:2]), shares(batches[2:])]
+    assert [{name: step[name] for name in ROWS} for step in steps] == wanted
+    assert any(0 < step["rows/gradient"] < 1 for step in wanted), "the case shows nothing"
+    assert all(step["rows/projected"] < 1 for step in wanted), "the case shows nothing"
+
+
+def test_a_patched_trainer_logs_the_rows_that_trl_passes_and_an_unpatched_one_none() -> None:
+    with patch_trl():
+        steps, batches = logged(trl.GRPOTrainer)
+    for step in steps:
+        assert step["rows/projected"] == 1.0  # on a CPU TRL passes every position, prompt and padding too
+    assert [step["rows/gradient"] > 0 for step in steps] == [
+        shares(of_step)["rows/gradient"] > 0 for of_step in (batches[:2], batches[2:])
+    ]
+    assert "log" not in vars(_BaseTrainer)
+    steps, _ = logged(trl.GRPOTrainer)
+    assert not any(ROWS & step.keys() for step in steps)
+
+
+def test_distillation_logs_its_rows() -> None:
+    trainers: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = tiny_run.common_options(folder, 1) | {"per_device_train_batch_size": 4, "max_completion_length": 6}
+        args = trl.DistillationConfig(**options)
+        teacher = tiny_models.model("qwen3", seed=5)
+        tiny_run.train(FusedDistillationTrainer, args, teacher_model=teacher, prepare=trainers.append)
+    step = next(entry for entry in trainers[0].state.log_history if "loss" in entry)
+    assert 0 < step["rows/projected"] <= 1
+    assert step["rows/gradient"] == 1.0
+
+
+def test_rows_are_counted_once_however_many_results_have_a_gradient_and_never_without_one() -> None:
+    count, mask = RowCount(), torch.tensor([True, True, True, False])
+    x = torch.randn(4, requires_grad=True)
+    logps, entropy = 2 * x, 3 * x
+    count.add(10, mask, (logps, entropy))
+    (logps * torch.tensor([1.0, 0.0, 0.0, 1.0]) + entropy * torch.tensor([1.0, 1.0, 0.0, 0.0])).sum().backward()
+    count.add(10, None, (torch.zeros(4),))  # a scoring call
+    assert count.take() == {"rows/projected": 0.3, "rows/gradient": 2 / 3}
+    assert count.take() == {}
+
+    logps, entropy = 2 * x, 3 * x
+    count.add(4, None, (logps, entropy))
+    logps[:1].sum().backward()  # the entropy has no part in the loss
+    assert count.take() == {"rows/projected": 1.0, "rows/gradient": 0.25}
+
+
+def test_patching_and_unpatching_say_what_they_change(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "grpo_kernels"):
+        assert patch_trl()
+        unpatch_trl()
+    names = [
+        "trl.trainer.utils._ChunkedLogProbFunction",
+        "trl.trainer.distillation_trainer._chunked_divergence_loss",
+        "trl.trainer.base_trainer._BaseTrainer.log",
+    ]
+    assert caplog.messages == [
+        *(f"patched trl: {name} is that of grpo_kernels" for name in names),
+        *(f"unpatched trl: {name} is its own again" for name in reversed(names)),
+    ]
+    assert PATCHED.take() == {}

@@ -1,0 +1,87 @@
+"""TRL's GRPO loss with the KL term over the whole vocabulary, out of all logits: for a trainer to be held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import tiny_models
+
+
+class Drawn:
+    """In front of a trainer: completions that no model has to write."""
+
+    def _generate_single_turn(self, prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[Any], None]:
+        draw = torch.Generator().manual_seed(17 + self.state.global_step)  # type: ignore[attr-defined]
+        lengths = torch.randint(2, 7, (len(prompts),), generator=draw).tolist()
+        return [torch.randint(3, tiny_models.VOCAB, (n,), generator=draw).tolist() for n in lengths], None
+
+
+class Checked(Drawn):
+    """Each loss, its gradient and its KL metric against all logits of policy and reference."""
+
+    accelerator: Any
+    args: Any
+    ref_model: Any
+    kls: list[float]
+    policy_loss: float
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        want, kl = self.plain(model, inputs)
+        metrics = self._metrics["train" if model.training else "eval"]  # type: ignore[attr-defined]
+        torch.testing.assert_close(loss.detach(), want.detach(), rtol=1e-5, atol=1e-6)
+        assert metrics["kl"][-1] == pytest.approx(kl, rel=1e-5, abs=1e-7)
+        if self.args.entropy_coef:
+            assert metrics["policy_loss"][-1] == pytest.approx(self.policy_loss, rel=1e-5, abs=1e-6)
+        self.kls.append(kl)
+        if torch.is_grad_enabled():
+            trained = [x for x in model.parameters() if x.requires_grad]
+            found, wanted = (torch.autograd.grad(x, trained, retain_graph=True) for x in (loss, want))
+            largest = max(float(x.abs().max()) for x in wanted)
+            for got, right in zip(found, wanted, strict=True):
+                assert float((got - right).abs().max()) <= 2e-5 * largest
+        return loss
+
+    def plain(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        everything = torch.cat([inputs["prompt_ids"], ids], 1)
+        attended = torch.cat([inputs["prompt_mask"], mask], 1)
+
+        def log_probs(of: Any) -> Tensor:
+            logits = of(input_ids=everything, attention_mask=attended).logits / self.args.temperature
+            return logits[:, -ids.shape[1] - 1 : -1].log_softmax(-1)
+
+        policy = log_probs(model)
+        with torch.no_grad():
+            if self.ref_model is not None:
+                reference = log_probs(self.ref_model)
+            else:
+                with model.disable_adapter():
+                    reference = log_probs(model)
+        divergence = (policy.exp() * (policy - reference)).sum(-1)
+        logps = policy.gather(-1, ids[..., None])[..., 0]
+        old = inputs.get("old_per_token_logps", logps.detach())
+        counted = mask * inputs.get("tool_mask", 1)
+        ratio = (logps - old).exp()
+        if self.args.importance_sampling_level == "sequence":
+            ratio = ((logps - old) * counted).sum(1, keepdim=True).div(counted.sum(1, keepdim=True)).exp()
+        advantages = inputs["advantages"][:, None]
+        clipped = ratio.clamp(1 - self.args.epsilon, 1 + self.args.epsilon)
+        per_token = -torch.minimum(ratio * advantages, clipped * advantages) + self.args.beta * divergence
+        trains = model.training
+        accumulated = self.current_gradient_accumulation_steps if trains else 1  # type: ignore[attr-defined]
+        if self.args.loss_type == "dapo":
+            items = inputs["num_items_in_batch"] / (self.args.steps_per_generation if trains else 1)
+            loss = (per_token * counted).sum() / items
+        elif self.args.loss_type == "grpo":
+            loss = ((per_token * counted).sum(1) / counted.sum(1)).mean()
+        else:
+            loss = (per_token * counted).sum(1).mean()
+        self.policy_loss = float(loss)
+        entropies = -(policy.exp() * policy).sum(-1)
+        bonus = self.args.entropy_coef * (entropies * counted).sum() / counted.sum()
+        return (loss - bonus) / accumulated, float((divergence * counted).sum() / counted.sum())

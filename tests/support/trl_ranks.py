@@ -1,0 +1,214 @@
+"""TRL's GRPO trainers on several gloo processes, under what accelerate makes of the model: DDP, FSDP2 or ZeRO-3.
+
+Completions come from the prompts, so that any number of processes trains on the same ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import transformers
+import trl
+
+from benchmarks import head_flops, tiny_models, tiny_run
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from tests.support.cheap_entries import entries_cost_nothing
+
+SEQUENCES = 8  # of all processes together, a micro-batch
+
+
+class Written:
+    """In front of a trainer: completions that depend on the prompt, on which of its completions it is, and the call."""
+
+    _calls = 0
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        self._calls += 1
+        found, seen = [], Counter[tuple[int, ...]]()
+        for prompt in map(tuple, prompt_ids):
+            draw = random.Random(hash((prompt, seen[prompt], self._calls)))
+            seen[prompt] += 1
+            words = [draw.randrange(len(tiny_models.SPECIAL), tiny_models.VOCAB) for _ in range(draw.randrange(2, 11))]
+            found.append([*words, 1])  # the end of the sequence
+        return found, None
+
+
+class OursWritten(Written, FusedGRPOTrainer):
+    pass
+
+
+class StockWritten(Written, trl.GRPOTrainer):
+    pass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run: how the model is divided, which model it is, and options of the configuration and trainer."""
+
+    wrap: str = "DDP"
+    stock: bool = False
+    kind: str = "qwen3"
+    lora: tuple[str, ...] = ()  # the modules that get an adapter
+    options: dict[str, Any] = field(default_factory=lambda: {"beta": 0.04, "num_iterations": 2})
+    arguments: dict[str, Any] = field(default_factory=dict)
+    counted: bool = False  # whether to count the operations of the head
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one rank: what was logged (all that TRL means to log; what it did), and what the model has become."""
+
+    steps: list[dict[str, float]]
+    history: list[dict[str, float]]
+    classes: list[str]  # of the wrapped model and its bases
+    head: str
+    counts: head_flops.Counts  # if the job is to be counted
+
+
+def train(
+    job: Job, folder: str, processes: int = 1, prepare: Callable[[Any], None] | None = None, **options: Any
+) -> tuple[list[dict[str, float]], Any]:
+    """What two steps have logged, and the trainer; `folder` is what `save_model` has written."""
+    tiny_run.quiet()
+    policy = tiny_models.model(job.kind, num_hidden_layers=1)
+    policy.config._name_or_path = folder  # TRL loads the reference from there
+    arguments: dict[str, Any] = {**job.arguments}
+    if job.lora:
+        from peft import LoraConfig
+
+        chosen = LoraConfig(r=4, target_modules=[*job.lora], init_lora_weights=False, task_type="CAUSAL_LM")
+        arguments["peft_config"] = chosen
+    history = tiny_run.History()
+    with tempfile.TemporaryDirectory() as output:
+        options = {"optim": "sgd", "learning_rate": 0.1, **job.options, **options}
+        args = tiny_run.config(output, 2, per_device_train_batch_size=SEQUENCES // processes, **options)
+        trainer = (StockWritten if job.stock else OursWritten)(
+            model=policy,
+            args=args,
+            processing_class=tiny_models.tokenizer(),
+            reward_funcs=tiny_run.reward,
+            train_dataset=tiny_run.dataset(),
+            **arguments,
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        tiny_run.record(trainer, history)
+        if prepare is not None:
+            prepare(trainer)
+        trainer.train()
+    return history.steps, trainer
+
+
+def save_model(kind: str, folder: str) -> None:
+    """The model of `train`, for the reference."""
+    tiny_models.model(kind, num_hidden_layers=1).save_pretrained(folder)
+
+
+def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[str, str]) -> dict[str, Found]:
+    """For `run_ranks`: what came of each job, by its name."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    found = {}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # accelerate wants them, and the group is there
+    if any(job.wrap == "ZeRO-3" for job in jobs.values()):
+        _find_deepspeed()
+    for name, job in jobs.items():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        counts = head_flops.Counts()
+        counting = head_flops.watched(counts) if job.counted else nullcontext()
+        with counting as prepare, WRAPS[job.wrap]() as options, entries_cost_nothing():
+            logged, trainer = train(job, folders[job.kind], world_size, prepare, **options)
+        found[name] = Found(
+            steps=logged,
+            history=[x for x in trainer.state.log_history if "loss" in x],
+            classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
+            head=type(trainer.model.get_output_embeddings()).__name__,
+            counts=counts,
+        )
+    return found
+
+
+@contextmanager
+def _ddp() -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+@contextmanager
+def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, Any]]:
+    """accelerate's own FSDP2, which it takes on GPUs alone: without them it makes DDP of it and says nothing."""
+    import accelerate.accelerator
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import fully_shard
+
+    begin = AcceleratorState.__init__
+
+    def as_on_a_gpu(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    asked |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", **variables}
+    with mock.patch.object(AcceleratorState, "__init__", as_on_a_gpu), mock.patch.dict(os.environ, asked):
+        if not root_alone:
+            yield {}
+            return
+        with mock.patch.object(accelerate.accelerator, "fsdp2_prepare_model", lambda _, model: fully_shard(model)):
+            yield {}
+
+
+def _head_apart() -> Any:
+    """Every linear layer a unit of its own."""
+    return _fsdp2(FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer,Linear")
+
+
+@contextmanager
+def _zero3() -> Iterator[dict[str, Any]]:
+    automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    yield {
+        "deepspeed": {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # small ones are divided too
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            **dict.fromkeys(automatic, "auto"),
+        }
+    }
+
+
+WRAPS: dict[str, Any] = {
+    "DDP": _ddp,
+    "FSDP2": _fsdp2,  # accelerate 1.15: the head in one unit with the last norm, and the embedding if it is tied
+    "FSDP2, head in the root unit": lambda: _fsdp2(root_alone=True),
+    "FSDP2, head its own unit": _head_apart,
+    "ZeRO-3": _zero3,
+}
+
+
+def _find_deepspeed() -> None:
+    """Makes DeepSpeed known to what was imported without it."""
+    from tests.support import zero3
+
+    zero3.deepspeed()
+    import accelerate.accelerator
+    import accelerate.utils
+    import accelerate.utils.deepspeed as wrappers
+    import transformers.integrations.deepspeed
+    import transformers.trainer
+
+    for module in (accelerate.utils, accelerate.accelerator, transformers.trainer):
+        for name in vars(wrappers):
+            if "DeepSpeed" in name or name in ("DummyOptim", "DummyScheduler", "map_pytorch_optim_to_deepspeed"):
+                setattr(module, name, getattr(wrappers, name))
+    importlib.reload(sys.modules["transformers.integrations.deepspeed"])  # whose base class it is
