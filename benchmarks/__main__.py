@@ -24,7 +24,7 @@ from benchmarks.cases import HEADS, WORKLOADS, BenchCase
 from benchmarks.harness.child import ROOT
 from benchmarks.harness.machine import describe_cpu, git_commit, peer_versions
 from benchmarks.harness.results import Results
-from benchmarks.plan import OWN_PARTS, PARTS, cpu_cases
+from benchmarks.plan import APART, OWN_PARTS, PARTS, cpu_cases, memory_cases
 from benchmarks.providers import PROVIDERS, named
 from benchmarks.report import compare, figures, labels, plots, tables
 
@@ -36,7 +36,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--providers", nargs="+", help=f"only these: {' '.join(PROVIDERS)}; ours@MIB: that workspace")
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "training"), help="only these parts")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, "training"), help="only these parts")
     parser.add_argument("--cases", nargs="+", help="only the cases of these names")
     parser.add_argument("--shapes", nargs="+", choices=HEADS, help="only the heads of these models")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="only these workloads")
@@ -72,7 +72,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
     """The cases that were asked for."""
     found = []
-    for case in cpu_cases():
+    for case in [*cpu_cases(), *(memory_cases() if APART in (options.parts or ()) else ())]:
         modes = ("score",) if case.score else ("full", "forward", "backward")
         if options.parts and case.part not in options.parts:
             continue
@@ -110,7 +110,7 @@ def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     """Run what was asked for."""
-    from benchmarks.harness import suite  # pytest is not needed to draw plots
+    from benchmarks.harness import peaks, suite  # pytest is not needed to draw plots
 
     torch.set_num_threads(options.threads)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -128,7 +128,8 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         versions=peer_versions(),
         cases={},
     )
-    cases = chosen(options)
+    cases = [x for x in chosen(options) if x.part != APART]
+    peaks.measure([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
     status = 0
     if cases:
         forward_only = options.modes is not None and set(options.modes) <= {"forward", "score"}
@@ -141,26 +142,41 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     return results
 
 
-def with_training(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data`, and where it has none the newest results of `folder` on whole training steps, which take too long to be
-    measured every time.
+def with_apart(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`data`, and what it has none of from the newest results of `folder`: whole training steps and memory against
+    tokens, which take too long to be measured every time. ``runs`` has the conditions of each.
     """
-    if "training" in data or data.get("smoke") or data.get("dry_run"):
+    if data.get("smoke") or data.get("dry_run"):
         return data
-    for file in sorted(folder.glob("*training*.json"), reverse=True):
-        found = json.loads(file.read_text())
-        if (found["device"], labels.cpu(found)) == (data["device"], labels.cpu(data)):
-            run = {name: found.get(name) for name in ("date", "commit", "threads", "versions", "machine")}
-            return {**data, "training": {**found["training"], "run": run}}
-    return data
+    runs, cases = dict(data.get("runs") or {}), dict(data.get("cases") or {})
+    if "training" not in data and (found := _newest(data, folder, "training")):
+        data = {**data, "training": found["training"]}
+        runs["training"] = _conditions(found)
+    if not figures.of_part(data, APART) and (found := _newest(data, folder, APART)):
+        cases |= figures.of_part(found, APART)
+        runs[APART] = _conditions(found)
+    return {**data, "cases": cases, "runs": runs}
+
+
+def _newest(data: dict[str, Any], folder: Path, part: str) -> dict[str, Any] | None:
+    """Of the same device; where times were measured, of the same processor."""
+    for file in sorted(folder.glob(f"*{part}*.json"), reverse=True):
+        found: dict[str, Any] = json.loads(file.read_text())
+        if found["device"] == data["device"] and (part == APART or labels.cpu(found) == labels.cpu(data)):
+            return found
+    return None
+
+
+def _conditions(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: data.get(name) for name in ("date", "commit", "threads", "versions", "machine")}
 
 
 def _kind(options: argparse.Namespace) -> str:
     """What a file of results is called that does not hold all of them."""
     if options.smoke:
         return "-smoke"
-    if options.parts == ["training"]:
-        return "-training"
+    if options.parts in (["training"], [APART]):
+        return f"-{options.parts[0]}"
     chosen = (options.providers, options.parts, options.cases, options.shapes, options.workloads, options.modes)
     return "-part" if any((*chosen, options.head, options.rounds, options.rows)) else ""
 
@@ -182,7 +198,7 @@ def main(given: Sequence[str] | None = None) -> int:
         results = measure(options, sys.argv[1:] if given is None else given)
         data = results.data
         print(f"results: {results.path}")
-    data = with_training(data, RESULTS)
+    data = with_apart(data, RESULTS)
     print("\n".join(tables.lines(data)))
     if options.plot:
         drawn = plots.render(data, options.docs / "plots")

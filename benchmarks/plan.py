@@ -42,7 +42,11 @@ NATS: dict[str, dict[str, Any]] = {
     "10.5 nats": {"peaked": False, "scale": 7.0},
 }
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
+LIMITED = {"rounds": 3}  # where the products are timed: what is called a limit has to be one
 PARTS = ("main", "workloads", "distill", "sparse", "shapes", "scaling", "accuracy")
+APART = "memory"  # a part that is measured only where it is asked for: it needs some 20 GB
+COMPLETIONS = 8  # of one prompt, in the part "memory"
+TOKENS = (128, 512, 2048, 8192, 16384)
 SCALES = (10.0, 20.0, 40.0)
 EXACTNESS = (
     "ours", "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "eager",
@@ -54,17 +58,17 @@ def cpu_cases() -> list[BenchCase]:
     everything = ("ours", "ours@64", "ours/torch", "products", *ON_CPU)
     main = [
         case("main", series="n v share", rounds=3, providers=everything, **SMALL),
-        case("frozen", frozen=True, providers=("ours", "products", "eager", "trl", "unsloth"), **SMALL),
-        case("score", score=True, providers=("ours", "products", "eager", "trl", "unsloth", "liger_ce"), **SMALL),
-        case("bf16", dtype="bfloat16", providers=SHORT, **SMALL),
+        case("frozen", frozen=True, providers=("ours", "products", "eager", "trl", "unsloth"), **SMALL, **LIMITED),
+        case("score", score=True, providers=(*SHORT, "unsloth", "liger_ce"), **SMALL, **LIMITED),
+        case("bf16", dtype="bfloat16", providers=SHORT, **SMALL, **LIMITED),
     ]
     workloads = [
-        case(name, workload=name, part="workloads", providers=("ours", "products", "trl"), **SMALL)
+        case(name, workload=name, part="workloads", providers=("ours", "products", "trl"), **SMALL, **LIMITED)
         for name in WORKLOADS
         if name not in OTHERS
     ]
     shapes = [  # frozen: the gradient of such a head alone is gigabytes
-        case(model, model, part="shapes", n=64, t=16, frozen=True, providers=("ours", "products", "trl"))
+        case(model, model, part="shapes", n=64, t=16, frozen=True, providers=("ours", "products", "trl"), **LIMITED)
         for model in HEADS
         if model != "Qwen3-0.6B"
     ]
@@ -76,6 +80,17 @@ def cpu_cases() -> list[BenchCase]:
     distill = _distilling(HEADS["Qwen3-1.7B"].h, "Qwen3-0.6B", **SMALL)
     sparse = _thinned(n=256, t=32)
     return main + workloads + distill + sparse + shapes + scaling + _exactness(n=256, t=32, v=32768)
+
+
+def memory_cases() -> list[BenchCase]:
+    """Completions that grow longer, on a head whose H is small: logits do not depend on it, and the products are cheap.
+
+    What does grow with H is a provider's own copy of d weight, which is hardly seen here.
+    """
+    providers = ("ours", "ours@64", "eager", "trl", "liger_grpo")
+    return [
+        case(f"tokens {n}", part=APART, n=n, t=n // COMPLETIONS, h=64, rounds=0, providers=providers) for n in TOKENS
+    ]
 
 
 def gpu_cases() -> list[BenchCase]:

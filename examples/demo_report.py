@@ -12,10 +12,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 MIB = 2**20
-THEIRS, OURS = "#8a8f98", "#d9622b"
+THEIRS, OURS, INK, CARD = "#D55E00", "#0072B2", "#1f2328", "#fbfbf9"  # as in the figures of docs/benchmarks.md
+Costs = dict[str, tuple[float, float]]  # TRL's, ours
 
 
-def _costs(summary: dict[str, Any]) -> list[tuple[str, dict[str, tuple[float, float]]]]:
+def _costs(summary: dict[str, Any]) -> list[tuple[str, Costs]]:
     """(title, {"seconds" | "memory" | "flops": (TRL's, ours)}) for the training and for each realistic head."""
     runs, shape = summary["runs"], summary["head_shape"]
     keys = {"seconds": "head_seconds_per_step", "memory": "head_peak_bytes", "flops": "head_flops"}
@@ -35,7 +36,7 @@ def _row(label: str, theirs: str, ours: str, note: str = "") -> str:
 
 def table(summary: dict[str, Any]) -> str:
     """The figures of the demo as text."""
-    lines = ["", _row("", "stock TRL", "grpo_kernels")]
+    lines = ["", _row("", "stock TRL", "grpo_kernels", "better by")]
     lines.append(_row("reward at the start", *[f"{summary['reward_start']:.3f}"] * 2))
     lines.append(_row("reward at the end", f"{summary['reward_end_trl']:.3f}", f"{summary['reward_end']:.3f}"))
     compared = f"{summary['steps_compared']} of {summary['steps']} steps (those that sampled the same completions)"
@@ -44,9 +45,11 @@ def table(summary: dict[str, Any]) -> str:
     for title, costs in _costs(summary):
         lines += ["", f"  Head, {title}"]
         (t0, t1), (m0, m1), (f0, f1) = costs["seconds"], costs["memory"], costs["flops"]
-        lines.append(_row("seconds, forward + backward", f"{t0:.3f}", f"{t1:.3f}", f"x {t1 / t0:.2f}"))
-        lines.append(_row("peak memory, MiB", f"{m0 / MIB:.1f}", f"{m1 / MIB:.1f}", f"x {m1 / m0:.2f}"))
-        lines.append(_row("10^9 floating-point operations", f"{f0 / 1e9:.1f}", f"{f1 / 1e9:.1f}", f"x {f1 / f0:.2f}"))
+        lines.append(_row("seconds, forward + backward", f"{t0:.3f}", f"{t1:.3f}", f"{t0 / t1:.1f} times"))
+        lines.append(_row("peak memory, MiB", f"{m0 / MIB:.1f}", f"{m1 / MIB:.1f}", f"{m0 / m1:.1f} times"))
+        lines.append(
+            _row("10^9 floating-point operations", f"{f0 / 1e9:.1f}", f"{f1 / 1e9:.1f}", f"{f0 / f1:.1f} times")
+        )
     for case, words in (("all", "all groups"), ("half", "half of them")):
         pair = summary["head"][case]
         lines.append(
@@ -70,44 +73,64 @@ def _conditions(summary: dict[str, Any]) -> str:
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """The reward curves and, relative to stock TRL, the head's time, memory and operations."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), gridspec_kw={"width_ratios": [1, 1.5]})
-    _curves(left, summary)
-    _bars(right, _costs(summary))
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0.01, 0.01, _conditions(summary), fontsize=7, color="#666666")
-    figure.subplots_adjust(left=0.05, right=0.99, top=0.92, bottom=0.31, wspace=0.13)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    """Above, what the large head costs; below, the reward of both trainings."""
+    (_, training), (_, whole), (_, half) = _costs(summary)
+    shape = summary["head_shape"]
+    tokens = shape["sequences"] * shape["length"]
+    with plt.rc_context({"font.size": 15, "font.family": "DejaVu Sans", "axes.facecolor": CARD, "text.color": INK}):
+        figure = plt.figure(figsize=(11, 8.6), facecolor=CARD)
+        rewards = figure.add_axes((0.08, 0.15, 0.87, 0.27))
+        figure.text(0.03, 0.965, claim(summary), fontsize=22, weight="bold", va="top")
+        sizes = f"vocabulary {shape['vocab']:,}, hidden size {shape['hidden_size']:,}"
+        words = f"Forward and backward on {tokens} tokens; {sizes}"
+        figure.text(0.03, 0.905, words, va="top", color="#57606a")
+        for i, (title, costs) in enumerate((("every token has a gradient", whole), ("half of them have none", half))):
+            left, right = (figure.add_axes((x, 0.54, 0.19, 0.25)) for x in (0.055 + 0.475 * i, 0.275 + 0.475 * i))
+            figure.text(0.055 + 0.475 * i, 0.845, title, weight="bold", va="top")
+            _pair(left, "time", costs["seconds"], lambda x: f"{x:#.2g} s")
+            _pair(right, "memory", costs["memory"], lambda x: f"{x / MIB:,.0f} MiB")
+        _curves(rewards, summary)
+        theirs, ours = training["seconds"]
+        note = (
+            f"Head of that training: {theirs / ours:.1f} times faster a step, stock TRL's prompt and padding included."
+        )
+        figure.text(0.03, 0.02, f"{note}\n{_conditions(summary)}", fontsize=11, color="#57606a")
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+
+
+def claim(summary: dict[str, Any]) -> str:
+    """The title: how many times faster the large head was, and whether the training was the same."""
+    pair = summary["head"]["all"]
+    faster = pair["trl"]["seconds"] / pair["ours"]["seconds"]
+    same = "the same training" if summary["steps_compared"] == summary["steps"] else "the same loss"
+    return f"{same.capitalize()}, and a head that is {faster:.1f} times as fast"
+
+
+def _pair(axes: Any, title: str, values: tuple[float, float], words: Callable[[float], str]) -> None:
+    """Two bars, TRL's and ours, each with its value in it or above it."""
+    axes.bar((0, 1), values, width=0.8, color=(THEIRS, OURS))
+    for x, value in enumerate(values):
+        axes.text(x, value, words(value), ha="center", va="bottom")
+    axes.set_xticks((0, 1), ("TRL", "ours"))
+    for label, color in zip(axes.get_xticklabels(), (THEIRS, OURS), strict=True):
+        label.set(color=color, fontweight="bold")
+    axes.set(ylim=(0, 1.2 * max(values)), yticks=[])
+    axes.set_title(title, fontsize=15, color="#57606a", pad=2)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
 
 
 def _curves(axes: Any, summary: dict[str, Any]) -> None:
-    for name, label, width, color in (("trl", "stock TRL", 5.0, THEIRS), ("ours", "grpo_kernels", 1.8, OURS)):
+    """The mean reward of each batch; ours dashed on TRL's, which it lies on."""
+    for name, label, width, color, dashes in (
+        ("trl", "stock TRL", 7.0, THEIRS, "solid"),
+        ("ours", "grpo_kernels", 3.0, OURS, (0, (2, 1))),
+    ):
         rewards = summary["runs"][name]["rewards"]
         steps = [1 + i * summary["steps"] / len(rewards) for i in range(len(rewards))]
-        axes.plot(steps, rewards, label=label, lw=width, color=color)
-    axes.set(xlabel="optimiser step", ylabel="mean reward of the batch", ylim=(0, 1.02), title="Reward, same seed")
-    axes.legend(frameon=False, loc="lower right")
-
-
-def _bars(axes: Any, costs: list[tuple[str, dict[str, tuple[float, float]]]]) -> None:
-    words: dict[str, tuple[str, Callable[[float], str]]] = {
-        "seconds": ("time", lambda x: f"{x:.2g} s"),
-        "memory": ("memory", lambda x: f"{x / MIB:.0f} MiB"),
-        "flops": ("FLOPs", lambda x: f"{x / 1e12:.2g} T"),
-    }
-    positions, names = [], []
-    for group, (title, figures) in enumerate(costs):
-        for i, (name, (theirs, ours)) in enumerate(figures.items()):
-            word, text = words[name]
-            position = 3.5 * group + i
-            axes.bar(position - 0.2, 1.0, 0.38, color=THEIRS)
-            axes.bar(position + 0.2, ours / theirs, 0.38, color=OURS)
-            axes.text(position + 0.2, ours / theirs + 0.01, f"{ours / theirs:.2f}", ha="center", fontsize=7)
-            positions.append(position)
-            names.append(f"{word}\n{text(theirs)}\n{text(ours)}")
-        title = title.replace(", H", ",\nH").replace("tokens, ", "tokens,\n")
-        axes.text(3.5 * group + 1, -0.22, title, ha="center", va="top", fontsize=8)
-    axes.set(ylim=(0, 1.1), ylabel="relative to stock TRL", title="Head: forward + backward")
-    axes.set_xticks(positions, names, fontsize=7.5)
+        axes.plot(steps, rewards, label=label, lw=width, color=color, linestyle=dashes)
+    axes.set(xlabel="optimiser step", ylim=(0, 1.05), yticks=[0, 0.5, 1])
+    axes.set_title("right answers in a batch, from one seed", loc="left", weight="bold", fontsize=15)
+    axes.legend(frameon=False, loc="lower right", labelcolor="linecolor", prop={"weight": "bold", "size": 15})
+    axes.spines[["top", "right"]].set_visible(False)

@@ -385,7 +385,7 @@ def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype
 
 
 def test_the_support_is_the_whole_vocabulary() -> None:
-    """Probabilities of all V tokens sum to 1: a sampler's top-k or top-p set is not taken out (README, Limits)."""
+    """Probabilities of all V tokens sum to 1: a sampler's top-k or top-p set is not taken out (docs/limits.md)."""
     hidden, weight = torch.randn(1, 16).expand(50, 16), torch.randn(50, 16)
     logps, _ = linear_logprob(hidden, weight, torch.arange(50))
     assert_close(logps.exp().sum(), torch.tensor(1.0))

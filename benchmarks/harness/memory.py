@@ -7,15 +7,18 @@ earlier step is there before, so it does not count.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
+PR_SET_THP_DISABLE = 41  # of Linux's prctl
 
 
 class Peak:
@@ -42,6 +45,30 @@ class Peak:
             torch.cuda.synchronize()
             return int(torch.cuda.max_memory_allocated()) - self._before - returned
         return status_bytes("VmHWM") - self._before - returned if is_measured(self._device) else None
+
+
+@contextlib.contextmanager
+def small_pages() -> Iterator[None]:
+    """Inside, Linux gives this process no huge pages: it has them or not as others leave some, and with them one number
+    that is written into a tensor of zeros makes 2 MiB of it resident.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+    if prctl is not None:
+        prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        if prctl is not None:
+            prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0)
+
+
+def available_bytes() -> int | None:
+    """Memory that new work may take before the machine runs short; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def is_measured(device: torch.device) -> bool:

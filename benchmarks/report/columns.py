@@ -29,6 +29,7 @@ class Row:
         return figures.median(self.case, name, self.mode)
 
 
+NOISE = "within noise"  # of who does more, when measured
 Column = tuple[str, Callable[[Row], str]]
 
 
@@ -91,14 +92,26 @@ def time_columns(rows: Sequence[Row]) -> list[Column]:
         (unit if what == "full" else f"{unit}, {labels.MODES[what]}", _time(None)),
         ("20 to 80 %", _quantiles),
         *((mode, _time(mode)) for mode in ("forward", "backward") if mode != what),
-        ("/ ours", over(figures.OURS)),
-        ("/ products", over(figures.PRODUCTS)),
+        ("/ ours", _over_ours),
+        ("/ products", _over_limit),
     ]
 
 
-def over(other: str) -> Callable[[Row], str]:
-    """The row's time over that of another provider."""
-    return lambda row: times(ratio(row.median(row.name), row.median(other)))
+def _over_ours(row: Row) -> str:
+    """How many times faster ours is."""
+    found = ratio(row.median(row.name), row.median(figures.OURS))
+    return of_products(found) if figures.is_products(row.name) else times(found)
+
+
+def _over_limit(row: Row) -> str:
+    """The row's time over that of the case's products: nobody who does more is faster than they are."""
+    found = ratio(row.median(row.name), row.median(figures.PRODUCTS))
+    return NOISE if found is not None and found < 1 else times(found)
+
+
+def of_products(value: float | None) -> str:
+    """The products' time over that of ours."""
+    return NOISE if value is not None and value > 1 else times(value)
 
 
 def times(value: float | None) -> str:
@@ -109,11 +122,6 @@ def times(value: float | None) -> str:
 def memory(row: Row) -> str:
     """Blank for the products: they are made on memory that is there."""
     return "" if figures.is_products(row.name) else number(row.provider.get("extra_mib"))
-
-
-def memory_over_ours(row: Row) -> str:
-    mine, ours = (figures.extra_mib(row.case, x) for x in (row.name, figures.OURS))
-    return "" if figures.is_products(row.name) else times(ratio(mine, ours))
 
 
 def flops(row: Row) -> str:

@@ -85,6 +85,16 @@ def of_part(data: dict[str, Any], part: str) -> dict[str, Case]:
     return {name: case for name, case in (data.get("cases") or {}).items() if case.get("part") == part}
 
 
+def compared(data: dict[str, Any]) -> dict[str, Case]:
+    """The cases of policy losses that are timed: main ones, shapes, workloads."""
+    return {name: case for part in ("main", "shapes", "workloads") for name, case in of_part(data, part).items()}
+
+
+def of_run(data: dict[str, Any], part: str) -> dict[str, Any]:
+    """`data` with the conditions of the run that the part's figures are from, if that was another."""
+    return {**data, **(data.get("runs") or {}).get(part, {})}
+
+
 def names(cases: dict[str, Case]) -> list[str]:
     """Every provider of these cases, in the order met."""
     return list(dict.fromkeys(name for case in cases.values() for name in providers(case)))

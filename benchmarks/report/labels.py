@@ -40,6 +40,32 @@ PROVIDERS: dict[str, tuple[str, str | None]] = {
     "liger_jsd": ("Liger {} chunked JSD loss, torch", "liger-kernel"),
     "liger_jsd/fused": ("Liger {} fused JSD, Triton", "liger-kernel"),
 }
+# In a figure, whose footer has the versions.
+BRIEF = {
+    "eager": "all logits",
+    "compiled": "all logits, compiled",
+    "linear_ce": "torch's linear CE",
+    "trl": "TRL's fused head",
+    "liger_grpo": "Liger's fused GRPO",
+    "liger_ce": "Liger's scaled CE",
+    "verl_torch": "verl's torch head",
+    "verl_triton": "verl's Triton head",
+    "unsloth": "Unsloth",
+    "cce": "Apple CCE",
+    "quack": "QuACK",
+}
+CASES = {
+    "main": "trainable head, on-policy",
+    "frozen": "frozen head",
+    "score": "log-probabilities only",
+    "bf16": "bf16",
+    "padding": "half padding",
+    "half zero": "half without gradient",
+    "off-policy": "off-policy",
+    "top entropy": "top 20 % of entropy",
+    "gspo": "GSPO",
+    "kl": "with a KL term",
+}
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 MODES = {
     "full": "forward and backward",
@@ -64,6 +90,20 @@ def label(name: str, versions: dict[str, Any] | None = None) -> str:
     number = short((versions or {}).get(distribution)) if distribution else ""
     words = re.sub(r" {2,}", " ", words.format(number)).strip()
     return f"{words}, {mib} MiB" if mib else words
+
+
+def brief_name(name: str) -> str:
+    """A provider in a figure: as few words as tell it from the others."""
+    base, _, mib = name.partition("@")
+    words = BRIEF.get(base) or label(base)
+    return f"{words}, {mib} MiB" if mib else words
+
+
+def case_name(name: str, case: Case) -> str:
+    """A case for readers."""
+    if case.get("part") == "shapes":
+        return f"{case.get('model', name)}, frozen" if case.get("frozen") else str(case.get("model", name))
+    return CASES.get(name, name.replace("_", " "))
 
 
 def short(version: Any) -> str:

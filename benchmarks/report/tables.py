@@ -14,8 +14,9 @@ from benchmarks.report.labels import share
 
 NOTES = (
     "Time: the median of the rounds, providers in turn, and the 20 and 80 % quantiles (of two or three rounds: the "
-    "least and the most). / ours, / products: over the time of `ours`, and of `products`, the case's own matrix "
-    "products alone: the limit of whoever skips none of them.",
+    "least and the most). / ours: over the time of `ours`, that is how many times faster ours is. / products: over "
+    "that of `products`, the case's own matrix products alone, the limit of whoever skips none of them; within noise: "
+    "measured as slower than what does more.",
     "FLOPs: counted by `torch.utils.flop_counter`, in NVH (one product of the N tokens that count with a head of V x H "
     "is 2); blank where it does not see them all. Extra memory: the peak beyond the inputs and the returned gradients.",
     "Errors: against float64 on the same inputs; absolute for loss, log-probabilities and entropies, relative in norm "
@@ -32,6 +33,7 @@ AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 TRAINING = ("generation", "head", "body", "optimizer", "other")
 MODEL = ("model", "head, V x H", "trainer")
 GOAL = {"case": "case", "figure": "figure", "goal": "goal", "value": "measured", "verdict": "verdict"}
+SHOWN = {"main": "time"}  # the figure of a case of the main part
 Section = tuple[str, tuple[str, ...], list[str]]  # title, the plots that show it, its lines
 
 
@@ -46,37 +48,20 @@ def lines(data: dict[str, Any]) -> list[str]:
 def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
     """Write a markdown page; each of `plots` (as `plots.render` returns them) stands above the table of its figures."""
     text = ["# Benchmarks", "", "Written by `python -m benchmarks`; do not edit.", "", *_head(data)]
+    sections = _sections(data)
+    text += ["", *(f"- [{title}](#{labels.slug(title)})" for title, *_ in sections)]
     shown: set[Path] = set()
-    for title, stems, body in _sections(data):
+    for title, stems, body in sections:
         text += ["", f"## {title}", ""]
         for plot in plots:
             if plot.stem in stems and plot not in shown:
                 shown.add(plot)
                 place = Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix()
-                words = plot.stem.replace("-", " ")
-                text += [f"![{words}]({place})", ""]
-        run = (data.get("training") or {}).get("run") or {} if stems == ("training",) else {}
-        text += [*body, "", f"Conditions: {labels.footer({**data, **run})}."]
+                text += [f"![{title}]({place})", ""]
+        run = figures.of_run(data, stems[0]) if stems else data
+        text += [*body, "", f"Conditions: {labels.footer(run)}."]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(text) + "\n", encoding="utf-8")
-
-
-def headline(data: dict[str, Any], *names: str) -> list[str]:
-    """Ours against each peer: time, memory, FLOPs, error of a log-probability; of these cases, or of the main ones."""
-    text: list[str] = []
-    chosen = {name: data["cases"][name] for name in names} if names else figures.of_part(data, "main")
-    for name, case in chosen.items():
-        rows = [row for row in rows_of({name: case}, lambda *_: "") if figures.ran(row.provider)]
-        cells = [
-            ("", lambda row: labels.label(row.name, data.get("versions"))),
-            time_columns(rows)[0],
-            ("time / ours", columns.over(figures.OURS)),
-            *COSTS,
-            ("memory / ours", columns.memory_over_ours),
-            ("mean error of a log-probability", columns.error("logp_mean")),
-        ]
-        text += [*([""] if text else []), f"{labels.about(case)}. {labels.footer(data)}.", "", *table(rows, cells)]
-    return text
 
 
 def _head(data: dict[str, Any]) -> list[str]:
@@ -91,23 +76,48 @@ def _head(data: dict[str, Any]) -> list[str]:
 def _sections(data: dict[str, Any]) -> list[Section]:
     """Those of which there are results."""
     found: list[Section] = []
+    if peaks := figures.of_part(data, "memory"):
+        found.append(("Memory against tokens", ("memory",), _memory(peaks, data)))
+    if len(compared := figures.compared(data)) > 1:
+        found.append(("All cases", ("cases",), _overview(compared)))
     for part, title in TITLES.items():
         cases = figures.of_part(data, part)
         if part == "main":
             for name, case in cases.items():
-                stems = (f"time-{labels.slug(name)}", f"memory-{labels.slug(name)}")
+                stems = (SHOWN[name],) if name in SHOWN else ()
                 found.append((f"{title}: {name}", stems, _timed({name: case})))
         elif cases:
-            found.append((title, (part,), [*_overview(cases), "", *_timed(cases)]))
+            overview = [] if cases.keys() <= compared.keys() else [*_overview(cases), ""]
+            found.append((title, (), [*overview, *_timed(cases)]))
     for axis, cases in figures.series(data):
-        found.append((f"Scaling: {AXES.get(axis, axis)}", ("scaling",), _scaling(axis, cases)))
+        found.append((f"Scaling: {AXES.get(axis, axis)}", (), _scaling(axis, cases)))
     if accuracy := figures.of_part(data, "accuracy"):
-        found.append(("Accuracy", ("accuracy",), _accuracy(accuracy)))
+        found.append(("Accuracy", ("exactness",), _accuracy(accuracy)))
     if (data.get("training") or {}).get("models"):
         found.append(("The head in a training step", ("training",), _training(data["training"])))
     if data.get("goals"):
         found.append(("Goals", (), markdown(list(GOAL.values()), [_goal(goal) for goal in data["goals"]])))
     return found
+
+
+def _memory(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
+    """MiB of each provider, a line a number of tokens, and TRL's and all logits over ours; why a figure is missing."""
+    ordered = sorted(cases.values(), key=lambda case: int(case["n"]))
+    names = figures.names(cases)
+    over = [name for name in ("trl", "eager") if name in names]
+    head = ["tokens", *(f"{labels.label(name, data.get('versions'))}, MiB" for name in names)]
+    head += [f"{labels.brief_name(name)} / ours" for name in over]
+    cells, missing = [], []
+    for case in ordered:
+        mib = {name: figures.extra_mib(case, name) for name in names}
+        ratios = [columns.times(ratio(mib[name], mib.get(figures.OURS))) for name in over]
+        cells.append([f"{case['n']:,}", *(number(mib[name]) for name in names), *ratios])
+        for name, x in figures.providers(case).items():
+            if not figures.ran(x):
+                missing.append(f"- {case['n']:,} tokens, {labels.brief_name(name)}: {labels.tidy(x.get('reason', ''))}")
+    about = {key: x for key, x in labels.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
+    text = [f"{labels.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn."]
+    return [*text, "", *markdown(head, cells), *([""] if missing else []), *missing]
 
 
 def _timed(cases: dict[str, Case]) -> list[str]:
@@ -129,9 +139,13 @@ def _overview(cases: dict[str, Case]) -> list[str]:
     cells = []
     for title, x in medians.items():
         ours = x.get(figures.OURS)
-        over = [columns.times(ratio(x.get(name), ours)) for name in others]
+        over = [_ratio(name, ratio(x.get(name), ours)) for name in others]
         cells.append([title, number(None if ours is None else ours / scale), *over])
     return markdown(["case", f"ours, {unit}", *(f"{name} / ours" for name in others)], cells)
+
+
+def _ratio(name: str, value: float | None) -> str:
+    return columns.of_products(value) if figures.is_products(name) else columns.times(value)
 
 
 def _scaling(axis: str, cases: dict[str, Case]) -> list[str]:

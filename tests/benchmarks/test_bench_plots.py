@@ -1,7 +1,8 @@
-"""Plots of benchmark results: of the figures there are, the same bytes each time, above their tables on the page."""
+"""Figures of benchmark results: what they draw and claim is in the file, and they are the same bytes again."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.report import plots, tables
-from benchmarks.report.plots import accuracy, bars, relative, scaling, style, training
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from benchmarks.report import labels, plots, tables
+from benchmarks.report.plots import cases, exactness, memory, style, time, training
 from tests.support.bench_results import TRAINING, results, sparse
 
 Data = dict[str, Any]
-NAMES = ["time-main", "memory-main", "shapes", "workloads", "scaling", "accuracy", "training"]
+NAMES = ["memory", "time", "exactness", "cases", "training"]
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,19 @@ def rendered(data: Data, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     return plots.render(data, tmp_path_factory.mktemp("plots"))
 
 
-def test_plots_are_made(rendered: list[Path]) -> None:
+def drawn(module: Any, data: Data) -> Figure:
+    with style.looks():
+        return module.draw(data)
+
+
+def words(figure: Figure) -> str:
+    """All that is written in a figure."""
+    texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    labelled = [text for axes in figure.axes for text in (*axes.get_yticklabels(), *axes.get_xticklabels())]
+    return " ".join(text.get_text().replace("\u00a0", " ") for text in (*texts, *labelled))
+
+
+def test_figures_are_made(rendered: list[Path]) -> None:
     assert [path.name for path in rendered] == [f"{name}.png" for name in NAMES]
     for path in rendered:
         content = path.read_bytes()
@@ -36,76 +53,133 @@ def test_plots_are_made(rendered: list[Path]) -> None:
         assert b"Software" not in content
 
 
-def test_plots_are_the_same_bytes_again(rendered: list[Path], tmp_path: Path) -> None:
+def test_figures_are_the_same_bytes_again(rendered: list[Path], tmp_path: Path) -> None:
     for first, second in zip(rendered, plots.render(results(), tmp_path), strict=True):
         assert first.read_bytes() == second.read_bytes(), first.name
 
 
-def test_bars_are_the_figures_of_the_case(data: Data) -> None:
+def test_a_figure_stays_within_its_card(data: Data) -> None:
+    """Nothing that is written runs over an edge, and the card is light and solid: it is legible on any page."""
+    for module in (memory, time, exactness, cases, training):
+        figure = drawn(module, data)
+        figure.draw_without_rendering()
+        box = figure.bbox
+        for text in figure.findobj(lambda x: hasattr(x, "get_text") and x.get_text() and x.get_visible()):
+            extent = text.get_window_extent()
+            if extent.width:
+                assert extent.x0 >= box.x0 - 1 and extent.x1 <= box.x1 + 1, text.get_text()
+        assert to_hex(figure.get_facecolor()) == style.CARD
+
+
+def test_memory_lines_are_the_figures_of_the_cases(data: Data) -> None:
+    figure = drawn(memory, data)
+    (axes,) = figure.axes
+    found = {to_hex(line.get_color()): list(zip(*line.get_data(), strict=True)) for line in axes.lines[:1]}
+    wanted = [(n, data["cases"][f"tokens {n}"]["providers"]["ours"]["extra_mib"]) for n in (512, 4096, 16384)]
+    assert found == {style.OURS.lower(): wanted}
+    assert len(axes.lines) == 4
+    said = words(figure)
+    for part in ("H is 64", "all logits", "would need about 28 GiB", "2026-11-22", "fedcba9876", "V 151936", "16,384"):
+        assert part in said
+    trl, ours = (data["cases"]["tokens 16384"]["providers"][name]["extra_mib"] for name in ("trl", "ours"))
+    assert memory.claim(data) == f"At 16,384 tokens TRL's fused head takes {trl / ours:.1f} times our memory"
+
+
+def test_memory_claim_is_of_who_reached_the_most_tokens(data: Data) -> None:
+    changed = copy.deepcopy(data)
+    changed["cases"]["tokens 16384"]["providers"]["trl"] = {"status": "absent", "reason": "no room"}
+    assert memory.claim(changed).startswith("At 4,096 tokens TRL's fused head takes")
+    del changed["cases"]["tokens 4096"]["providers"]["trl"], changed["cases"]["tokens 512"]["providers"]["trl"]
+    assert memory.claim(changed).startswith("At 4,096 tokens all logits take")
+
+
+def test_time_bars_are_the_figures_of_the_case(data: Data) -> None:
     case = data["cases"]["main"]
-    shown = {name: x for name, x in case["providers"].items() if "ms" in x and name != "products"}
-    with style.looks():
-        time, memory = bars.time(data, case), bars.memory(data, case)
-    for figure, values in (
-        (time, [x["ms"]["full"]["median"] / 1e3 for x in shown.values()]),
-        (memory, [x["extra_mib"] for x in shown.values()]),
-    ):
-        (axes,) = figure.axes
-        assert [bar.get_width() for bar in axes.patches] == sorted(values)
-    *whiskers, limit = (list(line.get_xdata()) for line in time.axes[0].lines)
-    times = sorted((x["ms"]["full"] for x in shown.values()), key=lambda ms: ms["median"])
-    assert whiskers == [[ms["p20"] / 1e3, ms["p80"] / 1e3] for ms in times]
-    assert limit[0] == case["providers"]["products"]["ms"]["full"]["median"] / 1e3
-    names = [text.get_text() for text in time.axes[0].get_yticklabels()]
-    assert names[0] == "grpo_kernels"
-    assert names[-1] == "Liger 0.8.5 fused GRPO loss"
-    words = " ".join(text.get_text() for text in time.texts)
-    for part in ("N 512", "V 151936", "fp32", "AMD EPYC", "2 threads", "TRL 1.16", "0123456789", "2026-11-21", "cce"):
-        assert part in words
+    shown = {x: p["ms"]["full"] for x, p in case["providers"].items() if "ms" in p and "/" not in x and "@" not in x}
+    limit = shown.pop("products")["median"]
+    figure = drawn(time, data)
+    (axes,) = figure.axes
+    ordered = sorted(shown.values(), key=lambda ms: ms["median"])
+    assert [bar.get_width() for bar in axes.patches] == [ms["median"] / 1e3 for ms in ordered]
+    whiskers = [list(line.get_xdata()) for line in axes.lines[: len(ordered)]]
+    assert whiskers == [[ms["p20"] / 1e3, ms["p80"] / 1e3] for ms in ordered]
+    fastest = ordered[0]["median"]
+    assert (axes.lines[-1].get_xdata()[0] == limit / 1e3) == (limit < fastest)
+    over = case["providers"]["trl"]["ms"]["full"]["median"] / shown["ours"]["median"]
+    assert time.claim(data) == f"TRL's fused head takes {over:.1f} times our time"
+    for part in ("N 512", "V 151936", "fp32", "AMD EPYC", "2 threads", "TRL 1.16", "0123456789", "2026-11-21"):
+        assert part in words(figure)
 
 
-def test_points_are_the_figures_of_the_cases(data: Data) -> None:
-    """The lines of ours along N, the points of one provider by its logits, and of one workload by provider."""
-    cases = data["cases"]
-    with style.looks():
-        grown, exact, work = scaling.draw(data), accuracy.draw(data), relative.draw(data, "workloads", "")
-    sizes = (256, 512, 1024, 2048)
-    ours = [cases[f"n_{n}"]["providers"]["ours"] for n in sizes]
-    assert list(grown.axes[0].lines[0].get_xdata()) == list(sizes)
-    assert list(grown.axes[0].lines[0].get_ydata()) == [x["ms"]["full"]["median"] / 1e3 for x in ours]
-    assert list(grown.axes[3].lines[0].get_ydata()) == [x["extra_mib"] for x in ours]
-
-    worst = {line.get_xdata()[0] for line in exact.axes[0].lines if list(line.get_ydata()) == [11]}
-    logits = [cases[name]["providers"] for name in ("logits 10", "logits 20", "logits 40", "peaked")]
-    assert worst in ({x[name]["errors"]["logp_mean"] for x in logits} for name in ("liger_grpo", "liger_ce"))
-
-    first = {line.get_xdata()[0] for line in work.axes[0].lines if list(line.get_ydata()) == [0]}
-    times = {name: x["ms"]["full"]["median"] for name, x in cases["half zero"]["providers"].items() if "ms" in x}
-    assert first == {ms / times["ours"] for ms in times.values()}
+def test_a_limit_is_never_drawn_as_slower_than_the_whole(data: Data) -> None:
+    changed = copy.deepcopy(data)
+    for slower, said in ((1.2, True), (0.5, False)):
+        ours = changed["cases"]["main"]["providers"]["ours"]["ms"]["full"]["median"]
+        changed["cases"]["main"]["providers"]["products"]["ms"]["full"]["median"] = slower * ours
+        figure = drawn(time, changed)
+        assert ("within noise" in words(figure)) is said
+        assert ("matrix products alone:" in words(figure)) is not said
 
 
-def test_training_bars_are_shares(data: Data) -> None:
-    with style.looks():
-        (axes,) = training.draw(data).axes
-    rows = {round(bar.get_y(), 6): [] for bar in axes.patches}
-    for bar in axes.patches:
-        rows[round(bar.get_y(), 6)].append(bar)
-    for bars_of_one, model in zip(rows.values(), TRAINING["models"], strict=True):
-        parts = model["seconds" if model["kind"] == "measured" else "flops"]
-        widths = sorted(bar.get_width() for bar in bars_of_one)
-        assert widths == pytest.approx(sorted(100 * x / sum(parts.values()) for x in parts.values()))
-        assert {bar.get_hatch() for bar in bars_of_one} == {"///" if model["kind"] == "measured" else None}
+def test_exactness_bars_are_the_shares_of_each_provider(data: Data) -> None:
+    figure = drawn(exactness, data)
+    logits = [data["cases"][name]["providers"] for name in ("logits 10", "logits 20", "logits 40")]
+    shares = {
+        x: tuple(round(case[x]["errors"]["ratio_off"], 2) for case in logits)
+        for x in logits[0]
+        if x != "products" and "errors" in logits[0][x] and "/" not in x and "@" not in x
+    }
+    widths = [bar.get_width() for bar in figure.axes[0].patches]
+    found = {tuple(round(x / 100, 2) for x in widths[i : i + 3]) for i in range(0, len(widths), 3)}
+    assert found == set(shares.values())
+    worst = max(case["trl"]["errors"]["ratio_off"] for case in logits)
+    assert exactness.claim(data) == f"bf16: up to {100 * worst:.0f} % of TRL's ratios are off, of ours none"
+    assert "Liger's fused GRPO" in words(figure)
+
+
+def test_cases_say_how_many_times_faster_ours_is(data: Data) -> None:
+    figure = drawn(cases, data)
+    shown = {name: x for name, x in data["cases"].items() if x["part"] in ("main", "shapes", "workloads")}
+    points = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    wanted = []
+    for case in shown.values():
+        mode = "score" if case["score"] else "full"
+        trl, ours = (case["providers"][x]["ms"][mode]["median"] for x in ("trl", "ours"))
+        wanted.append(trl / ours)
+    assert [line.get_xdata()[0] for line in points] == wanted
+    assert {to_hex(line.get_color()) for line in points} == {style.COLORS["trl"].lower()}
+    assert cases.claim(data) == f"Faster than TRL's fused head in {sum(x > 1 for x in wanted)} of {len(wanted)} cases"
+    assert "GSPO" in words(figure) and "Llama-3.2-1B" in words(figure)
+
+
+def test_training_bars_are_the_shares_of_the_head(data: Data) -> None:
+    figure = drawn(training, data)
+    pairs = [model for model in TRAINING["models"] if model["model"] in ("tiny Qwen3", "Qwen3-8B")]
+    widths = sorted(bar.get_width() for bar in figure.axes[0].patches)
+    assert widths == pytest.approx(sorted(100 * model["head_share"] for model in pairs))
+    assert training.claim(TRAINING) == "tiny Qwen3: the head is 12 % of a step with TRL, 4 % with ours"
+
+
+def test_a_provider_has_one_colour() -> None:
+    colours = {name: style.color(name) for name in labels.PROVIDERS}
+    assert {colours[name] for name in colours if name.startswith("ours")} == {style.OURS}
+    assert style.color("ours@64") == style.OURS
+    others = {name: x for name, x in colours.items() if not name.startswith("ours")}
+    assert style.OURS not in others.values()
+    assert colours["trl"] not in {x for name, x in others.items() if name != "trl"}
+    text = (ROOT / "examples" / "demo_report.py").read_text()
+    assert f'THEIRS, OURS, INK, CARD = "{colours["trl"]}", "{style.OURS}", "{style.INK}", "{style.CARD}"' in text
 
 
 def test_missing_parts_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [path.name for path in plots.render(sparse(), tmp_path)] == ["time-a.png"]
+    assert plots.render(sparse(), tmp_path) == []
     told = capsys.readouterr().err
-    for name in ("memory-a", "time-b", "memory-b", "shapes", "workloads", "scaling", "accuracy", "training"):
+    for name in NAMES:
         assert f"no figures for {name}\n" in told
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["time-a.png"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_page_has_each_plot_above_its_table(data: Data, rendered: list[Path], tmp_path: Path) -> None:
+def test_page_has_each_figure_once_above_its_table(data: Data, rendered: list[Path], tmp_path: Path) -> None:
     page = tmp_path / "docs" / "benchmarks.md"
     tables.write(data, page, rendered)
     text = page.read_text().splitlines()
@@ -116,4 +190,13 @@ def test_page_has_each_plot_above_its_table(data: Data, rendered: list[Path], tm
         assert (page.parent / place).resolve() == path.resolve()
         section = text[at : next(i for i in range(at, len(text)) if text[i].startswith("Conditions: "))]
         assert any(line.startswith("| ---") for line in section)
+    titles = [line.removeprefix("## ") for line in text if line.startswith("## ")]
+    assert [line for line in text if line.startswith("- [")] == [f"- [{x}](#{labels.slug(x)})" for x in titles]
     assert sum(line.startswith("Conditions: AMD EPYC") for line in text) == sum(x.startswith("## ") for x in text)
+
+
+def test_every_picture_of_the_docs_is_shown_somewhere() -> None:
+    pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pictures = list((ROOT / "docs" / "plots").iterdir())
+    assert pictures
+    assert [path.name for path in pictures if f"plots/{path.name}" not in pages] == []

@@ -15,16 +15,17 @@ import torch
 pytest.importorskip("trl")
 pytest.importorskip("pytest_benchmark")
 
-from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_training
+from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_apart
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case, make_inputs, policy_loss
-from benchmarks.harness import suite
+from benchmarks.harness import peaks, suite
 from benchmarks.harness.child import ROOT, environment
+from benchmarks.harness.events import Absence
 from benchmarks.harness.flops import counter
 from benchmarks.harness.measure import Step, check, times
 from benchmarks.harness.memory import Peak, is_measured
 from benchmarks.harness.reference import Reference, errors, is_right, reference
 from benchmarks.harness.results import Results
-from benchmarks.plan import NATS, cpu_cases, gpu_cases
+from benchmarks.plan import NATS, TOKENS, cpu_cases, gpu_cases, memory_cases
 from benchmarks.providers import Outcome, build, named
 
 CPU = torch.device("cpu")
@@ -170,6 +171,10 @@ def test_plans() -> None:
         assert {x.model for x in plan} == set(HEADS)
         assert {x.scale for x in plan if x.part == "accuracy"} >= {10.0, 20.0, 40.0}
         assert {axis for x in plan for axis in (x.series or "").split()} == {"n", "v", "share"}
+    for given in (x for x in cpu_cases() if "products" in x.providers and x.part in ("main", "workloads", "shapes")):
+        assert given.rounds >= 3, given.name  # the limit as often as the rest, and often enough to be one
+    assert [x.n for x in memory_cases()] == list(TOKENS)
+    assert not {x.name for x in cpu_cases()} & {x.name for x in memory_cases()}
     with pytest.raises(ValueError, match="providers: expected some of ours"):
         named("theirs")
 
@@ -201,10 +206,41 @@ def test_training_comes_from_the_newest_run_of_the_same_processor(tmp_path: Path
     for day, cpu in ((1, "a"), (2, "a"), (3, "b")):
         (tmp_path / f"cpu-training-{day}.json").write_text(json.dumps(results(day, cpu)))
     data = {name: x for name, x in results(4, "a").items() if name != "training"}
-    found = with_training(data, tmp_path)["training"]
-    assert (found["day"], found["run"]["date"]) == (2, "day 2")
-    assert "training" not in with_training({**data, "smoke": True}, tmp_path)
-    assert with_training(results(4, "a"), tmp_path)["training"]["day"] == 4
+    found = with_apart(data, tmp_path)
+    assert (found["training"]["day"], found["runs"]["training"]["date"]) == (2, "day 2")
+    assert "training" not in with_apart({**data, "smoke": True}, tmp_path)
+    assert with_apart(results(4, "a"), tmp_path)["training"]["day"] == 4
+
+
+def test_memory_comes_from_the_newest_run_on_such_a_device(tmp_path: Path) -> None:
+    """Whatever the processor is, since no time was measured."""
+    for day, device in ((1, "cpu"), (2, "cpu"), (3, "gpu")):
+        cases = {"tokens 8": {"part": "memory", "day": day}, "main": {"part": "main", "day": day}}
+        (tmp_path / f"x-memory-{day}.json").write_text(
+            json.dumps({"device": device, "date": f"day {day}", "cases": cases})
+        )
+    found = with_apart({"device": "cpu", "cases": {"main": {"part": "main", "day": 9}}}, tmp_path)
+    assert {name: case["day"] for name, case in found["cases"].items()} == {"main": 9, "tokens 8": 2}
+    assert found["runs"]["memory"]["date"] == "day 2"
+
+
+@pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
+def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"part": "memory", "t": 8, "h": 8, "v": 32768, "rounds": 0}
+    cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (256, 64)]
+    results = Results(tmp_path / "found.json", cases={})
+    peaks.measure(cases, results, backend="torch")
+    assert list(results.data["cases"]) == ["tokens 64", "tokens 256"]
+    small, large = (results.data["cases"][f"tokens {n}"]["providers"] for n in (64, 256))
+    assert {x["status"] for x in (*small.values(), *large.values())} == {"ok", "absent"}
+    assert large["quack"]["reason"]
+    assert large["eager"]["extra_mib"] > 60 > 12 > large["ours@4"]["extra_mib"]
+    assert not any("ms" in x for x in (*small.values(), *large.values()))
+
+    monkeypatch.setattr(peaks, "available_bytes", lambda: 2**20)
+    with pytest.raises(Absence, match="would need about 0 GiB, and 0 GiB are free"):
+        peaks.check_room("eager", replace(cases[0], n=1024), results.data)
+    peaks.check_room("never measured", replace(cases[0], n=1024), results.data)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +295,7 @@ def test_smoke(tmp_path: Path) -> None:
                 assert x["status"] == "ok", (given.name, name, x)
     page = (docs / "benchmarks.md").read_text()
     assert all(f"plots/{plot.name}" in page for plot in (docs / "plots").iterdir())
-    assert len(list((docs / "plots").iterdir())) >= 5
+    assert len(list((docs / "plots").iterdir())) >= 3
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
     assert main(["--report", str(out), "--compare", str(out)]) == 0
 

@@ -62,10 +62,14 @@ def results(seed: int = 1) -> dict[str, Any]:
     for scale in (10.0, 20.0, 40.0):
         cases[f"logits {scale:.0f}"] = case(rng, "accuracy", modes=(), scale=scale, dtype="bfloat16")
     cases["peaked"] = case(rng, "accuracy", modes=(), scale=11.0, peaked=True, dtype="bfloat16")
+    for n in (16384, 512, 4096):
+        cases[f"tokens {n}"] = case(rng, "memory", ("ours", "ours@128", "eager", "trl"), modes=(), n=n, h=64, t=n // 8)
+    cases["tokens 16384"]["providers"]["eager"] = {"status": "absent", "reason": "would need about 28 GiB"}
     return {
         "format": 2, "date": "2026-11-21T10:00:00+00:00", "commit": "0123456789abcdef0123456789abcdef01234567",
         "command": ["--save", "/home/someone/out/found.json", "--plot"], "device": "cpu", "threads": 2,
         "status": "complete", "machine": MACHINE, "versions": VERSIONS, "cases": cases, "training": TRAINING,
+        "runs": {"memory": {"date": "2026-11-22T09:00:00+00:00", "commit": "fedcba98765"}},
         "goals": [
             {"case": "main", "figure": "seconds, trl / ours", "goal": ">= 1.9", "value": 2.115, "verdict": "pass"},
             {"case": "gone", "figure": "seconds", "goal": "<= 1.05", "value": None, "verdict": "not measured"},

@@ -1,33 +1,25 @@
-"""Plots of the results, read from the JSON and from nothing else: the same results give the same bytes."""
+"""Figures of the results, read from the JSON and from nothing else: the same results give the same bytes."""
 
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import figures, labels
-
 
 def render(data: dict[str, Any], folder: Path) -> list[Path]:
-    """The plots for which there are figures, as PNG files in `folder`; which ones are not made is said on stderr."""
-    # here and not above: whoever wants no plots needs no matplotlib
-    from benchmarks.report.plots import accuracy, bars, relative, scaling, style, training
+    """The figures of which there are results, as PNG files in `folder`; which ones are not made is said on stderr."""
+    # here and not above: whoever wants no figures needs no matplotlib
+    from benchmarks.report.plots import cases, exactness, memory, style, time, training
 
-    plots = {}
-    for name, case in figures.of_part(data, "main").items():
-        plots[f"time-{labels.slug(name)}"] = partial(bars.time, data, case)
-        plots[f"memory-{labels.slug(name)}"] = partial(bars.memory, data, case)
-    plots["shapes"] = partial(relative.draw, data, "shapes", "Shapes: time relative to grpo_kernels")
-    plots["workloads"] = partial(relative.draw, data, "workloads", "Workloads: time relative to grpo_kernels")
-    plots["scaling"] = partial(scaling.draw, data)
-    plots["accuracy"] = partial(accuracy.draw, data)
-    plots["training"] = partial(training.draw, data)
+    drawn = {
+        "memory": memory.draw, "time": time.draw, "exactness": exactness.draw, "cases": cases.draw,
+        "training": training.draw,
+    }  # fmt: skip
     made = []
-    for name, draw in plots.items():
+    for name, draw in drawn.items():
         with style.looks():
-            figure = draw()
+            figure = draw(data)
             if figure is None:
                 print(f"plots: no figures for {name}", file=sys.stderr)
             else:

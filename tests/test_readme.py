@@ -1,0 +1,173 @@
+"""README.md: its length and words, every block of it run as it is written, and its plain loop held against full logits.
+
+Names of models and data sets are replaced by tiny local ones, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_kernels import GRPOLoss
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = [code for language, code in BLOCK.findall(TEXT) if language == "python"]
+SHELL = [line for language, code in BLOCK.findall(TEXT) if language != "python" for line in code.splitlines() if line]
+FIRST_SCREEN = "\n".join(TEXT.splitlines()[:25])
+EXPLAINED_ELSEWHERE = (r"NVH", r"\bcoupled\b", r"(?<![\w'’])s(?!\w)", r"never all there")
+
+
+def test_is_one_screen_and_a_few_more() -> None:
+    assert 100 <= len(TEXT.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("word", EXPLAINED_ELSEWHERE)
+def test_uses_no_word_that_only_the_docs_explain(word: str) -> None:
+    assert re.findall(word, TEXT) == []
+    assert re.search(word, "2 + 4s is for coupled tokens of NVH, never all there: s") is not None
+
+
+def test_the_first_screen_says_how_to_start_and_that_no_gpu_has_run_it() -> None:
+    assert "No GPU has run it yet" in FIRST_SCREEN
+    assert FIRST_SCREEN.index("pip install .") < FIRST_SCREEN.index("make demo") < FIRST_SCREEN.index("make test")
+
+
+def test_shell_blocks_name_what_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for line in SHELL:
+        words = line.partition("#")[0].split()
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
+        elif words[:2] == ["python", "-m"]:
+            assert (ROOT / words[2] / "__main__.py").exists(), line
+        else:
+            assert words[:2] == ["pip", "install"], line
+            extra = re.search(r"\[(\w+)\]", line)
+            assert extra is None or f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text(), line
+
+
+def test_links_lead_to_files_of_the_checkout() -> None:
+    """An image stands on a line of its own, so that whoever shows no images can leave it out."""
+    for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", TEXT):
+        assert "://" not in target
+        assert (ROOT / target.partition("#")[0]).exists(), target
+    assert all(re.fullmatch(r"!\[[^\]]+\]\([^)]+\)", line) for line in TEXT.splitlines() if "![" in line)
+
+
+def test_the_figure_says_in_words_what_it_shows() -> None:
+    """Its title, computed from the newest measurement, stands in its place where no image is shown."""
+    pytest.importorskip("matplotlib")
+    from benchmarks.report.plots import memory
+
+    newest = max((ROOT / "benchmarks" / "results").glob("cpu-memory-*.json"))
+    (shown,) = re.findall(r"!\[([^\]]+)\]\(docs/plots/memory.png\)", TEXT)
+    assert shown == memory.claim(json.loads(newest.read_text()))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The names in the blocks, each with what stands in for it."""
+    transformers = pytest.importorskip("transformers")
+    from benchmarks import tiny_models
+
+    folder = tmp_path_factory.mktemp("readme")
+    transformers.set_seed(0)
+    tiny_models.model().save_pretrained(folder / "model")
+    tiny_models.tokenizer().save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").write_text('{"prompt": "w1 w2 w3"}\n')
+    return {"Qwen/Qwen3-0.6B": str(folder / "model"), "trl-lib/tldr": str(folder / "data")}
+
+
+def run(blocks: list[str], local: dict[str, str], names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Execute the blocks in order; what they have defined."""
+    names = {"__name__": "readme"} if names is None else names
+    for code in blocks:
+        for name, place in local.items():
+            code = code.replace(f'"{name}"', repr(place))
+        assert "Qwen" not in code
+        exec(compile(code, "README.md", "exec"), names)
+    return names
+
+
+def test_every_block_runs_as_it_is_written(
+    local: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them, in order, each with the names of those before it."""
+    for needed in ("trl", "datasets", "transformers"):
+        pytest.importorskip(needed)
+    monkeypatch.chdir(tmp_path)
+    assert len(PYTHON) == 3
+    names = run(PYTHON, local)
+    assert names["trainer"].state.global_step == 3  # epochs of the one prompt
+    assert capsys.readouterr().out.count("reward ") >= 2
+
+
+def loop_blocks() -> tuple[str, str]:
+    """What loads the model, and the loop."""
+    load = next(code for code in PYTHON if "AutoModelForCausalLM" in code)
+    loop = next(code for code in PYTHON if "for step in" in code)
+    return load, loop
+
+
+def full_logits_loss(names: dict[str, Any], model: Any, loss_fn: GRPOLoss) -> tuple[Any, torch.Tensor]:
+    """Loss and log-probabilities of the last batch from all logits, each sequence alone and without padding."""
+    ids, attended, counted = (names[x] for x in ("input_ids", "attention_mask", "completion_mask"))
+    advantages = names["group_advantages"](names["rewards"], num_generations=8)
+    logps = torch.zeros(counted.shape)
+    for row in range(len(ids)):
+        kept = attended[row].bool()
+        sequence, length = ids[row][kept], int(counted[row].sum())
+        scored = model(input_ids=sequence[None]).logits[0, -length - 1 : -1].log_softmax(-1)
+        logps = logps.index_put(
+            (torch.tensor(row), torch.arange(length)), scored.gather(1, sequence[-length:, None])[:, 0]
+        )
+    ratio = (logps - logps.detach()).exp() * counted
+    return -(ratio * advantages[:, None]).sum() / counted.sum(), logps
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole model", "PEFT LoRA"])
+def test_plain_loop_is_right_with_left_padding(local: dict[str, str], adapted: bool) -> None:
+    """Log-probabilities, loss and gradients of its last step are those of full logits of sequences without padding."""
+    load, loop = loop_blocks()
+    torch.manual_seed(0)
+    names = run([load], local)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4)
+        names["model"] = peft.get_peft_model(names["model"], config)
+    before: dict[str, torch.Tensor] = {}
+
+    class Kept(torch.optim.AdamW):  # the weights that the last gradient is of
+        def step(self, *given: Any) -> Any:
+            before.update({k: x.detach().clone() for k, x in names["model"].state_dict().items()})
+            return super().step(*given)
+
+    original, torch.optim.AdamW = torch.optim.AdamW, Kept
+    try:
+        run([loop], local, names)
+    finally:
+        torch.optim.AdamW = original
+    model, out = names["model"], names["out"]
+    padded = names["attention_mask"][:, 0] == 0
+    assert padded.any() and not padded.all(), "expected prompts of different lengths"
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    got = {name: x.grad for name, x in trained.items()}
+    model.load_state_dict(before)
+    loss, logps = full_logits_loss(names, model, names["loss_fn"])
+    torch.testing.assert_close(out.per_token_logps, logps.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out.loss.detach(), loss.detach(), atol=1e-6, rtol=1e-5)
+    wanted = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    assert any(x is not None and x.abs().max() > 0 for x in wanted)
+    for (name, grad), want in zip(got.items(), wanted, strict=True):
+        if want is None:
+            assert grad is None, name
+        else:
+            torch.testing.assert_close(grad, want, atol=1e-6, rtol=1e-3, msg=name)
