@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES
 from tests.support.run_case import arguments, run
@@ -368,7 +369,11 @@ def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype, every_backend: str) -> None:
-    """Accumulated in fp32: the error of d weight is that of rounding the result, for 4 sequences as for 256."""
+    """Accumulated in fp32: the error of d weight is that of rounding the result, for 4 sequences as for 256.
+
+    Where d logits are rounded for their product it is that, too, which is as large and no larger for more of them.
+    """
+    most = 1.5 if device_of(torch.device("cpu")).mixed_products(dtype) else 1.02
     for batch in (4, 64, 256) if every_backend == "torch" else (4, 16):  # the interpreter is slow
         g = torch.Generator().manual_seed(batch)
         hidden = torch.randn(batch, 8, 32, generator=g).to(dtype)
@@ -381,7 +386,7 @@ def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype
         assert exact.grad is not None and weight.grad is not None
         rounded = exact.grad.to(dtype).double()
         best = (rounded - exact.grad).norm()
-        assert (weight.grad.double() - exact.grad).norm() <= 1.02 * best
+        assert (weight.grad.double() - exact.grad).norm() <= most * best
 
 
 def test_the_support_is_the_whole_vocabulary() -> None:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.cases import BenchCase, Inputs, make_inputs
 from benchmarks.harness.events import Absence, describe
 from benchmarks.harness.measure import Step
-from benchmarks.harness.memory import Peak, available_bytes, small_pages
+from benchmarks.harness.memory import Peak, available_bytes, give_back_what_is_freed
 from benchmarks.harness.reference import Reference, errors, is_right, reference
 from benchmarks.harness.results import Results
 from benchmarks.providers import MIB, build, named
@@ -24,13 +24,13 @@ WARM_TOKENS = 8  # a sequence, in the step before the first, after which librari
 
 def measure(cases: Sequence[BenchCase], results: Results, *, backend: str = "auto") -> None:
     """Every provider of every case, one at a time; the fewest tokens first, which tell who still has room for more."""
+    give_back_what_is_freed()
     for case in sorted(cases, key=lambda x: x.n):
         results.merge("cases", case.name, **case.about(), providers={})
         inputs = make_inputs(case, CPU)
         want = reference(inputs)
         for name in case.providers:
-            with small_pages():
-                found = _of_provider(name, inputs, want, results.data, backend)
+            found = _of_provider(name, inputs, want, results.data, backend)
             results.merge("cases", case.name, "providers", name, **found)
 
 
