@@ -94,6 +94,13 @@ def test_rows_are_counted_once_however_many_results_have_a_gradient_and_never_wi
     assert count.take() == {"rows/projected": 1.0, "rows/gradient": 0.25}
 
 
+def test_what_was_counted_before_is_not_logged_after_patching() -> None:
+    x = torch.randn(4, requires_grad=True)
+    PATCHED.add(4, None, (2 * x,))
+    with patch_trl():
+        assert PATCHED.take() == {}
+
+
 def test_patching_and_unpatching_say_what_they_change(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "grpo_kernels"):
         assert patch_trl()

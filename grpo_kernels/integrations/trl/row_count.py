@@ -92,7 +92,11 @@ def counting(count: RowCount) -> Iterator[None]:
 
 
 def patch(patches: Patches) -> None:
-    """Have every trainer of TRL log `PATCHED`, which is that of the process: no rank waits for another."""
+    """Have every trainer of TRL log `PATCHED`, which is that of the process: no rank waits for another.
+
+    It begins at 0, whatever was counted under an earlier patch and never logged.
+    """
+    PATCHED.reset()
     if _BaseTrainer is not None:
         patches.replace(_BaseTrainer, "log", _log)
 
