@@ -14,6 +14,9 @@ EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean", 
 BackendName = Literal["auto", "torch", "triton", "cpp"]
 GradientName = Literal["exact", "sparse"]
 
+ZeroAdvantage = Literal["score", "skip", "train"]
+PaddingMode = Literal["trim", "split", "free", "keep"]
+
 LogprobOutput = Literal["entropy", "log_sum_sq_probs", "mean_logits", "is_top1"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 DivergenceOutput = Literal["entropy", "logps"]

@@ -41,7 +41,7 @@ def test_peft(fields: dict[str, Any]) -> None:
     ours = torch.autograd.grad((with_adapter * mask).sum(), parameters)
     plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
     for x, y in zip(ours, torch.autograd.grad((plain * mask).sum(), parameters), strict=True):
-        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)  # its norms compute in float32
 
 
 def test_dropout_of_an_adapter_on_the_head_is_not_mistaken_for_another_head() -> None:
@@ -121,7 +121,7 @@ def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> Non
         before = compiled(input_ids=ids, attention_mask=attention_mask).logits
         got = completion_logprobs(compiled, ids, attention_mask, mask)[0]
         assert torch.equal(compiled(input_ids=ids, attention_mask=attention_mask).logits, before)
-    assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask)[0])
+    assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask, padding="keep")[0])
 
 
 def engine_task(rank: int, world_size: int) -> dict[str, Any]:

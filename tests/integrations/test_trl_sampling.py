@@ -60,8 +60,9 @@ class Tools(Sampler):
 
 
 def train(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> tuple[tiny_run.History, Any]:
-    """A short run with the stand-in; the history and the trainer. `fused` turns the option on."""
+    """A short run with the stand-in; the history and the trainer. `fused` turns the option on; `more` are others."""
     more = {"fused_sampling_correction": True} if options.pop("fused", False) else {}
+    more |= options.pop("more", {})
     if options.get("eval_strategy"):
         more["eval_dataset"] = tiny_run.dataset(8)
     kept = []
@@ -124,7 +125,8 @@ def test_a_forward_of_the_model_is_saved() -> None:
     flops, scored = {}, {}
     for fused in (False, True):
         with FlopCounterMode(display=False) as counter:
-            _, trainer = train(FusedGRPOTrainer, fused=fused, **mode("token_truncate"))
+            padded = {"padding": "keep", "zero_advantage": "train"}  # nothing is tried on a model then
+            _, trainer = train(FusedGRPOTrainer, fused=fused, more=padded, **mode("token_truncate"))
         flops[fused], scored[fused] = counter.get_total_flops(), trainer.scored
     assert scored[True] == 0
     assert flops[False] - flops[True] == scored[False] > 0.15 * flops[False]

@@ -16,6 +16,9 @@ from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.head import HeadSpec
+from grpo_kernels.integrations.transformers.options import TrunkOptions
+from grpo_kernels.integrations.transformers.trunk import TokenCount, live_trunk
+from grpo_kernels.integrations.transformers.within import evaluating, forward_name, replaced
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.modules import within_forwards
 
@@ -23,9 +26,17 @@ Score = Callable[[Tensor, HeadSpec], tuple[Tensor, ...]]  # the head's input (B,
 
 
 def run_scored(
-    model: nn.Module, batch: Batch, score: Score, inputs: dict[str, Any]
+    model: nn.Module,
+    batch: Batch,
+    score: Score,
+    inputs: dict[str, Any],
+    trunk: TrunkOptions,
+    live: Tensor | None = None,  # (B,) bool
+    count: TokenCount | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Run `model` on the batch and `inputs` with `score` in its head: (the scores, the model's aux_loss or None).
+
+    `trunk`, `live` and `count` are for `live_trunk`.
 
     The first time, the model's logits are checked; see `grpo_kernels.integrations.transformers`.
 
@@ -35,6 +46,8 @@ def run_scored(
     if inputs.get("labels") is not None:
         raise ValueError("labels: expected none, since there are no logits to hold them against; got labels")
     inputs = {"input_ids": batch.input_ids, **{name: x for name, x in inputs.items() if x is not None}}
+    if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
+        trunk, live = TrunkOptions(zero_advantage="train", padding="keep"), None
     base = heads.causal_lm(model)
     parameters = inspect.signature(type(base).forward).parameters
     if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -42,7 +55,9 @@ def run_scored(
     head, check = heads.describe_head(model), not heads.is_checked(model)
     for _ in range(2):  # a second time with the constants that the first has measured, if the config was wrong
         call = _HeadCall(head, score, batch, check)
-        with call.within(base):
+        if count is not None:
+            count.reset()
+        with live_trunk(model, trunk, needed=batch.needed(), live=live, count=count), call.within(base):
             returned = model(**inputs)
         call.expect(returned)
         found = call.verified(base) if check else head
@@ -77,6 +92,13 @@ class Batch:
                 f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= {length}, got {shape}"
             )
         return cls(input_ids, completion_mask)
+
+    def needed(self) -> Tensor:
+        """(B, L) bool: the positions whose hidden states predict a token that counts."""
+        found = torch.zeros(self.input_ids.shape, dtype=torch.bool, device=self.completion_mask.device)
+        count = self.completion_mask.shape[1]
+        found[:, -count:] = self.completion_mask != 0
+        return nn.functional.pad(found[:, 1:], (0, 1))
 
     def aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(states (B, T, H), ids (B, T), mask (B, T)): each id with the hidden states that predict it."""
@@ -123,15 +145,15 @@ class _HeadCall:
     def within(self, base: nn.Module) -> Iterator[None]:
         """Inside, the head of `base` is this call, and `base` returns its results."""
         head, forward = self.head.module, base.forward
-        name = "_old_forward" if hasattr(head, "_hf_hook") else "forward"  # accelerate's hook has to run around it
+        name = forward_name(head)
         self.project = getattr(head, name)
 
         def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
             return self._take(forward(*args, **kwargs))
 
         with ExitStack() as stack:
-            stack.enter_context(_replaced(head, name, self._score))
-            stack.enter_context(_replaced(base, "forward", run))
+            stack.enter_context(replaced(head, name, self._score))
+            stack.enter_context(replaced(base, "forward", run))
             stack.callback(head.register_forward_hook(self._unpack).remove)
             yield
 
@@ -167,7 +189,7 @@ class _HeadCall:
         states, _, mask = self.batch.aligned(hidden)
         row, column = divmod(int(mask.reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         state = states[row, column].detach()
-        with _evaluating(self.head.module):
+        with evaluating(self.head.module):
             return state, self.project(state.view(1, 1, -1)).view(-1)
 
     @torch.no_grad()
@@ -176,7 +198,7 @@ class _HeadCall:
         ids = torch.linspace(0, count - 1, 8, device=state.device).long()
         ids[0] = logits[:count].argmax()
         states = state.expand(ids.shape[0], -1)
-        with _evaluating(self.head.module):
+        with evaluating(self.head.module):
             options = {**self.head.constant_options, **self.head.tensors(states)}
             logps = linear_logprob_with(states, ids=ids, outputs=(), **options)["logps"]
         eps, logits = torch.finfo(logits.dtype).eps, logits.to(logps.dtype)
@@ -255,29 +277,3 @@ class _HeadCall:
 
     def _name(self) -> str:
         return type(self.head.module).__name__
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the attribute `name` of `module` is `function`."""
-    before = vars(module).get(name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and what it consists of are in evaluation mode: an adapter's dropout is off."""
-    modes = [(x, x.training) for x in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for x, training in modes:
-            x.training = training

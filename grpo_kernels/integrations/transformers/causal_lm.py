@@ -25,13 +25,20 @@ import inspect
 from dataclasses import replace
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
+from grpo_kernels.config import LossConfig
+from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.call import Batch, run_scored
 from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
 from grpo_kernels.integrations.transformers.inputs import check_names
+from grpo_kernels.integrations.transformers.options import TrunkOptions, check_skip
+from grpo_kernels.integrations.transformers.trunk import TokenCount
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
+from grpo_kernels.objective.normaliser import averaged_over
 
 
 @overload
@@ -43,6 +50,9 @@ def completion_logprobs(
     *,
     temperature: float = ...,
     entropy: Literal[True] = ...,
+    padding: PaddingMode = ...,
+    shared_prompts: bool = ...,
+    forward_overhead: int = ...,
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -56,6 +66,9 @@ def completion_logprobs(
     *,
     temperature: float = ...,
     entropy: Literal[False],
+    padding: PaddingMode = ...,
+    shared_prompts: bool = ...,
+    forward_overhead: int = ...,
     **model_inputs: Any,
 ) -> tuple[Tensor, None]: ...
 
@@ -69,6 +82,9 @@ def completion_logprobs(
     *,
     temperature: float = ...,
     entropy: bool,
+    padding: PaddingMode = ...,
+    shared_prompts: bool = ...,
+    forward_overhead: int = ...,
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor | None]: ...
 
@@ -81,6 +97,9 @@ def completion_logprobs(
     *,
     temperature: float = 1.0,
     entropy: bool = True,
+    padding: PaddingMode = "trim",
+    shared_prompts: bool = False,
+    forward_overhead: int = 128,
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each completion token under the model, and the entropy it was drawn with; differentiable.
@@ -96,6 +115,7 @@ def completion_logprobs(
             predicted from column t - 1; the first column of all has nothing before it and never counts.
         temperature: the logits are divided by it.
         entropy: whether to compute entropies.
+        padding, shared_prompts, forward_overhead: what the model computes below its head, as in `causal_lm_loss`.
         model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
             ``use_cache`` is False unless given. A name counts as the model's if it is a parameter of its forward, of a
             wrapper's or of the body's, or one that transformers documents for all models.
@@ -110,7 +130,8 @@ def completion_logprobs(
         ValueError: a wrong argument; or the model makes something else of its logits than a scale, a soft-cap, a cut.
         RuntimeError: its forward does not call its head once.
     """
-    check_names(model, model_inputs, ("completion_mask", "temperature", "entropy"), "")
+    trunk = TrunkOptions(padding=padding, shared_prompts=shared_prompts, forward_overhead=forward_overhead)
+    check_names(model, model_inputs, ("completion_mask", "temperature", "entropy", *TrunkOptions.NAMES), "")
     batch = Batch.of(input_ids, completion_mask)
 
     def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
@@ -126,7 +147,7 @@ def completion_logprobs(
         )
         return tuple(found.values())
 
-    results, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs})
+    results, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
     return results[0], results[1] if entropy else None
 
 
@@ -139,9 +160,16 @@ def causal_lm_loss(
     advantages: Tensor,  # (B,) or (B, T)
     *,
     router_aux_loss_coef: float | None = None,
+    zero_advantage: ZeroAdvantage = "score",
+    padding: PaddingMode = "trim",
+    shared_prompts: bool = False,
+    forward_overhead: int = 128,
     **inputs: Any,
 ) -> LossOutput:
     """`loss_fn` of a model on a batch: one forward of the model, whose head computes the loss.
+
+    Below the head only what the loss needs is computed, exactly: docs/training-step.md. The metrics
+    ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` say how much that was.
 
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
@@ -149,6 +177,15 @@ def causal_lm_loss(
         advantages: one per sequence or one per token.
         router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added where the model
             computes one (``output_router_logits=True`` in its config or here); None: that of the config.
+        zero_advantage: what becomes of sequences in which no token has a gradient (advantage 0 without KL term and
+            entropy bonus; masked whole). ``"score"``: they run without graph, for the metrics; ``"skip"``: not at all,
+            and metrics are those of the others; ``"train"``: like all others. A loss of your own (`objective`) trains
+            all.
+        padding: ``"trim"``: the model's forward is as wide as its longest sequence; ``"split"``: sequences sorted by
+            length, in forwards of least cost; ``"free"``: sequences one after the other, kept apart by their positions;
+            ``"keep"``: as given. Where a model is not exact in a mode, a warning says what it does instead.
+        shared_prompts: True to compute a prompt once for all of its completions in the batch.
+        forward_overhead: cost of one more forward that ``"split"`` reckons with, in tokens.
         inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...) and of the
             model's forward (pixel_values, position_ids, ...); told apart by name.
 
@@ -163,8 +200,17 @@ def causal_lm_loss(
     loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
     for name in loss_inputs.keys() - _LOSS_INPUTS:
         raise ValueError(f"{name}: expected none here, where the model and loss_fn decide it, got one")
-    check_names(model, inputs, ("completion_mask", "advantages", "router_aux_loss_coef", *_LOSS_INPUTS), " or the loss")
+    trunk = TrunkOptions(zero_advantage, padding, shared_prompts, forward_overhead)
+    named = ("completion_mask", "advantages", "router_aux_loss_coef", *_LOSS_INPUTS, *TrunkOptions.NAMES)
+    check_names(model, inputs, named, " or the loss")
     batch = Batch.of(input_ids, completion_mask)
+    live, count = None, TokenCount()
+    if zero_advantage != "train":
+        live = _live(loss_fn, batch, advantages, loss_inputs)
+    if zero_advantage == "skip" and live is not None:
+        _check_skip(loss_fn.config, loss_inputs)
+        counted = batch.completion_mask * live.to(batch.completion_mask.device)[:, None]
+        batch = replace(batch, completion_mask=counted)
     done: list[LossOutput] = []
 
     def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
@@ -183,17 +229,40 @@ def causal_lm_loss(
         ]
         return (done[0].loss,)
 
-    (loss,), aux_loss = run_scored(model, batch, score, {"attention_mask": attention_mask, **inputs})
+    model_inputs = {"attention_mask": attention_mask, **inputs}
+    (loss,), aux_loss = run_scored(model, batch, score, model_inputs, trunk, live, count)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
             router_aux_loss_coef = causal_lm(model).config.get_text_config(decoder=True).router_aux_loss_coef
         loss = loss + router_aux_loss_coef * aux_loss.to(loss.device)
-    return replace(done[0], loss=loss)
+    shares = {name: (loss.new_tensor(n), loss.new_tensor(total)) for name, (n, total) in count.pairs.items()}
+    return replace(done[0], loss=loss, metrics=done[0].metrics.joined(shares))
 
 
 _OF_LOSS = inspect.signature(grpo_loss).parameters.keys()
 _LOSS_INPUTS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
 _LOSS_INPUTS |= {"importance_sampling_ratio", "num_items_in_batch"}
+
+
+def _live(loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict[str, Any]) -> Tensor | None:
+    """(B,) bool: sequences that may get a gradient; None: not known, or none does."""
+    is_known = loss_fn.objective is None and type(loss_fn).forward is GRPOLoss.forward
+    if not is_known or not torch.is_grad_enabled():
+        return None
+    mask = batch.completion_mask
+    moved = {name: _to(x, mask) for name, x in loss_inputs.items()}
+    expected = policy_expectation(loss_fn.config, completion_mask=mask, advantages=_to(advantages, mask), **moved)
+    return None if expected.graded is None else expected.graded.any(dim=1)
+
+
+def _check_skip(config: LossConfig, loss_inputs: dict[str, Any]) -> None:
+    check_skip(config)
+    if averaged_over(config, num_items=loss_inputs.get("num_items_in_batch") is not None) == "tokens":
+        raise ValueError(
+            f"zero_advantage: expected 'score' or 'train' for a mean over the tokens of all sequences, as in "
+            f"{config.loss_type!r}, got 'skip'; or pass num_items_in_batch=completion_mask.sum(), with which 'dapo' is "
+            "'bnpo' too"
+        )
 
 
 def _with_head(loss_fn: GRPOLoss, head: HeadSpec) -> GRPOLoss:

@@ -12,18 +12,20 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_kernels.base.choices import GradientName
+from grpo_kernels.base.choices import GradientName, PaddingMode, ZeroAdvantage
 from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
-from grpo_kernels.integrations.trl import exact_kl, hook, sampling
+from grpo_kernels.integrations.transformers.options import TrunkOptions
+from grpo_kernels.integrations.transformers.trunk import TokenCount, live_trunk
+from grpo_kernels.integrations.trl import exact_kl, hook, sampling, step
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting
 from grpo_kernels.objective.losses import loss_of
@@ -43,11 +45,22 @@ class FusedLossMixin:
             in the place of its log-probabilities.
         gradient: ``"exact"``; ``"sparse"`` or a `SparseGradient`, as in `grpo_loss`: what it costs is logged as
             ``gradient/...``. The loss and its other metrics are exact all the same.
+        zero_advantage: what becomes of sequences in which no token has a gradient (advantage 0 without KL term and
+            entropy bonus; masked whole). ``"score"``: the model runs them without graph, for the metrics, which stay
+            TRL's; ``"skip"``: not at all, and the loss's metrics are those of the others; ``"train"``: like all others.
+        padding: ``"trim"``: the model's forward is as wide as its longest sequence; ``"split"``: sequences sorted by
+            length, in forwards of least cost; ``"free"``: sequences one after the other, kept apart by their positions;
+            ``"keep"``: as TRL pads them. Where a model is not exact in a mode, a warning says what it does instead.
+        shared_prompts: True to compute a prompt once for all of its completions in a micro-batch.
+        regroup: True to order the samples of an optimizer step by liveness, prompt and length, so that micro-batches
+            have more in common.
+        forward_overhead: cost of one more forward that ``"split"`` reckons with, in tokens.
         args, kwargs: the trainer's own.
     """
 
     args: Any
     accelerator: Any
+    _buffered_inputs: Any
 
     def __init__(
         self,
@@ -55,10 +68,19 @@ class FusedLossMixin:
         fused_sampling_correction: bool = False,
         kl_estimator: Literal["k3", "full"] = "k3",
         gradient: GradientName | SparseGradient = "exact",
+        zero_advantage: ZeroAdvantage = "score",
+        padding: PaddingMode = "trim",
+        shared_prompts: bool = False,
+        regroup: bool = False,
+        forward_overhead: int = 128,
         **kwargs: Any,
     ) -> None:
         exact_kl.check_estimator(kl_estimator)
         self._sparse = sparse_gradient(gradient)
+        self.trunk_options = TrunkOptions(zero_advantage, padding, shared_prompts, forward_overhead)
+        if not isinstance(regroup, bool):
+            raise TypeError(f"regroup: expected a bool, got {regroup!r}")
+        self.regroup = regroup
         if not hook.compatible():
             hook.warn_incompatible()
         self.fused_sampling_correction = fused_sampling_correction
@@ -67,12 +89,14 @@ class FusedLossMixin:
         self._reference: exact_kl.Reference | None = None  # of the loss that is being computed
         self._loss_rows: hook.Rows | None = None
         self._row_count = RowCount()
+        self._token_count = TokenCount()
         self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
         self._sampling_figures = sampling.SamplingFigures(0)
         with heads.adapters_allowed() if hook.compatible() else nullcontext():
             super().__init__(*args, **kwargs)
         if hook.compatible():
             heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
+        step.check_options(self, self._loss_owner())
         if self._has_exact_kl:
             exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
 
@@ -103,6 +127,17 @@ class FusedLossMixin:
         self._sampling_figures = sampling.SamplingFigures(self.args.steps_per_generation if self._trains else 1)
         return batch
 
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """TRL's micro-batch; after a generation, all of them are regrouped if `regroup` is set."""
+        before = self._buffered_inputs
+        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        if self.regroup and self._trains and self._buffered_inputs is not before:
+            batches, window = self._buffered_inputs, self.args.gradient_accumulation_steps
+            live = [self._live_sequences(self._rows_of_loss(batch)) for batch in batches]
+            self._buffered_inputs = step.regrouped(batches, live, min(window, len(batches)))
+            inputs = self._buffered_inputs[self._step % len(batches)]  # type: ignore[attr-defined]
+        return inputs
+
     @property
     def _trains(self) -> bool:
         return bool(self.model.training)  # type: ignore[attr-defined]
@@ -112,10 +147,15 @@ class FusedLossMixin:
         if self._must_make_ratio(inputs):
             inputs = self._lacks_ratio = {**inputs}
         self._loss_rows = self._rows_of_loss(inputs)
+        live = self._live_sequences(self._loss_rows)
+        factor: Tensor | float = 1.0
+        if live is not None and self.trunk_options.zero_advantage == "skip":
+            inputs, factor = step.without_dead(inputs, live, self._loss_config())
+            self._loss_rows = self._rows_of_loss(inputs)
         try:
             if self._has_exact_kl:
-                return self._loss_with_exact_kl(model, inputs)
-            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+                return factor * self._loss_with_exact_kl(model, inputs)
+            return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
             self._loss_rows = self._lacks_ratio = self._reference = None
 
@@ -142,7 +182,8 @@ class FusedLossMixin:
         if rows is not None and self._sparse is not None:
             rows.gradient = self._sparse
         whole = heads.whole_heads(given["model"]) if hook.compatible() else nullcontext()
-        with hook.hooked(), hook.rows(rows), counting(self._row_count), whole:
+        trunk = nullcontext() if rows is None else self._trunk(given, rows)
+        with hook.hooked(), hook.rows(rows), counting(self._row_count), whole, trunk:
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
             inputs, self._lacks_ratio = self._lacks_ratio, None
@@ -151,10 +192,26 @@ class FusedLossMixin:
                 self._sampling_figures.log(metrics, self.accelerator)
         return results
 
+    def _trunk(self, given: dict[str, Any], rows: hook.Rows) -> AbstractContextManager[None]:
+        """The context in which the model's trunk computes what the rows of a scoring call need."""
+        mask = given["attention_mask"] != 0
+        mask[:, : -rows.labelled.size(1)] = False
+        needed = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # a token is predicted from the one before it
+        live = None if self.trunk_options.zero_advantage == "train" else self._live_sequences(rows)
+        count = self._token_count if self._trains and torch.is_grad_enabled() else None
+        return live_trunk(given["model"], self.trunk_options, needed=needed, live=live, count=count)
+
+    def _live_sequences(self, rows: hook.Rows | None) -> Tensor | None:
+        """(B,) bool: sequences that may get a gradient; None: not known."""
+        expected = None if rows is None else rows.expected
+        if expected is None or expected.graded is None or self.aux_loss_enabled:  # type: ignore[attr-defined]
+            return None
+        return expected.graded.any(dim=1)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, of all ranks; with this rank's rows, and what the sparse gradient has cost, since the last time."""
+        """TRL's, of all ranks; with this rank's rows and tokens, and what the sparse gradient cost, since the last."""
         if self._trains:
-            found = self._row_count.take()
+            found = self._row_count.take() | self._token_count.take()
             if self._sparse is not None:
                 found |= self._sparse.metrics(self.accelerator.gather)
                 self._sparse.reset()

@@ -1,0 +1,146 @@
+"""Ways of computing a trunk in parts that give the padded forward's numbers, found out for each model.
+
+What a config gives away is refused by name; everything else is tried once for each model and mode, on three short
+synthetic rows, without gradient and with dropout off. Modes:
+
+    keep    some sequences of a batch alone, all columns
+    trim    without the columns that are padding
+    free    several sequences in one strip, kept apart by position ids
+    shared  several completions after one prompt, kept apart by a mask
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
+from grpo_kernels.integrations.transformers.layout import Layout, plan
+from grpo_kernels.integrations.transformers.within import evaluating
+
+_OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies go by the longest position of a forward
+_SEVERAL_SEGMENTS = ("free", "shared")
+
+# trunk -> {(mode, attention, dtype, positions): reason or None}
+_found: weakref.WeakKeyDictionary[nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+
+
+def reason_against(mode: str, trunk: nn.Module, forward: Callable[..., Any], *, positions: bool) -> str | None:
+    """Return None if `forward` of `trunk` is exact in `mode`, else the reason why not.
+
+    The first time it runs the model, equally often on every rank. `positions`: True if the caller gives position_ids.
+    """
+    config: Any = trunk.config
+    attention, dtype = getattr(config, "_attn_implementation", None), _dtype(trunk)
+    known = _found.setdefault(trunk, {})
+    key = mode, attention, dtype, positions
+    if key not in known:
+        known[key] = _by_config(mode, config, attention) or _by_trial(mode, trunk, forward, dtype, positions)
+    return known[key]
+
+
+def sliding_window(trunk: nn.Module) -> int | None:
+    """Tokens that a layer of `trunk` looks back at most, or None."""
+    found = getattr(_text(trunk.config), "sliding_window", None)
+    return found if isinstance(found, int) else None
+
+
+def longest_strip(trunk: nn.Module, length: int) -> int | None:
+    """Most tokens of a strip of several sequences, for a batch (B, `length`); None: any number.
+
+    Dense attention costs the square of the strip's length; flash attention goes sequence by sequence.
+    """
+    return None if "flash" in str(getattr(trunk.config, "_attn_implementation", "")) else length
+
+
+def _by_config(mode: str, config: Any, attention: str | None) -> str | None:
+    text = _text(config)
+    kinds = {*_rope_types(getattr(text, "rope_parameters", None))} & {*_OF_LENGTH}
+    if mode != "keep" and kinds:
+        return f"RoPE of the kind {kinds.pop()!r} depends on the longest position of a forward"
+    if mode in _SEVERAL_SEGMENTS and isinstance(getattr(text, "attention_chunk_size", None), int):
+        return "attention in chunks of columns"
+    if mode == "shared" and attention not in ("sdpa", "eager"):
+        return f"attention {attention!r} takes no mask of tokens by tokens"
+    return None
+
+
+def _by_trial(
+    mode: str, trunk: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, positions: bool
+) -> str | None:
+    inputs, needed = _synthetic(trunk, positions)
+    (sequences, length) = inputs.ids.shape
+    tolerance = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5  # fp64 models have fp32 norms
+    spans, _ = inputs.spans(needed, with_prompts=mode == "shared")
+    shared, padding = mode == "shared", {"trim": "split", "shared": "trim"}.get(mode, mode)
+    parts = [spans] if mode in _SEVERAL_SEGMENTS else [spans[:2], spans[2:]]
+    named: dict[str, Any] = {"padding": padding, "shared": shared, "graph": False}
+    layouts = [layout for part in parts for layout in plan(part, length, **named)]
+    with torch.no_grad(), evaluating(trunk):
+        whole = plan(spans, length, padding="keep", shared=False, graph=False)
+        want = _hidden(trunk, forward, inputs, whole).view(sequences, length, -1)[needed]
+        try:
+            got = _hidden(trunk, forward, inputs, layouts).view(sequences, length, -1)[needed]
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+    off = ((got - want).double().norm() / want.double().norm().clamp(min=1e-30)).item()
+    return None if off <= tolerance else f"hidden states are off by {off:.1g} of their length from the padded forward's"
+
+
+def _hidden(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layouts: list[Layout]) -> Tensor:
+    """Hidden states (B * L, H) of the cells that `layouts` compute, 0 elsewhere."""
+    found: dict[int, Tensor] = {}
+    for layout in layouts:
+        hidden = run_layout(trunk, forward, inputs, layout).last_hidden_state
+        found |= dict(zip(layout.cells[layout.stored].tolist(), hidden[layout.stored.to(hidden.device)], strict=True))
+    zero = torch.zeros_like(next(iter(found.values())))
+    return torch.stack([found.get(cell, zero) for cell in range(inputs.ids.numel())])
+
+
+def _synthetic(trunk: nn.Module, positions: bool) -> tuple[TrunkInputs, Tensor]:
+    """Three sequences (3, 11) padded on both sides, two of them with one prompt; and the cells that are read."""
+    config: Any = trunk.config
+    special = {x for name, x in _numbers(config.to_dict()) if name.endswith(("_token_id", "_token_index"))}
+    size = _text(config).vocab_size
+    usable = [x for x in range(min(size, 4096)) if x not in special]
+    device = next(trunk.parameters()).device
+    ids = torch.tensor([[usable[(7 * r + 13 * c + 5) % len(usable)] for c in range(11)] for r in (0, 1, 2)])
+    ids[1, :5] = ids[0, :5]
+    columns, first, last = torch.arange(11), torch.tensor([[1], [1], [2]]), torch.tensor([[11], [8], [9]])
+    mask = (columns >= first) & (columns < last)
+    needed = mask & (columns >= 4) & (columns < last - 1)
+    per_token = {"position_ids": (columns - first).clamp(min=0).to(device)} if positions else {}
+    return TrunkInputs(ids.to(device), mask.long().to(device), per_token, {}), needed.to(device)
+
+
+def _numbers(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, x in fields.items():
+        if isinstance(x, dict):
+            yield from _numbers(x)
+        elif isinstance(x, int) and not isinstance(x, bool):
+            yield str(name), x
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Kinds of RoPE of a config's ``rope_parameters``, one for all layers or one for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return
+    if isinstance(parameters.get("rope_type"), str):
+        yield parameters["rope_type"]
+    for x in parameters.values():
+        yield from _rope_types(x)
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config(decoder=True)
+
+
+def _dtype(trunk: nn.Module) -> torch.dtype:
+    """Precision of the trunk's products."""
+    found = next(x for x in trunk.parameters() if x.is_floating_point())
+    kind = found.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else found.dtype

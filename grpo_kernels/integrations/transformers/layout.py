@@ -1,0 +1,211 @@
+"""Layouts: the cells of a padded batch (B, L) that one forward of the trunk computes, and how they stand in it.
+
+A `Span` is what has to be computed of one sequence; a `Strip` is a row of a forward, made of one span or several; a
+`Layout` is the rows of one forward, padded to the longest. `plan` makes layouts of spans::
+
+    trim   one forward, as wide as its longest sequence
+    split  sequences sorted by length, cut into forwards of least cost: rows x columns, plus `overhead` tokens each
+    free   sequences one after the other in strips that are no longer than the batch was wide
+    share  each prompt once, before its completions: [prompt[:-1] | prompt[-1], c1 | prompt[-1], c2 | ...]
+
+Everything here is int64 on the CPU; no model is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns ``first`` to ``end - 1`` of sequence ``row``; its head reads ``scored`` to ``end - 1``."""
+
+    row: int
+    first: int
+    scored: int  # column of the prompt's last token
+    end: int
+    prompt: Hashable = None  # equal for spans with the same tokens before `scored`
+
+    @property
+    def length(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One row of a forward, (n,) each. A token sees the earlier tokens of its own segment and of one other."""
+
+    cells: Tensor  # index into the flattened (B, L)
+    positions: Tensor  # within the sequence
+    segments: Tensor
+    sees: Tensor  # the other segment: the prompt of a completion
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one forward of the trunk computes, (b, l) each; ``stored`` is False for padding.
+
+    ``positions`` is None where the model counts columns by itself; ``isolated`` says what keeps the segments of a strip
+    apart: nothing (one segment a strip), the position ids, or a mask.
+    """
+
+    cells: Tensor
+    stored: Tensor
+    graph: bool
+    isolated: str = "no"  # or "positions", "mask"
+    positions: Tensor | None = None
+    segments: Tensor | None = None
+    sees: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.cells.numel()
+
+    def mask(self) -> Tensor:
+        """(b, 1, l, l) bool: True where a token sees another."""
+        assert self.segments is not None and self.sees is not None
+        own, other = self.segments[:, :, None], self.sees[:, :, None]
+        keys, columns = self.segments[:, None, :], torch.arange(self.cells.shape[1])
+        earlier = columns[:, None] >= columns
+        return (earlier & ((keys == own) | (keys == other)))[:, None]
+
+
+def plan(
+    spans: Sequence[Span],
+    length: int,
+    *,
+    padding: str,
+    shared: bool,
+    graph: bool,
+    overhead: int = 0,
+    longest: int | None = None,
+    multiple: int = 1,
+) -> list[Layout]:
+    """Layouts that compute `spans` of a batch (B, `length`).
+
+    Args:
+        padding: "keep", "trim", "split" or "free".
+        shared: each prompt once.
+        graph: True if the forwards keep a graph for the backward.
+        overhead: cost of one more forward, in tokens ("split").
+        longest: most tokens of a strip ("free"); None: no limit.
+        multiple: widths are rounded up to a multiple of it.
+    """
+    if padding == "keep":
+        spans = [replace(span, first=0, end=length) for span in spans]
+    strips = _shared(spans, length) if shared else [_strip(span, length) for span in spans]
+    strips = [strip for strip in strips if len(strip)]
+    if padding == "free":
+        strips = [_joined([strips[i] for i in part]) for part in _bins([len(strip) for strip in strips], longest)]
+    isolated = "mask" if shared else "positions" if padding == "free" else "no"
+    parts: Iterable[Sequence[int]] = [range(len(strips))] if strips else []
+    if padding == "split":
+        parts = cut([len(strip) for strip in strips], overhead)
+    return [_padded([strips[i] for i in part], graph, isolated, multiple) for part in parts]
+
+
+def anchor(span: Span, length: int, graph: bool) -> Layout:
+    """A forward of two tokens at most, of which nothing is stored: it attaches a loss, or keeps ranks in step."""
+    layout = _padded([_strip(replace(span, end=min(span.end, span.first + 2)), length)], graph, "no", 1)
+    return replace(layout, stored=torch.zeros_like(layout.stored))
+
+
+def cut(lengths: Sequence[int], overhead: int) -> list[list[int]]:
+    """Indices of `lengths` in parts of least cost; a part costs its members times the longest, plus `overhead`.
+
+    Sorted by length, the parts are consecutive: a dynamic programme over where the last one begins.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    cost, begin = [0.0], [0]
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        options = [cost[first] + (end - first) * longest + overhead for first in range(end)]
+        best = min(range(end), key=options.__getitem__)
+        cost.append(options[best])
+        begin.append(best)
+    parts, end = [], len(order)
+    while end > 0:
+        parts.append(order[begin[end] : end])
+        end = begin[end]
+    return parts[::-1]
+
+
+def _bins(lengths: Sequence[int], longest: int | None) -> list[list[int]]:
+    """Indices of `lengths` in bins of at most `longest` tokens, the longest first, each into the first that has room.
+
+    What is longer than `longest` has a bin of its own.
+    """
+    bins: list[list[int]] = []
+    filled: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        into = next((k for k, n in enumerate(filled) if longest is None or n + lengths[i] <= longest), None)
+        if into is None:
+            bins.append([i])
+            filled.append(lengths[i])
+        else:
+            bins[into].append(i)
+            filled[into] += lengths[i]
+    return bins
+
+
+def _strip(span: Span, length: int) -> Strip:
+    columns = torch.arange(span.first, span.end)
+    zeros = torch.zeros_like(columns)
+    return Strip(span.row * length + columns, columns - span.first, zeros, zeros)
+
+
+def _shared(spans: Sequence[Span], length: int) -> list[Strip]:
+    """One strip for each prompt: the prompt without its last token, then every completion with its own copy of it."""
+    groups: dict[Hashable, list[Span]] = {}
+    for span in spans:
+        groups.setdefault(span.prompt, []).append(span)
+    strips = []
+    for members in groups.values():
+        first = members[0]
+        parts = [_strip(replace(first, end=first.scored), length)]  # segment 0, which all others see
+        for segment, span in enumerate(members, start=1):
+            part = _strip(replace(span, first=span.scored), length)
+            shift = span.scored - span.first
+            parts.append(replace(part, positions=part.positions + shift, segments=part.segments + segment))
+        strips.append(_concatenated(parts))
+    return strips
+
+
+def _joined(strips: Sequence[Strip]) -> Strip:
+    """`strips` one after the other, each with segments of its own."""
+    parts, used = [], 0
+    for strip in strips:
+        parts.append(replace(strip, segments=strip.segments + used, sees=strip.sees + used))
+        used += int(strip.segments.max()) + 1
+    return _concatenated(parts)
+
+
+def _concatenated(parts: Sequence[Strip]) -> Strip:
+    return Strip(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in ("cells", "positions", "segments", "sees"))
+    )
+
+
+def _padded(strips: Sequence[Strip], graph: bool, isolated: str, multiple: int) -> Layout:
+    width = -(-max(map(len, strips)) // multiple) * multiple
+
+    def rows(name: str, fill: int) -> Tensor:
+        found = torch.full((len(strips), width), fill)
+        for row, strip in zip(found, strips, strict=True):
+            row[: len(strip)] = getattr(strip, name)
+        return found
+
+    cells = rows("cells", -1)
+    layout = Layout(cells.clamp(min=0), cells >= 0, graph, isolated)
+    if isolated == "no":
+        return layout
+    positions, segments, sees = rows("positions", 0), rows("segments", -1), rows("sees", -1)
+    return replace(layout, positions=positions, segments=segments, sees=sees)

@@ -1,0 +1,324 @@
+"""The trunk of a transformers model, computed where a loss needs it: the seam, the guard, and ranks in step.
+
+The trunk is the transformer below the head, ``model.base_model``. For the length of one scoring call its ``forward`` is
+replaced by one that runs several smaller forwards (`layout`) and returns hidden states (B, L, H) in which the computed
+cells are filled in; elsewhere they are 0. The model, its head, its hooks and the wrappers around it stay as they are,
+and see one forward.
+
+    cells that the head reads          `needed`, from the completion mask
+    sequences that may have gradient   `live`; the others run without graph
+    columns that are only padding      cut (``padding``)
+    prompts that several rows share    computed once (``shared_prompts``)
+
+The guard: if gradient arrives at a cell that was not computed with a graph, the backward raises. So `live` may be
+wrong, and never changes a result. It costs one wait for the device in each backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.base.distributed import all_reduce, group_device
+from grpo_kernels.integrations.transformers import exactness
+from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
+from grpo_kernels.integrations.transformers.head import unwrapped
+from grpo_kernels.integrations.transformers.layout import Layout, Span, anchor, plan
+from grpo_kernels.integrations.transformers.options import TrunkOptions
+from grpo_kernels.integrations.transformers.within import forward_name, replaced
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_COMPILED_COLUMNS = 64  # widths are multiples of it where layers are compiled, so that shapes come again
+
+
+class TokenCount:
+    """Sequences and tokens of forwards with gradient: what the trunk computed, of what the padded batch holds."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again at 0."""
+        self.sequences = self.live = self.positions = self.computed = self.gradient = 0
+
+    def add(self, live: int, sequences: int, positions: int, computed: int, gradient: int) -> None:
+        """Count one call: sequences with gradient, all sequences; padded positions, computed ones, those with graph."""
+        self.live += live
+        self.sequences += sequences
+        self.positions += positions
+        self.computed += computed
+        self.gradient += gradient
+
+    @property
+    def pairs(self) -> dict[str, tuple[int, int]]:
+        """Name -> (count, total); empty if nothing was counted."""
+        if self.positions == 0:
+            return {}
+        return {
+            "sequences/gradient": (self.live, self.sequences),
+            "tokens/computed": (self.computed, self.positions),
+            "tokens/gradient": (self.gradient, self.positions),
+        }
+
+    def take(self) -> dict[str, float]:
+        """The shares since the last time, by name; empty if nothing was counted."""
+        found = {name: count / total for name, (count, total) in self.pairs.items()}
+        self.reset()
+        return found
+
+
+@contextmanager
+def live_trunk(
+    model: nn.Module,
+    options: TrunkOptions,
+    *,
+    needed: Tensor,  # (B, L) bool
+    live: Tensor | None = None,  # (B,) bool
+    count: TokenCount | None = None,
+) -> Iterator[None]:
+    """Inside, the trunk of `model` computes what `options` say of each batch that it is given.
+
+    Args:
+        needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the B sequences in
+            order.
+        live: (B,) bool, sequences that may get a gradient; None: all.
+        count: counts the forwards with gradient.
+
+    Raises:
+        RuntimeError: in the backward, if gradient arrives at a cell that was computed without graph.
+    """
+    wrappers, base = unwrapped(model)
+    trunk = base.base_model
+    reason = None
+    if trunk is base:
+        reason = "the model names no trunk (base_model)"
+    elif _is_compiled([*wrappers, base, trunk]):
+        reason = "the whole model is compiled; compile its layers instead (docs/training-step.md)"
+    if reason is not None:
+        say_once(trunk, reason)
+    if reason is not None or (options.padding == "keep" and live is None):
+        if count is not None and torch.is_grad_enabled():
+            count.add(len(needed), len(needed), *[needed.numel()] * 3)
+        yield
+        return
+    name = forward_name(trunk)
+    call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, count)
+    with replaced(trunk, name, call.run):
+        yield
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Forwards of one call, and the sequences that they belong to."""
+
+    layouts: list[Layout]
+    rows: range  # among all sequences of the scoring call
+    live: Tensor  # (b,) bool, on the CPU
+
+
+class _TrunkCall:
+    """Stands in for the forward of a trunk while a batch is scored."""
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        forward: Callable[..., Any],
+        options: TrunkOptions,
+        needed: Tensor,
+        live: Tensor | None,
+        count: TokenCount | None,
+    ) -> None:
+        self.trunk, self.forward, self.options = trunk, forward, options
+        self.needed, self.live, self.count = needed, live, count
+        self.groups = _rank_groups(trunk)
+        self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
+        self.start = 0  # first sequence of the next call
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The trunk's forward, in as many forwards as the plan has."""
+        given = {**dict(zip(inspect.signature(self.forward).parameters, args, strict=False)), **kwargs}
+        modes = self._exact_modes(given.get("position_ids") is not None)
+        inputs = TrunkInputs.of(self.trunk, given)
+        if isinstance(inputs, str):
+            say_once(self.trunk, inputs)
+            return self._as_given(given)
+        found = self._plan(inputs, modes)
+        if found is None:
+            return self._as_given(given)
+        return self._in_parts(inputs, found)
+
+    def _exact_modes(self, positions: bool) -> tuple[str, bool]:
+        """(padding, shared) of the options as far as this model is exact in them; "whole" if in none."""
+        options = self.options
+
+        def is_exact(mode: str, instead: str) -> bool:
+            reason = exactness.reason_against(mode, self.trunk, self.forward, positions=positions)
+            if reason is not None:
+                say_once(self.trunk, f"{mode}: {reason}; {instead}")
+            return reason is None
+
+        shared = options.shared_prompts and is_exact("shared", "prompts are not shared")
+        padding: str = options.padding
+        if padding == "split" and self.groups:
+            say_once(self.trunk, "padding='split' is 'trim' where parameters are sharded over ranks")
+            padding = "trim"
+        if padding == "free" and not is_exact("free", "padding='trim' serves"):
+            padding = "trim"
+        if padding in ("trim", "split") and not is_exact("trim", "padding stays"):
+            padding, shared = "keep", False
+        if padding == "keep" and not is_exact("keep", "all sequences run in one padded forward"):
+            padding, shared = "whole", False
+        return padding, shared
+
+    def _plan(self, inputs: TrunkInputs, modes: tuple[str, bool]) -> _Plan | None:
+        """The forwards of this call; None: the padded forward as given."""
+        (sequences, length), (padding, shared) = inputs.ids.shape, modes
+        rows = range(self.start, self.start + sequences)
+        self.start += sequences
+        fits = rows.stop <= self.needed.shape[0] and length == self.needed.shape[1]
+        if not fits or padding == "whole":
+            return None
+        graph = torch.is_grad_enabled()
+        live = torch.full((sequences,), graph)
+        if graph and self.live is not None:
+            live = self.live[rows.start : rows.stop].cpu()
+        needed = self.needed[rows.start : rows.stop].to(inputs.ids.device)
+        spans, is_plain = inputs.spans(needed, with_prompts=shared)
+        if not is_plain and (shared or padding == "free"):  # positions are columns: holes would close
+            say_once(self.trunk, "a sequence has padding within, or position_ids that do not count from 0")
+            padding, shared = ("trim" if padding == "free" else padding), False
+        window = exactness.sliding_window(self.trunk)
+        if shared and window is not None and any(span.length > window for span in spans):
+            say_once(self.trunk, f"shared prompts: sequences are longer than the sliding window of {window}")
+            shared = False
+        named: dict[str, Any] = {"padding": padding, "shared": shared, "multiple": self.multiple}
+        named |= {"overhead": self.options.forward_overhead, "longest": exactness.longest_strip(self.trunk, length)}
+        layouts = plan([span for span in spans if live[span.row]], length, graph=True, **named)
+        layouts += plan([span for span in spans if not live[span.row]], length, graph=False, **named)
+        some = spans[0] if spans else Span(0, 0, 0, length)
+        want = [max(int(graph), sum(x.graph for x in layouts)), sum(not x.graph for x in layouts)]
+        if not any(want):
+            want[1] = 1  # the output has to come from somewhere
+        with_graph, without = self._most_of_ranks(want)
+        kept = [x for x in layouts if x.graph], [x for x in layouts if not x.graph]
+        kept[0].extend(anchor(some, length, True) for _ in range(with_graph - len(kept[0])))
+        kept[1].extend(anchor(some, length, False) for _ in range(without - len(kept[1])))
+        return _Plan([*kept[0], *kept[1]], rows, live)
+
+    def _as_given(self, given: dict[str, Any]) -> Any:
+        """The padded forward, and forwards without graph for other ranks that have some."""
+        graph, without = torch.is_grad_enabled(), 0
+        ids: Any = given.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2:
+            _, without = self._most_of_ranks([int(graph), int(not graph)])
+            if graph and self.count is not None:
+                self.count.add(len(ids), len(ids), ids.numel(), ids.numel(), ids.numel())
+        found = self.forward(**given)
+        for _ in range(without - int(not graph)):
+            with torch.no_grad():
+                self.forward(input_ids=ids[:1, :2])
+        return found
+
+    def _in_parts(self, inputs: TrunkInputs, found: _Plan) -> Any:
+        sequences, length = inputs.ids.shape
+        graph = torch.is_grad_enabled()
+        cells, states = [], []
+        output: Any = None
+        for layout in found.layouts:
+            with torch.set_grad_enabled(graph and layout.graph):
+                output = run_layout(self.trunk, self.forward, inputs, layout)
+            hidden = output.last_hidden_state
+            stored = layout.stored.reshape(-1)
+            index = stored.nonzero().squeeze(1)
+            cells.append(layout.cells.reshape(-1)[index].to(hidden.device, non_blocking=True))
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            whole = len(index) == len(stored)
+            states.append(flat if whole else flat.index_select(0, index.to(hidden.device, non_blocking=True)))
+        hidden = states[0].new_zeros(sequences * length, states[0].shape[-1])
+        hidden = hidden.index_copy(0, torch.cat(cells), torch.cat(states)).view(sequences, length, -1)
+        if graph:
+            self._count(found, sequences * length)
+            _guard(hidden, found)
+        return type(output)(**{**output, "last_hidden_state": hidden})
+
+    def _count(self, found: _Plan, positions: int) -> None:
+        if self.count is not None:
+            computed = sum(x.tokens for x in found.layouts)
+            gradient = sum(x.tokens for x in found.layouts if x.graph)
+            self.count.add(int(found.live.sum()), len(found.live), positions, computed, gradient)
+
+    def _most_of_ranks(self, counts: list[int]) -> list[int]:
+        """Elementwise largest `counts` of the ranks that must run the trunk equally often."""
+        for group in self.groups:
+            counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
+        return counts
+
+
+def _guard(hidden: Tensor, found: _Plan) -> None:
+    """Raise in the backward if gradient arrives at a cell (B, L) that no forward with a graph has computed."""
+    if not hidden.requires_grad:
+        return
+    has_graph = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool)
+    for layout in found.layouts:
+        if layout.graph:
+            has_graph[layout.cells[layout.stored]] = True
+    without = (~has_graph).nonzero().squeeze(1)
+    if not len(without):
+        return
+    length, rows, live = hidden.shape[1], found.rows, found.live
+    without_here = without.to(hidden.device, non_blocking=True)
+
+    def look(gradient: Tensor) -> None:
+        reached = gradient.reshape(-1, gradient.shape[-1]).index_select(0, without_here).count_nonzero(dim=1)
+        if not bool(reached.any()):
+            return
+        local = (without[reached.nonzero().squeeze(1).cpu()] // length).unique()
+        dead = [rows[i] for i in local.tolist() if not live[i]]
+        if dead:
+            raise RuntimeError(
+                f"zero_advantage: expected no gradient for the sequences {dead}, which ran without graph, got one: the "
+                "loss has a term that is not known here; pass zero_advantage='train'"
+            )
+        raise RuntimeError(
+            f"padding: expected gradient at completion tokens alone, got one elsewhere in the sequences "
+            f"{[rows[i] for i in local.tolist()]}; pass padding='keep' and shared_prompts=False"
+        )
+
+    hidden.register_hook(look)
+
+
+def _rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
+    """Process groups whose ranks run the trunk together: those over which FSDP2 or ZeRO-3 has divided it."""
+    largest: Any = None
+    for x in trunk.parameters():
+        parameter: Any = x
+        if hasattr(parameter, "ds_status"):
+            return [parameter.ds_process_group]
+        if is_dtensor(parameter) and (largest is None or parameter.device_mesh.size() > largest.size()):
+            largest = parameter.device_mesh
+    return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
+
+
+def _is_compiled(modules: Any) -> bool:
+    return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in modules)
+
+
+_said: set[tuple[type, str]] = set()
+
+
+def say_once(trunk: nn.Module, reason: str) -> None:
+    """Warn, once for each kind of model, that a saving does not apply."""
+    key = type(trunk), reason
+    if key not in _said:
+        _said.add(key)
+        warnings.warn(f"grpo_kernels: {type(trunk).__name__}: {reason}; results are the same", stacklevel=3)

@@ -1,0 +1,119 @@
+"""A training step of TRL's that computes what carries gradient: sequences left out, samples regrouped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+
+from grpo_kernels.config import LossConfig
+from grpo_kernels.integrations.transformers.options import check_skip
+from grpo_kernels.objective.normaliser import averaged_over
+
+# Losses whose optimizer step is the same sum over samples however they are divided into micro-batches.
+REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
+_IMAGES = "pixel_values"
+
+
+def check_options(trainer: Any, owner: type) -> None:
+    """Raise unless the loss of `trainer`, a method of `owner`, allows its options `zero_advantage` and `regroup`.
+
+    Raises:
+        ValueError: it does not; the message names the option.
+    """
+    args = trainer.args
+    if trainer.trunk_options.zero_advantage == "skip":
+        check_skip(LossConfig.from_trl(args))
+        for name, is_set in (
+            ("use_adaptive_entropy", getattr(args, "use_adaptive_entropy", False)),
+            ("fused_sampling_correction", trainer.fused_sampling_correction),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"zero_advantage: expected 'score' or 'train' with {name}, which reads all sequences, got 'skip'"
+                )
+    if trainer.regroup:
+        _check_regroup(trainer, owner)
+
+
+def _check_regroup(trainer: Any, owner: type) -> None:
+    args = trainer.args
+    refused = {
+        f"a loss of {owner.__name__}'s own": owner is not trl.GRPOTrainer,
+        f"loss_type={args.loss_type!r}": args.loss_type not in REGROUPED,
+        "entropy_coef": args.entropy_coef != 0.0,
+        "use_adaptive_entropy": getattr(args, "use_adaptive_entropy", False),
+        "top_entropy_quantile": args.top_entropy_quantile < 1.0,
+        "router_aux_loss_coef": trainer.aux_loss_enabled,
+    }
+    found = next((name for name, is_set in refused.items() if is_set), None)
+    if found is not None:
+        raise ValueError(
+            f"regroup: expected False with {found}, whose loss depends on which samples share a micro-batch, got True"
+        )
+    steps, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
+    if steps % accumulated and accumulated % steps:
+        raise ValueError(
+            f"regroup: expected gradient_accumulation_steps and steps_per_generation of which one divides the other, "
+            f"got {accumulated} and {steps}"
+        )
+
+
+def regrouped(batches: list[dict[str, Any]], live: Sequence[Tensor | None], window: int) -> list[dict[str, Any]]:
+    """The micro-batches `batches` with the samples of each `window` ordered by liveness, prompt and length.
+
+    Args:
+        batches: what TRL keeps of a generation; all have B samples.
+        live: for each of them the sequences that may get a gradient, (B,) bool; None: all.
+        window: micro-batches of one optimizer step.
+    """
+    if any(batch.get(_IMAGES) is not None for batch in batches):
+        warnings.warn("grpo_kernels: regroup: a batch has images, its samples stay as they are", stacklevel=2)
+        return batches
+    found = []
+    for start in range(0, len(batches), window):
+        part = batches[start : start + window]
+        size = len(part[0]["prompt_ids"])
+        is_live = [x for y in live[start : start + window] for x in ([True] * size if y is None else y.tolist())]
+        prompts = _joined([batch["prompt_ids"] for batch in part]).tolist()
+        lengths = _joined([batch["completion_mask"].sum(1) for batch in part]).tolist()
+        order = sorted(range(len(prompts)), key=lambda i: (is_live[i], prompts[i], lengths[i]))
+        names = [name for name, x in part[0].items() if _is_per_sample(x, size)]
+        merged = {name: _joined([batch[name] for batch in part]) for name in names}
+        for i, batch in enumerate(part):
+            chosen = order[i * size : (i + 1) * size]
+            own = {name: x[chosen] if isinstance(x, Tensor) else [x[k] for k in chosen] for name, x in merged.items()}
+            found.append({**batch, **own})
+    return found
+
+
+def _is_per_sample(x: Any, size: int) -> bool:
+    return (isinstance(x, Tensor) and x.dim() > 0 and len(x) == size) or (isinstance(x, list) and len(x) == size)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return torch.cat([*parts]) if isinstance(parts[0], Tensor) else [x for part in parts for x in part]
+
+
+def without_dead(
+    inputs: dict[str, Any], live: Tensor, config: LossConfig | None
+) -> tuple[dict[str, Any], Tensor | float]:
+    """(inputs of TRL's loss, with sequences that are not `live` (B,) masked; a factor that makes its loss right).
+
+    Their log-probabilities become 0, so that no ratio overflows. The factor is 1 but for a mean over all tokens of the
+    micro-batch (bnpo).
+    """
+    mask = inputs["completion_mask"]
+    keep = live.to(mask.device)[:, None]
+    found = {**inputs, "completion_mask": mask * keep}
+    for name, x in inputs.items():
+        if name.endswith("_per_token_logps") and isinstance(x, Tensor):
+            found[name] = x.masked_fill(~keep, 0.0)
+    if config is None or averaged_over(config, num_items=True) != "tokens":
+        return found, 1.0
+    counted = mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]
+    return found, (counted * keep).sum() / counted.sum().clamp(min=1)
