@@ -1,7 +1,8 @@
 """Ways of computing a trunk in parts that give the padded forward's numbers, found out for each model.
 
-What a config gives away is refused by name; everything else is tried once for each model and mode, on three short
-synthetic rows, without gradient and with dropout off. Modes:
+What config and layers give away is refused by name; everything else is tried once for each model and mode, on three
+short synthetic rows, without gradient and with dropout off. What may differ is measured too: the rounding of the padded
+forward when it gets a few more columns of padding. Modes:
 
     keep    some sequences of a batch alone, all columns
     trim    without the columns that are padding
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
-from grpo_kernels.integrations.transformers.layout import Layout, plan
+from grpo_kernels.integrations.transformers.layout import Layout, Span, plan
 from grpo_kernels.integrations.transformers.within import evaluating
 
+_ROUNDING = 4  # times the rounding that is measured, or the precision, a mode may be off
+_MORE_COLUMNS = 5
 _OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies go by the longest position of a forward
 _SEVERAL_SEGMENTS = ("free", "shared")
 
@@ -34,12 +37,11 @@ def reason_against(mode: str, trunk: nn.Module, forward: Callable[..., Any], *, 
 
     The first time it runs the model, equally often on every rank. `positions`: True if the caller gives position_ids.
     """
-    config: Any = trunk.config
-    attention, dtype = getattr(config, "_attn_implementation", None), _dtype(trunk)
+    attention, dtype = getattr(trunk.config, "_attn_implementation", None), _dtype(trunk)
     known = _found.setdefault(trunk, {})
     key = mode, attention, dtype, positions
     if key not in known:
-        known[key] = _by_config(mode, config, attention) or _by_trial(mode, trunk, forward, dtype, positions)
+        known[key] = _by_structure(mode, trunk) or _by_trial(mode, trunk, forward, dtype, positions)
     return known[key]
 
 
@@ -57,13 +59,15 @@ def longest_strip(trunk: nn.Module, length: int) -> int | None:
     return None if "flash" in str(getattr(trunk.config, "_attn_implementation", "")) else length
 
 
-def _by_config(mode: str, config: Any, attention: str | None) -> str | None:
-    text = _text(config)
+def _by_structure(mode: str, trunk: nn.Module) -> str | None:
+    text, attention = _text(trunk.config), getattr(trunk.config, "_attn_implementation", None)
     kinds = {*_rope_types(getattr(text, "rope_parameters", None))} & {*_OF_LENGTH}
     if mode != "keep" and kinds:
         return f"RoPE of the kind {kinds.pop()!r} depends on the longest position of a forward"
     if mode in _SEVERAL_SEGMENTS and isinstance(getattr(text, "attention_chunk_size", None), int):
         return "attention in chunks of columns"
+    if mode in _SEVERAL_SEGMENTS and any(isinstance(x, nn.Conv1d) for x in trunk.modules()):
+        return "layers with a state that goes from one sequence to the next"
     if mode == "shared" and attention not in ("sdpa", "eager"):
         return f"attention {attention!r} takes no mask of tokens by tokens"
     return None
@@ -73,32 +77,45 @@ def _by_trial(
     mode: str, trunk: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, positions: bool
 ) -> str | None:
     inputs, needed = _synthetic(trunk, positions)
-    (sequences, length) = inputs.ids.shape
-    tolerance = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.5  # fp64 models have fp32 norms
     spans, _ = inputs.spans(needed, with_prompts=mode == "shared")
     shared, padding = mode == "shared", {"trim": "split", "shared": "trim"}.get(mode, mode)
     parts = [spans] if mode in _SEVERAL_SEGMENTS else [spans[:2], spans[2:]]
     named: dict[str, Any] = {"padding": padding, "shared": shared, "graph": False}
-    layouts = [layout for part in parts for layout in plan(part, length, **named)]
+    layouts = [layout for part in parts for layout in plan(part, needed.shape[1], **named)]
     with torch.no_grad(), evaluating(trunk):
-        whole = plan(spans, length, padding="keep", shared=False, graph=False)
-        want = _hidden(trunk, forward, inputs, whole).view(sequences, length, -1)[needed]
+        want = _padded(trunk, forward, inputs, needed)
+        rounding = _off(_padded(trunk, forward, inputs.wider(_MORE_COLUMNS), needed), want)
         try:
-            got = _hidden(trunk, forward, inputs, layouts).view(sequences, length, -1)[needed]
+            off = _off(_hidden(trunk, forward, inputs, layouts, needed), want)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-    off = ((got - want).double().norm() / want.double().norm().clamp(min=1e-30)).item()
-    return None if off <= tolerance else f"hidden states are off by {off:.1g} of their length from the padded forward's"
+    if off <= max(_ROUNDING * max(rounding, torch.finfo(dtype).eps), 1e-5):
+        return None
+    return f"hidden states are off by {off:.1g} of their length from the padded forward's"
 
 
-def _hidden(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layouts: list[Layout]) -> Tensor:
-    """Hidden states (B * L, H) of the cells that `layouts` compute, 0 elsewhere."""
+def _padded(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, needed: Tensor) -> Tensor:
+    """Hidden states (n, H) of the `needed` cells, from the padded forward of `inputs`."""
+    length = inputs.ids.shape[1]
+    spans = [Span(row, 0, 0, length) for row in range(len(inputs.ids))]
+    layouts = plan(spans, length, padding="keep", shared=False, graph=False)
+    more = nn.functional.pad(needed, (0, length - needed.shape[1]))
+    return _hidden(trunk, forward, inputs, layouts, more)
+
+
+def _off(got: Tensor, want: Tensor) -> float:
+    return ((got - want).double().norm() / want.double().norm().clamp(min=1e-30)).item()
+
+
+def _hidden(
+    trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layouts: list[Layout], needed: Tensor
+) -> Tensor:
+    """Hidden states (n, H) of the `needed` cells, of which `layouts` compute each."""
     found: dict[int, Tensor] = {}
     for layout in layouts:
         hidden = run_layout(trunk, forward, inputs, layout).last_hidden_state
         found |= dict(zip(layout.cells[layout.stored].tolist(), hidden[layout.stored.to(hidden.device)], strict=True))
-    zero = torch.zeros_like(next(iter(found.values())))
-    return torch.stack([found.get(cell, zero) for cell in range(inputs.ids.numel())])
+    return torch.stack([found[cell] for cell in needed.reshape(-1).nonzero().squeeze(1).tolist()])
 
 
 def _synthetic(trunk: nn.Module, positions: bool) -> tuple[TrunkInputs, Tensor]:

@@ -48,6 +48,13 @@ class TrunkInputs:
             return "use_cache: expected False, a cache would be that of a part"
         return cls(ids, mask, per_token, constants)
 
+    def wider(self, columns: int) -> TrunkInputs:
+        """The same inputs with `columns` more of padding on the right."""
+        found = {name: nn.functional.pad(x, (0, columns)) for name, x in self.per_token.items()}
+        mask = torch.ones_like(self.ids) if self.mask is None else self.mask
+        ids, mask = (nn.functional.pad(x, (0, columns)) for x in (self.ids, mask))
+        return TrunkInputs(ids, mask, found, self.constants)
+
     def spans(self, needed: Tensor, *, with_prompts: bool) -> tuple[list[Span], bool]:
         """(what has to be computed of each sequence, whether its positions are 0, 1, 2, ...); waits for the device.
 
