@@ -169,8 +169,9 @@ class _TrunkCall:
 
         shared = options.shared_prompts and is_exact("shared", "prompts are not shared")
         padding: str = options.padding
-        if padding == "split" and self.groups:
-            say_once(self.trunk, "padding='split' is 'trim' where parameters are sharded over ranks")
+        if padding == "split" and (self.groups or _checkpoints_reentrantly(self.trunk)):
+            reason = "parameters are sharded over ranks" if self.groups else "ranks checkpoint with use_reentrant=True"
+            say_once(self.trunk, f"padding='split' is 'trim' where {reason}")
             padding = "trim"
         if padding == "free" and not is_exact("free", "padding='trim' serves"):
             padding = "trim"
@@ -309,6 +310,18 @@ def _rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
     return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
 
 
+def _checkpoints_reentrantly(trunk: nn.Module) -> bool:
+    """True if several ranks do: DDP then takes one forward with a graph, since each marks its parameters ready."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    functions = (vars(x).get("_gradient_checkpointing_func") for x in trunk.modules() if _checkpoints(x))
+    return any(getattr(f, "keywords", {}).get("use_reentrant", True) for f in functions if f is not None)
+
+
+def _checkpoints(module: nn.Module) -> bool:
+    return bool(getattr(module, "gradient_checkpointing", False))
+
+
 def _is_compiled(modules: Any) -> bool:
     return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in modules)
 
@@ -321,4 +334,4 @@ def say_once(trunk: nn.Module, reason: str) -> None:
     key = type(trunk), reason
     if key not in _said:
         _said.add(key)
-        warnings.warn(f"grpo_kernels: {type(trunk).__name__}: {reason}; results are the same", stacklevel=3)
+        warnings.warn(f"grpo_kernels: {type(trunk).__name__}: {reason}; results are the same", stacklevel=2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +98,17 @@ def _is_per_sample(x: Any, size: int) -> bool:
 
 def _joined(parts: Sequence[Any]) -> Any:
     return torch.cat([*parts]) if isinstance(parts[0], Tensor) else [x for part in parts for x in part]
+
+
+@contextmanager
+def unmeasured(metrics: dict[str, list[float]]) -> Iterator[None]:
+    """Inside, nothing is added to `metrics` for good: a micro-batch without a sequence to measure."""
+    before = {name: len(x) for name, x in metrics.items()}
+    yield
+    for name in [*metrics]:
+        del metrics[name][before.get(name, 0) :]
+        if not metrics[name]:
+            del metrics[name]
 
 
 def without_dead(

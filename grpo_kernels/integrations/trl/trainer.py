@@ -149,13 +149,17 @@ class FusedLossMixin:
         self._loss_rows = self._rows_of_loss(inputs)
         live = self._live_sequences(self._loss_rows)
         factor: Tensor | float = 1.0
+        measured: AbstractContextManager[None] = nullcontext()
         if live is not None and self.trunk_options.zero_advantage == "skip":
             inputs, factor = step.without_dead(inputs, live, self._loss_config())
             self._loss_rows = self._rows_of_loss(inputs)
+            if not self.accelerator.gather(live.any().reshape(1)).any():
+                measured = step.unmeasured(self._metrics["train"])  # type: ignore[attr-defined]
         try:
-            if self._has_exact_kl:
-                return factor * self._loss_with_exact_kl(model, inputs)
-            return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
+            with measured:
+                if self._has_exact_kl:
+                    return factor * self._loss_with_exact_kl(model, inputs)
+                return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
             self._loss_rows = self._lacks_ratio = self._reference = None
 

@@ -1,0 +1,343 @@
+"""TRL's loss with a trunk that computes what carries gradient: against stock TRL, option by option."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks import parity, tiny_models, tiny_run
+from grpo_kernels.integrations.transformers.options import TrunkOptions
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+B, P, T = 8, 10, 14
+Change = Callable[[dict[str, Any], torch.Generator], None]
+SAVINGS = {
+    "defaults": TrunkOptions(),
+    "split, shared": TrunkOptions(padding="split", shared_prompts=True, forward_overhead=8),
+    "free": TrunkOptions(padding="free"),
+    "skip": TrunkOptions(zero_advantage="skip"),
+}
+
+
+def batch() -> dict[str, Any]:
+    """Two prompts with four completions each; half of the advantages are 0."""
+    draw = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, tiny_models.VOCAB, (2, P), generator=draw).repeat_interleave(4, dim=0)
+    prompt_mask = (torch.arange(P) >= torch.tensor([6] * 4 + [1] * 4)[:, None]).long()
+    completions = torch.randint(3, tiny_models.VOCAB, (B, T), generator=draw)
+    mask = (torch.arange(T) < torch.randint(2, T + 1, (B, 1), generator=draw)).long()
+    return {
+        "prompt_ids": prompts * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completions * mask,
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.2, 0.0, -0.7, 0.0, 0.0, 0.0, 0.4, 0.0]),
+        "num_items_in_batch": mask.sum(),
+    }
+
+
+def old(given: dict[str, Any], draw: torch.Generator) -> None:
+    given["old_per_token_logps"] = -5.2 + 0.3 * torch.randn(B, T, generator=draw)
+
+
+def reference(given: dict[str, Any], draw: torch.Generator) -> None:
+    given["ref_per_token_logps"] = -5.2 + 0.3 * torch.randn(B, T, generator=draw)
+
+
+def truncated(given: dict[str, Any], draw: torch.Generator) -> None:
+    given["completion_mask"][[2, 6]] = 0
+    given["num_items_in_batch"] = given["completion_mask"].sum()
+
+
+def tools(given: dict[str, Any], draw: torch.Generator) -> None:
+    old(given, draw)
+    given["tool_mask"] = (torch.rand(B, T, generator=draw) < 0.7).long()
+
+
+def per_token(given: dict[str, Any], draw: torch.Generator) -> None:
+    given["advantages"] = given["advantages"][:, None] * (torch.rand(B, T, generator=draw) < 0.5)
+
+
+def token_ratios(given: dict[str, Any], draw: torch.Generator) -> None:
+    old(given, draw)
+    given["importance_sampling_ratio"] = torch.rand(B, T, generator=draw)
+
+
+def sequence_ratios(given: dict[str, Any], draw: torch.Generator) -> None:
+    old(given, draw)
+    given["importance_sampling_ratio"] = (torch.rand(B, 1, generator=draw) < 0.5).float()
+
+
+def all_clipped(given: dict[str, Any], draw: torch.Generator) -> None:
+    given["old_per_token_logps"] = torch.full((B, T), -9.0)
+    given["advantages"] = torch.ones(B)
+
+
+def all_dead(given: dict[str, Any], draw: torch.Generator) -> None:
+    given["advantages"] = torch.zeros(B)
+
+
+def far_off_dead(given: dict[str, Any], draw: torch.Generator) -> None:
+    """A ratio of e^200 where the advantage is 0 would be a NaN, were it computed."""
+    old(given, draw)
+    given["old_per_token_logps"][[1, 3]] -= 2.0
+
+
+def both(*changes: Change) -> Change:
+    def change(given: dict[str, Any], draw: torch.Generator) -> None:
+        for each in changes:
+            each(given, draw)
+
+    return change
+
+
+# name -> (what changes in the batch, options of the configuration, with a sampler's ratios)
+CASES: dict[str, tuple[Change | None, dict[str, Any], bool]] = {
+    **{f"{name}, on-policy": (None, {"loss_type": name}, False) for name in parity.LOSS_TYPES},
+    **{f"{name}, old": (old, {"loss_type": name}, False) for name in parity.LOSS_TYPES},
+    "gspo": (old, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, False),
+    "luspo, sequence": (old, {"loss_type": "luspo", "importance_sampling_level": "sequence"}, False),
+    "beta": (reference, {"beta": 0.04}, False),
+    "beta, truncated": (both(reference, truncated), {"beta": 0.04}, False),
+    "entropy bonus": (None, {"entropy_coef": 0.01}, False),
+    "adaptive entropy": (None, {"entropy_coef": 0.01, "use_adaptive_entropy": True}, False),
+    "entropy quantile": (None, {"top_entropy_quantile": 0.4}, False),
+    "off-policy mask": (old, {"off_policy_mask_threshold": 0.01}, False),
+    "delta": (old, {"delta": 1.5}, False),
+    "truncated": (truncated, {}, False),
+    "tools": (tools, {}, False),
+    "advantages per token": (per_token, {}, False),
+    "token ratios": (token_ratios, {}, True),
+    "sequence ratios": (sequence_ratios, {}, True),
+    "all clipped": (all_clipped, {}, False),
+    "all dead": (all_dead, {"loss_type": "grpo"}, False),
+    "far off, dead": (far_off_dead, {"loss_type": "grpo"}, False),
+    "checkpointing": (old, {"gradient_checkpointing": True}, False),
+}
+ENTROPY_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
+NO_SKIP = ("adaptive entropy", "entropy quantile")
+
+
+@cache
+def model() -> Any:
+    return tiny_models.model("qwen3").train()
+
+
+def trainer_of(base: type, options: dict[str, Any], sampler: bool = False, **more: Any) -> Any:
+    options = {**options}
+    defaults = {"per_device_train_batch_size": B, "num_generations": 4, "gradient_checkpointing": False, "beta": 0.0}
+    beta = options.pop("beta", 0.0)
+    args = GRPOConfig(
+        output_dir=tempfile.gettempdir(), use_cpu=True, bf16=False, report_to="none", **{**defaults, **options}
+    )
+    tiny_run.quiet()
+    policy = model()
+    policy.gradient_checkpointing_disable()
+    found = base(
+        model=policy,
+        args=args,
+        reward_funcs=tiny_run.reward,
+        train_dataset=tiny_run.dataset(16),
+        processing_class=tiny_models.tokenizer(),
+        **more,
+    )
+    found.current_gradient_accumulation_steps = 2
+    found.use_vllm, found.beta, args.beta = sampler, beta, beta  # afterwards: it would load a reference
+    found.state_of_entropy = {name: vars(found).get(name) for name in ENTROPY_STATE}
+    policy.train()
+    return found
+
+
+def step(trainer: Any, given: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    """(loss, gradients, metrics) of one micro-batch."""
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()
+    vars(trainer).update(trainer.state_of_entropy)
+    loss = trainer._compute_loss(trainer.model, dict(given))
+    loss.backward()
+    gradients = {name: x.grad.clone() for name, x in trainer.model.named_parameters()}
+    return loss.item(), gradients, {name: x[-1] for name, x in trainer._metrics["train"].items()}
+
+
+def truly_live(trainer: Any, given: dict[str, Any]) -> Tensor:
+    """(B,) bool: sequences whose log-probabilities or entropies get a gradient from TRL's own loss."""
+    arrived, score = [], trainer._get_per_token_logps_and_entropies
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        found = score(*args, **kwargs)
+        for x in found[:2]:
+            x.register_hook(arrived.append)
+        return found
+
+    trainer._get_per_token_logps_and_entropies = spied
+    step(trainer, given)
+    del trainer._get_per_token_logps_and_entropies
+    return torch.stack([(x != 0).any(dim=1) for x in arrived]).any(dim=0)
+
+
+def relative(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    gap = sum((got[name] - x).double().square().sum() for name, x in want.items())
+    return float((gap / max(sum(x.double().square().sum() for x in want.values()), 1e-30)) ** 0.5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
+    change, options, sampler = CASES[name]
+    given = batch()
+    if change is not None:
+        change(given, torch.Generator().manual_seed(7))
+    stock = trainer_of(GRPOTrainer, options, sampler)
+    live = truly_live(stock, given)
+    loss, gradients, metrics = step(stock, given)
+    ours = trainer_of(FusedGRPOTrainer, options, sampler)
+    for saving, trunk_options in SAVINGS.items():
+        if saving == "skip" and name in NO_SKIP:
+            continue
+        ours.trunk_options = trunk_options
+        got_loss, got, got_metrics = step(ours, given)
+        assert abs(got_loss - loss) <= 1e-6 * max(1.0, abs(loss)), saving
+        assert relative(got, gradients) <= 5e-6 or not gradients["lm_head.weight"].any(), saving
+        found = ours._token_count.pairs["sequences/gradient"][0]
+        assert found >= live.sum(), f"{saving}: {found} of {int(live.sum())} live sequences"
+        ours._token_count.reset()
+        if saving != "skip":
+            assert got_metrics.keys() == metrics.keys()
+            for metric, x in metrics.items():
+                assert parity.difference(metric, x, got_metrics[metric]) <= 1e-5, f"{saving}: {metric}"
+
+
+def test_live_sequences_are_no_more_than_those_with_a_gradient() -> None:
+    """Where each sequence's gradient is known beforehand, exactly those have a graph."""
+    for name in ("dapo, on-policy", "grpo, old", "truncated", "all dead", "tools", "checkpointing"):
+        change, options, _ = CASES[name]
+        given = batch()
+        if change is not None:
+            change(given, torch.Generator().manual_seed(7))
+        live = truly_live(trainer_of(GRPOTrainer, options), given)
+        ours = trainer_of(FusedGRPOTrainer, options)
+        step(ours, given)
+        assert ours._token_count.pairs["sequences/gradient"] == (int(live.sum()), B), name
+
+
+def test_skipped_sequences_leave_the_metrics() -> None:
+    """Clip ratio and entropy are those of a batch that has the live sequences alone."""
+    given = batch()
+    old(given, torch.Generator().manual_seed(7))
+    ours = trainer_of(FusedGRPOTrainer, {}, zero_advantage="skip")
+    _, _, got = step(ours, given)
+    live = given["advantages"] != 0
+    alone = {name: x[live] if isinstance(x, Tensor) and x.dim() else x for name, x in given.items()}
+    _, _, want = step(trainer_of(GRPOTrainer, {}), alone)
+    assert want["clip_ratio/region_mean"] > 0
+    for name, x in want.items():
+        assert parity.difference(name, x, got[name]) <= 1e-5, name
+    assert ours._token_count.pairs["tokens/computed"][0] == ours._token_count.pairs["tokens/gradient"][0]
+    all_dead(given, torch.Generator())
+    _, gradients, metrics = step(ours, given)
+    assert metrics == {}, "a micro-batch without a live sequence has nothing to measure"
+    assert not any(x.any() for x in gradients.values())
+
+
+class WithATermOfItsOwn(FusedGRPOTrainer):
+    """A loss with a term for every sequence that the trainer knows nothing of."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        logps, entropies, aux = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.own = logps.square().mean()
+        return logps, entropies, aux
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return super()._compute_loss(model, inputs) + 0.1 * self.own
+
+
+@pytest.mark.parametrize("saving", [x for x in SAVINGS if x != "skip"])
+def test_a_gradient_that_was_not_foreseen_is_an_error(saving: str) -> None:
+    trainer = trainer_of(WithATermOfItsOwn, {})
+    trainer.trunk_options = SAVINGS[saving]
+    message = r"zero_advantage: expected no gradient for the sequences \[1, 3, 4, 5, 7\].* pass zero_advantage='train'"
+    with pytest.raises(RuntimeError, match=message):
+        step(trainer, batch())
+    trainer.trunk_options = TrunkOptions(zero_advantage="train")
+    assert step(trainer, batch())[1]["lm_head.weight"].any()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "quantile": ({"top_entropy_quantile": 0.4}, {"zero_advantage": "skip"}, "zero_advantage: .*top_entropy_quantile"),
+    "adaptive": ({"use_adaptive_entropy": True}, {"zero_advantage": "skip"}, "zero_advantage: .*use_adaptive_entropy"),
+    "correction": (
+        {},
+        {"zero_advantage": "skip", "fused_sampling_correction": True},
+        "zero_advantage: .*fused_sampling_correction",
+    ),
+    "bnpo": ({"loss_type": "bnpo"}, {"regroup": True}, "regroup: expected False with loss_type='bnpo'"),
+    "bonus": ({"entropy_coef": 0.01}, {"regroup": True}, "regroup: expected False with entropy_coef"),
+    "quantile, regrouped": ({"top_entropy_quantile": 0.4}, {"regroup": True}, "regroup: .*top_entropy_quantile"),
+    "windows": (
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 6},
+        {"regroup": True},
+        "regroup: expected gradient_accumulation_steps and steps_per_generation of which one divides the other, got 4",
+    ),
+    "name": ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of 'score', 'skip', 'train', got 'drop'"),
+    "padding": ({}, {"padding": True}, "padding: expected one of 'trim', 'split', 'free', 'keep', got True"),
+    "shared": ({}, {"padding": "keep", "shared_prompts": True}, "shared_prompts: expected padding other than 'keep'"),
+    "overhead": ({}, {"forward_overhead": -1}, "forward_overhead: expected tokens, an int >= 0, got -1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_the_loss_does_not_allow_are_refused(name: str) -> None:
+    options, arguments, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        trainer_of(FusedGRPOTrainer, options, **arguments)
+
+
+def with_options(**arguments: Any) -> type:
+    class Trainer(FusedGRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, **arguments)
+
+    return Trainer
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo"])
+def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
+    """An optimizer step of two micro-batches, twice on each generation of four."""
+    options = {**parity.loss_options(loss_type), "num_iterations": 2, "steps_per_generation": 4, "optim": "sgd"}
+    histories = []
+    for base in (GRPOTrainer, with_options(regroup=True, shared_prompts=True)):
+        with tempfile.TemporaryDirectory() as folder:
+            config = tiny_run.config(folder, 4, **options, learning_rate=0.05)
+            histories.append(tiny_run.train(base, config))
+    found = parity.differences(*(history.steps for history in histories))
+    assert found["loss"] <= 2e-5
+    assert found["grad_norm"] <= 2e-5
+    assert histories[0].losses != histories[1].losses, "no sample has another micro-batch"
+
+
+def test_shares_are_logged_and_evaluation_is_stock_trls() -> None:
+    histories, logs = [], []
+    for base in (GRPOTrainer, with_options(padding="split", zero_advantage="skip")):
+        with tempfile.TemporaryDirectory() as folder:
+            config = tiny_run.config(folder, 2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
+            kept: list[Any] = []
+            histories.append(tiny_run.train(base, config, prepare=kept.append, eval_dataset=tiny_run.dataset(8)))
+            logs.append(kept[0].state.log_history)
+    assert parity.differences(*(history.steps for history in histories))["grad_norm"] <= 1e-5
+    evaluations = [[x for x in log if "eval_loss" in x] for log in logs]
+    assert len(evaluations[0]) == 2
+    for theirs, ours in zip(*evaluations, strict=True):
+        assert abs(theirs["eval_loss"] - ours["eval_loss"]) <= 1e-6
+        assert theirs["eval_entropy"] == pytest.approx(ours["eval_entropy"], rel=1e-5)
+    steps = [x for x in logs[1] if "loss" in x]
+    for name in ("sequences/gradient", "tokens/computed", "tokens/gradient"):
+        assert all(0 < x[name] < 1 for x in steps), name
