@@ -17,7 +17,8 @@ from grpo_kernels.head.module import divided_modules, linear_of
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.head import HeadSpec
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.trunk import TokenCount, live_trunk
+from grpo_kernels.integrations.transformers.token_count import TokenCount
+from grpo_kernels.integrations.transformers.trunk import live_trunk
 from grpo_kernels.integrations.transformers.within import evaluating, forward_name, replaced
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.modules import within_forwards

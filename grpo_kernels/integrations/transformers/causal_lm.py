@@ -35,7 +35,7 @@ from grpo_kernels.integrations.transformers.call import Batch, run_scored
 from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
 from grpo_kernels.integrations.transformers.inputs import check_names
 from grpo_kernels.integrations.transformers.options import TrunkOptions, check_skip
-from grpo_kernels.integrations.transformers.trunk import TokenCount
+from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 from grpo_kernels.objective.normaliser import averaged_over

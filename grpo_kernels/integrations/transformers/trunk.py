@@ -25,56 +25,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
+from grpo_kernels.integrations.transformers.guard import guard
 from grpo_kernels.integrations.transformers.head import unwrapped
 from grpo_kernels.integrations.transformers.layout import Layout, Span, anchor, plan
 from grpo_kernels.integrations.transformers.options import TrunkOptions
+from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.within import forward_name, replaced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _COMPILED_COLUMNS = 64  # widths are multiples of it where layers are compiled, so that shapes come again
-
-
-class TokenCount:
-    """Sequences and tokens of forwards with gradient: what the trunk computed, of what the padded batch holds."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin again at 0."""
-        self.sequences = self.live = self.positions = self.computed = self.gradient = 0
-
-    def add(self, live: int, sequences: int, positions: int, computed: int, gradient: int) -> None:
-        """Count one call: sequences with gradient, all sequences; padded positions, computed ones, those with graph."""
-        self.live += live
-        self.sequences += sequences
-        self.positions += positions
-        self.computed += computed
-        self.gradient += gradient
-
-    @property
-    def pairs(self) -> dict[str, tuple[int, int]]:
-        """Name -> (count, total); empty if nothing was counted."""
-        if self.positions == 0:
-            return {}
-        return {
-            "sequences/gradient": (self.live, self.sequences),
-            "tokens/computed": (self.computed, self.positions),
-            "tokens/gradient": (self.gradient, self.positions),
-        }
-
-    def take(self) -> dict[str, float]:
-        """The shares since the last time, by name; empty if nothing was counted."""
-        found = {name: count / total for name, (count, total) in self.pairs.items()}
-        self.reset()
-        return found
 
 
 @contextmanager
@@ -98,7 +65,7 @@ def live_trunk(
         RuntimeError: in the backward, if gradient arrives at a cell that was computed without graph.
     """
     wrappers, base = unwrapped(model)
-    trunk = base.base_model
+    trunk = _trunk_of(base)
     reason = None
     if trunk is base:
         reason = "the model names no trunk (base_model)"
@@ -106,15 +73,18 @@ def live_trunk(
         reason = "the whole model is compiled; compile its layers instead (docs/training-step.md)"
     if reason is not None:
         say_once(trunk, reason)
-    if reason is not None or (options.padding == "keep" and live is None):
-        if count is not None and torch.is_grad_enabled():
-            count.add(len(needed), len(needed), *[needed.numel()] * 3)
+    if reason is None and (options.padding != "keep" or live is not None):
+        name = forward_name(trunk)
+        call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, count)
+        with replaced(trunk, name, call.run):
+            yield
+        if call.was_called:
+            return
+        say_once(trunk, "the model's forward does not call its trunk")
+    else:
         yield
-        return
-    name = forward_name(trunk)
-    call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, count)
-    with replaced(trunk, name, call.run):
-        yield
+    if count is not None and torch.is_grad_enabled():
+        count.add(len(needed), len(needed), *[needed.numel()] * 3)
 
 
 @dataclass(frozen=True)
@@ -143,9 +113,11 @@ class _TrunkCall:
         self.groups = _rank_groups(trunk)
         self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
         self.start = 0  # first sequence of the next call
+        self.was_called = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The trunk's forward, in as many forwards as the plan has."""
+        self.was_called = True
         given = {**dict(zip(inspect.signature(self.forward).parameters, args, strict=False)), **kwargs}
         modes = self._exact_modes(given.get("position_ids") is not None)
         inputs = TrunkInputs.of(self.trunk, given)
@@ -249,7 +221,7 @@ class _TrunkCall:
         hidden = hidden.index_copy(0, torch.cat(cells), torch.cat(states)).view(sequences, length, -1)
         if graph:
             self._count(found, sequences * length)
-            _guard(hidden, found)
+            guard(hidden, found.layouts, found.rows, found.live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
     def _count(self, found: _Plan, positions: int) -> None:
@@ -265,37 +237,11 @@ class _TrunkCall:
         return counts
 
 
-def _guard(hidden: Tensor, found: _Plan) -> None:
-    """Raise in the backward if gradient arrives at a cell (B, L) that no forward with a graph has computed."""
-    if not hidden.requires_grad:
-        return
-    has_graph = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool)
-    for layout in found.layouts:
-        if layout.graph:
-            has_graph[layout.cells[layout.stored]] = True
-    without = (~has_graph).nonzero().squeeze(1)
-    if not len(without):
-        return
-    length, rows, live = hidden.shape[1], found.rows, found.live
-    without_here = without.to(hidden.device, non_blocking=True)
-
-    def look(gradient: Tensor) -> None:
-        reached = gradient.reshape(-1, gradient.shape[-1]).index_select(0, without_here).count_nonzero(dim=1)
-        if not bool(reached.any()):
-            return
-        local = (without[reached.nonzero().squeeze(1).cpu()] // length).unique()
-        dead = [rows[i] for i in local.tolist() if not live[i]]
-        if dead:
-            raise RuntimeError(
-                f"zero_advantage: expected no gradient for the sequences {dead}, which ran without graph, got one: the "
-                "loss has a term that is not known here; pass zero_advantage='train'"
-            )
-        raise RuntimeError(
-            f"padding: expected gradient at completion tokens alone, got one elsewhere in the sequences "
-            f"{[rows[i] for i in local.tolist()]}; pass padding='keep' and shared_prompts=False"
-        )
-
-    hidden.register_hook(look)
+def _trunk_of(base: Any) -> nn.Module:
+    """The module below the head whose forward the model's own forward calls."""
+    body: nn.Module = base.base_model
+    decoder = getattr(body, "decoder", None)  # OPT's model calls it past the body's forward
+    return decoder if isinstance(decoder, PreTrainedModel) else body
 
 
 def _rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:

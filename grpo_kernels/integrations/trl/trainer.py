@@ -24,7 +24,8 @@ from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.trunk import TokenCount, live_trunk
+from grpo_kernels.integrations.transformers.token_count import TokenCount
+from grpo_kernels.integrations.transformers.trunk import live_trunk
 from grpo_kernels.integrations.trl import exact_kl, hook, sampling, step
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting

@@ -1,0 +1,399 @@
+"""`causal_lm_loss` and `completion_logprobs` with a trunk that computes what is needed: families, guard, fallbacks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+from benchmarks import tiny_models
+from grpo_kernels import GRPOLoss
+from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, exactness, trunk
+from tests.support import tiny_architectures as tiny
+from tests.support.model_checks import peft_model
+
+PADDED: dict[str, Any] = {"zero_advantage": "train", "padding": "keep"}
+MODES: dict[str, dict[str, Any]] = {
+    "keep": {"padding": "keep"},
+    "trim": {},
+    "split": {"padding": "split", "forward_overhead": 2},
+    "free": {"padding": "free"},
+    "shared": {"shared_prompts": True},
+}
+# Modes in which each family is exact, and those in which it is if position_ids are given.
+ALL = "keep trim free shared"
+FAMILIES = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite", "granitemoe",
+         "hyperclovax", "minicpm3", "cohere", "cohere2", "phi3", "phi", "gptj", "gpt_neox", "olmo2"),
+        (ALL, ALL),
+    ),
+    "gpt_oss": ("keep trim shared",) * 2,
+    "opt": ("keep trim shared",) * 2,
+    "bloom": ("keep trim",) * 2,
+    "falcon_h1": ("keep trim",) * 2,
+    "mamba": ("keep trim",) * 2,
+    "gpt2": ("keep", ALL),
+    "bert": ("keep", "keep trim shared"),
+    "recurrent_gemma": ("keep", "keep"),
+}  # fmt: skip
+WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trunk, "_said", set())
+
+
+def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    fields = {"sliding_window": WIDE[kind]} if kind in WIDE else {}
+    return tiny.text_model(kind, dtype, **fields)
+
+
+def batch(sequences: int = 6) -> dict[str, Tensor]:
+    """Two prompts with three completions each, padded on both sides; half of the advantages are 0."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 90, (2, 8), generator=draw).repeat_interleave(3, dim=0)
+    ids = torch.cat([prompts, torch.randint(3, 90, (6, 10), generator=draw)], dim=1)
+    first, last = torch.tensor([4, 4, 4, 0, 0, 0])[:, None], torch.tensor([18, 11, 15, 13, 10, 16])[:, None]
+    mask = ((torch.arange(18) >= first) & (torch.arange(18) < last)).long()
+    advantages = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.7])
+    found = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "completion_mask": mask[:, 8:]}
+    return {name: x[:sequences] for name, x in {**found, "advantages": advantages}.items()}
+
+
+def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """(output, gradients)."""
+    model.zero_grad()
+    out = causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0, **options)
+    out.loss.backward()
+    return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 3e-6) -> None:
+    assert got.keys() == want.keys()
+    gap = sum((got[name] - x).double().square().sum() for name, x in want.items())
+    norm = sum(x.double().square().sum() for x in want.values())
+    assert (gap / norm).item() ** 0.5 <= bound
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(kind: str) -> None:
+    """Each has its expected verdict, in fp32 and bf16, and whatever is asked the padded loss and gradients."""
+    for positions in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            body = family(kind, dtype).base_model
+            modes = ALL.split()
+            exact = [x for x in modes if exactness.reason_against(x, body, body.forward, positions=positions) is None]
+            assert " ".join(exact) == FAMILIES[kind][positions], f"{dtype}, {positions}"
+    model, given = family(kind), batch()
+    want, gradients = loss_of(model, given, **PADDED)
+    for mode, options in MODES.items():
+        trunk._said.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out, got = loss_of(model, given, **options)
+        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+        assert_same(got, gradients)
+        inexact = {"split": "trim"}.get(mode, mode) not in FAMILIES[kind][0].split()
+        assert any("grpo_kernels" in str(x.message) for x in said) == inexact, [str(x.message) for x in said]
+        assert (out.metrics["tokens/computed"] < 1) == ("trim" in FAMILIES[kind][0] and mode != "keep")
+        assert out.metrics["sequences/gradient"] == 0.5
+
+
+def test_position_ids_of_the_caller() -> None:
+    """Every row's positions begin at 0: absolute positions are then exact without padding, and packed."""
+    model, given = family("gpt2"), batch()
+    positions: dict[str, Any] = {"position_ids": (given["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+    want, gradients = loss_of(model, {**given, **positions}, **PADDED)
+    for options in MODES.values():
+        out, got = loss_of(model, {**given, **positions}, **options)
+        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+        assert_same(got, gradients)
+    columns = torch.arange(18).expand(6, 18)
+    with pytest.warns(UserWarning, match="padding within, or position_ids that do not count from 0"):
+        out, got = loss_of(family("llama"), {**given, "position_ids": columns}, padding="free")
+    want, gradients = loss_of(family("llama"), {**given, "position_ids": columns}, **PADDED)
+    assert_same(got, gradients)
+
+
+def test_holes_in_a_sequence_stay() -> None:
+    model, given = family("qwen3"), batch()
+    given["attention_mask"] = given["attention_mask"].clone()
+    given["attention_mask"][0, 9] = given["attention_mask"][2, 6] = 0
+    given["completion_mask"] = given["attention_mask"][:, 8:]
+    _, gradients = loss_of(model, given, **PADDED)
+    for options in ({}, {"padding": "split"}):
+        assert_same(loss_of(model, given, **options)[1], gradients)
+    with pytest.warns(UserWarning, match="padding within"):
+        assert_same(loss_of(model, given, padding="free", shared_prompts=True)[1], gradients)
+
+
+def test_log_probabilities_with_and_without_gradient() -> None:
+    model, given = family("qwen3"), batch()
+    given.pop("advantages")
+    want, entropies = completion_logprobs(model, **given, padding="keep")
+    for options in MODES.values():
+        for graph in (True, False):
+            with torch.set_grad_enabled(graph):
+                got = completion_logprobs(model, **given, **options)
+            torch.testing.assert_close(got, (want, entropies), rtol=3e-6, atol=3e-6)
+            assert got[0].requires_grad == graph
+
+
+def test_turns_and_whole_batches_without_attention_mask() -> None:
+    """Completions anywhere in the sequence; what follows the last counted token is not computed."""
+    model, given = family("llama"), batch()
+    mask = given["attention_mask"].clone()
+    mask[:, :6] = mask[:, 9:12] = mask[:, 14:] = 0
+    given["completion_mask"] = mask
+    for attention in (given["attention_mask"], None):
+        case = {**given, "attention_mask": attention}
+        want, gradients = loss_of(model, case, **PADDED)
+        for options in MODES.values():
+            out, got = loss_of(model, case, **options)
+            torch.testing.assert_close(out.loss, want.loss)
+            assert_same(got, gradients)
+        assert loss_of(model, case)[0].metrics["tokens/computed"] < 0.75
+
+
+def test_padding_is_never_read() -> None:
+    """Garbage ids in padding change nothing, to the bit."""
+    model, given = family("qwen3"), batch()
+    noisy = {**given, "input_ids": given["input_ids"].where(given["attention_mask"] != 0, 77)}
+    for options in MODES.values():
+        clean, got = loss_of(model, given, **options)
+        other, again = loss_of(model, noisy, **options)
+        assert torch.equal(clean.loss, other.loss)
+        if options.get("padding") != "keep":
+            assert all(torch.equal(got[name], x) for name, x in again.items())
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_the_guard(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is wrongly taken for one without gradient is an error of the backward, not a loss of gradient."""
+    from grpo_kernels.integrations.transformers import causal_lm
+
+    def wrong(*_: Any) -> Tensor:
+        return torch.tensor([True, False, False, False, False, True])
+
+    monkeypatch.setattr(causal_lm, "_live", wrong)
+    with pytest.raises(RuntimeError, match=r"no gradient for the sequences \[2\], .*; pass zero_advantage='train'"):
+        loss_of(family("qwen3"), batch(), **options)
+
+
+def test_the_guard_sees_columns_that_were_cut() -> None:
+    """A hook that reads hidden states of padding gets an error, not zeros that look like hidden states."""
+    model, given = family("qwen3"), batch()
+    model.model.register_forward_hook(lambda *_: kept.append(_[2].last_hidden_state))
+    kept: list[Tensor] = []
+    out = causal_lm_loss(model, GRPOLoss(), **given)
+    with pytest.raises(RuntimeError, match=r"padding: expected gradient at completion tokens alone.*padding='keep'"):
+        (out.loss + kept[-1][0, 0].sum()).backward()
+
+
+def test_nothing_live_stays_attached() -> None:
+    model, given = family("qwen3_moe"), batch()
+    given["advantages"] = torch.zeros(6)
+    for options in MODES.values():
+        out, got = loss_of(model, given, **options)
+        assert out.loss == 0
+        assert got.keys() == dict(model.named_parameters()).keys()
+        assert not any(x.any() for x in got.values())
+        assert out.metrics["sequences/gradient"] == 0
+        assert 0 < out.metrics["tokens/gradient"] < 0.03
+
+
+def test_skipped_sequences() -> None:
+    model, given = family("llama"), batch()
+    want, gradients = loss_of(model, given, **PADDED)
+    out, got = loss_of(model, given, zero_advantage="skip")
+    torch.testing.assert_close(out.loss, want.loss)
+    assert_same(got, gradients)
+    live = given["advantages"] != 0
+    alone, _ = loss_of(model, {name: x[live] for name, x in given.items()})
+    torch.testing.assert_close(out.metrics["entropy"], alone.metrics["entropy"])
+    assert not out.per_token_logps[~live].any()
+    for fields, message in (
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+        ({"loss_type": "bnpo"}, "'bnpo'.* num_items_in_batch=completion_mask.sum"),
+        ({}, "'dapo'.* num_items_in_batch=completion_mask.sum"),
+    ):
+        with pytest.raises(ValueError, match=f"zero_advantage: expected 'score' or 'train' .*{message}"):
+            causal_lm_loss(model, GRPOLoss(**fields), **given, zero_advantage="skip")
+
+
+def test_what_cannot_be_known_trains() -> None:
+    """A loss of the user's own, a KL term, an entropy bonus: every sequence has a graph."""
+    model, given = family("llama"), batch()
+    losses = (
+        (GRPOLoss(objective=lambda tokens: -tokens.logps * tokens.advantages), {}),
+        (GRPOLoss(beta=0.1), {"ref_per_token_logps": torch.full((6, 10), -4.0)}),
+        (GRPOLoss(entropy_coef=0.01), {}),
+    )
+    for loss_fn, inputs in losses:
+        out = causal_lm_loss(model, loss_fn, **given, **inputs)
+        assert out.metrics["sequences/gradient"] == 1
+
+
+def test_what_is_computed_is_counted() -> None:
+    """Floating-point operations of the trunk's linear layers, forward and backward, for the tokens of each layout."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, given = family("llama"), batch()
+    weights = sum(x.weight.numel() for x in model.model.modules() if isinstance(x, torch.nn.Linear))
+    for options in ({}, {"padding": "split", "forward_overhead": 2}, {"zero_advantage": "skip"}, PADDED):
+        loss_of(model, given, **options)  # the modes are tried
+        with FlopCounterMode(display=False) as counter:
+            out, _ = loss_of(model, given, **options)
+        computed, gradient = (out.metrics[f"tokens/{name}"].item() * 6 * 18 for name in ("computed", "gradient"))
+        assert 0 < gradient <= computed <= 6 * 18
+        counted = sum(counter.get_flop_counts()["LlamaForCausalLM.model"].values())
+        assert counted == round(2 * weights * (computed + 2 * gradient)), options
+
+
+def said_by(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(x.message) for x in found if "grpo_kernels" in str(x.message)]
+
+
+def rope(kind: str) -> dict[str, Any]:
+    extra = {"longrope": {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}}.get(kind, {})
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8, **extra}
+    return {"rope_parameters": parameters}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_length_keep_the_padding(kind: str) -> None:
+    """The longest position of the forward decides: sequences may run apart, columns stay."""
+    model, given = tiny.text_model("llama" if kind == "dynamic" else "phi3", torch.float32, **rope(kind)), batch()
+    want, gradients = loss_of(model, given, **PADDED)
+    said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
+    assert len(said) == 1 and f"RoPE of the kind '{kind}'" in said[0]
+    assert not said_by(lambda: loss_of(model, given)), "said once"
+    out, got = loss_of(model, given, shared_prompts=True)
+    assert_same(got, gradients)
+    assert out.metrics["tokens/computed"] == 1
+    assert out.metrics["tokens/gradient"] == 0.5
+    torch.testing.assert_close(out.loss, want.loss)
+
+
+def test_a_sliding_window_shorter_than_the_sequences() -> None:
+    """Trimmed and packed it is exact; a mask for shared prompts would not have it."""
+    model, given = tiny.text_model("mistral", torch.float32, sliding_window=12), batch()
+    _, gradients = loss_of(model, given, **PADDED)
+    for options in ({}, {"padding": "free"}):
+        assert_same(loss_of(model, given, **options)[1], gradients)
+    said = said_by(lambda: assert_same(loss_of(model, given, shared_prompts=True)[1], gradients))
+    assert len(said) == 1 and "sliding window of 12" in said[0]
+
+
+def test_inputs_of_other_kinds_run_padded() -> None:
+    model, given = family("llama"), batch()
+    embedded = {**given, "inputs_embeds": None}
+    want, gradients = loss_of(model, embedded, **PADDED)
+    cache_said = said_by(lambda: assert_same(loss_of(model, {**given, "use_cache": True})[1], gradients))
+    hidden_said = said_by(lambda: assert_same(loss_of(model, {**given, "output_hidden_states": True})[1], gradients))
+    assert len(cache_said) == len(hidden_said) == 1
+    assert "use_cache" in cache_said[0] and "output_hidden_states" in hidden_said[0]
+    torch.testing.assert_close(loss_of(model, {**given, "use_cache": True})[0].loss, want.loss)
+
+
+def test_images_and_text_of_vision_language_models() -> None:
+    """With images the padded forward runs; text alone is trimmed, and not packed where positions have three parts."""
+    model, ids, inputs = tiny.qwen2_vl()
+    completion = torch.ones(2, 5, dtype=torch.long)
+    given: dict[str, Any] = {"input_ids": ids, "completion_mask": completion, "advantages": torch.tensor([1.0, 0.0])}
+    _, gradients = loss_of(model, {**given, **inputs}, **PADDED)
+    said = said_by(lambda: assert_same(loss_of(model, {**given, **inputs})[1], gradients))
+    assert len(said) == 1 and "pixel_values" in said[0]
+    text = {**given, "input_ids": ids.clamp(max=80), "attention_mask": torch.ones_like(ids)}
+    text["attention_mask"][0, :3] = text["attention_mask"][1, :2] = 0
+    _, gradients = loss_of(model, text, **PADDED)
+    for options in MODES.values():
+        assert_same(loss_of(model, text, **options)[1], gradients)
+    assert loss_of(model, text)[0].metrics["tokens/computed"] < 1
+
+
+def test_a_load_balancing_loss_trains_all() -> None:
+    model, given = family("qwen3_moe"), batch()
+    _, gradients = loss_of(model, {**given, "output_router_logits": True}, **PADDED)
+    said = said_by(lambda: assert_same(loss_of(model, {**given, "output_router_logits": True})[1], gradients))
+    assert len(said) == 1 and "output_router_logits" in said[0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    model, given = family("qwen3").train(), batch()
+    _, gradients = loss_of(model, given, **PADDED)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    for options in MODES.values():
+        assert_same(loss_of(model, given, **options)[1], gradients)
+
+
+def test_adapters() -> None:
+    places = ({"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]})
+    for fields in places:
+        model, given = peft_model(tiny.text_model("llama", torch.float32), **fields).float(), batch()
+        _, gradients = loss_of(model, given, **PADDED)
+        for options in MODES.values():
+            assert_same(loss_of(model, given, **options)[1], gradients)
+
+
+def test_sixteen_bits_and_autocast() -> None:
+    """As near to fp32 as the padded forward is."""
+    given = batch()
+    _, exact = loss_of(family("qwen3"), given, **PADDED)
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        model = family("qwen3", dtype)
+        errors = {}
+        for name, options in {"padded": PADDED, **MODES}.items():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                _, got = loss_of(model, given, **options)
+            gap = sum((got[k].double() - x.double()).square().sum() for k, x in exact.items())
+            errors[name] = float(gap / sum(x.double().square().sum() for x in exact.values())) ** 0.5
+        assert max(errors.values()) <= 1.5 * errors["padded"], errors
+
+
+def test_compiled_layers_see_few_shapes() -> None:
+    """Widths are multiples of 64: a stream of batches of any lengths compiles each layer once for each kind of call."""
+    model = tiny_models.model("qwen3", num_hidden_layers=2).train()
+    compiled: list[int] = []
+
+    def counted(graph: Any, _: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=counted, dynamic=True)
+    draw = torch.Generator().manual_seed(5)
+    for i in range(6):
+        last = torch.randint(8, 40, (4, 1), generator=draw)
+        mask = (torch.arange(40) < last).long()
+        given = {"input_ids": torch.randint(3, 90, (4, 40), generator=draw), "attention_mask": mask}
+        given |= {"completion_mask": mask[:, 4:], "advantages": torch.tensor([1.0, 0.0, -1.0, 0.0])}
+        loss_of(model, given)
+        if i == 2:
+            seen = len(compiled)
+    assert len(compiled) == seen, "no shape that is compiled anew after the first batches"
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_runs_padded() -> None:
+    model, given = family("llama"), batch()
+    _, gradients = loss_of(model, given, **PADDED)
+    whole = torch.compile(model, backend="eager")
+    said = said_by(lambda: assert_same(
+        {name.removeprefix("_orig_mod."): x for name, x in loss_of(whole, given)[1].items()}, gradients
+    ))  # fmt: skip
+    assert any("the whole model is compiled; compile its layers instead" in x for x in said)
+    torch._dynamo.reset()
