@@ -305,6 +305,17 @@ def test_inputs_of_other_kinds_run_padded() -> None:
     torch.testing.assert_close(loss_of(model, {**given, "use_cache": True})[0].loss, want.loss)
 
 
+def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's context parallel replaces the attention function; its ranks must all run the columns they were given."""
+    model, given = family("llama"), batch()
+    _, gradients = loss_of(model, given, **PADDED)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **k: attention(*args, **k))
+    said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
+    assert len(said) == 1 and "context parallel" in said[0]
+    assert loss_of(model, given)[0].metrics["tokens/gradient"] == 1
+
+
 def test_images_and_text_of_vision_language_models() -> None:
     """With images the padded forward runs; text alone is trimmed, and not packed where positions have three parts."""
     model, ids, inputs = tiny.qwen2_vl()

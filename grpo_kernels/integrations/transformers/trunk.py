@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.base.checks import is_dtensor, is_fake
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
@@ -64,16 +65,11 @@ def live_trunk(
     Raises:
         RuntimeError: in the backward, if gradient arrives at a cell that was computed without graph.
     """
-    wrappers, base = unwrapped(model)
-    trunk = _trunk_of(base)
-    reason = None
-    if trunk is base:
-        reason = "the model names no trunk (base_model)"
-    elif _is_compiled([*wrappers, base, trunk]):
-        reason = "the whole model is compiled; compile its layers instead (docs/training-step.md)"
+    trunk = _trunk_of(unwrapped(model)[1])
+    reason = _reason_against(model, trunk)
     if reason is not None:
         say_once(trunk, reason)
-    if reason is None and (options.padding != "keep" or live is not None):
+    if reason is None and not is_fake(needed) and (options.padding != "keep" or live is not None):
         name = forward_name(trunk)
         call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, count)
         with replaced(trunk, name, call.run):
@@ -242,6 +238,20 @@ def _trunk_of(base: Any) -> nn.Module:
     body: nn.Module = base.base_model
     decoder = getattr(body, "decoder", None)  # OPT's model calls it past the body's forward
     return decoder if isinstance(decoder, PreTrainedModel) else body
+
+
+def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
+    """Return None if the forward of `trunk` can be replaced for a call, else the reason why not."""
+    wrappers, base = unwrapped(model)
+    if trunk is base:
+        return "the model names no trunk (base_model)"
+    if _is_compiled([*wrappers, base, trunk]):
+        return "the whole model is compiled; compile its layers instead (docs/training-step.md)"
+    attention = ALL_ATTENTION_FUNCTIONS.get(getattr(trunk.config, "_attn_implementation", ""), None)
+    replaced_by_ranks = nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
+    if replaced_by_ranks or str(getattr(attention, "__module__", "")).startswith("deepspeed"):
+        return "attention is not torch's own (context parallel): sequences may be divided over ranks"
+    return None
 
 
 def _rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
