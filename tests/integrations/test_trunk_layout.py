@@ -107,6 +107,8 @@ def test_widths_are_rounded_up_and_anchors_store_nothing() -> None:
     assert layout.cells.shape == (2, 8)
     assert cells_of([layout]) == cells_between(SPANS[:2])
     assert layout.tokens == 16
+    (capped,) = plan(SPANS[:2], LENGTH, padding="trim", shared=False, graph=True, multiple=64)
+    assert capped.cells.shape == (2, LENGTH)
     attached: Tensor = anchor(SPANS[0], LENGTH, True).stored
     assert attached.shape == (1, 2) and not attached.any()
     assert plan([], LENGTH, padding="trim", shared=True, graph=True) == []

@@ -97,7 +97,7 @@ def plan(
         graph: True if the forwards keep a graph for the backward.
         overhead: cost of one more forward, in tokens ("split").
         longest: most tokens of a strip ("free"); None: no limit.
-        multiple: widths are rounded up to a multiple of it.
+        multiple: widths are rounded up to a multiple of it, or to `length`.
     """
     if padding == "keep":
         spans = [replace(span, first=0, end=length) for span in spans]
@@ -109,12 +109,19 @@ def plan(
     parts: Iterable[Sequence[int]] = [range(len(strips))] if strips else []
     if padding == "split":
         parts = cut([len(strip) for strip in strips], overhead)
-    return [_padded([strips[i] for i in part], graph, isolated, multiple) for part in parts]
+    found = []
+    for part in parts:
+        chosen = [strips[i] for i in part]
+        longest = max(map(len, chosen))
+        width = min(-(-longest // multiple) * multiple, max(longest, length))
+        found.append(_padded(chosen, width, graph, isolated))
+    return found
 
 
 def anchor(span: Span, length: int, graph: bool) -> Layout:
     """A forward of two tokens at most, of which nothing is stored: it attaches a loss, or keeps ranks in step."""
-    layout = _padded([_strip(replace(span, end=min(span.end, span.first + 2)), length)], graph, "no", 1)
+    strip = _strip(replace(span, end=min(span.end, span.first + 2)), length)
+    layout = _padded([strip], len(strip), graph, "no")
     return replace(layout, stored=torch.zeros_like(layout.stored))
 
 
@@ -194,9 +201,7 @@ def _concatenated(parts: Sequence[Strip]) -> Strip:
     )
 
 
-def _padded(strips: Sequence[Strip], graph: bool, isolated: str, multiple: int) -> Layout:
-    width = -(-max(map(len, strips)) // multiple) * multiple
-
+def _padded(strips: Sequence[Strip], width: int, graph: bool, isolated: str) -> Layout:
     def rows(name: str, fill: int) -> Tensor:
         found = torch.full((len(strips), width), fill)
         for row, strip in zip(found, strips, strict=True):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -278,8 +278,11 @@ def _checkpoints(module: nn.Module) -> bool:
     return bool(getattr(module, "gradient_checkpointing", False))
 
 
-def _is_compiled(modules: Any) -> bool:
-    return any(hasattr(x, "_orig_mod") or getattr(x, "_compiled_call_impl", None) is not None for x in modules)
+def _is_compiled(modules: Iterable[Any]) -> bool:
+    """True if one of `modules` is itself what `torch.compile` made, or has been compiled in place."""
+    return any(
+        type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None for x in modules
+    )
 
 
 _said: set[tuple[type, str]] = set()
