@@ -404,7 +404,6 @@ def test_compiled_layers_see_few_shapes() -> None:
 def test_the_page_has_the_verdicts() -> None:
     page = (Path(__file__).parents[2] / "docs" / "training-step.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith(" |")]
-    found = {
-        kind: (plain, given) for kinds, plain, given in (x for x in rows if len(x) == 3) for kind in kinds.split(", ")
-    }
+    families = [x for x in rows if len(x) == 3]
+    found = {kind: (plain, given) for kinds, plain, given in families for kind in kinds.split(", ")}
     assert {kind: found.get(kind) for kind in FAMILIES} == FAMILIES
