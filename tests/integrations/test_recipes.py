@@ -37,7 +37,11 @@ def run(section: str, index: int = 0) -> dict[str, Any]:
 
 
 def assert_same(
-    compute: Callable[[], tuple[Tensor, ...]], parameters: list[Tensor], section: str, index: int = 0
+    compute: Callable[[], tuple[Tensor, ...]],
+    parameters: list[Tensor],
+    section: str,
+    index: int = 0,
+    bound: float = 1e-10,
 ) -> None:
     """What `compute` returns, and its gradients, before and after a block of the page has run."""
     found = []
@@ -48,7 +52,7 @@ def assert_same(
         torch.manual_seed(3)
         loss = sum((torch.randn_like(x) * x).sum() for x in results if x.requires_grad)
         found.append(([x.detach() for x in results], torch.autograd.grad(loss, parameters)))
-    assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    assert_close(found[1], found[0], rtol=bound, atol=bound / 100)
 
 
 @pytest.fixture
@@ -167,7 +171,7 @@ def test_ms_swifts_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, 
         found = trainer._get_logps_via_local_forward(batch.model, {**inputs}, batch.count, batch.ids, True)
         return tuple(x * batch.mask for x in found)
 
-    assert_same(compute, batch.parameters, "ms-swift", 1)
+    assert_same(compute, batch.parameters, "ms-swift", 1, bound=1e-4)  # trimmed, and its norms compute in float32
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ class FusedLossMixin:
         if rows is not None and self._sparse is not None:
             rows.gradient = self._sparse
         whole = heads.whole_heads(given["model"]) if hook.compatible() else nullcontext()
-        trunk = nullcontext() if rows is None else self._trunk(given, rows)
+        trunk = self._trunk(given, rows) if rows is not None and hook.compatible() else nullcontext()
         with hook.hooked(), hook.rows(rows), counting(self._row_count), whole, trunk:
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
