@@ -250,5 +250,5 @@ def test_every_block_has_its_test() -> None:
     source = Path(__file__).read_text()
     for section, blocks in BLOCKS.items():
         for index in range(len(blocks)):
-            call = f'"{section}", {index})' if index else f'"{section}")'
+            call = f'"{section}", {index}' if index else f'"{section}")'
             assert call in source, f"{section}, block {index}"
