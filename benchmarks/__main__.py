@@ -26,17 +26,18 @@ from benchmarks.harness.machine import describe_cpu, git_commit, peer_versions
 from benchmarks.harness.results import Results
 from benchmarks.plan import APART, OWN_PARTS, PARTS, cpu_cases, memory_cases
 from benchmarks.providers import PROVIDERS, named
-from benchmarks.report import compare, figures, labels, plots, tables
+from benchmarks.report import compare, figures, labels, plots, step, tables
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 MODES = ("forward", "backward", "full", "score")
+STEPS = ("training", "step")  # parts that train with TRL; only where asked for, they take minutes
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--providers", nargs="+", help=f"only these: {' '.join(PROVIDERS)}; ours@MIB: that workspace")
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, "training"), help="only these parts")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, *STEPS), help="only these parts")
     parser.add_argument("--cases", nargs="+", help="only the cases of these names")
     parser.add_argument("--shapes", nargs="+", choices=HEADS, help="only the heads of these models")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="only these workloads")
@@ -138,31 +139,47 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         from benchmarks import training  # needs transformers and TRL
 
         results.merge("training", **training.measure_all(device="cpu", toy=options.smoke, threads=options.threads))
+    if "step" in (options.parts or ()):
+        from benchmarks.step import measure_all
+
+        measure_all(results, toy=options.smoke, rounds=options.rounds)
     results.merge(status="complete" if status in (0, 5) else f"pytest ended with {status}")
     return results
 
 
 def with_apart(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data`, and what it has none of from the newest results of `folder`: whole training steps and memory against
-    tokens, which take too long to be measured every time. ``runs`` has the conditions of each.
+    """`data`, and what it has none of from the newest results of `folder`: training steps and memory against tokens,
+    which take too long to be measured every time. ``runs`` has the conditions of each.
     """
     if data.get("smoke") or data.get("dry_run"):
         return data
     runs, cases = dict(data.get("runs") or {}), dict(data.get("cases") or {})
-    if "training" not in data and (found := _newest(data, folder, "training")):
-        data = {**data, "training": found["training"]}
-        runs["training"] = _conditions(found)
+    for part in STEPS:
+        if part not in data and (found := _newest(data, folder, part)):
+            data = {**data, part: found[part]}
+            runs[part] = _conditions(figures.of_run(found, part))
     if not figures.of_part(data, APART) and (found := _newest(data, folder, APART)):
         cases |= figures.of_part(found, APART)
         runs[APART] = _conditions(found)
     return {**data, "cases": cases, "runs": runs}
 
 
+def for_page(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`data`; if all of it is of parts that are measured apart, beside the newest results of all other parts."""
+    whole = sorted(folder.glob(f"{data['device']}-20*.json"))
+    if data.get("smoke") or not whole or data["cases"].keys() - figures.of_part(data, APART).keys():
+        return data
+    base = json.loads(whole[-1].read_text())
+    found = {part: data[part] for part in STEPS if part in data}
+    runs = {part: _conditions(figures.of_run(data, part)) for part in (*found, APART)}
+    return with_apart({**base, **found, "cases": base["cases"] | data["cases"], "runs": runs}, folder)
+
+
 def _newest(data: dict[str, Any], folder: Path, part: str) -> dict[str, Any] | None:
-    """Of the same device; where times were measured, of the same processor."""
+    """Of the same device; of the same processor too for the part "training", whose seconds stand beside others."""
     for file in sorted(folder.glob(f"*{part}*.json"), reverse=True):
         found: dict[str, Any] = json.loads(file.read_text())
-        if found["device"] == data["device"] and (part == APART or labels.cpu(found) == labels.cpu(data)):
+        if found["device"] == data["device"] and (part != "training" or labels.cpu(found) == labels.cpu(data)):
             return found
     return None
 
@@ -175,7 +192,7 @@ def _kind(options: argparse.Namespace) -> str:
     """What a file of results is called that does not hold all of them."""
     if options.smoke:
         return "-smoke"
-    if options.parts in (["training"], [APART]):
+    if options.parts in (*([x] for x in STEPS), [APART]):
         return f"-{options.parts[0]}"
     chosen = (options.providers, options.parts, options.cases, options.shapes, options.workloads, options.modes)
     return "-part" if any((*chosen, options.head, options.rounds, options.rows)) else ""
@@ -185,7 +202,8 @@ def is_wrong(data: dict[str, Any]) -> bool:
     """Whether the run was not complete, or ours was not right somewhere."""
     cases = (data.get("cases") or {}).values()
     ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
-    return data["status"] != "complete" or any(x["status"] not in ("ok", "partial", "absent") for x in ours)
+    wrong = any(x["status"] not in ("ok", "partial", "absent") for x in ours)
+    return wrong or step.is_wrong(data) or data["status"] != "complete"
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -201,6 +219,7 @@ def main(given: Sequence[str] | None = None) -> int:
     data = with_apart(data, RESULTS)
     print("\n".join(tables.lines(data)))
     if options.plot:
+        data = for_page(data, RESULTS)
         drawn = plots.render(data, options.docs / "plots")
         tables.write(data, options.docs / "benchmarks.md", drawn)
     regressed = False

@@ -11,13 +11,16 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
+TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65536  # its defaults
 
 
 class Peak:
@@ -52,9 +55,27 @@ def give_back_what_is_freed() -> None:
     Left alone it learns from what is freed to keep ever larger ones, so that the peak of a step depends on those before
     it: of TRL's head at 128 tokens 148 to 228 MiB were measured, where its tensors take 132.
     """
+    _mallopt({M_MMAP_THRESHOLD: MIB})
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Inside, glibc keeps what is freed, so that time does not depend on how fast the system gives out pages.
+
+    Left alone, a step of stock TRL in the part "step" has 176,000 page faults, which take a seventh of its CPU time.
+    """
+    _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
+    try:
+        yield
+    finally:
+        _mallopt({M_MMAP_MAX: MMAP_MAX, M_TRIM_THRESHOLD: TRIM_THRESHOLD})
+
+
+def _mallopt(values: dict[int, int]) -> None:
+    """Set what glibc lets set; nothing elsewhere."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MIB)
+    for name, value in values.items() if mallopt is not None else ():
+        mallopt(name, value)
 
 
 def available_bytes() -> int | None:

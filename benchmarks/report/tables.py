@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import columns, figures, labels
+from benchmarks.report import columns, figures, labels, step
 from benchmarks.report.columns import COSTS, ERRORS, NOTE, SPENT, markdown, number, rows_of, table, time_columns
 from benchmarks.report.figures import Case, ratio
 from benchmarks.report.labels import share
@@ -76,6 +76,8 @@ def _head(data: dict[str, Any]) -> list[str]:
 def _sections(data: dict[str, Any]) -> list[Section]:
     """Those of which there are results."""
     found: list[Section] = []
+    if step.scenes(data):
+        found.append(("A whole training step", ("step",), step.lines(data["step"])))
     if peaks := figures.of_part(data, "memory"):
         found.append(("Memory against tokens", ("memory",), _memory(peaks, data)))
     if len(compared := figures.compared(data)) > 1:

@@ -94,6 +94,8 @@ def train(model: str, batch: Batch, output: Path, *, toy: bool, device: str, ste
             reward_funcs=lambda completions, **_: [2.0 ** (i % batch.generations) for i in range(len(completions))],
             train_dataset=prompts(batch),
             processing_class=tiny_models.tokenizer(),
+            zero_advantage="train",  # with "keep": the body is TRL's, and the head alone differs
+            padding="keep",
         )
         trainer.clock = clock
         trainer.remove_callback(transformers.PrinterCallback)
