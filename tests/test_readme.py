@@ -64,11 +64,13 @@ def test_links_lead_to_files_of_the_checkout() -> None:
 def test_the_figure_says_in_words_what_it_shows() -> None:
     """Its title, computed from the newest measurement, stands in its place where no image is shown."""
     pytest.importorskip("matplotlib")
-    from benchmarks.report.plots import memory
+    from benchmarks.report import step as results
+    from benchmarks.report.plots import step
 
-    newest = max((ROOT / "benchmarks" / "results").glob("cpu-memory-*.json"))
-    (shown,) = re.findall(r"!\[([^\]]+)\]\(docs/plots/memory.png\)", TEXT)
-    assert shown == memory.claim(json.loads(newest.read_text()))
+    newest = max((ROOT / "benchmarks" / "results").glob("cpu-step-*.json"))
+    (shown,) = re.findall(r"!\[([^\]]+)\]\(docs/plots/step.png\)", TEXT)
+    scene, *_ = results.scenes(json.loads(newest.read_text())).values()
+    assert shown == step.claim(scene)
 
 
 @pytest.fixture(scope="module")
