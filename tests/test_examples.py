@@ -117,6 +117,9 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
         assert len(run["losses"]) == summary["steps"]
         assert run["head_peak_bytes"] > 0
         assert run["head_flops"] > 0
+        assert run["step_seconds"] > 0
+    assert summary["runs"]["ours"]["shares"]["tokens/computed"] < 1
+    assert "sequences with a graph" in printed
     assert summary["runs"]["ours"]["head_flops"] < summary["runs"]["trl"]["head_flops"]
     for case, products in (("all", 6), ("half", 4)):
         pair = summary["head"][case]
