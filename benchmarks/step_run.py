@@ -155,7 +155,7 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
     held: weakref.WeakSet[_Held] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Held:
-        found = _Held(tensor)
+        found = _Held(tensor.detach())  # an output with its graph would hold itself
         held.add(found)
         return found
 

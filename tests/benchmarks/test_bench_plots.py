@@ -14,11 +14,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from benchmarks.report import labels, plots, tables
-from benchmarks.report.plots import cases, exactness, memory, style, time, training
+from benchmarks.report.plots import cases, exactness, memory, step, style, time, training
 from tests.support.bench_results import TRAINING, results, sparse
 
 Data = dict[str, Any]
-NAMES = ["memory", "time", "exactness", "cases", "training"]
+NAMES = ["step", "memory", "time", "exactness", "cases", "training"]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -60,7 +60,7 @@ def test_figures_are_the_same_bytes_again(rendered: list[Path], tmp_path: Path) 
 
 def test_a_figure_stays_within_its_card(data: Data) -> None:
     """Nothing that is written runs over an edge, and the card is light and solid: it is legible on any page."""
-    for module in (memory, time, exactness, cases, training):
+    for module in (step, memory, time, exactness, cases, training):
         figure = drawn(module, data)
         figure.draw_without_rendering()
         box = figure.bbox
@@ -69,6 +69,25 @@ def test_a_figure_stays_within_its_card(data: Data) -> None:
             if extent.width:
                 assert extent.x0 >= box.x0 - 1 and extent.x1 <= box.x1 + 1, text.get_text()
         assert to_hex(figure.get_facecolor()) == style.CARD
+
+
+def test_step_bars_are_the_figures_of_the_variants_that_ran(data: Data) -> None:
+    figure = drawn(step, data)
+    variants = [x for x in data["step"]["scenes"]["short prompts"]["variants"].values() if x["status"] == "ok"]
+    for axes, wanted in zip(
+        figure.axes, ([x["seconds"] for x in variants], [x["saved_mib"]["max"] for x in variants]), strict=True
+    ):
+        assert [bar.get_width() for bar in axes.patches] == wanted
+        assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [
+            style.COLORS["trl"].lower(), *[style.OURS.lower()] * (len(wanted) - 1)
+        ]  # fmt: skip
+    assert step.claim(data["step"]["scenes"]["short prompts"]) == (
+        "Stock TRL's training step takes 4.0 times our CPU time"
+    )
+    said = words(figure)
+    for part in ("0.525 s   4.0x", "8.0x", "80.0 MiB", "long prompts: defaults 6.0; shared, regrouped 12", "1 thread"):
+        assert part in said
+    assert "split" not in [text.get_text() for text in figure.axes[0].get_yticklabels()]
 
 
 def test_memory_lines_are_the_figures_of_the_cases(data: Data) -> None:

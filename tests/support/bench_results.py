@@ -68,8 +68,11 @@ def results(seed: int = 1) -> dict[str, Any]:
     return {
         "format": 2, "date": "2026-11-21T10:00:00+00:00", "commit": "0123456789abcdef0123456789abcdef01234567",
         "command": ["--save", "/home/someone/out/found.json", "--plot"], "device": "cpu", "threads": 2,
-        "status": "complete", "machine": MACHINE, "versions": VERSIONS, "cases": cases, "training": TRAINING,
-        "runs": {"memory": {"date": "2026-11-22T09:00:00+00:00", "commit": "fedcba98765"}},
+        "status": "complete", "machine": MACHINE, "versions": VERSIONS, "cases": cases,
+        "training": TRAINING, "step": STEP,
+        "runs": {
+            "memory": {"date": "2026-11-22T09:00:00+00:00", "commit": "fedcba98765"}, "step": {"threads": 1},
+        },
         "goals": [
             {"case": "main", "figure": "seconds, trl / ours", "goal": ">= 1.9", "value": 2.115, "verdict": "pass"},
             {"case": "gone", "figure": "seconds", "goal": "<= 1.05", "value": None, "verdict": "not measured"},
@@ -180,4 +183,38 @@ TRAINING = {
         }
     ],
     "not_measured": {"Qwen3-8B": "needs about 131 GiB, 5 GiB are free"},
+}  # fmt: skip
+
+
+def _step_variant(seconds: float, mib: float, options: dict[str, Any] | None) -> dict[str, Any]:
+    """A variant of the part "step" in two rounds of three steps; the second round takes a tenth more."""
+    samples = [[seconds * step * slow for step in (0.5, 1.0, 1.5)] for slow in (1.0, 1.1)]
+    shares = {"sequences/gradient": 0.5, "tokens/computed": 0.6125, "tokens/gradient": 0.3}
+    return {
+        "options": options, "status": "ok", "samples": samples, "seconds": 1.05 * seconds,
+        "differences": {"loss": 0.0, "grad_norm": 2e-7, "metrics": 1e-6, "worst": "entropy"},
+        "saved_mib": {"mean": 0.6 * mib, "max": mib}, "shares": {} if options is None else shares,
+    }  # fmt: skip
+
+
+def _step_scene(about: str, stock: float) -> dict[str, Any]:
+    return {
+        "about": about, "steps": 4, "rounds": 2, "cpu_of_others": 0.012,
+        "variants": {
+            "stock TRL": _step_variant(stock, 200.0, None),
+            "defaults": _step_variant(0.5, 80.0, {}),
+            "split": {"options": {"padding": "split"}, "status": "error", "reason": "ValueError: in /opt/me/a.py | no"},
+            "shared, regrouped": _step_variant(0.25, 40.0, {"shared_prompts": True, "regroup": True}),
+        },
+    }  # fmt: skip
+
+
+STEP = {
+    "conditions": {"time": "CPU seconds", "saved": "MiB"},
+    "scenes": {
+        "short prompts": _step_scene("Qwen3-like model with V 2048", 2.0),
+        "long prompts": _step_scene("the same, longer", 3.0),
+    },
+    "sgd": {"stock TRL": {"parameters": 0.0, "loss": 0.0, "grad_norm": 0.0}}
+    | {name: {"parameters": 1.2e-6, "loss": 1e-8, "grad_norm": 2e-7} for name in ("defaults", "shared, regrouped")},
 }  # fmt: skip

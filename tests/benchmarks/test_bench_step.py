@@ -1,0 +1,210 @@
+"""The part "step" at toy size: every variant trains as stock TRL does, and what goes wrong is noticed and shown."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("pytest_benchmark")
+
+from benchmarks import __main__ as command
+from benchmarks import step, step_run
+from benchmarks.harness.results import Results
+from benchmarks.report import step as report
+from benchmarks.report import tables
+from benchmarks.step_run import SCENES, VARIANTS, Scene, completion, saved_bytes
+from tests.benchmarks.test_bench_report import parsed
+from tests.support.bench_results import results
+
+REGROUPED = ("shared, regrouped", "skip, split, shared, regrouped")
+FIRST = [233, 39, 177, 31, 33, 188, 217, 175, 252, 1]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("step") / "found.json"
+    assert command.main(["--parts", "step", "--smoke", "--save", str(path)]) == 0
+    return json.loads(path.read_text())["step"]
+
+
+def test_every_variant_is_timed_and_trains_as_stock_trl_does(measured: dict[str, Any]) -> None:
+    assert {name: list(x["variants"]) for name, x in measured["scenes"].items()} == {
+        name: list(scene.variants) for name, scene in SCENES.items()
+    }
+    for scene in measured["scenes"].values():
+        for name, x in scene["variants"].items():
+            assert x["status"] == "ok" and x["options"] == VARIANTS[name]
+            assert [len(round_) for round_ in x["samples"]] == [scene["steps"] - 1] * scene["rounds"]
+            assert x["seconds"] > 0
+            apart = x["differences"]
+            assert max(apart["loss"], apart["grad_norm"]) <= (2e-5 if name in REGROUPED else 1e-6)
+    assert list(measured["sgd"]) == list(VARIANTS)
+    for name, x in measured["sgd"].items():
+        assert max(x["loss"], x["grad_norm"], x["parameters"]) <= (2e-5 if name in REGROUPED else 5e-6)
+        assert (x["parameters"] > 0) is (name != "stock TRL"), "no two of them sum in the same order"
+
+
+def test_each_saving_computes_and_saves_less(measured: dict[str, Any]) -> None:
+    variants = measured["scenes"]["short prompts"]["variants"]
+    alone, defaults, skip, shared = (
+        variants[name]["shares"] for name in ("fused head alone", "defaults", "skip, split", "shared, regrouped")
+    )
+    assert set(alone.values()) == {1.0}
+    assert defaults["sequences/gradient"] == 0.5, "half of the groups have equal rewards"
+    assert defaults["tokens/gradient"] < defaults["tokens/computed"] < 1
+    assert skip["tokens/computed"] == skip["tokens/gradient"] <= defaults["tokens/gradient"]
+    assert shared["tokens/gradient"] < defaults["tokens/gradient"]
+    saved = [variants[name]["saved_mib"]["mean"] for name in ("stock TRL", "defaults", "shared, regrouped")]
+    assert saved[0] > saved[1] > saved[2]
+    checkpointed = measured["scenes"]["activation checkpointing"]["variants"]["stock TRL"]
+    assert checkpointed["saved_mib"]["mean"] < saved[0] / 2
+
+
+def test_completions_are_the_same_in_every_run() -> None:
+    assert completion(SCENES["short prompts"].toy(), "1 0 (3, 4)") == completion(Scene().toy(), "1 0 (3, 4)")
+    assert completion(Scene().toy(), "1 0 (3, 4)") == FIRST
+    lengths = [len(completion(Scene(), f"1 {i} (3,)")) for i in range(400)]
+    assert min(lengths) >= 4 and 200 < max(lengths) <= 384
+    assert 42 < statistics.median(lengths) < 54
+
+
+def test_saved_bytes_are_those_of_graphs_that_live_without_parameters() -> None:
+    layer = torch.nn.Linear(8, 4, bias=False)
+    x = torch.randn(2, 8, requires_grad=True)
+    with saved_bytes(layer) as count:
+        assert count() == 0
+        y = layer(x)
+        assert count() == x.nbytes, "the weight is a parameter"
+        z = (y + layer(x)).exp()
+        assert count() == x.nbytes + z.nbytes, "a tensor counts once"
+        del y, z
+        assert count() == 0
+
+
+def test_the_clock_leaves_generation_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(step_run, "time", SimpleNamespace(process_time=lambda: now[0]))
+    trainer: Any = SimpleNamespace(given_seconds=0.0)
+    clock = step_run.StepClock(trainer)
+    for work, given in ((1.0, 4.0), (2.0, 0.0), (3.0, 8.0)):
+        clock.on_step_begin(None, None, None)
+        now[0] += work + given
+        trainer.given_seconds += given
+        clock.on_step_end(None, None, None)
+        now[0] += 100.0
+    assert clock.seconds == [1.0, 2.0, 3.0]
+
+
+def logs(**changed: float) -> list[dict[str, float]]:
+    return [{"loss": 0.5, "grad_norm": 2.0, "entropy": 3.0, **dict.fromkeys(step.SHARES, 0.5)} | changed]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "status"),
+    [
+        ("defaults", {}, "ok"),
+        ("defaults", {"grad_norm": 2.0 + 3e-5}, "wrong"),
+        ("defaults", {"loss": 0.5 + 3e-5}, "wrong"),
+        ("defaults", {"entropy": 3.1}, "wrong"),
+        ("defaults", {"grad_norm": float("nan")}, "wrong"),
+        ("skip, split", {"entropy": 3.1}, "ok"),
+        ("skip, split", {"grad_norm": 2.0 + 3e-5}, "wrong"),
+        ("shared, regrouped", {"entropy": 3.1, "grad_norm": 2.0 + 3e-5}, "ok"),
+        ("shared, regrouped", {"grad_norm": 2.0 + 6e-5}, "wrong"),
+    ],
+    ids=str,
+)
+def test_a_training_that_is_not_stock_trls_is_wrong(name: str, changed: dict[str, float], status: str) -> None:
+    assert step._compared(name, logs(), {"logs": logs(**changed), "saved": [1, 3]})["status"] == status
+
+
+def test_a_variant_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rounds: dict[str, int] = {}
+
+    def train(scene: Scene, name: str, watched: bool) -> tuple[None, dict[str, Any]]:
+        if name == "split":
+            raise ValueError("no room")
+        rounds[name] = rounds.get(name, -1) + 1
+        timed = {0: [9.0, 9.0, 9.0], 1: [9.0, 1.0, 5.0], 2: [9.0, 2.0, 9.0], 3: [9.0, 3.0, 1.0]}[rounds[name]]
+        return None, {"seconds": timed, "logs": logs(), "saved": [2**20, 3 * 2**20] if watched else None}
+
+    monkeypatch.setattr(step, "train", train)
+    found = Results(tmp_path / "found.json", status="complete")
+    step._measure(found, ("step", "scenes", "a"), Scene(("stock TRL", "split", "free"), steps=3))
+    variants = found.data["step"]["scenes"]["a"]["variants"]
+    assert variants["split"]["status"] == "error" and "no room" in variants["split"]["reason"]
+    for name in ("stock TRL", "free"):
+        assert variants[name]["samples"] == [[1.0, 5.0], [2.0, 9.0], [3.0, 1.0]]
+        assert variants[name]["seconds"] == (2.0 + 5.0) / 2
+        assert variants[name]["saved_mib"] == {"mean": 2.0, "max": 3.0}
+    assert command.is_wrong(found.data)
+    del variants["split"]
+    assert not command.is_wrong(found.data)
+
+
+def test_without_stock_trl_nothing_is_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def train(scene: Scene, name: str, watched: bool) -> tuple[None, dict[str, Any]]:
+        if name == "stock TRL":
+            raise ValueError("broken")
+        return None, {"seconds": [1.0, 1.0], "logs": logs(), "saved": [1]}
+
+    monkeypatch.setattr(step, "train", train)
+    found = Results(tmp_path / "found.json")
+    step._measure(found, ("a",), Scene(("stock TRL", "defaults"), steps=2, rounds=0))
+    assert [x["status"] for x in found.data["a"]["variants"].values()] == ["error", "error"]
+
+
+def test_the_tables_have_the_figures_and_what_failed() -> None:
+    data = results()
+    text = tables.lines(data)
+    short, long, sgd = parsed(text, "A whole training step")
+    assert text.index("## A whole training step") < text.index("## Memory against tokens")
+    for rows, scene in zip((short, long), data["step"]["scenes"].values(), strict=True):
+        stock = scene["variants"]["stock TRL"]["seconds"]
+        for row, (name, x) in zip(rows, scene["variants"].items(), strict=True):
+            assert row["variant"] == name
+            if x["status"] != "ok":
+                assert row["seconds"] == row["stock / it"] == row["most"] == ""
+                assert row["options, or what failed"] == "error: ValueError: in a.py / no"
+                continue
+            assert float(row["seconds"]) == pytest.approx(x["seconds"], rel=6e-3)
+            over, low, _, high = row["stock / it"].replace("(", "").replace(")", "").split()
+            assert float(over) == pytest.approx(stock / x["seconds"], abs=0.005)
+            assert (low, high) == (over, over), "both rounds of both took a tenth more"
+            assert (
+                float(row["saved MiB, mean"]) == x["saved_mib"]["mean"] and float(row["most"]) == x["saved_mib"]["max"]
+            )
+            assert row["tokens/computed"] == ("" if name == "stock TRL" else "61.3 %")
+            assert row["gradient norm"] == "2.0e-07"
+    assert short[-1]["options, or what failed"] == "`shared_prompts=True`, `regroup=True`"
+    assert [row["parameters"] for row in sgd] == ["0", "1.2e-06", "1.2e-06"]
+
+
+def test_rounds_that_disagree_widen_the_ratio() -> None:
+    scene = copy.deepcopy(results()["step"]["scenes"]["short prompts"])
+    scene["variants"]["defaults"]["samples"][1] = [1.0, 2.0, 3.0]
+    found = report.faster(scene, "defaults")
+    assert found is not None and found[1:] == (pytest.approx(2.2 / 2), pytest.approx(2 / 0.5))
+
+
+def test_steps_measured_alone_stand_beside_the_newest_other_results(tmp_path: Path) -> None:
+    whole = {name: x for name, x in results().items() if name != "step"}
+    for day, date in ((1, "2026-11-20"), (2, "2026-11-21")):
+        (tmp_path / f"cpu-{date}.json").write_text(json.dumps({**whole, "day": day}))
+    alone = {**{name: results()[name] for name in ("device", "step", "machine")}, "cases": {}, "date": "today"}
+    alone |= {"threads": 2, "runs": {"step": {"threads": 1}}}
+    page = command.for_page(alone, tmp_path)
+    assert (page["day"], page["cases"].keys(), page["step"]) == (2, whole["cases"].keys(), alone["step"])
+    assert (page["runs"]["step"]["date"], page["runs"]["step"]["threads"]) == ("today", 1)
+    assert page["date"] == whole["date"]
+    assert command.for_page({**alone, "smoke": True}, tmp_path) == {**alone, "smoke": True}
+    with_cases = {**alone, "cases": whole["cases"]}
+    assert command.for_page(with_cases, tmp_path) == with_cases
