@@ -1,9 +1,9 @@
 """GRPO in TRL's trainer, twice from one seed: with TRL's own head and with ours. `make demo` runs it.
 
 A small Qwen3 model learns sums from noisy demonstrations, then GRPO trains it on a reward that can be checked. Printed
-and drawn: the reward of both runs, how far their losses are apart, what the training step and its head cost in each,
-and the cost of one head of a realistic size. Written: summary.json and curves.png. Exit code 1 if the reward does not
-rise clearly or the two runs do not agree.
+and drawn: the reward of both runs, how far their losses are apart, what the whole training step cost in each, and what
+the head cost, in this training and on one head of a realistic size. Written: summary.json and curves.png. Exit code 1
+if the reward does not rise clearly or the two runs do not agree.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 import transformers
 from arithmetic import Problem, all_problems, build_model, build_tokenizer, evaluate, final_answer, warm_start
 from datasets import Dataset
-from demo_report import draw, table
+from demo_report import SHARES, draw, table
 from head_cost import HeadMeter, compare_heads
 from trl import GRPOConfig, GRPOTrainer
 
@@ -38,7 +39,6 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 SEED = 0
 PACKAGES = ("torch", "trl", "transformers")
-SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # logged by ours
 LARGEST_DIGIT = 5
 MIN_RISE, MAX_LOSS_DIFFERENCE, MAX_GRADIENT_DIFFERENCE = 0.2, 2e-5, 1e-4
 
@@ -49,18 +49,40 @@ def sums_up(completions: list[str], answer: list[int], **_: Any) -> list[float]:
 
 
 class Recorded:
-    """What the demo notes down of a trainer's steps; the mixin goes in front of the trainer class."""
+    """What the demo notes down of a trainer's steps; the mixin goes in front of the trainer class.
+
+    A meter that sees every operation slows a step down, so that it is on in every second pair of steps, and times are
+    taken in the other pairs. (The steps of a pair share a generation.)
+    """
 
     title = ""
+    state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses: list[float] = []
         self.completions: list[int] = []
-        self.head_seconds: list[float] = []
-        self.step_seconds: list[float] = []  # CPU time of each optimiser step, without generation and scoring
-        self.clock = 0.0
+        self.head_seconds: list[float] = []  # of each timed step, as the next line
+        self.cpu_seconds: list[float] = []
+        self.generation_seconds = 0.0
         self.meter = HeadMeter()
         super().__init__(*args, **kwargs)
+        self.add_callback(StepTimes(self))  # type: ignore[attr-defined]
+
+    @property
+    def metered(self) -> bool:
+        """True in steps in which operations are counted, False in those that are timed."""
+        return bool(self.state.global_step // 2 % 2 == 0)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.meter if self.metered else nullcontext():
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.process_time()
+        try:
+            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.generation_seconds += time.process_time() - started
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -68,28 +90,31 @@ class Recorded:
         self.completions.append(hash(inputs["completion_ids"].numpy().tobytes()))
         return loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        started, self.prepared = time.process_time(), 0.0
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        self.clock += time.process_time() - started - self.prepared
-        return loss
-
-    def _prepare_inputs(self, batch: Any) -> Any:
-        """Generation, rewards and old log-probabilities, which are not part of the step's time."""
-        started = time.process_time()
-        inputs = super()._prepare_inputs(batch)  # type: ignore[misc]
-        self.prepared = time.process_time() - started
-        return inputs
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
-        if "loss" in logs:
-            self.head_seconds.append(self.meter.seconds - sum(self.head_seconds))
-            self.step_seconds.append(self.clock - sum(self.step_seconds))
         steps, total = self.state.global_step, self.args.max_steps  # type: ignore[attr-defined]
         if "loss" in logs and (steps % 10 == 0 or steps in (1, total)):
-            rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]  # type: ignore[attr-defined]
+            rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
             print(f"  {self.title}: step {steps:3d} of {total}, reward {rewards[-1]:.3f}", flush=True)
+
+
+class StepTimes(transformers.TrainerCallback):
+    """Seconds of the head, and CPU seconds of the whole step without its generation, in the steps that are timed."""
+
+    def __init__(self, trainer: Recorded) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.timed, self.before = not self.trainer.metered, self._now()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.timed:
+            head, cpu = (now - then for now, then in zip(self._now(), self.before, strict=True))
+            self.trainer.head_seconds.append(head)
+            self.trainer.cpu_seconds.append(cpu)
+
+    def _now(self) -> tuple[float, float]:
+        return self.trainer.meter.seconds, time.process_time() - self.trainer.generation_seconds
 
 
 class StockTrainer(Recorded, GRPOTrainer):
@@ -134,8 +159,7 @@ def train(
     meter = trainer.meter
     meter.attach(model)
     started = time.perf_counter()
-    with meter:
-        trainer.train()
+    trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     return model, {
         "losses": trainer.losses,
@@ -143,11 +167,11 @@ def train(
         "gradient_norms": [entry["grad_norm"] for entry in history],
         "rewards": [entry["reward"] for entry in history if "reward" in entry],
         "train_seconds": time.perf_counter() - started,
-        "step_seconds": statistics.median(trainer.step_seconds),
-        "shares": {name: statistics.fmean(x[name] for x in history) for name in SHARES if name in history[0]},
         "head_seconds_per_step": statistics.median(trainer.head_seconds),
         "head_peak_bytes": meter.peak_bytes,
         "head_flops": meter.flops,
+        "step_cpu_seconds": statistics.fmean(trainer.cpu_seconds),
+        **{name: statistics.fmean(entry.get(name, 1.0) for entry in history) for name in SHARES},
     }
 
 
@@ -236,6 +260,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50, help="optimiser steps of each run")
     parser.add_argument("--smoke", action="store_true", help="a few steps and a small head; the reward is not judged")
     options = parser.parse_args()
+    if options.steps < 3:
+        parser.error(
+            f"--steps: expected at least 3, of which the third is the first that is timed, got {options.steps}"
+        )
     options.vocab, options.warm_steps, options.batch_size = 2048, 250, 256
     options.head = (151936, 1024, 16, 32)
     if options.smoke:

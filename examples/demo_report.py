@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 
 MIB = 2**20
 THEIRS, OURS, INK, CARD = "#D55E00", "#0072B2", "#1f2328", "#fbfbf9"  # as in the figures of docs/benchmarks.md
+SHARES = {"sequences/gradient": "sequences with gradient", "tokens/computed": "tokens that the model computes"}
 Costs = dict[str, tuple[float, float]]  # TRL's, ours
 
 
@@ -42,12 +43,11 @@ def table(summary: dict[str, Any]) -> str:
     compared = f"{summary['steps_compared']} of {summary['steps']} steps (those that sampled the same completions)"
     lines.append(f"  largest difference of the losses {summary['max_loss_difference']:.1e}, of the gradient norms")
     lines.append(f"  {summary['max_gradient_norm_difference']:.1e}, over {compared}")
-    steps = [summary["runs"][name]["step_seconds"] for name in ("trl", "ours")]
-    shares = summary["runs"]["ours"]["shares"]
-    lines += ["", "  Training step: forward and backward of the whole model, without generation"]
-    lines.append(_row("CPU seconds", *(f"{x:.3f}" for x in steps), f"{steps[0] / steps[1]:.1f} times"))
-    for name, words in (("sequences/gradient", "sequences with a graph"), ("tokens/computed", "tokens computed")):
-        lines.append(_row(words, "100 %", f"{shares[name]:.0%}".replace("%", " %")))
+    lines += ["", "  Whole training step of this training, generation left out"]
+    t0, t1 = whole_step(summary)
+    lines.append(_row("CPU seconds", f"{t0:.3f}", f"{t1:.3f}", f"{t0 / t1:.1f} times"))
+    for name, words in SHARES.items():
+        lines.append(_row(words, *(f"{100 * summary['runs'][run][name]:.1f} %" for run in ("trl", "ours"))))
     for title, costs in _costs(summary):
         lines += ["", f"  Head, {title}"]
         (t0, t1), (m0, m1), (f0, f1) = costs["seconds"], costs["memory"], costs["flops"]
@@ -64,13 +64,20 @@ def table(summary: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "  Training: seconds of the median step, FLOPs of all of them, passes that score the old policy included; on a",
-        "  CPU stock TRL also projects prompt and padding positions. Large head: best time of three. Peak: the largest",
-        "  sum of the head's tensors alive at once, gradients included; scratch inside one operation is not seen.",
+        "  Whole step: rewards, old policy, forward, backward, optimizer; the mean of every second pair of steps.",
+        "  Head of this training: seconds of the median of these steps, FLOPs of the other pairs together; it includes",
+        "  the scoring of the old policy; on a CPU stock TRL also projects prompt and padding positions. Large head:",
+        "  best time of three. Peak: the largest sum of the head's tensors alive at once, gradients included; scratch",
+        "  inside one operation is not seen.",
         f"  {_conditions(summary)}",
         "",
     ]
     return "\n".join(lines)
+
+
+def whole_step(summary: dict[str, Any]) -> tuple[float, float]:
+    """CPU seconds of a training step without generation: TRL's, ours."""
+    return summary["runs"]["trl"]["step_cpu_seconds"], summary["runs"]["ours"]["step_cpu_seconds"]
 
 
 def _conditions(summary: dict[str, Any]) -> str:
@@ -93,14 +100,13 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         for i, (title, costs) in enumerate((("every token has a gradient", whole), ("half of them have none", half))):
             left, right = (figure.add_axes((x, 0.54, 0.19, 0.25)) for x in (0.055 + 0.475 * i, 0.275 + 0.475 * i))
             figure.text(0.055 + 0.475 * i, 0.845, title, weight="bold", va="top")
-            _pair(left, "time", costs["seconds"], lambda x: f"{x:#.2g} s")
+            _pair(left, "time", costs["seconds"], lambda x: f"{x:.0f} s" if x >= 9.95 else f"{x:#.2g} s")
             _pair(right, "memory", costs["memory"], lambda x: f"{x / MIB:,.0f} MiB")
         _curves(rewards, summary)
-        theirs, ours = training["seconds"]
-        whole_steps = [summary["runs"][name]["step_seconds"] for name in ("trl", "ours")]
+        (theirs, ours), (t0, t1) = training["seconds"], whole_step(summary)
         note = (
-            f"That training: a step {whole_steps[0] / whole_steps[1]:.1f} times as fast without its generation, its "
-            f"head {theirs / ours:.1f} times, stock TRL's prompt and padding included."
+            f"Of that training: the head {theirs / ours:.1f} times as fast, stock TRL's prompt and padding included; "
+            f"the whole step without generation {t0 / t1:.1f} times."
         )
         figure.text(0.03, 0.02, f"{note}\n{_conditions(summary)}", fontsize=11, color="#57606a")
         figure.savefig(path, dpi=120)

@@ -117,10 +117,13 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
         assert len(run["losses"]) == summary["steps"]
         assert run["head_peak_bytes"] > 0
         assert run["head_flops"] > 0
-        assert run["step_seconds"] > 0
-    assert summary["runs"]["ours"]["shares"]["tokens/computed"] < 1
-    assert "sequences with a graph" in printed
+        assert run["head_seconds_per_step"] > 0
+        assert 0 < run["step_cpu_seconds"] < run["train_seconds"]
     assert summary["runs"]["ours"]["head_flops"] < summary["runs"]["trl"]["head_flops"]
+    trl, ours = summary["runs"]["trl"], summary["runs"]["ours"]
+    assert trl["sequences/gradient"] == trl["tokens/computed"] == 1
+    assert ours["sequences/gradient"] < 1, "some groups have equal rewards"
+    assert 0 < ours["tokens/computed"] < 1, "the last token of a completion predicts nothing"
     for case, products in (("all", 6), ("half", 4)):
         pair = summary["head"][case]
         assert pair["trl"].keys() & pair["ours"].keys() >= FIGURES
@@ -128,6 +131,7 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
         assert pair["ours"]["flops_nvh"] == products
         assert pair["ours"]["peak_bytes"] < pair["trl"]["peak_bytes"]
     assert "reward at the end" in printed
+    assert "Whole training step of this training, generation left out" in printed
     assert "CPU, threads: 1, fp32" in printed
     assert "largest difference of the losses" in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -17,6 +17,7 @@ pytest.importorskip("pytest_benchmark")
 
 from benchmarks import __main__ as command
 from benchmarks import step, step_run
+from benchmarks.harness import peaks
 from benchmarks.harness.results import Results
 from benchmarks.report import step as report
 from benchmarks.report import tables
@@ -208,3 +209,11 @@ def test_steps_measured_alone_stand_beside_the_newest_other_results(tmp_path: Pa
     assert command.for_page({**alone, "smoke": True}, tmp_path) == {**alone, "smoke": True}
     with_cases = {**alone, "cases": whole["cases"]}
     assert command.for_page(with_cases, tmp_path) == with_cases
+
+
+def test_no_case_of_the_part_memory_slows_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Blocks that go back to the system when freed come back as page faults, in what is timed next."""
+    called: list[bool] = []
+    monkeypatch.setattr(peaks, "give_back_what_is_freed", lambda: called.append(True))
+    peaks.measure([], Results(tmp_path / "found.json"))
+    assert not called
