@@ -24,10 +24,12 @@ from grpo_kernels.base.choices import (
     LogitsDtype,
     LogprobOutput,
     LossTypeName,
+    PaddingMode,
     RewardAggregation,
     SamplingMode,
     TopKDivergenceName,
     TopKOutput,
+    ZeroAdvantage,
 )
 from grpo_kernels.call.expected import Expected
 from grpo_kernels.call.keywords import (
@@ -47,8 +49,8 @@ from grpo_kernels.objective.keywords import LossFields
 __all__ = [
     # names
     "AdvantageScale", "AdvantageStd", "BackendName", "DivergenceName", "DivergenceOutput", "EngineName", "GradientName",
-    "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput", "LossTypeName", "RewardAggregation",
-    "SamplingMode", "TopKDivergenceName", "TopKOutput",
+    "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput", "LossTypeName", "PaddingMode",
+    "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput", "ZeroAdvantage",
     # keyword arguments
     "DivergenceKeywords", "DivergenceWithKeywords", "KeptSetKeywords", "LogprobKeywords", "LossFields", "LossKeywords",
     "LossModuleKeywords", "TopKKeywords", "TopKWithKeywords",

@@ -29,6 +29,7 @@ from grpo_kernels import (
     topk_divergence,
     topk_divergence_with,
 )
+from grpo_kernels.integrations.transformers import causal_lm_loss
 from grpo_kernels.typing import BackendName, EngineName, LossFields
 
 x, ids, mask, rewards = torch.randn(2, 3, 4), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)
@@ -144,5 +145,10 @@ advantages.group_advantages(rewards, 2, scale="nothing")  # wrong
 grpo_kernels.grpo_los(*loss_args)  # wrong
 print(grpo_kernels.integration)  # wrong
 grpo_kernels.integrations.trl.patch_trl()
+causal_lm_loss(
+    nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, padding="split", zero_advantage="skip", shared_prompts=True
+)
+causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, padding="pack")  # wrong
+causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, zero_advantage="drop")  # wrong
 engine_name: grpo_kernels.typing.EngineName = "lean"
 assert_type(grpo_kernels.__version__, str)
