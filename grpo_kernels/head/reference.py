@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor, refuse_logits
@@ -57,6 +58,17 @@ class ReferenceHead:
             check_number(f"{self.prefix}logit_scale", self.logit_scale)
         if self.final_logit_softcapping not in (SAME, None):
             check_number(f"{self.prefix}final_logit_softcapping", self.final_logit_softcapping, 0.0)
+
+    def compute_dtype(self, of_policy: torch.dtype) -> torch.dtype:
+        """Return the dtype that the products' operands are rounded to, given that of the policy's.
+
+        It is the tensors' own; within autocast no wider than the policy's, as autocast rounds both alike. Both heads
+        have one accumulator, so float64 is for both or for neither.
+        """
+        own = torch.promote_types(self.hidden.dtype, self.weight.dtype)
+        if of_policy == torch.float64 or (torch.is_autocast_enabled(self.hidden.device.type) and own.itemsize > 2):
+            return of_policy
+        return torch.float32 if own == torch.float64 else own
 
     def first_rows(self, count: int) -> ReferenceHead:
         """The head's first `count` ids."""
