@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from grpo_kernels.base.choices import (
     SamplingMode,
     choices,
 )
+from grpo_kernels.base.trl_args import check_args, loss_fields
 from grpo_kernels.objective.losses import loss_of
 
 if TYPE_CHECKING:
@@ -256,19 +256,20 @@ class LossConfig:
         deprecated ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in TRL.
 
         Raises:
-            ValueError: `args` asks for a loss type this library does not know.
-            TypeError: `args` has none of the fields: it is None, or a mapping of them (whose misspelt keys nobody would
-                see).
+            ValueError: `args` asks for a loss type this library does not know, or turns on what a `LossConfig` cannot
+                hold: ``use_adaptive_entropy``, ``mask_truncated_completions``, ``cast_lm_head_to_fp32``,
+                ``router_aux_loss_coef``. The message says what to do instead.
+            TypeError: `args` are those of a TRL trainer with another loss (``RLOOConfig``, ``DistillationConfig``), or
+                have none of the fields: None, or a mapping of them (whose misspelt keys nobody would see).
         """
-        names = {f.name for f in fields(cls) if hasattr(args, f.name)} - {"vllm_importance_sampling_correction"}
-        if not names:
-            hint = "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)" if isinstance(args, Mapping) else ""
-            raise TypeError(f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}")
-        found = {name: getattr(args, name) for name in names}
-        found = {name: value for name, value in found.items() if value is not None or name in _OPTIONAL}
-        if getattr(args, "vllm_importance_sampling_cap", None) is not None:
-            found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
-        return cls(**{**found, **overrides})
+        check_args(args, overrides.keys())
+        return config_of_trainer(args, **overrides)
+
+
+def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
+    """`LossConfig.from_trl` for a trainer of TRL, which itself does all that a `LossConfig` cannot hold."""
+    names = {field.name for field in fields(LossConfig)}
+    return LossConfig(**{**loss_fields(args, names, _OPTIONAL), **overrides})
 
 
 @functools.lru_cache(maxsize=1024)

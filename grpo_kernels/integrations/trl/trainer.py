@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import GradientName, PaddingMode, ZeroAdvantage
 from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
-from grpo_kernels.config import LossConfig
+from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
@@ -171,7 +171,7 @@ class FusedLossMixin:
             loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
         if reference.divergences is None:
             raise RuntimeError("kl_estimator: expected trl's loss to call its fused head, got none")
-        config = LossConfig.from_trl(self.args)
+        config = config_of_trainer(self.args)
         return exact_kl.add_term(self, config, loss, inputs, reference.divergences)
 
     def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
@@ -276,7 +276,7 @@ class FusedLossMixin:
         if self._lacks_ratio is not None and overrides.get("loss_type") != "gmpo":
             overrides |= sampling.options(self)
         try:
-            return dataclasses.replace(LossConfig.from_trl(self.args), **overrides)
+            return dataclasses.replace(config_of_trainer(self.args), **overrides)
         except (TypeError, ValueError) as error:
             warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=2)
             return None
