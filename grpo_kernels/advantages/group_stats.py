@@ -259,14 +259,17 @@ def _padded(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) ->
 
 
 def bool_mask(mask: Tensor) -> Tensor:
-    """``completion_mask`` as (B, T) bool: non-zero counts. Raises for NaN; warns, once, of -inf."""
+    """``completion_mask`` as (B, T) bool: non-zero counts. Raises for NaN; warns, once, of other numbers than 0 and 1.
+
+    Integers on a GPU are not looked at, which would wait for it.
+    """
     real_tensor("completion_mask", mask)
     if mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
-    if mask.is_floating_point():
-        has_nan, has_minus_inf = bool(mask.isnan().any()), bool(mask.isneginf().any())
-        check_mask_values("completion_mask", has_nan=has_nan, has_minus_inf=has_minus_inf)
-    return mask != 0
+    counts = mask != 0
+    if (mask.is_floating_point() or mask.device.type == "cpu") and bool(mask.ne(counts).any()):
+        check_mask_values("completion_mask", has_nan=bool(mask.isnan().any()))
+    return counts
 
 
 def counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:

@@ -133,14 +133,18 @@ def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
 
 
-def check_mask_values(name: str, *, has_nan: bool, has_minus_inf: bool) -> None:
-    """Raise ValueError if a mask has NaN; warn, once, of -inf, which stands in masks of another kind."""
+def check_mask_values(name: str, *, has_nan: bool) -> None:
+    """Refuse a mask with NaN; warn, once, of one that holds other numbers than 0 and 1.
+
+    Raises:
+        ValueError: there is NaN in it.
+    """
     if has_nan:
         raise ValueError(f"{name}: expected 0 or a number that is not, got nan")
-    if has_minus_inf:
-        warn_once(
-            f"{name}: -inf counts, as all but 0 does. In an additive attention mask it is 0 that counts: pass mask == 0"
-        )
+    warn_once(
+        f"{name}: it holds values other than 0 and 1, and all but 0 count alike. In an additive attention mask it is 0 "
+        "that counts: pass mask == 0. Weights belong into the advantages. Ids in the place of the mask: swap the two"
+    )
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from grpo_kernels.base import checks
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
 from tests.support.small_batch import small_batch
 
+MASKS = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)
 NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 
 
@@ -34,8 +35,19 @@ def _warned_of_nothing() -> None:
         ({"sampling_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
         ({"old_per_token_logps": NORMAL.bfloat16()}, {}, "old_per_token_logps: rounded to torch.bfloat16"),
         ({"old_per_token_logps": NORMAL}, {}, None),
-        ({"completion_mask": torch.zeros(2, 5) - torch.inf}, {}, "completion_mask: -inf counts"),
-        ({"completion_mask": torch.zeros(2, 5) + torch.inf}, {}, None),
+        *(
+            ({"completion_mask": mask}, {}, "completion_mask: it holds values other than 0 and 1")
+            for mask in (
+                torch.zeros(2, 5) - torch.inf,
+                torch.full((2, 5), torch.finfo(torch.float32).min).triu(),
+                torch.full((2, 5), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
+                torch.full((2, 5), 0.5),
+                torch.arange(10).view(2, 5),
+                torch.full((2, 5), 255, dtype=torch.uint8),
+                -torch.ones(2, 5),
+            )
+        ),
+        *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
 )
 def test_what_is_likely_not_meant_is_warned_of_once(options: Any, config: Any, message: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -72,7 +73,8 @@ def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
     gkd = pytest.importorskip("trl.experimental.gkd")
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
     checks.warn_once.cache_clear()
-    with tempfile.TemporaryDirectory() as folder, patch_trl(), pytest.warns() as caught:
+    with tempfile.TemporaryDirectory() as folder, patch_trl(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trainer = gkd.GKDTrainer(
             model=tiny_models.model("qwen3"),
             teacher_model=tiny_models.model("qwen3", seed=5),
