@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HIGHEST_MEAN_LOGP = 1e-3  # of a batch, as rounding may make it
+HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of a batch's tokens
 
 
 @functools.cache
@@ -162,6 +164,37 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
         bad = ids[outside][0].item()
         raise ValueError(f"{name}: expected ids in [0, V) = [0, {vocab}) where the mask counts, got {bad}")
     return None
+
+
+def check_logps(name: str, rows: Tensor) -> Tensor:
+    """Return `rows` (n,), the log-probabilities of the argument `name` at the counted positions.
+
+    Their mean is looked at, on a CPU only, where that is no wait: those of tokens that are nearly certain may be
+    rounded to more than 0. NaN passes.
+
+    Raises:
+        ValueError: the mean is above 0.
+    """
+    if rows.device.type == "cpu" and rows.numel() > 0:
+        mean = rows.mean().item()
+        if mean > HIGHEST_MEAN_LOGP:
+            raise ValueError(
+                f"{name}: expected log-probabilities, <= 0 where the mask counts, got a mean of {mean:.4g}: of "
+                "probabilities take the logarithm, of a negative log-likelihood (a cross entropy) the negative"
+            )
+    return rows
+
+
+def warn_of_ratio(log_ratio: Tensor | None) -> None:
+    """Warn, once, if the mean of a batch's `log_ratio` (n,) is that of no two policies of one run. On a CPU only."""
+    if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
+        return
+    if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
+        warn_once(
+            "old_per_token_logps: the mean ratio to them is outside of [1/20, 20], so they are hardly those of the "
+            "policy that sampled. Often they were made with another temperature, with unshifted ids, by another model, "
+            "or are summed over the sequence; completion_logprobs(..., loss_fn=loss_fn) makes them right"
+        )
 
 
 def check_budget(workspace_bytes: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_mask, check_mask_values, check_shape, check_tensor
+from grpo_kernels.base.checks import check_logps, check_mask, check_mask_values, check_shape, check_tensor
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.sequence_shard import SequenceShard
 
@@ -178,7 +178,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
         sequence_ratio=ratio.detach().reshape(-1).to(dtype) if ratio is not None and per_sequence(ratio) else None,
-        **{name: None if x is None else rows(x, positions) for name, x in inputs.logps.items()},
+        **{name: None if x is None else check_logps(name, rows(x, positions)) for name, x in inputs.logps.items()},
     )
 
 

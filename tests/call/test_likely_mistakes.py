@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels import (
+    LossConfig,
     TokenInputs,
     attach,
     grpo_loss,
@@ -113,3 +114,18 @@ def test_an_objectives_own_mistake_stays_its_own() -> None:
 
     with pytest.raises(TypeError, match="NoneType"):
         grpo_loss(**BATCH, objective=wrong)
+
+
+@pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"])
+def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: str) -> None:
+    config = LossConfig(beta=0.1, off_policy_mask_threshold=1.0)
+    right = torch.linspace(-3.0, -1.0, 10).view(2, 5)
+    masked = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    given = {**BATCH, "ref_per_token_logps": right, "completion_mask": masked, "config": config}
+    for wrong in (-right, right.exp()):
+        with pytest.raises(ValueError, match=rf"^{name}: expected log-probabilities, <= 0 .*, got a mean of [0-9]"):
+            grpo_loss(**{**given, name: wrong})
+    garbage = torch.where(masked == 0, 1e9, right)
+    rounded = torch.full((2, 5), 1e-6)  # tokens that are nearly certain
+    for fine in (right, garbage, rounded, torch.where(masked == 0, torch.nan, right)):
+        assert grpo_loss(**{**given, name: fine}).loss.isfinite()

@@ -47,6 +47,8 @@ def _warned_of_nothing() -> None:
                 -torch.ones(2, 5),
             )
         ),
+        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {}, "old_per_token_logps: the mean ratio to them"),
+        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "gmpo"}, "old_per_token_logps: the mean"),
         *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
 )
