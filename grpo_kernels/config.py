@@ -140,7 +140,8 @@ class LossConfig:
             if name in _CHOICES:
                 allowed = _CHOICES[name]
                 if value not in allowed:
-                    raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+                    hint = preset_hint(value) if name == "loss_type" else ""
+                    raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
                 plain = allowed[allowed.index(value)]
             elif name in _SWITCHES:
                 if not isinstance(value, bool):
@@ -270,6 +271,14 @@ def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     """`LossConfig.from_trl` for a trainer of TRL, which itself does all that a `LossConfig` cannot hold."""
     names = {field.name for field in fields(LossConfig)}
     return LossConfig(**{**loss_fields(args, names, _OPTIONAL), **overrides})
+
+
+def preset_hint(name: Any) -> str:
+    """Return the words that point to the preset of this `name`, or nothing."""
+    from grpo_kernels import presets  # not at import: a preset is a LossConfig
+
+    found = str(name).upper().replace("-", "_")
+    return f"; grpo_kernels.presets.{found} is that loss: GRPOLoss(presets.{found})" if found in presets.__all__ else ""
 
 
 @functools.lru_cache(maxsize=1024)

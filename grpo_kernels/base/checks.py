@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,6 +27,15 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("grpo_kernels"):
         level, frame = level + 1, frame.f_back
     warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
+    known = [*names]
+    near = difflib.get_close_matches(name, known, n=1) or [x for x in known if x.endswith(f"_{name}")]
+    if not near:  # old_logps: old_per_token_logps
+        near = [x for x in known if {*name.split("_")} <= {*x.split("_")}]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
@@ -44,7 +55,8 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         ValueError: a sharded or meta tensor, or one on another device.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        hint = "; grpo_kernels.attach(module) computes with a head and its adapters" if isinstance(x, nn.Module) else ""
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
     if is_dtensor(x):
         raise ValueError(
             f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: use grpo_kernels.attach(lm_head) and its "
@@ -203,6 +215,11 @@ def check_budget(workspace_bytes: Any) -> None:
         raise TypeError(f"workspace_bytes: expected an int, got {workspace_bytes!r}")
     if workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")
+    if workspace_bytes < 2**20:
+        warn_once(
+            "workspace_bytes: less than 1 MiB, so that rows are computed a few at a time and slowly. The unit is "
+            "bytes: 512 MiB, the default, are 512 * 2**20"
+        )
 
 
 def check_gather(gather: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels import (
+    GRPOLoss,
     LossConfig,
     TokenInputs,
     attach,
@@ -129,3 +130,34 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: st
     rounded = torch.full((2, 5), 1e-6)  # tokens that are nearly certain
     for fine in (right, garbage, rounded, torch.where(masked == 0, torch.nan, right)):
         assert grpo_loss(**{**given, name: fine}).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda: GRPOLoss(old_logps=IDS),
+            r"^old_logps: expected a field of LossConfig, .* did you mean old_per_token_logps\? It is an argument",
+        ),
+        (lambda: GRPOLoss(num_items_in_batch=3), r"^num_items_in_batch: .*; it is an argument of the module's call"),
+        (lambda: GRPOLoss(epsilon_hi=0.3), r"^epsilon_hi: .*; did you mean epsilon_high\?"),
+        (lambda: GRPOLoss()(**BATCH, old_logps=IDS), r"^old_logps: .*; did you mean old_per_token_logps\?"),
+        (lambda: GRPOLoss()(**BATCH, beta=0.1), r"^beta: .*; it is a field, as in GRPOLoss"),
+        (
+            lambda: GRPOLoss("DAPO"),
+            r"^config: expected a LossConfig, got str; grpo_kernels\.presets\.DAPO is",
+        ),
+        (lambda: grpo_loss(**{**BATCH, "weight": nn.Linear(2, 2)}), r"^weight: .* got Linear; grpo_kernels\.attach"),
+    ],
+)
+def test_names_that_are_almost_right(made: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        made()
+
+
+@pytest.mark.parametrize("name", ["gspo", "GSPO", "ppo", "dr-grpo", "gsp"])
+def test_a_preset_in_the_place_of_a_loss_type(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^loss_type: expected one of grpo, ") as raised:
+        GRPOLoss(loss_type=name)  # type: ignore[arg-type]
+    named = f"; grpo_kernels.presets.{name.upper().replace('-', '_')} is that loss"
+    assert (named in str(raised.value)) == (name != "gsp")

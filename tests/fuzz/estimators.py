@@ -64,7 +64,7 @@ class Batch:
         self.weights = [draw.uniform(-1, 2) for _ in range(columns)] if columns else [1.0]
         self.totals = [weighted(row, self.weights) for row in self.table]
         if "consecutive" in options:
-            size = draw.choice([x for x in range(1, max(rows, 1) + 1) if rows % x == 0])
+            size = draw.choice([x for x in range(2, max(rows, 2) + 1) if rows % x == 0] or [2])
             self.groups: dict[str, Any] = {"num_generations": size}
             self.ids = [row // size for row in range(rows)]
         else:

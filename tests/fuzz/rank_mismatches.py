@@ -274,7 +274,7 @@ def of_estimators() -> list[Mismatch]:
         differs("group form of rloo", form, "rloo", **ids),
         differs("scale of passk", "scale", "passk", scale="none"),
         differs("std of passk", "std", "passk", std="population"),
-        differs("num_generations of gpg", form, "gpg", num_generations=1),
+        differs("num_generations of gpg", form, "gpg", num_generations=4),
         differs("num_generations of opo", form, "opo", num_generations=4),
         differs("F of gdpo", "rewards|F|shape", "gdpo", rewards=lambda own: own["rewards"][:, None].expand(-1, 2)),
         differs("epsilon of gdpo", "epsilon", "gdpo", epsilon=0.1),

@@ -98,6 +98,7 @@ class FusedLossMixin:
         if hook.compatible():
             heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
         step.check_options(self, self._loss_owner())
+        exact_kl.check_beta(self)
         if self._has_exact_kl:
             exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
 
@@ -118,6 +119,7 @@ class FusedLossMixin:
     def _prepared_batch(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
         self._reference_head = None
+        sampling.check_correction(self)
         prepare = super()._generate_and_score_completions  # type: ignore[misc]
         if not (self.fused_sampling_correction and sampling.is_corrected(self) and sampling.is_aligned(self)):
             return prepare(inputs)
