@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HIGHEST_MEAN_LOGP = 1e-3  # of a batch, as rounding may make it
+HIGHEST_LOGP = 1e-3  # as rounding may make it
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of a batch's tokens
 
 
@@ -181,18 +181,18 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
 def check_logps(name: str, rows: Tensor) -> Tensor:
     """Return `rows` (n,), the log-probabilities of the argument `name` at the counted positions.
 
-    Their mean is looked at, on a CPU only, where that is no wait: those of tokens that are nearly certain may be
-    rounded to more than 0. NaN passes.
+    They are looked at on a CPU only, where that is no wait. NaN passes, and so does a number above 0 beside others that
+    are below: rounding makes it of a token that is nearly certain.
 
     Raises:
-        ValueError: the mean is above 0.
+        ValueError: none is below 0.
     """
-    if rows.device.type == "cpu" and rows.numel() > 0:
-        mean = rows.mean().item()
-        if mean > HIGHEST_MEAN_LOGP:
+    if rows.device.type == "cpu" and rows.numel() > 0 and not bool((rows < 0).any()):
+        highest = rows.nan_to_num(nan=0.0).amax().item()
+        if highest > HIGHEST_LOGP:
             raise ValueError(
-                f"{name}: expected log-probabilities, <= 0 where the mask counts, got a mean of {mean:.4g}: of "
-                "probabilities take the logarithm, of a negative log-likelihood (a cross entropy) the negative"
+                f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below 0, and {highest:.4g}: "
+                "of probabilities take the logarithm, of a negative log-likelihood (a cross entropy) the negative"
             )
     return rows
 

@@ -120,7 +120,7 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
         return torch.arange(ids.numel(), device=ids.device)
     mask = mask.detach().reshape(-1)
     counts = mask.ne(0)
-    if mask.dtype == torch.bool or mask.numel() == 0:
+    if mask.numel() == 0 or not _is_looked_at(name, mask):
         return counts.nonzero()[:, 0]
     # a number other than 0 and 1 makes all count, and one more, so that their number, on the host anyway, tells of it
     odd = mask.ne(counts).any()
@@ -129,6 +129,18 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
         return positions
     check_mask_values(name, has_nan=bool(mask.isnan().any()))
     return counts.nonzero()[:, 0]
+
+
+_looked_at: set[str] = set()
+
+
+def _is_looked_at(name: str, mask: Tensor) -> bool:
+    """True if the values of `mask` are: of integers, for which the search costs a GPU four launches, the first time."""
+    if mask.is_floating_point() or mask.device.type == "cpu" or mask.dtype == torch.bool:
+        return mask.dtype != torch.bool
+    is_first = name not in _looked_at
+    _looked_at.add(name)
+    return is_first
 
 
 def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:

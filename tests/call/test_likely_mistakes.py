@@ -124,7 +124,7 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: st
     masked = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
     given = {**BATCH, "ref_per_token_logps": right, "completion_mask": masked, "config": config}
     for wrong in (-right, right.exp()):
-        with pytest.raises(ValueError, match=rf"^{name}: expected log-probabilities, <= 0 .*, got a mean of [0-9]"):
+        with pytest.raises(ValueError, match=rf"^{name}: expected log-probabilities, <= 0 .*, got none below 0"):
             grpo_loss(**{**given, name: wrong})
     garbage = torch.where(masked == 0, 1e9, right)
     rounded = torch.full((2, 5), 1e-6)  # tokens that are nearly certain

@@ -158,6 +158,20 @@ def test_objective_and_metrics_do_not_wait_for_the_device(loss_type: str) -> Non
     assert len(values) == len(metrics) > 6
 
 
+def test_rewards_in_the_place_of_advantages_show_in_the_metrics() -> None:
+    inputs = small_batch()
+    batch = len(inputs["advantages"])
+    rewards = torch.arange(batch) % 2
+    for advantages, mean, zero in (
+        (rewards.float(), rewards.float().mean(), 0.5),
+        (rewards - rewards.float().mean(), 0.0, 0.0),
+        (rewards[:, None].expand(inputs["completion_ids"].shape).float(), None, None),
+    ):
+        metrics = grpo_loss(**{**inputs, "advantages": advantages, "completion_mask": None}).metrics
+        assert metrics["advantages/mean"] == (0.5 if mean is None else mean)
+        assert metrics["advantages/zero"] == (0.5 if zero is None else zero)
+
+
 def test_unscored_tokens_of_the_sampler_are_counted() -> None:
     """NaN is no evidence, and a metric says how many there were."""
     sampling = torch.full((2, 5), -2.0)
