@@ -110,6 +110,20 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
         check_shape("bias", bias, ("(V,)", (weight.shape[0],)))
 
 
+def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
+    """Return the first `count` rows of `x`, which has a row for each of `weight`; what is no tensor as it is.
+
+    Raises:
+        ValueError: it has another number of rows.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    rows = weight.shape[0]
+    if x.shape[:1] != (rows,):
+        raise ValueError(f"{name}: expected a row for each of the {rows} of weight, got shape {tuple(x.shape)}")
+    return x[:count]
+
+
 def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
     """Raise ValueError if what should be hidden states (..., H) is as wide as weight (V, H) has rows, and H < V."""
     if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_number, check_shape, check_tensor, refuse_logits
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor, first_rows, refuse_logits
 
 SAME = "same"
 
@@ -71,14 +71,15 @@ class ReferenceHead:
         return torch.float32 if own == torch.float64 else own
 
     def first_rows(self, count: int) -> ReferenceHead:
-        """The head's first `count` ids."""
+        """The head's first `count` ids.
 
-        def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
-            return x[:count] if isinstance(x, Tensor) and x.shape[:1] == self.weight.shape[:1] else x
-
+        Raises:
+            ValueError: the bias does not fit the weight.
+        """
         if not isinstance(self.weight, Tensor) or self.weight.dim() == 0 or self.weight.shape[0] <= count:
             return self
-        return replace(self, weight=self.weight[:count], bias=first(self.bias))
+        bias = first_rows(f"{self.prefix}bias", self.bias, self.weight, count)
+        return replace(self, weight=self.weight[:count], bias=bias)
 
 
 def check_reference(reference: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grpo_kernels import (
     GRPOLoss,
+    LoRA,
     LossConfig,
     TokenInputs,
     attach,
@@ -161,3 +162,18 @@ def test_a_preset_in_the_place_of_a_loss_type(name: str) -> None:
         GRPOLoss(loss_type=name)  # type: ignore[arg-type]
     named = f"; grpo_kernels.presets.{name.upper().replace('-', '_')} is that loss"
     assert (named in str(raised.value)) == (name != "gsp")
+
+
+def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
+    hidden, weight, longer, bias = torch.ones(2, 3, 4), torch.ones(20, 4), torch.ones(40, 4), torch.zeros(20)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    adapter = LoRA(torch.ones(2, 4), torch.ones(20, 2))
+    with pytest.raises(
+        ValueError, match=r"^teacher_bias: expected a row for each of the 40 of weight, got shape \(20,"
+    ):
+        linear_divergence(hidden, weight, hidden, longer, teacher_bias=bias)
+    with pytest.raises(ValueError, match=r"^bias: expected a row for each of the 40 of weight, got shape \(20,\)"):
+        linear_logprob(hidden, longer, ids, bias=bias, vocab_size=20)
+    with pytest.raises(ValueError, match=r"^lora\.b: expected a row for each of the 40 of weight, got shape \(20, 2\)"):
+        linear_logprob(hidden, longer, ids, lora=adapter, vocab_size=20)
+    linear_logprob(hidden, longer, ids, bias=torch.zeros(40), vocab_size=20)
