@@ -192,8 +192,8 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
     return None
 
 
-def check_logps(name: str, rows: Tensor) -> Tensor:
-    """Return `rows` (n,), the log-probabilities of the argument `name` at the counted positions.
+def check_logps(name: str, rows: Tensor | None) -> None:
+    """Raise unless `rows` (n,) of the argument `name`, at the counted positions, may be log-probabilities.
 
     They are looked at on a CPU only, where that is no wait. NaN passes, and so does a number above 0 beside others that
     are below: rounding makes it of a token that is nearly certain.
@@ -201,14 +201,15 @@ def check_logps(name: str, rows: Tensor) -> Tensor:
     Raises:
         ValueError: none is below 0.
     """
-    if rows.device.type == "cpu" and rows.numel() > 0 and not bool((rows < 0).any()):
+    if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
+        return
+    if not bool((rows < 0).any()):
         highest = rows.nan_to_num(nan=0.0).amax().item()
         if highest > HIGHEST_LOGP:
             raise ValueError(
                 f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below 0, and {highest:.4g}: "
                 "of probabilities take the logarithm, of a negative log-likelihood (a cross entropy) the negative"
             )
-    return rows
 
 
 def warn_of_ratio(log_ratio: Tensor | None) -> None:

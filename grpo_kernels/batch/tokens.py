@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_logps, check_mask, check_mask_values, check_shape, check_tensor
+from grpo_kernels.base.checks import check_mask, check_mask_values, check_shape, check_tensor
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.sequence_shard import SequenceShard
 
@@ -120,7 +120,7 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
         return torch.arange(ids.numel(), device=ids.device)
     mask = mask.detach().reshape(-1)
     counts = mask.ne(0)
-    if mask.numel() == 0 or not _is_looked_at(name, mask):
+    if mask.numel() == 0 or not _is_looked_at(mask):
         return counts.nonzero()[:, 0]
     # a number other than 0 and 1 makes all count, and one more, so that their number, on the host anyway, tells of it
     odd = mask.ne(counts).any()
@@ -131,16 +131,11 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
     return counts.nonzero()[:, 0]
 
 
-_looked_at: set[str] = set()
-
-
-def _is_looked_at(name: str, mask: Tensor) -> bool:
-    """True if the values of `mask` are: of integers, for which the search costs a GPU four launches, the first time."""
-    if mask.is_floating_point() or mask.device.type == "cpu" or mask.dtype == torch.bool:
-        return mask.dtype != torch.bool
-    is_first = name not in _looked_at
-    _looked_at.add(name)
-    return is_first
+def _is_looked_at(mask: Tensor) -> bool:
+    """True if the values of `mask` are: of integers on a CPU only, since on a GPU the search takes four launches."""
+    if mask.is_floating_point():
+        return True
+    return mask.dtype != torch.bool and mask.device.type == "cpu"
 
 
 def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
@@ -190,7 +185,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
         sequence_ratio=ratio.detach().reshape(-1).to(dtype) if ratio is not None and per_sequence(ratio) else None,
-        **{name: None if x is None else check_logps(name, rows(x, positions)) for name, x in inputs.logps.items()},
+        **{name: None if x is None else rows(x, positions) for name, x in inputs.logps.items()},
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
-from grpo_kernels.base.checks import check_gather, check_ids, warn_of_ratio
+from grpo_kernels.base.checks import check_gather, check_ids, check_logps, warn_of_ratio
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -122,8 +122,10 @@ def check_loss(
 
 
 def counted_tokens(inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype) -> Tokens:
-    """`read_tokens`, and a warning of what the loss does not use of them."""
+    """`read_tokens`, their log-probabilities checked, and a warning of what the loss does not use of them."""
     tokens = read_tokens(inputs, dtype)
+    for name in inputs.logps:
+        check_logps(name, getattr(tokens, name))
     warn_of_inputs(
         config,
         objective,
