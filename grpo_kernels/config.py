@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_kernels.base.checks import check_number
 from grpo_kernels.base.choices import (
+    PRESETS,
     ImportanceSamplingLevel,
     KLEstimator,
     LogitsDtype,
@@ -275,10 +276,8 @@ def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
 
 def preset_hint(name: Any) -> str:
     """Return the words that point to the preset of this `name`, or nothing."""
-    from grpo_kernels import presets  # not at import: a preset is a LossConfig
-
     found = str(name).upper().replace("-", "_")
-    return f"; grpo_kernels.presets.{found} is that loss: GRPOLoss(presets.{found})" if found in presets.__all__ else ""
+    return f"; grpo_kernels.presets.{found} is that loss: GRPOLoss(presets.{found})" if found in PRESETS else ""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_kernels import GRPOLoss, LossConfig, presets
+from grpo_kernels.base import choices
 from grpo_kernels.base.trl_args import REFUSED
 from grpo_kernels.config import config_of_trainer
 from grpo_kernels.objective.losses import LOSSES
@@ -150,6 +151,7 @@ def test_every_published_algorithm_is_a_preset() -> None:
     assert set(presets.__all__) == {
         "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "LUSPO", "VESPO", "GMPO", "PPO", "REINFORCE", "RLOO",
     }  # fmt: skip
+    assert set(choices.PRESETS) == set(presets.__all__)
     for name in presets.__all__:
         assert isinstance(getattr(presets, name), LossConfig)
     source = presets.__loader__.get_source(presets.__name__)  # type: ignore[union-attr]
