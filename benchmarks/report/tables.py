@@ -120,8 +120,8 @@ def _memory(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
     about = {key: x for key, x in labels.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
     text = [f"{labels.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn."]
     text += [
-        "Logits do not depend on H, but what every head holds of the weight and its gradient does, so a ratio at a small",
-        "H is not that of a model: [memory.md](memory.md#real-models) has those, computed, with Liger.",
+        "Logits do not depend on H, but what every head holds of the weight and its gradient does, so a ratio at a",
+        "small H is not that of a model: [memory.md](memory.md#real-models) has those, computed, with Liger.",
     ]
     return [*text, "", *markdown(head, cells), *([""] if missing else []), *missing]
 
