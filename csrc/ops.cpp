@@ -102,7 +102,7 @@ void stats_of(const Chunk<T>& chunk, const Tensor& logps, const Tensor& max_logi
     // sum p^2 = (1 + squares) / (1 + rest)^2
     if (squares != nullptr) squares[i] = static_cast<T>(std::log1p(sums.squares) - 2.0 * row_stats(sums).log_sum);
     if (means != nullptr) means[i] = static_cast<T>(sums.total / static_cast<double>(chunk.vocab));
-    if (top1 != nullptr) top1[i] = sums.argmax == chunk.ids[i];
+    if (top1 != nullptr) top1[i] = sums.argmax == chunk.ids[i] && !std::isnan(row_stats(sums).log_sum);
   });
 }
 

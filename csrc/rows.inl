@@ -86,6 +86,17 @@ INLINE void add_to(double& total, Vector<T> v) {
 }
 
 template <class T, bool PLAIN>
+bool has_nan(const Row<T>& row) {
+  for (int64_t start = 0; start < row.size; start += kWidth<T>) {
+    const Vector<T> z = logits<T, PLAIN>(row, start);
+    for (int i = 0; i < kWidth<T>; ++i) {
+      if (z[i] != z[i]) return true;
+    }
+  }
+  return false;
+}
+
+template <class T, bool PLAIN>
 void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
   T max;
   find_max<T, PLAIN>(row, max, sums.argmax);
@@ -108,6 +119,8 @@ void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
       if (extras) add_to<T>(sums.squares, squares), add_to<T>(sums.total, total);
     }
   }
+  // inf - inf, of several +inf: the others' probability is 0, as beside a single one
+  if (max == T(INFINITY) && std::isnan(sums.rest) && !has_nan<T, PLAIN>(row)) sums.rest = sums.squares = 0.0;
   if (target >= 0 && target < row.size) {
     const Vector<T> z = scaled<T, PLAIN>(row, projection<T, PLAIN>(row, target, 1));
     sums.target = z[0], sums.target_term = exp(z - max)[0];

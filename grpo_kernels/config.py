@@ -8,13 +8,13 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from grpo_kernels.base.checks import check_number
 from grpo_kernels.base.choices import (
+    PRESETS,
     ImportanceSamplingLevel,
     KLEstimator,
     LogitsDtype,
@@ -22,6 +22,7 @@ from grpo_kernels.base.choices import (
     SamplingMode,
     choices,
 )
+from grpo_kernels.base.trl_args import check_args, loss_fields
 from grpo_kernels.objective.losses import loss_of
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class LossConfig:
             if name in _CHOICES:
                 allowed = _CHOICES[name]
                 if value not in allowed:
-                    raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+                    hint = preset_hint(value) if name == "loss_type" else ""
+                    raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
                 plain = allowed[allowed.index(value)]
             elif name in _SWITCHES:
                 if not isinstance(value, bool):
@@ -256,19 +258,26 @@ class LossConfig:
         deprecated ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in TRL.
 
         Raises:
-            ValueError: `args` asks for a loss type this library does not know.
-            TypeError: `args` has none of the fields: it is None, or a mapping of them (whose misspelt keys nobody would
-                see).
+            ValueError: `args` asks for a loss type this library does not know, or turns on what a `LossConfig` cannot
+                hold: ``use_adaptive_entropy``, ``mask_truncated_completions``, ``cast_lm_head_to_fp32``,
+                ``router_aux_loss_coef``. The message says what to do instead.
+            TypeError: `args` are those of a TRL trainer with another loss (``RLOOConfig``, ``DistillationConfig``), or
+                have none of the fields: None, or a mapping of them (whose misspelt keys nobody would see).
         """
-        names = {f.name for f in fields(cls) if hasattr(args, f.name)} - {"vllm_importance_sampling_correction"}
-        if not names:
-            hint = "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)" if isinstance(args, Mapping) else ""
-            raise TypeError(f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}")
-        found = {name: getattr(args, name) for name in names}
-        found = {name: value for name, value in found.items() if value is not None or name in _OPTIONAL}
-        if getattr(args, "vllm_importance_sampling_cap", None) is not None:
-            found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
-        return cls(**{**found, **overrides})
+        check_args(args, overrides.keys())
+        return config_of_trainer(args, **overrides)
+
+
+def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
+    """`LossConfig.from_trl` for a trainer of TRL, which itself does all that a `LossConfig` cannot hold."""
+    names = {field.name for field in fields(LossConfig)}
+    return LossConfig(**{**loss_fields(args, names, _OPTIONAL), **overrides})
+
+
+def preset_hint(name: Any) -> str:
+    """Return the words that point to the preset of this `name`, or nothing."""
+    found = str(name).upper().replace("-", "_")
+    return f"; grpo_kernels.presets.{found} is that loss: GRPOLoss(presets.{found})" if found in PRESETS else ""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_shape, check_tensor
+from grpo_kernels.base.checks import check_shape, check_tensor, warn_of_ratio
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Layout
 from grpo_kernels.call.loss import check_loss, counted_tokens, make_objective
@@ -91,6 +91,8 @@ def _loss_of(
     loss = _GivenLoss.apply(logps, entropies, done, tokens.layout)
     scores = [tokens.layout.scatter(x) for x in rows]
     num_items = inputs.num_items_in_batch is not None
+    if tokens.old_per_token_logps is not None:
+        warn_of_ratio(done.terms.token_log_ratio)
     metrics = loss_metrics(config, tokens, rows[1], done, has_grad.sum(), num_items=num_items)
     return LossOutput(loss, scores[0], scores[1], metrics, "given", "torch")
 

@@ -18,6 +18,7 @@ there is a third, c_t = d loss / d KL_t, and ``c_t p_j (log p_j - log q_j - KL_t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.head.reference import ReferenceHead
-from grpo_kernels.objective.checks import check_config, check_objective
+from grpo_kernels.objective.checks import check_config, check_names, check_objective
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
 from grpo_kernels.objective.metrics import Metrics
@@ -238,6 +239,10 @@ def _compiled_loss(
     return compiled.eagerly(_loss, inputs, head, execution, config, objective)
 
 
+_FIELDS = {field.name: None for field in fields(LossConfig)}
+_OF_CALL = dict.fromkeys(inspect.signature(grpo_loss).parameters)
+
+
 class GRPOLoss(nn.Module):
     """`grpo_loss` as a module.
 
@@ -264,6 +269,7 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_config(config)
+        check_names(fields, "a field of LossConfig", _FIELDS, "an argument of the module's call", _OF_CALL)
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
         check_options(engine, backend, workspace_bytes)
@@ -286,6 +292,7 @@ class GRPOLoss(nn.Module):
 
         `inputs` are its other arguments: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
+        check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", _FIELDS)
         inputs.setdefault("gradient", self.gradient)
         return grpo_loss(
             hidden,

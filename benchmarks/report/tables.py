@@ -94,7 +94,7 @@ def _sections(data: dict[str, Any]) -> list[Section]:
     for axis, cases in figures.series(data):
         found.append((f"Scaling: {AXES.get(axis, axis)}", (), _scaling(axis, cases)))
     if accuracy := figures.of_part(data, "accuracy"):
-        found.append(("Accuracy", ("exactness",), _accuracy(accuracy)))
+        found.append(("Accuracy", (), _accuracy(accuracy)))
     if (data.get("training") or {}).get("models"):
         found.append(("The head in a training step", ("training",), _training(data["training"])))
     if data.get("goals"):
@@ -119,6 +119,10 @@ def _memory(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
                 missing.append(f"- {case['n']:,} tokens, {labels.brief_name(name)}: {labels.tidy(x.get('reason', ''))}")
     about = {key: x for key, x in labels.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
     text = [f"{labels.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn."]
+    text += [
+        "Logits do not depend on H, but what every head holds of the weight and its gradient does, so a ratio at a",
+        "small H is not that of a model: [memory.md](memory.md#real-models) has those, computed, with Liger.",
+    ]
     return [*text, "", *markdown(head, cells), *([""] if missing else []), *missing]
 
 
@@ -166,7 +170,14 @@ def _scaling(axis: str, cases: dict[str, Case]) -> list[str]:
 
 def _accuracy(cases: dict[str, Case]) -> list[str]:
     """A table for each size of the logits."""
-    text = labels.about_all(cases)
+    text = [
+        "Each provider against float64, at the same hidden states and weight. Training does not make this comparison:",
+        "there old and new log-probabilities come from one head, whose rounding they share, and a policy that did not",
+        "move has ratios of 1 with any of them. The tables say how far a head is from log-probabilities made",
+        "elsewhere, such as those of a sampler with an fp32 head.",
+        "",
+        *labels.about_all(cases),
+    ]
     for name, case in sorted(cases.items(), key=lambda item: figures.by_logits(item[1])):
         rows = [row for row in rows_of({name: case}, lambda *_: "") if not figures.is_products(row.name)]
         text += ["", f"**{name}**", "", *table(rows, [("provider", columns.name), *columns.ALL_ERRORS, NOTE])]

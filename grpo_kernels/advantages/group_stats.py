@@ -157,8 +157,13 @@ def check_grouping(
     group_ids: Tensor | Sequence[int] | None,  # (rows,)
     device: torch.device,
     ranks: Agreement,
+    *,
+    fewest: int = 2,
 ) -> Grouping:
-    """Checked: groups of ``num_generations`` consecutive rows over all ranks, or of the rows of equal ``group_ids``."""
+    """Checked: groups of ``num_generations`` consecutive rows over all ranks, or of the rows of equal ``group_ids``.
+
+    `fewest` is the least ``num_generations``: what is compared with a group's other rows is 0 in a group of one.
+    """
     describe_grouping(rows, num_generations, group_ids, ranks)
     if (num_generations is None) == (group_ids is None):
         given = "neither" if group_ids is None else "both"
@@ -171,8 +176,9 @@ def check_grouping(
         return Grouping(rows, device, ids.to(torch.int64), None)
     if isinstance(num_generations, bool) or not isinstance(num_generations, int):
         raise TypeError(f"num_generations: expected an int, got {type(num_generations).__name__}")
-    if num_generations < 1:
-        raise ValueError(f"num_generations: expected at least 1, got {num_generations}")
+    if num_generations < fewest:
+        why = " completions of a prompt: alone each has advantage 0, and nothing trains" if num_generations == 1 else ""
+        raise ValueError(f"num_generations: expected at least {fewest}{why}, got {num_generations}")
     return Grouping(rows, device, None, num_generations)
 
 
@@ -259,14 +265,17 @@ def _padded(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) ->
 
 
 def bool_mask(mask: Tensor) -> Tensor:
-    """``completion_mask`` as (B, T) bool: non-zero counts. Raises for NaN; warns, once, of -inf."""
+    """``completion_mask`` as (B, T) bool: non-zero counts. Raises for NaN; warns, once, of other numbers than 0 and 1.
+
+    Integers on a GPU are not looked at, which would wait for it.
+    """
     real_tensor("completion_mask", mask)
     if mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
-    if mask.is_floating_point():
-        has_nan, has_minus_inf = bool(mask.isnan().any()), bool(mask.isneginf().any())
-        check_mask_values("completion_mask", has_nan=has_nan, has_minus_inf=has_minus_inf)
-    return mask != 0
+    counts = mask != 0
+    if (mask.is_floating_point() or mask.device.type == "cpu") and bool(mask.ne(counts).any()):
+        check_mask_values("completion_mask", has_nan=bool(mask.isnan().any()))
+    return counts
 
 
 def counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:

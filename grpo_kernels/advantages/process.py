@@ -49,7 +49,7 @@ def process_advantages(
         in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
         stats.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
         ranks.same({"dtype of step_rewards": given.dtype})
-        grouping = stats.check_grouping(batch_size, num_generations, group_ids, x.device, ranks)
+        grouping = stats.check_grouping(batch_size, num_generations, group_ids, x.device, ranks, fewest=1)
     groups = stats.sample_groups(grouping, ranks)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     moments = stats.moments(x.reshape(-1, 1), by_step, correction)

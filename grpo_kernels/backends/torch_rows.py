@@ -169,6 +169,8 @@ def _block_stats(
     exp_target, target = exps.gather(1, ids), z.gather(1, ids)
     is_argmax = ids == argmax
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
+    is_inf = top == torch.inf  # the others' probability is 0, also where there are several
+    rest = rest.masked_fill_(is_inf, 0.0)
     others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; is >= 1, so no cancelling
     log_sum = torch.log1p(rest)
     margin = others.log() + (top - target)
@@ -176,12 +178,12 @@ def _block_stats(
     out["max_logit"].copy_(top[:, 0])
     out["log_sum"].copy_(log_sum[:, 0])
     if "log_sum_sq_probs" in extras:
-        squares = torch.linalg.vector_norm(exps, dim=1, keepdim=True).square()
+        squares = torch.linalg.vector_norm(exps, dim=1, keepdim=True).square().masked_fill_(is_inf, 0.0)
         extras["log_sum_sq_probs"].copy_((squares.log1p() - 2 * log_sum)[:, 0])
     if "mean_logits" in extras:
         extras["mean_logits"].copy_(z.mean(dim=1))
     if "is_top1" in extras:  # of equal logits the one with the lowest id counts as the largest
-        extras["is_top1"].copy_(is_argmax[:, 0])
+        extras["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])  # none where there is no largest
     if "entropies" in out:
         mean_shifted = exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) / (1 + rest)
         out["entropies"].copy_((log_sum - mean_shifted)[:, 0])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HIGHEST_LOGP = 1e-3  # as rounding may make it
+HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of a batch's tokens
 
 
 @functools.cache
@@ -23,6 +27,15 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("grpo_kernels"):
         level, frame = level + 1, frame.f_back
     warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
+    known = [*names]
+    near = difflib.get_close_matches(name, known, n=1) or [x for x in known if x.endswith(f"_{name}")]
+    if not near:  # old_logps: old_per_token_logps
+        near = [x for x in known if {*name.split("_")} <= {*x.split("_")}]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
@@ -42,7 +55,8 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         ValueError: a sharded or meta tensor, or one on another device.
     """
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        hint = "; grpo_kernels.attach(module) computes with a head and its adapters" if isinstance(x, nn.Module) else ""
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
     if is_dtensor(x):
         raise ValueError(
             f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: use grpo_kernels.attach(lm_head) and its "
@@ -96,6 +110,20 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
         check_shape("bias", bias, ("(V,)", (weight.shape[0],)))
 
 
+def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
+    """Return the first `count` rows of `x`, which has a row for each of `weight`; what is no tensor as it is.
+
+    Raises:
+        ValueError: it has another number of rows.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    rows = weight.shape[0]
+    if x.shape[:1] != (rows,):
+        raise ValueError(f"{name}: expected a row for each of the {rows} of weight, got shape {tuple(x.shape)}")
+    return x[:count]
+
+
 def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
     """Raise ValueError if what should be hidden states (..., H) is as wide as weight (V, H) has rows, and H < V."""
     if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
@@ -133,14 +161,18 @@ def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
 
 
-def check_mask_values(name: str, *, has_nan: bool, has_minus_inf: bool) -> None:
-    """Raise ValueError if a mask has NaN; warn, once, of -inf, which stands in masks of another kind."""
+def check_mask_values(name: str, *, has_nan: bool) -> None:
+    """Refuse a mask with NaN; warn, once, of one that holds other numbers than 0 and 1.
+
+    Raises:
+        ValueError: there is NaN in it.
+    """
     if has_nan:
         raise ValueError(f"{name}: expected 0 or a number that is not, got nan")
-    if has_minus_inf:
-        warn_once(
-            f"{name}: -inf counts, as all but 0 does. In an additive attention mask it is 0 that counts: pass mask == 0"
-        )
+    warn_once(
+        f"{name}: it holds values other than 0 and 1, and all but 0 count alike. In an additive attention mask it is 0 "
+        "that counts: pass mask == 0. Weights belong into the advantages. Ids in the place of the mask: swap the two"
+    )
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
@@ -160,12 +192,49 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
     return None
 
 
+def check_logps(name: str, rows: Tensor | None) -> None:
+    """Raise unless `rows` (n,) of the argument `name`, at the counted positions, may be log-probabilities.
+
+    They are looked at on a CPU only, where that is no wait. NaN passes, and so does a number above 0 beside others that
+    are below: rounding makes it of a token that is nearly certain.
+
+    Raises:
+        ValueError: none is below 0.
+    """
+    if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
+        return
+    if not bool((rows < 0).any()):
+        highest = rows.nan_to_num(nan=0.0).amax().item()
+        if highest > HIGHEST_LOGP:
+            raise ValueError(
+                f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below 0, and {highest:.4g}: "
+                "of probabilities take the logarithm, of a negative log-likelihood (a cross entropy) the negative"
+            )
+
+
+def warn_of_ratio(log_ratio: Tensor | None) -> None:
+    """Warn, once, if the mean of a batch's `log_ratio` (n,) is that of no two policies of one run. On a CPU only."""
+    if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
+        return
+    if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
+        warn_once(
+            "old_per_token_logps: the mean ratio to them is outside of [1/20, 20], so they are hardly those of the "
+            "policy that sampled. Often they were made with another temperature, with unshifted ids, by another model, "
+            "or are summed over the sequence; completion_logprobs(..., loss_fn=loss_fn) makes them right"
+        )
+
+
 def check_budget(workspace_bytes: Any) -> None:
     """Raise unless `workspace_bytes` is a positive number of bytes."""
     if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int):
         raise TypeError(f"workspace_bytes: expected an int, got {workspace_bytes!r}")
     if workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")
+    if workspace_bytes < 2**20:
+        warn_once(
+            "workspace_bytes: less than 1 MiB, so that rows are computed a few at a time and slowly. The unit is "
+            "bytes: 512 MiB, the default, are 512 * 2**20"
+        )
 
 
 def check_gather(gather: Any) -> None:

@@ -31,3 +31,7 @@ RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 def choices(of: Any) -> tuple[str, ...]:
     """The names that a type of this file allows, in its order."""
     return get_args(of)
+
+
+# Names of `grpo_kernels.presets`, for errors that point there.
+PRESETS = ("CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "LUSPO", "PPO", "REINFORCE", "RLOO", "SAPO", "VESPO")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number
 from grpo_kernels.base.choices import DivergenceName, DivergenceOutput, choices
 from grpo_kernels.batch.tokens import counted_positions
@@ -79,11 +79,10 @@ def plan_divergence(
             planned.describe(ranks)
             asked = {"beta": inputs.beta, "outputs": inputs.outputs, "ids": inputs.ids is not None}
             ranks.same({**asked, **execution.described()})
-            ranks.same(
-                {"temperature": "one a position" if isinstance(rows.inv_temperature, Tensor) else options.temperature}
-            )
             ranks.same_bits("mask", rows.positions)
             ranks.same_bits("ids", rows.ids)
+            ranks.same({"hidden": described(planned.head.hidden)})
+            options.describe(ranks, rows.inv_temperature)
             _describe_expected(ranks, expected)
     planned = planned.divided(ranks)
     rows = planned.read_rows("ids", rows)

@@ -1,4 +1,4 @@
-"""The log's line that says what the library runs on: one for each kind of device in a process."""
+"""The log's lines that say what the library runs on: the first call on a kind of device, and the first that trains."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ _said: set[tuple[str, ...]] = set()
 def log_use(
     device: torch.device, backend: str, why_backend: str, engine: Engine, call: Situation, execution: Execution
 ) -> None:
-    """Log which backend and engine serve a call, and why: the first of a kind of device at INFO, what differs at DEBUG.
+    """Log which backend and engine serve a call, and why: at INFO the first on a kind of device and, if that only
+    scores, the first that trains; at DEBUG what differs.
 
     A line counts as said once somebody could read it. Reads no tensor, so nothing waits for the device.
     """
-    kind = device.type
-    level, key = (logging.DEBUG, (kind, backend, engine.name)) if (kind,) in _said else (logging.INFO, (kind,))
+    kind, use = device.type, "scores" if call.no_gradient else "trains"
+    is_known = (kind, "trains") in _said or (kind, use) in _said
+    level, key = (logging.DEBUG, (kind, backend, engine.name)) if is_known else (logging.INFO, (kind, use))
     if key in _said or not _logger.isEnabledFor(level):
         return
-    _said.update({(kind,), (kind, backend, engine.name)})
+    _said.update({(kind, use), (kind, backend, engine.name)})
     compiled = execution.needs_grad is not None  # an op of a graph is told its engine
     why = "chosen when the graph was compiled" if compiled else why_engine(engine, call, execution.engine)
     _logger.log(level, "on %s: backend %s (%s), engine %s (%s)", kind, backend, why_backend, engine.name, why)

@@ -100,20 +100,14 @@ def _describe(
     asked = planned.execution
     ranks.same(
         {
-            "final_logit_softcapping": options.final_logit_softcapping,
-            "logit_scale": options.logit_scale,
             "outputs": inputs.outputs,
-            "logits_dtype": options.logits_dtype,
             "hidden": described(planned.head.hidden),
             **asked.described(),
         }
     )
-    inv_t = rows.inv_temperature
-    ranks.same({"temperature": "one a position" if isinstance(inv_t, Tensor) else 1.0 / inv_t})
     ranks.same({"expected (coefficients, graded, of the entropy)": expected.kind})
     ranks.same_bits("mask", rows.positions)
     ranks.same_bits("ids", rows.ids)
-    if isinstance(inv_t, Tensor):
-        ranks.same_values({"temperatures": inv_t[:, 0]})
+    options.describe(ranks, rows.inv_temperature)
     if expected.may_have_grad is not None:
         ranks.same_bits("expected: where it is not 0", expected.may_have_grad)

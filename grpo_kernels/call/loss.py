@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement
-from grpo_kernels.base.checks import check_gather, check_ids
+from grpo_kernels.base.checks import check_gather, check_ids, check_logps, warn_of_ratio
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -60,6 +60,8 @@ class LossCall:
         """What happened, from the statistics of all rows and what they evaluated to."""
         assert stats.entropies is not None
         with_grad = self._has_grad(evaluation).sum()
+        if self.tokens.old_per_token_logps is not None:
+            warn_of_ratio(evaluation.terms.token_log_ratio)
         found = loss_metrics(self.config, self.tokens, stats.entropies, evaluation, with_grad, num_items=self.num_items)
         sparse = self.request.config.sparse
         return found if sparse is None else found.joined(sparse.spent[0].pairs())
@@ -120,8 +122,10 @@ def check_loss(
 
 
 def counted_tokens(inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype) -> Tokens:
-    """`read_tokens`, and a warning of what the loss does not use of them."""
+    """`read_tokens`, their log-probabilities checked, and a warning of what the loss does not use of them."""
     tokens = read_tokens(inputs, dtype)
+    for name in inputs.logps:
+        check_logps(name, getattr(tokens, name))
     warn_of_inputs(
         config,
         objective,

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import DotRowBackend
@@ -112,9 +113,9 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
         check_budget(budget)
     needs_grad = head.needs_grad() if execution.needs_grad is None else execution.needs_grad
     dtype = head.compute_dtype() if execution.dtype is None else execution.dtype
-    _warn_if_promoted(head, dtype)
+    _warn_if_promoted("hidden", head.hidden, "weight", weight, dtype)
     other, asks_tight = head.reference, execution.engine == "auto"
-    of_reference = None if other is None else other.weight
+    of_reference = None if other is None else (other.weight, other.compute_dtype(dtype))
     room = Room.of(weight, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference)
     if budget is None:
         budget = default_workspace(weight, needs_grad, ample=room.ample, heads=1 if other is None else 2)
@@ -136,9 +137,8 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
 
 def _plan_reference(reference: ReferenceHead, config: HeadConfig, dtype: torch.dtype) -> HeadConfig:
     """How its rows are projected, given how those of the policy are, whose products take operands of `dtype`."""
-    own = torch.promote_types(reference.hidden.dtype, reference.weight.dtype)
-    if dtype == torch.float64 or (dtype.itemsize == 2 and own.itemsize > 2):
-        own = dtype
+    own, prefix = reference.compute_dtype(dtype), reference.prefix
+    _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, own)
     scale, cap = reference.logit_scale, reference.final_logit_softcapping
     return replace(
         config,
@@ -149,22 +149,22 @@ def _plan_reference(reference: ReferenceHead, config: HeadConfig, dtype: torch.d
     )
 
 
-def _warn_if_promoted(head: LMHead, dtype: torch.dtype) -> None:
+def _warn_if_promoted(name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype) -> None:
     """Warn, once, of products in fp32 that the tensors' dtypes ask for and nobody may have meant.
 
     That is with a 16-bit weight, on a GPU that would multiply 16-bit operands an order of magnitude faster. An fp32
     weight is kept on purpose.
     """
-    if device_of(head.weight.device).slow_fp32 and dtype == torch.float32 and head.weight.dtype.itemsize == 2:
-        _warn_of_promotion(head.hidden.dtype, head.weight.dtype)
+    if device_of(weight.device).slow_fp32 and dtype == torch.float32 and weight.dtype.itemsize == 2:
+        _warn_of_promotion(name, hidden.dtype, weight_name, weight.dtype)
 
 
 @functools.cache
-def _warn_of_promotion(hidden: torch.dtype, weight: torch.dtype) -> None:
+def _warn_of_promotion(name: str, hidden: torch.dtype, weight_name: str, weight: torch.dtype) -> None:
     warnings.warn(
-        f"grpo_kernels: hidden in {hidden} with a weight in {weight}, outside autocast, is multiplied in "
-        "torch.float32, which takes a GPU about ten times as long as 16 bits. Cast hidden to the weight's dtype, or "
-        "call within torch.autocast; if float32 is meant, cast the weight to it",
+        f"grpo_kernels: {name} in {hidden} with a {weight_name} in {weight}, outside autocast, is multiplied in "
+        f"torch.float32, which takes a GPU about ten times as long as 16 bits. Cast {name} to the dtype of "
+        f"{weight_name}, or call within torch.autocast; if float32 is meant, cast {weight_name} to it",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.checks import check_gather, check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import TopKDivergenceName, TopKOutput, choices
 from grpo_kernels.batch.tokens import counted_positions
@@ -148,26 +148,22 @@ def _describe(
     ranks: Agreement, inputs: TopKInputs, planned: PlannedHead, options: HeadOptions, rows: Rows, weights: Tensor
 ) -> None:
     """Say which positions are compared with what, and how."""
-    inv_t, teacher = rows.inv_temperature, rows.top_k
+    teacher = rows.top_k
     assert teacher is not None
     ranks.same(
         {
-            "final_logit_softcapping": options.final_logit_softcapping,
-            "logit_scale": options.logit_scale,
-            "logits_dtype": options.logits_dtype,
+            "hidden": described(planned.head.hidden),
             "outputs": inputs.outputs,
             **planned.execution.described(),
             "divergence": repr(teacher.measure),
             "K": teacher.ids.shape[1],
-            "temperature": "one a position" if isinstance(inv_t, Tensor) else options.temperature,
         }
     )
     ranks.same_bits("mask", rows.positions)
     ranks.same_bits("teacher_ids", teacher.ids.reshape(-1))
     ranks.same_values({"expected": weights})
     ranks.same_values({"teacher_logps": teacher.logps.reshape(-1)})
-    if isinstance(inv_t, Tensor):
-        ranks.same_values({"temperatures": inv_t[:, 0]})
+    options.describe(ranks, rows.inv_temperature)
 
 
 def _read(rows: Rows, planned: PlannedHead) -> Rows:

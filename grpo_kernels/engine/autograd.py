@@ -174,10 +174,12 @@ def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
     return request.coefficients(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
 
 
-def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor | None:
-    """What came over what is left of it, at `indices`, where rows have one coefficient alone; None: they have more."""
-    (x, y), *others = ((x, y) for x, y in zip(came, left, strict=True) if y is not None)
-    return None if others or x is None else (x / y)[indices]
+def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor:
+    """Return what came over what is left of it, (m,) at `indices`; NaN in rows with more than one coefficient."""
+    pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in zip(came, left, strict=True) if y is not None]
+    x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
+    is_one = ((x != 0) | (y != 0)).sum(dim=0) == 1
+    return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
 
 
 @dataclass(frozen=True)
@@ -212,13 +214,12 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
-def _merge(
-    stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor | None
-) -> Gradients:
+def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor) -> Gradients:
     """What is stored, of the rows `grad_rows`, and a second sweep of `indices` together; row by row for all n rows.
 
     With one coefficient alone a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the
-    row is then taken from there alone, so that the difference of two numbers does not stand in for a small one.
+    row is then taken from there alone, so that the difference of two numbers does not stand in for a small one. NaN
+    says that it has more.
     """
 
     def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -231,7 +232,7 @@ def _merge(
             return None
         total = x.new_zeros(n, x.shape[1])
         total[grad_rows] = x
-        total[indices] = y * ratio[:, None] if ratio is not None else total[indices] + y
+        total[indices] = torch.where(ratio.isnan()[:, None], total[indices] + y, y * ratio[:, None])
         return total
 
     return Gradients(

@@ -30,7 +30,7 @@ class Room:
         workspace_bytes: int | None,
         *,
         asks_tight: bool,
-        reference: Tensor | None = None,
+        reference: tuple[Tensor, torch.dtype] | None = None,
     ) -> Room:
         """That of the device of `weight`. A CPU is not asked.
 
@@ -40,15 +40,15 @@ class Room:
             compute_dtype: what the products' operands are rounded to.
             workspace_bytes: the budget, None for the default.
             asks_tight: whether an engine is still to be chosen.
-            reference: the weight of another head, for operands of the same dtype.
+            reference: the weight of another head, and what its products' operands are rounded to.
         """
         device = device_of(weight.device)
         if device.free is None or device.is_capturing():
             return AMPLE
         held = 0
-        for x in (weight, reference):
-            dtype = None if x is None else converted_dtype(x, compute_dtype)
-            held += 0 if x is None or dtype is None else x.numel() * dtype.itemsize
+        for x, wanted in ((weight, compute_dtype), *([] if reference is None else [reference])):
+            dtype = converted_dtype(x, wanted)
+            held += 0 if dtype is None else x.numel() * dtype.itemsize
         heads = 1 if reference is None else 2
         least = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
         most = large_workspace(weight, needs_grad, heads) if workspace_bytes is None else workspace_bytes

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_kernels.base.quantile import quantile_of_numbers
 from grpo_kernels.engine.operands import Coefficients
 
-FAR_TOO_LARGE = 64.0  # times what came: more than six bits of what is stored would cancel
+FAR_TOO_LARGE = 8.0  # times what came: more than three bits of what is stored would cancel in d weight
 
 
 @dataclass(frozen=True)

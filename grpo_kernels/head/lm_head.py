@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.agreement import Agreement, described
-from grpo_kernels.base.checks import check_head, is_dtensor
+from grpo_kernels.base.checks import check_head, first_rows, is_dtensor
 from grpo_kernels.base.distributed import check_group
 from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import Room
@@ -190,16 +190,18 @@ class LMHead:
         return self._first_rows(sizes[rank]), shard if len(sizes) > 1 else None
 
     def _first_rows(self, count: int) -> LMHead:
-        """The first `count` ids of the head, and of its reference."""
+        """The first `count` ids of the head, and of its reference.
+
+        Raises:
+            ValueError: what has a row for each id does not fit the weight.
+        """
         other = None if self.reference is None else self.reference.first_rows(count)
         if self.weight.shape[0] == count:
             return replace(self, reference=other)
-
-        def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
-            return x[:count] if isinstance(x, Tensor) and x.shape[:1] == self.weight.shape[:1] else x
-
-        lora = None if self.lora is None else replace(self.lora, b=first(self.lora.b))
-        return replace(self, weight=self.weight[:count], bias=first(self.bias), lora=lora, reference=other)
+        lora, bias = self.lora, first_rows("bias", self.bias, self.weight, count)
+        if lora is not None:
+            lora = replace(lora, b=first_rows("lora.b", lora.b, self.weight, count))
+        return replace(self, weight=self.weight[:count], bias=bias, lora=lora, reference=other)
 
 
 def _sharding_group(weight: Any) -> ProcessGroup:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_number, check_shape, check_tensor, refuse_logits
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor, first_rows, refuse_logits
 
 SAME = "same"
 
@@ -58,15 +59,27 @@ class ReferenceHead:
         if self.final_logit_softcapping not in (SAME, None):
             check_number(f"{self.prefix}final_logit_softcapping", self.final_logit_softcapping, 0.0)
 
+    def compute_dtype(self, of_policy: torch.dtype) -> torch.dtype:
+        """Return the dtype that the products' operands are rounded to, given that of the policy's.
+
+        It is the tensors' own; within autocast no wider than the policy's, as autocast rounds both alike. Both heads
+        have one accumulator, so float64 is for both or for neither.
+        """
+        own = torch.promote_types(self.hidden.dtype, self.weight.dtype)
+        if of_policy == torch.float64 or (torch.is_autocast_enabled(self.hidden.device.type) and own.itemsize > 2):
+            return of_policy
+        return torch.float32 if own == torch.float64 else own
+
     def first_rows(self, count: int) -> ReferenceHead:
-        """The head's first `count` ids."""
+        """The head's first `count` ids.
 
-        def first(x: Any) -> Any:  # what does not fit the weight stays as it is, for the checks to come
-            return x[:count] if isinstance(x, Tensor) and x.shape[:1] == self.weight.shape[:1] else x
-
+        Raises:
+            ValueError: the bias does not fit the weight.
+        """
         if not isinstance(self.weight, Tensor) or self.weight.dim() == 0 or self.weight.shape[0] <= count:
             return self
-        return replace(self, weight=self.weight[:count], bias=first(self.bias))
+        bias = first_rows(f"{self.prefix}bias", self.bias, self.weight, count)
+        return replace(self, weight=self.weight[:count], bias=bias)
 
 
 def check_reference(reference: Any) -> None:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from grpo_kernels.base.checks import warn_once
-from grpo_kernels.config import LossConfig
+from grpo_kernels.base.checks import did_you_mean, warn_once
+from grpo_kernels.config import LossConfig, preset_hint
 from grpo_kernels.objective.losses import loss_of
 
 
 def check_config(config: Any) -> None:
     """Raise unless `config` is a LossConfig."""
     if not isinstance(config, LossConfig):
-        raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}")
+        raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}{preset_hint(config)}")
+
+
+def check_names(
+    given: Iterable[str], what: str, known: Collection[str], elsewhere: str, others: Collection[str]
+) -> None:
+    """Raise TypeError unless all names `given` are `known`; the message suggests one, or one of `others`."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            if name in others:
+                hint = f"; it is {elsewhere}"
+            elif not hint and (found := did_you_mean(name, others)):
+                hint = f"{found} It is {elsewhere}"
+            raise TypeError(f"{name}: expected {what}, got a name that is none{hint}")
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
@@ -49,6 +64,31 @@ def check_terms(
         raise ValueError(f"reference: expected None {why}, which does not read it, got one")
 
 
+SEQUENCE_EPSILON = 0.05  # far above all that is published for a ratio per sequence
+
+
+def _warn_of_clipping(config: LossConfig) -> None:
+    """Warn, once each, of clip ranges that are likely another number than was meant. They are TRL's to take."""
+    if config.loss_type == "gmpo" or loss_of(config).clipped is None:
+        return
+    low, high = config.epsilon, config.clip_high
+    if config.epsilon_high is not None and high >= 1.0:
+        warn_once(
+            f"epsilon_high: the upper bound of the ratio is 1 + epsilon_high, so that {high:g} hardly clips; DAPO's is "
+            "0.28 (presets.DAPO)"
+        )
+    if low >= 1.0:
+        warn_once(
+            f"epsilon: ratios are clipped to [1 - epsilon, 1 + epsilon_high], so that {low:g} never clips from below; "
+            "published values are 0.2 for a ratio per token, 3e-4 (presets.GSPO) for one per sequence"
+        )
+    elif config.importance_sampling_level == "sequence" and min(low, high) >= SEQUENCE_EPSILON:
+        warn_once(
+            f"epsilon: {low:g} with importance_sampling_level = 'sequence' hardly ever clips, since the mean over a "
+            "sequence moves little; GSPO's are epsilon = 3e-4 and epsilon_high = 4e-4 (presets.GSPO)"
+        )
+
+
 def warn_of_inputs(
     config: LossConfig,
     objective: Any,
@@ -66,6 +106,10 @@ def warn_of_inputs(
         )
     if ref_per_token_logps is not None and config.needs_reference_head:
         warn_once("ref_per_token_logps: not used by kl_estimator = 'full', which reads `reference`; leave it out")
+    if config.kl_estimator == "full" and config.beta == 0.0 and objective is None:
+        warn_once("kl_estimator: 'full' has no part in a loss with beta = 0; give beta a value, or leave it out")
+    if old_per_token_logps is not None and objective is None:
+        _warn_of_clipping(config)
     reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
     if sampling_per_token_logps is not None and not reads_sampling:
         warn_once(

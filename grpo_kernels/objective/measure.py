@@ -38,6 +38,8 @@ def metric_names(
     pairs = {
         "policy_loss": True,
         "entropy": True,
+        "advantages/mean": True,
+        "advantages/zero": True,
         "rows/projected": True,
         "rows/gradient": True,
         "kl": config.beta != 0.0,
@@ -72,7 +74,8 @@ def loss_metrics(
     bonus; ``clip_ratio/*``, ``cispo_clip_ratio`` and ``vespo/phi_seq_mean``, over the counted tokens, or over the
     sequences where there is one value per sequence; where the importance sampling ratio is made here,
     ``sampling/sampling_logp_difference/*``, of the tokens that the sampler could score, and
-    ``sampling/importance_sampling_ratio/*``. Ours: ``ratio``; ``importance_sampling_ratio``, its mean;
+    ``sampling/importance_sampling_ratio/*``. Ours: ``ratio``; ``advantages/mean`` and
+    ``advantages/zero``, mean and share of 0 over the counted tokens; ``importance_sampling_ratio``, its mean;
     ``sampling_unscored``, the share of the counted tokens whose sampling log-probability is NaN;
     ``off_policy_masked``, the share of the counted tokens that were dropped; ``rows/projected``, the share of the
     positions that were projected; ``rows/gradient``, the share of those that a backward product was done for,
@@ -86,6 +89,8 @@ def loss_metrics(
     n, speaks = len(tokens), layout.shard is None or layout.shard.rank == 0
     part.pairs["policy_loss"] = (evaluation.policy_loss, part.number(int(speaks)))
     part.over_tokens("entropy", entropies)
+    part.over_tokens("advantages/mean", tokens.advantages)
+    part.over_tokens("advantages/zero", tokens.advantages == 0)
     part.pairs["rows/projected"] = (part.number(n), part.number(math.prod(layout.shape)))
     part.pairs["rows/gradient"] = (with_grad.to(entropies.dtype), part.number(n))
     if terms.kl is not None:

@@ -74,7 +74,7 @@ def trl_advantages(rewards, num_generations, weights, scale, aggregation):
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_defaults_equal_trl(scale, aggregation):
-    for seed, (rows, num_generations, nan_share) in enumerate([(12, 4, 0), (12, 4, 0.4), (12, 2, 0.6), (3, 1, 0.3)]):
+    for seed, (rows, num_generations, nan_share) in enumerate([(12, 4, 0), (12, 4, 0.4), (12, 2, 0.6), (4, 2, 0.3)]):
         rewards, weights = random_rewards(seed, rows, 2, nan_share), torch.tensor([1.0, 0.3])
         expected = trl_advantages(rewards.clone(), num_generations, weights, scale, aggregation)
         options = {"scale": scale, "aggregation": aggregation, "reward_weights": weights}
@@ -347,7 +347,8 @@ INF = torch.tensor([0.0, math.inf])
         (ValueError, "exactly one of the two, got neither", lambda: adv.group_advantages(R8)),
         (ValueError, "exactly one of the two, got both", lambda: adv.group_advantages(R8, 2, group_ids=[0] * 8)),
         (ValueError, "num_generations: expected a divisor of the 8 .* got 3", lambda: adv.group_advantages(R8, 3)),
-        (ValueError, "num_generations: expected at least 1, got 0", lambda: adv.group_advantages(R8, 0)),
+        (ValueError, "num_generations: expected at least 2, got 0", lambda: adv.group_advantages(R8, 0)),
+        (ValueError, "num_generations: expected at least 2 .* got 1", lambda: adv.group_advantages(R8, 1)),
         (TypeError, "num_generations: expected an int, got float", lambda: adv.rloo_advantages(R8, 2.0)),
         (TypeError, "group_ids: expected integers", lambda: adv.group_advantages(R8, group_ids=R8)),
         (ValueError, r"group_ids: .* \(8,\), got \(7,\)", lambda: adv.group_advantages(R8, group_ids=[0] * 7)),

@@ -14,11 +14,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from benchmarks.report import labels, plots, tables
-from benchmarks.report.plots import cases, exactness, memory, step, style, time, training
+from benchmarks.report.plots import cases, memory, step, style, time, training
 from tests.support.bench_results import TRAINING, results, sparse
 
 Data = dict[str, Any]
-NAMES = ["step", "memory", "time", "exactness", "cases", "training"]
+NAMES = ["step", "memory", "time", "cases", "training"]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -60,7 +60,7 @@ def test_figures_are_the_same_bytes_again(rendered: list[Path], tmp_path: Path) 
 
 def test_a_figure_stays_within_its_card(data: Data) -> None:
     """Nothing that is written runs over an edge, and the card is light and solid: it is legible on any page."""
-    for module in (step, memory, time, exactness, cases, training):
+    for module in (step, memory, time, cases, training):
         figure = drawn(module, data)
         figure.draw_without_rendering()
         box = figure.bbox
@@ -138,22 +138,6 @@ def test_a_limit_is_never_drawn_as_slower_than_the_whole(data: Data) -> None:
         figure = drawn(time, changed)
         assert ("within noise" in words(figure)) is said
         assert ("matrix products alone:" in words(figure)) is not said
-
-
-def test_exactness_bars_are_the_shares_of_each_provider(data: Data) -> None:
-    figure = drawn(exactness, data)
-    logits = [data["cases"][name]["providers"] for name in ("logits 10", "logits 20", "logits 40")]
-    shares = {
-        x: tuple(round(case[x]["errors"]["ratio_off"], 2) for case in logits)
-        for x in logits[0]
-        if x != "products" and "errors" in logits[0][x] and "/" not in x and "@" not in x
-    }
-    widths = [bar.get_width() for bar in figure.axes[0].patches]
-    found = {tuple(round(x / 100, 2) for x in widths[i : i + 3]) for i in range(0, len(widths), 3)}
-    assert found == set(shares.values())
-    worst = max(case["trl"]["errors"]["ratio_off"] for case in logits)
-    assert exactness.claim(data) == f"bf16: up to {100 * worst:.0f} % of TRL's ratios are off, of ours none"
-    assert "Liger's fused GRPO" in words(figure)
 
 
 def test_cases_say_how_many_times_faster_ours_is(data: Data) -> None:

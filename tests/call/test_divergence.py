@@ -235,6 +235,36 @@ def test_heads_of_different_dtypes_keep_their_own() -> None:
     assert double.dtype == torch.float64
 
 
+def test_a_16_bit_student_leaves_its_teacher_in_fp32() -> None:
+    hidden, weight, *_ = given_tensors(torch.float32)
+    student = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    value = linear_divergence(*student, hidden, weight)  # of a teacher with the same numbers, not rounded
+    want = plain_divergence(*(x.double() for x in (*student, hidden, weight)))
+    torch.testing.assert_close(value.double(), want, rtol=1e-3, atol=1e-8)
+    assert want.mean() > 1e-5
+
+    config, ids = LossConfig(beta=0.1, kl_estimator="full"), torch.zeros(3, 7, dtype=torch.long)
+    reference = ReferenceHead(hidden, weight)
+    out = grpo_loss(*student, ids, None, torch.ones(3), reference=reference, config=config)
+    torch.testing.assert_close(out.metrics["kl"].double(), want.mean(), rtol=1e-3, atol=1e-8)
+
+
+def test_a_teacher_beyond_the_range_of_the_student_s_dtype() -> None:
+    *student, teacher_hidden, teacher_weight = given_tensors(torch.float32)
+    teacher_hidden.index_fill_(2, torch.tensor(0), 7e4)  # 65504 is the largest fp16
+    teacher, student = (teacher_hidden, teacher_weight * 1e-5), [x.half() for x in student]
+    value = linear_divergence(*student, *teacher)
+    want = plain_divergence(*(x.double() for x in (*student, *teacher)))
+    torch.testing.assert_close(value.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_float64_teacher_of_a_float32_student() -> None:
+    given = given_tensors(torch.float32)
+    value = linear_divergence(*given[:2], *(x.double() for x in given[2:]))
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, linear_divergence(*given))
+
+
 def test_the_teacher_gets_no_gradient() -> None:
     given = [x.requires_grad_() for x in given_tensors()]
     linear_divergence(*given).sum().backward()

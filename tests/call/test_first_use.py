@@ -38,6 +38,18 @@ def test_the_first_call_says_backend_and_engine_and_why_and_no_other_does(said: 
     assert line == f"on cpu: backend torch (asked for), engine one_pass ({REASON} before the forward)"
 
 
+def test_the_first_call_that_trains_is_said_after_one_that_scores(said: pytest.LogCaptureFixture) -> None:
+    batch = training_batch()
+    given = batch["hidden"], batch["weight"], batch["completion_ids"]
+    with said.at_level(logging.INFO, "grpo_kernels"):
+        for _ in range(2):
+            with torch.no_grad():  # a trainer's old log-probabilities
+                linear_logprob(*given, backend="torch")
+            GRPOLoss(backend="torch")(**batch)
+    engines = [line.partition("engine ")[2].split(" (")[0] for line in said.messages]
+    assert engines == ["score", "one_pass"]
+
+
 def test_for_debugging_each_backend_and_engine_is_said_once(said: pytest.LogCaptureFixture) -> None:
     batch = training_batch()
     with said.at_level(logging.DEBUG, "grpo_kernels"):

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels import (
+    GRPOLoss,
+    LoRA,
+    LossConfig,
     TokenInputs,
     attach,
     grpo_loss,
@@ -113,3 +116,64 @@ def test_an_objectives_own_mistake_stays_its_own() -> None:
 
     with pytest.raises(TypeError, match="NoneType"):
         grpo_loss(**BATCH, objective=wrong)
+
+
+@pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"])
+def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: str) -> None:
+    config = LossConfig(beta=0.1, off_policy_mask_threshold=1.0)
+    right = torch.linspace(-3.0, -1.0, 10).view(2, 5)
+    masked = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    given = {**BATCH, "ref_per_token_logps": right, "completion_mask": masked, "config": config}
+    for wrong in (-right, right.exp()):
+        with pytest.raises(ValueError, match=rf"^{name}: expected log-probabilities, <= 0 .*, got none below 0"):
+            grpo_loss(**{**given, name: wrong})
+    garbage = torch.where(masked == 0, 1e9, right)
+    rounded = torch.full((2, 5), 1e-6)  # tokens that are nearly certain
+    for fine in (right, garbage, rounded, torch.where(masked == 0, torch.nan, right)):
+        assert grpo_loss(**{**given, name: fine}).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda: GRPOLoss(old_logps=IDS),
+            r"^old_logps: expected a field of LossConfig, .* did you mean old_per_token_logps\? It is an argument",
+        ),
+        (lambda: GRPOLoss(num_items_in_batch=3), r"^num_items_in_batch: .*; it is an argument of the module's call"),
+        (lambda: GRPOLoss(epsilon_hi=0.3), r"^epsilon_hi: .*; did you mean epsilon_high\?"),
+        (lambda: GRPOLoss()(**BATCH, old_logps=IDS), r"^old_logps: .*; did you mean old_per_token_logps\?"),
+        (lambda: GRPOLoss()(**BATCH, beta=0.1), r"^beta: .*; it is a field, as in GRPOLoss"),
+        (
+            lambda: GRPOLoss("DAPO"),
+            r"^config: expected a LossConfig, got str; grpo_kernels\.presets\.DAPO is",
+        ),
+        (lambda: grpo_loss(**{**BATCH, "weight": nn.Linear(2, 2)}), r"^weight: .* got Linear; grpo_kernels\.attach"),
+    ],
+)
+def test_names_that_are_almost_right(made: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        made()
+
+
+@pytest.mark.parametrize("name", ["gspo", "GSPO", "ppo", "dr-grpo", "gsp"])
+def test_a_preset_in_the_place_of_a_loss_type(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^loss_type: expected one of grpo, ") as raised:
+        GRPOLoss(loss_type=name)  # type: ignore[arg-type]
+    named = f"; grpo_kernels.presets.{name.upper().replace('-', '_')} is that loss"
+    assert (named in str(raised.value)) == (name != "gsp")
+
+
+def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
+    hidden, weight, longer, bias = torch.ones(2, 3, 4), torch.ones(20, 4), torch.ones(40, 4), torch.zeros(20)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    adapter = LoRA(torch.ones(2, 4), torch.ones(20, 2))
+    with pytest.raises(
+        ValueError, match=r"^teacher_bias: expected a row for each of the 40 of weight, got shape \(20,"
+    ):
+        linear_divergence(hidden, weight, hidden, longer, teacher_bias=bias)
+    with pytest.raises(ValueError, match=r"^bias: expected a row for each of the 40 of weight, got shape \(20,\)"):
+        linear_logprob(hidden, longer, ids, bias=bias, vocab_size=20)
+    with pytest.raises(ValueError, match=r"^lora\.b: expected a row for each of the 40 of weight, got shape \(20, 2\)"):
+        linear_logprob(hidden, longer, ids, lora=adapter, vocab_size=20)
+    linear_logprob(hidden, longer, ids, bias=torch.zeros(40), vocab_size=20)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps, presets
 from grpo_kernels.base import checks
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
 from tests.support.small_batch import small_batch
 
+MASKS = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)
 NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 
 
@@ -34,12 +35,34 @@ def _warned_of_nothing() -> None:
         ({"sampling_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
         ({"old_per_token_logps": NORMAL.bfloat16()}, {}, "old_per_token_logps: rounded to torch.bfloat16"),
         ({"old_per_token_logps": NORMAL}, {}, None),
-        ({"completion_mask": torch.zeros(2, 5) - torch.inf}, {}, "completion_mask: -inf counts"),
-        ({"completion_mask": torch.zeros(2, 5) + torch.inf}, {}, None),
+        *(
+            ({"completion_mask": mask}, {}, "completion_mask: it holds values other than 0 and 1")
+            for mask in (
+                torch.zeros(2, 5) - torch.inf,
+                torch.full((2, 5), torch.finfo(torch.float32).min).triu(),
+                torch.full((2, 5), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
+                torch.full((2, 5), 0.5),
+                torch.arange(10).view(2, 5),
+                torch.full((2, 5), 255, dtype=torch.uint8),
+                -torch.ones(2, 5),
+            )
+        ),
+        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {}, "old_per_token_logps: the mean ratio to them"),
+        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "gmpo"}, "old_per_token_logps: the mean"),
+        ({"old_per_token_logps": NORMAL}, {"epsilon_high": 1.28}, "epsilon_high: the upper bound of the ratio is 1 +"),
+        ({"old_per_token_logps": NORMAL}, {"epsilon": 1.5, "epsilon_high": 0.3}, "epsilon: ratios are clipped to [1 -"),
+        ({"old_per_token_logps": NORMAL}, {"importance_sampling_level": "sequence"}, "epsilon: 0.2 with importance_"),
+        ({"old_per_token_logps": NORMAL}, presets.GSPO, None),
+        ({"old_per_token_logps": NORMAL}, presets.CISPO, None),
+        ({"old_per_token_logps": NORMAL}, presets.GMPO, None),
+        ({}, {"epsilon_high": 1.28}, None),  # nothing is clipped on-policy
+        ({}, {"kl_estimator": "full"}, "kl_estimator: 'full' has no part in a loss with beta = 0"),
+        *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
 )
 def test_what_is_likely_not_meant_is_warned_of_once(options: Any, config: Any, message: str | None) -> None:
-    given = {**small_batch(), **options, "config": LossConfig(**config)}
+    loss = config if isinstance(config, LossConfig) else LossConfig(**config)
+    given = {**small_batch(), **options, "config": loss}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -52,6 +75,15 @@ def test_what_is_likely_not_meant_is_warned_of_once(options: Any, config: Any, m
     for warning in ours:
         assert str(warning.message).startswith(f"grpo_kernels: {message}")
         assert warning.filename == __file__
+
+
+@pytest.mark.usefixtures("_warned_of_nothing")
+def test_a_workspace_of_a_few_bytes_warns_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (64, 512, 2**20):
+            grpo_loss(**small_batch(), workspace_bytes=size)
+    assert [str(x.message)[:50] for x in caught] == ["grpo_kernels: workspace_bytes: less than 1 MiB, so"]
 
 
 @pytest.mark.usefixtures("_warned_of_nothing")

@@ -111,10 +111,10 @@ def test_waits_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mask_of_floats_is_looked_at_in_the_same_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = call(name, Waits(), there=False, mask=MASK)
     with pretended(monkeypatch) as waits:
-        found = call(name, waits, mask=OnGPU(-0.5 * MASK))
+        found = call(name, waits, mask=OnGPU(1.0 * MASK))
         assert found.pop("waits") == CALLS[name][3]
         checks.warn_once.cache_clear()
-        with pytest.warns(UserWarning, match="completion_mask: -inf counts"):
+        with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
             odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
         with pytest.raises(ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"):
             call(name, waits, mask=OnGPU(MASK / MASK))

@@ -63,8 +63,9 @@ class Batch:
         self.table = self.rewards.double().reshape(rows, columns or 1).tolist()
         self.weights = [draw.uniform(-1, 2) for _ in range(columns)] if columns else [1.0]
         self.totals = [weighted(row, self.weights) for row in self.table]
-        if "consecutive" in options:
-            size = draw.choice([x for x in range(1, max(rows, 1) + 1) if rows % x == 0])
+        sizes = [x for x in range(2, max(rows, 2) + 1) if rows % x == 0]  # none of one row, which has no group
+        if "consecutive" in options and sizes:
+            size = draw.choice(sizes)
             self.groups: dict[str, Any] = {"num_generations": size}
             self.ids = [row // size for row in range(rows)]
         else:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import advantages as adv
-from grpo_kernels import grpo_loss, linear_logprob_with
+from grpo_kernels import grpo_loss, linear_divergence_with, linear_logprob_with, topk_divergence_with
 
 Arguments = dict[str, Any]
 ROWS = (4, 6)  # of the head, on each rank
@@ -75,10 +75,22 @@ def _logprob() -> Arguments:
     return {"hidden": given["hidden"], "weight": given["weight"], "ids": given["completion_ids"]}
 
 
+def _divergence() -> Arguments:
+    given, g = _loss(), torch.Generator().manual_seed(4)
+    teacher = {"teacher_hidden": torch.randn(2, 3, 5, generator=g), "teacher_weight": torch.randn(10, 5, generator=g)}
+    return {"hidden": given["hidden"], "weight": given["weight"], **teacher}
+
+
+def _top_k() -> Arguments:
+    given, g = _loss(), torch.Generator().manual_seed(5)
+    logps, ids = torch.randn(2, 3, 10, generator=g).log_softmax(-1).topk(4)
+    return {"hidden": given["hidden"], "weight": given["weight"], "teacher_ids": ids, "teacher_logps": logps}
+
+
 def _shard(whole: Arguments, rank: int) -> Arguments:
     """The head's rows divided."""
     part = whole | {"process_group": dist.group.WORLD, "hidden": whole["hidden"].detach().requires_grad_()}
-    for name in ("weight", "bias"):
+    for name in ("weight", "bias", "teacher_weight"):
         if part.get(name) is not None:
             part[name] = cut(part[name], ROWS, rank)
     if part.get("lora") is not None:
@@ -124,6 +136,8 @@ def _estimator(function: Callable[..., Any], **whole: Any) -> Call:
 CALLS = {
     "loss": Call(grpo_loss, _loss, _shard),
     "logprob": Call(linear_logprob_with, _logprob, _shard),
+    "divergence": Call(linear_divergence_with, _divergence, _shard),
+    "topk": Call(topk_divergence_with, _top_k, _shard),
     "sequence loss": Call(grpo_loss, _loss, _columns, _own_columns),
     "group": _estimator(adv.group_advantages, **PAIRS),
     "rloo": _estimator(adv.rloo_advantages, **PAIRS),

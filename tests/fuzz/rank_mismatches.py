@@ -186,20 +186,33 @@ def of_a_sharded_head() -> list[Mismatch]:
         Mismatch("another function", {}, "function|call|linear_logprob|grpo_loss", other_call="logprob"),
         differs("outputs", call="logprob", outputs=("entropy", "is_top1")),
         differs("no entropy", "outputs|entropy", "logprob", outputs=()),
-        differs("temperature", call="logprob", temperature=0.5),
-        differs("a temperature a token", "temperature", "logprob", temperature=torch.full((2, 3), 0.5)),
-        differs("soft-cap", call="logprob", final_logit_softcapping=5.0),
-        differs("logit_scale", call="logprob", logit_scale=2.0),
-        differs("logits_dtype", call="logprob", logits_dtype="input"),
         differs("mask", "mask|counted", "logprob", mask=torch.tensor([[1, 1, 1], [1, 1, 0]])),
         differs("ids", call="logprob", ids=lambda own: (own["ids"] + 1) % 10),
         differs("expected", call="logprob", expected=torch.ones(2, 3)),
+        *[kind for call in ("logprob", "divergence", "topk") for kind in of_logits(call)],
+        differs("divergence", "beta", "divergence", divergence="forward_kl"),
+        differs("teacher_logit_scale", "reference", "divergence", teacher_logit_scale=2.0),
+        differs("teacher_logps", call="topk", teacher_logps=lambda own: own["teacher_logps"] - 0.5),
         alone("ids out of range", "logprob", ids=torch.full((2, 3), 99)),
         alone("mask NaN", "logprob", mask=torch.full((2, 3), NAN)),
         alone("temperature 0", "logprob", temperature=0.0),
         alone("outputs unknown", "logprob", outputs=("surprise",)),
         alone("expected of another shape", "logprob", expected=torch.ones(5)),
         alone("logits_dtype unknown", "logprob", logits_dtype="int4"),
+    ]
+
+
+def of_logits(call: str) -> list[Mismatch]:
+    """Options of the logits, and the dtype of what they are made of."""
+    each = torch.linspace(0.5, 2.0, 6).view(2, 3)
+    return [
+        differs("temperature", call=call, temperature=0.5),
+        differs("a temperature a token", "temperature", call, temperature=torch.full((2, 3), 0.5)),
+        differs("other temperatures", "temperature", call, both={"temperature": each}, temperature=each.flip(0)),
+        differs("soft-cap", "softcapping", call, final_logit_softcapping=5.0),
+        differs("logit_scale", call=call, logit_scale=2.0),
+        differs("logits_dtype", call=call, logits_dtype="input"),
+        differs("dtype of hidden", "hidden", call, hidden=as_dtype("hidden", torch.bfloat16)),
     ]
 
 
@@ -261,7 +274,7 @@ def of_estimators() -> list[Mismatch]:
         differs("group form of rloo", form, "rloo", **ids),
         differs("scale of passk", "scale", "passk", scale="none"),
         differs("std of passk", "std", "passk", std="population"),
-        differs("num_generations of gpg", form, "gpg", num_generations=1),
+        differs("num_generations of gpg", form, "gpg", num_generations=4),
         differs("num_generations of opo", form, "opo", num_generations=4),
         differs("F of gdpo", "rewards|F|shape", "gdpo", rewards=lambda own: own["rewards"][:, None].expand(-1, 2)),
         differs("epsilon of gdpo", "epsilon", "gdpo", epsilon=0.1),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels.call import loss as call
 from tests.fuzz import __main__ as command
-from tests.fuzz import categories, harness
+from tests.fuzz import categories, expectations, harness
 from tests.fuzz.harness import Category
 from tests.fuzz.losses import LOSS
 
@@ -105,3 +105,14 @@ def test_random_trials_cover_what_they_are_to_cover() -> None:
     for name in ("packed", "strides", "garbage", "scale", "lora", "no_mask", "engine", "sampling", "bias", "frozen"):
         assert sum(bool(x.get(name)) for x in drawn) >= 20, name
     assert {x["dtype"] for x in drawn} == {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 2, "a": "random", "sent_entropy": "zeros", "bias": True},  # d hidden of a small row beside a large one
+        {"n": 2, "a": "random", "v": 130},  # d weight, where one row was expected to be twenty times the largest
+    ],
+)
+def test_what_failed_once(options: dict[str, Any]) -> None:
+    expectations.check({"name": "expected/61673036677", **options})

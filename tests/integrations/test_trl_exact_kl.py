@@ -76,19 +76,17 @@ def test_the_exact_term_costs_no_product_beyond_that_of_the_reference() -> None:
     assert counted[0] == counted[1]
 
 
-def test_without_beta_nothing_is_kept() -> None:
-    stock, _ = train(trl.GRPOTrainer, steps=1, mixin=Drawn)
-    ours, trainer = train(FusedGRPOTrainer, steps=1, mixin=Drawn, kl_estimator="full")
-    assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
-    assert trainer._reference_head is None
-
-
 class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer):
     pass
 
 
 REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
     "name": (FusedGRPOTrainer, {"kl_estimator": "k1"}, "kl_estimator: expected 'k3', which is TRL's own, or 'full'"),
+    "no KL term": (
+        FusedGRPOTrainer,
+        {"beta": 0.0},
+        "kl_estimator: expected 'k3' with beta = 0, .* got 'full'; give beta",
+    ),
     "loss of its own": (FusedGMPOTrainer, {}, "GMPOTrainer has a loss of its own"),
     "moving reference": (FusedGRPOTrainer, {"sync_ref_model": True}, "sync_ref_model: expected False"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 pytest.importorskip("trl")
 import trl
+from datasets import Dataset
 from trl.trainer.base_trainer import _BaseTrainer
 
 from benchmarks import tiny_models, tiny_run
+from grpo_kernels.base import checks
 from grpo_kernels.integrations.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl.row_count import PATCHED, RowCount
 
@@ -64,6 +67,25 @@ def test_a_patched_trainer_logs_the_rows_that_trl_passes_and_an_unpatched_one_no
     assert "log" not in vars(_BaseTrainer)
     steps, _ = logged(trl.GRPOTrainer)
     assert not any(ROWS & step.keys() for step in steps)
+
+
+def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
+    checks.warn_once.cache_clear()
+    with tempfile.TemporaryDirectory() as folder, patch_trl(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = gkd.GKDTrainer(
+            model=tiny_models.model("qwen3"),
+            teacher_model=tiny_models.model("qwen3", seed=5),
+            args=gkd.GKDConfig(**tiny_run.common_options(folder, 2), lmbda=0.0),
+            train_dataset=Dataset.from_dict({"messages": [turns] * 16}),
+            processing_class=tiny_models.tokenizer(),
+        )
+        trainer.train()
+    found = [str(x.message) for x in caught if "patch_trl" in str(x.message)]
+    assert len(found) == 1
+    assert found[0].startswith("grpo_kernels: patch_trl: GKDTrainer has trained a step without TRL's fused head")
 
 
 def test_distillation_logs_its_rows() -> None:

@@ -159,3 +159,11 @@ def test_a_sampler_without_log_probabilities_is_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected .+, got None"):
         train(FusedGRPOTrainer, fused=True, mixin=Silent)
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_correction_without_a_sampler_is_refused(corrects: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        args = tiny_run.config(folder, 1, vllm_importance_sampling_correction=corrects)
+        with pytest.raises(ValueError, match=r"^fused_sampling_correction: expected False without a sampler"):
+            tiny_run.train(FusedGRPOTrainer, args, fused_sampling_correction=True)

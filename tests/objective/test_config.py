@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 from grpo_kernels import GRPOLoss, LossConfig, presets
+from grpo_kernels.base import choices
+from grpo_kernels.base.trl_args import REFUSED
+from grpo_kernels.config import config_of_trainer
 from grpo_kernels.objective.losses import LOSSES
 
 OURS = {"kl_estimator", "final_logit_softcapping", "logit_scale", "logits_dtype"}
@@ -19,6 +23,78 @@ SWITCH = "vllm_importance_sampling_correction"
 def trl_config(**options: object) -> Any:
     trl = pytest.importorskip("trl")
     return trl.GRPOConfig(output_dir="unused", bf16=False, use_cpu=True, report_to="none", **options)
+
+
+# Fields of GRPOConfig that no loss of a batch of tokens depends on: the model, generation, rewards, the step, the log.
+OF_THE_TRAINER = """
+    model_init_kwargs trust_remote_code disable_dropout num_generations num_generations_eval ds3_gather_for_generation
+    shuffle_dataset pad_to_multiple_of generation_batch_size steps_per_generation top_p top_k min_p generation_kwargs
+    chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl
+    vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port
+    vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
+    num_iterations reward_weights multi_objective_aggregation scale_rewards sync_ref_model ref_model_mixup_alpha
+    ref_model_sync_steps max_tool_calling_iterations log_completions log_multimodal num_completions_to_print
+    log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
+    transformers_continuous_batching_config use_transformers_paged
+"""
+OF_ADAPTIVE_ENTROPY = {"entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"}
+
+
+def trl_config_of(name: str, **options: object) -> Any:
+    modules = {
+        "RLOOConfig": "trl", "DPOConfig": "trl", "SFTConfig": "trl",
+        "DistillationConfig": "trl.trainer.distillation_config", "GMPOConfig": "trl.experimental.gmpo",
+    }  # fmt: skip
+    pytest.importorskip("trl")
+    made = getattr(importlib.import_module(modules[name]), name)
+    return made(output_dir="unused", bf16=False, use_cpu=True, report_to="none", **options)
+
+
+def test_every_field_of_trls_is_taken_refused_or_not_of_the_loss() -> None:
+    """A field that a later TRL adds fails here until somebody has said which it is."""
+    theirs = trl_config()
+    inherited = {x.name for base in type(theirs).__mro__[1:] if dataclasses.is_dataclass(base) for x in fields(base)}
+    found = {x.name for x in fields(theirs)} - inherited
+    taken = ({x.name for x in fields(LossConfig)} - OURS) | {"vllm_importance_sampling_cap"}
+    groups = (taken, {*REFUSED}, OF_ADAPTIVE_ENTROPY, {*OF_THE_TRAINER.split()})
+    assert found == set().union(*groups)
+    assert sum(map(len, groups)) == len(found)
+    assert all(getattr(theirs, name) == neutral for name, (neutral, _) in REFUSED.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_adaptive_entropy", True),
+        ("mask_truncated_completions", True),
+        ("cast_lm_head_to_fp32", True),
+        ("router_aux_loss_coef", 0.1),
+    ],
+)
+def test_from_trl_refuses_what_it_cannot_hold(name: str, value: object) -> None:
+    given = trl_config(**{name: value})
+    with pytest.raises(ValueError, match=rf"^{name}: expected (False|None), .* got {value}; .* in a copy"):
+        LossConfig.from_trl(given)
+    assert config_of_trainer(given) == LossConfig()  # of a trainer that does it itself
+
+
+@pytest.mark.parametrize("name", ["RLOOConfig", "DPOConfig", "SFTConfig", "DistillationConfig"])
+def test_from_trl_refuses_the_arguments_of_another_loss(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^args: expected a trl\.GRPOConfig or its like, got {name}, of a trainer"):
+        LossConfig.from_trl(trl_config_of(name))
+
+
+def test_a_subclass_of_grpos_arguments_has_its_own_loss() -> None:
+    theirs = trl_config_of("GMPOConfig")
+    with pytest.raises(TypeError, match=r"got GMPOConfig, .*; its loss, if it is meant: from_trl\(args, loss_type="):
+        LossConfig.from_trl(theirs)
+    assert LossConfig.from_trl(theirs, loss_type="gmpo").loss_type == "gmpo"
+
+    class Mine(type(trl_config())):  # type: ignore[misc]
+        """A user's own options beside TRL's."""
+
+    mine = Mine(output_dir="unused", bf16=False, use_cpu=True, report_to="none", beta=0.1)
+    assert LossConfig.from_trl(mine).beta == 0.1
 
 
 def test_every_default_is_trls() -> None:
@@ -75,6 +151,7 @@ def test_every_published_algorithm_is_a_preset() -> None:
     assert set(presets.__all__) == {
         "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "LUSPO", "VESPO", "GMPO", "PPO", "REINFORCE", "RLOO",
     }  # fmt: skip
+    assert set(choices.PRESETS) == set(presets.__all__)
     for name in presets.__all__:
         assert isinstance(getattr(presets, name), LossConfig)
     source = presets.__loader__.get_source(presets.__name__)  # type: ignore[union-attr]

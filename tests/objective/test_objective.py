@@ -114,17 +114,17 @@ def test_published_estimators_on_policy() -> None:
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("old", [-1e4, 1e4])
-def test_a_ratio_that_overflows_leaves_no_nan(loss_type: str, old: float) -> None:
+@pytest.mark.parametrize(("old", "logp"), [(-1e4, -2.0), (-2.0, -1e4)])
+def test_a_ratio_that_overflows_leaves_no_nan(loss_type: str, old: float, logp: float) -> None:
     """Positive advantage, ratio inf or 0: the loss is finite (cispo, vespo: the weight is capped), the gradient too."""
     config = LossConfig(loss_type=loss_type)
     made = objective(config, tokens_of(torch.full((2, 5), old), torch.tensor([1.0, 0.0])))
-    logps = torch.full((10,), -2.0, dtype=torch.float64)
+    logps = torch.full((10,), logp, dtype=torch.float64)
     at = made.evaluate(logps, -logps)
     assert math.isfinite(at.loss)
     assert torch.isfinite(at.a).all()
     assert (at.a[5:] == 0).all()  # advantage 0
-    if loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gmpo") and old < 0:
+    if loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gmpo") and old < logp:
         assert (at.a == 0).all()  # clipped
 
 
@@ -156,6 +156,20 @@ def test_objective_and_metrics_do_not_wait_for_the_device(loss_type: str) -> Non
     assert waits.seen == []
     assert values["entropy"] == 2
     assert len(values) == len(metrics) > 6
+
+
+def test_rewards_in_the_place_of_advantages_show_in_the_metrics() -> None:
+    inputs = small_batch()
+    batch = len(inputs["advantages"])
+    rewards = torch.arange(batch) % 2
+    for advantages, mean, zero in (
+        (rewards.float(), rewards.float().mean(), 0.5),
+        (rewards - rewards.float().mean(), 0.0, 0.0),
+        (rewards[:, None].expand(inputs["completion_ids"].shape).float(), None, None),
+    ):
+        metrics = grpo_loss(**{**inputs, "advantages": advantages, "completion_mask": None}).metrics
+        assert metrics["advantages/mean"] == (0.5 if mean is None else mean)
+        assert metrics["advantages/zero"] == (0.5 if zero is None else zero)
 
 
 def test_unscored_tokens_of_the_sampler_are_counted() -> None:

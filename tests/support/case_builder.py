@@ -153,6 +153,7 @@ def make_case(
     ref = (logps + 0.5 * normal(b, t)).float()
     wide = dtype if dtype == torch.float64 else torch.float32
     sampling_logps = (old_logps if old else logps) + 0.3 * normal(b, t) + 0.3 * normal(b, 1)
+    old_logps, ref, sampling_logps = (x.clamp(max=-1e-3) for x in (old_logps, ref, sampling_logps))
     if teacher is not None:
         case = with_teacher(case, teacher, teacher_h, g)
     return case.but(

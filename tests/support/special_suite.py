@@ -170,6 +170,31 @@ class SpecialSuite:
         self.kernels.grad(Chunk(raw, ids, PLAIN), got, torch.ones_like(got.logps), None, out)
         assert torch.equal(out.isnan(), raw == INF)
 
+    def test_several_plus_inf(self) -> None:
+        """As a single one: an own log-probability is NaN, another's -inf, the sum beside the largest 0."""
+        for vocab in (40, *self.vocabs):
+            raw = self.randn(3, max(vocab, 4))
+            raw[:, 1], raw[:, -1] = INF, INF
+            raw[2, 2] = NAN
+            ids = torch.tensor([1, 0, 1], device=self.device)
+            got = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
+            assert got.entropies is not None
+            assert got.logps.isnan().tolist() == [True, False, True] and got.logps[1] == -INF
+            assert got.max_logit[:2].tolist() == [INF, INF]
+            assert got.log_sum[:2].tolist() == got.extras["log_sum_sq_probs"][:2].tolist() == [0.0, 0.0]
+            assert got.log_sum[2].isnan() and got.extras["log_sum_sq_probs"][2].isnan()
+            assert bool(got.entropies.isnan().all())
+            out = torch.empty_like(raw)
+            self.kernels.grad(Chunk(raw, ids, PLAIN), got, torch.ones_like(got.logps), None, out)
+            assert torch.equal(out[:2].isnan(), raw[:2] == INF) and bool(out[2].isnan().any())
+
+    def test_no_token_is_the_largest_of_a_row_without_one(self) -> None:
+        raw = self.randn(4, 40)
+        raw[:2, 3], raw[2] = NAN, -INF
+        ids = torch.tensor([3, int(raw[1].nan_to_num(nan=-INF).argmax()), 0, int(raw[3].argmax())], device=self.device)
+        got = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=False, extras=EXTRAS)
+        assert got.extras["is_top1"].tolist() == [False, False, False, True]
+
     def test_a_row_without_a_token(self) -> None:
         """An id of -1: log-probability, loss and gradient are NaN, also where the loss would be known without them."""
         raw, ids = self.randn(3, 20), torch.tensor([4, -1, 19], device=self.device)

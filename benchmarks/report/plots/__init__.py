@@ -10,10 +10,10 @@ from typing import Any
 def render(data: dict[str, Any], folder: Path) -> list[Path]:
     """The figures of which there are results, as PNG files in `folder`; which ones are not made is said on stderr."""
     # here and not above: whoever wants no figures needs no matplotlib
-    from benchmarks.report.plots import cases, exactness, memory, step, style, time, training
+    from benchmarks.report.plots import cases, memory, step, style, time, training
 
     drawn = {
-        "step": step.draw, "memory": memory.draw, "time": time.draw, "exactness": exactness.draw,
+        "step": step.draw, "memory": memory.draw, "time": time.draw,
         "cases": cases.draw, "training": training.draw,
     }  # fmt: skip
     made = []

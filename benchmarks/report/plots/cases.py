@@ -28,7 +28,11 @@ def draw(data: dict[str, Any]) -> Figure | None:
     names = [x for x in OTHERS if any(x in over for over in found.values())]
     notes = ["Lines: what the 20 and 80 % quantiles of the rounds of both allow."]
     figure = style.sheet(
-        data, claim(data), "Time over that of grpo_kernels, case by case", ROW * len(found) + 1.1, notes
+        data,
+        claim(data),
+        f"Time over that of grpo_kernels, case by case{_conditions(data, found)}",
+        ROW * len(found) + 1.1,
+        notes,
     )
     axes = figure.subplots()
     axes.set_xscale("log")
@@ -54,6 +58,15 @@ def draw(data: dict[str, Any]) -> Figure | None:
         words = f"{MARKS[name][1]} {labels.brief_name(name)}"
         axes.text(at, 1.012, words, transform=axes.transAxes, color=style.color(name), weight="bold", ha=side)
     return figure
+
+
+def _conditions(data: dict[str, Any], found: dict[str, Any]) -> str:
+    """The kind of device, and the dtype of most cases; those of another one carry it in their name."""
+    dtypes = [figures.compared(data)[name].get("dtype") for name in found]
+    most = max({x for x in dtypes if x}, key=dtypes.count, default=None)
+    parts = ["on a CPU" if data.get("device") == "cpu" else "", labels.DTYPES.get(most or "", "")]
+    said = ", ".join(x for x in parts if x)
+    return f"; {said} where no other dtype is named" if said else ""
 
 
 def faster(case: Case, name: str) -> Spread | None:

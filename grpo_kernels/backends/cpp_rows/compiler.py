@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
 import torch
 
@@ -24,6 +25,7 @@ FLAGS = (
 )  # fmt: skip
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_SECONDS = 300.0
+SILENT_SECONDS = 2.0  # of a compiler, before a line says that it is at work
 OR_WHEEL = "or install a wheel made by `make wheel`"
 BUILD = "python -m grpo_kernels.backends.cpp_rows.build"
 _logger = logging.getLogger(__name__)
@@ -58,7 +60,8 @@ def compiler() -> list[str]:
 def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
     """Compile every .cpp in `sources` in one call to the shared library `output`, with `extra` flags after `FLAGS`.
 
-    The log says when it begins and ends, and at DEBUG the command and what the compiler said.
+    The log says when it begins and ends, and at DEBUG the command and what the compiler said. After `SILENT_SECONDS`
+    one line on stderr says that it is at work.
 
     Raises:
         Unavailable: no compiler, one that fails, or one that takes too long; in one line.
@@ -74,17 +77,30 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
     _logger.info("compiling the C++ kernels with %s; once, unless torch or the sources change", command[0])
     _logger.debug("the command: %s", shlex.join(command))
     start = time.perf_counter()
+    told = Timer(SILENT_SECONDS, _say_that_it_compiles)
+    told.daemon = True
+    told.start()
     try:
         status, said = _run(command)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"the compiler took more than {COMPILER_SECONDS:g} s; {fix}") from None
     except OSError as error:
         raise Unavailable(f"the compiler does not run ({error}); {fix}") from None
+    finally:
+        told.cancel()
     if said:
         _logger.debug("the compiler said:\n%s", said.rstrip())
-    if status != 0 or not output.is_file():
+    if status != 0:
         raise Unavailable(f"the compiler failed (exit status {status}); {fix}")
+    if not output.is_file():
+        raise Unavailable(f"the compiler {command[0]} wrote no library, although it ended well; {fix}")
     _logger.info("compiled the C++ kernels in %.1f s", time.perf_counter() - start)
+
+
+def _say_that_it_compiles() -> None:
+    """One line for a user who waits: on stderr, since nobody may listen to the log."""
+    line = "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:

@@ -122,5 +122,5 @@ def store_statistics(rows, counts, ids, V, sums, z_target, results):
     if mean_logits_ptr is not None:
         tl.store(mean_logits_ptr + rows, total / V, mask=counts)
     if is_top1_ptr is not None:
-        tl.store(is_top1_ptr + rows, top_id == ids, mask=counts)
+        tl.store(is_top1_ptr + rows, (top_id == ids) & (log_sum == log_sum), mask=counts)
     return rest, log_sum, logp

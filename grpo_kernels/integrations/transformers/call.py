@@ -16,6 +16,7 @@ from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.head import HeadSpec
+from grpo_kernels.integrations.transformers.masks import check_attended, check_attention_mask
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.trunk import live_trunk
@@ -49,16 +50,20 @@ def run_scored(
     inputs = {"input_ids": batch.input_ids, **{name: x for name, x in inputs.items() if x is not None}}
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
         trunk, live = TrunkOptions(zero_advantage="train", padding="keep"), None
+    attention_mask, needed = inputs.get("attention_mask"), batch.needed()
+    check_attention_mask(attention_mask, batch.input_ids)
     base = heads.causal_lm(model)
     parameters = inspect.signature(type(base).forward).parameters
     if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs.setdefault("use_cache", False)
     head, check = heads.describe_head(model), not heads.is_checked(model)
+    if check or batch.input_ids.device.type == "cpu":  # later it would be a wait for the device
+        check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
     for _ in range(2):  # a second time with the constants that the first has measured, if the config was wrong
         call = _HeadCall(head, score, batch, check)
         if count is not None:
             count.reset()
-        with live_trunk(model, trunk, needed=batch.needed(), live=live, count=count), call.within(base):
+        with live_trunk(model, trunk, needed=needed, live=live, count=count), call.within(base):
             returned = model(**inputs)
         call.expect(returned)
         found = call.verified(base) if check else head
@@ -109,10 +114,10 @@ class Batch:
                 f"model: expected hidden states of {sequences} sequences and at least {min(count + 1, length)} "
                 f"positions at its head, got {tuple(hidden.shape)}; is logits_to_keep too small?"
             )
-        ids, mask = self.input_ids[:, -count:].to(hidden.device), self.completion_mask.to(hidden.device) != 0
+        ids, mask = self.input_ids[:, -count:].to(hidden.device), self.completion_mask.to(hidden.device)
         if hidden.shape[1] > count:
             return hidden[:, -count - 1 : -1], ids, mask
-        mask[:, 0] = False  # nothing predicts it
+        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)  # nothing predicts the first
         return hidden.roll(1, dims=1), ids, mask
 
 
@@ -188,7 +193,7 @@ class _HeadCall:
     def _own_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """One row (H,) that counts, if any does, and what the head's own forward makes of it, (V,)."""
         states, _, mask = self.batch.aligned(hidden)
-        row, column = divmod(int(mask.reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
+        row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         state = states[row, column].detach()
         with evaluating(self.head.module):
             return state, self.project(state.view(1, 1, -1)).view(-1)

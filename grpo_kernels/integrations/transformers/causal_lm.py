@@ -34,7 +34,7 @@ from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.call import Batch, run_scored
 from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
 from grpo_kernels.integrations.transformers.inputs import check_names
-from grpo_kernels.integrations.transformers.options import TrunkOptions, check_skip
+from grpo_kernels.integrations.transformers.options import TrunkOptions, check_loss_fn, check_skip, scoring_options
 from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
@@ -48,7 +48,8 @@ def completion_logprobs(
     attention_mask: Tensor | None,
     completion_mask: Tensor,
     *,
-    temperature: float = ...,
+    loss_fn: GRPOLoss | None = ...,
+    temperature: float | None = ...,
     entropy: Literal[True] = ...,
     padding: PaddingMode = ...,
     shared_prompts: bool = ...,
@@ -64,7 +65,8 @@ def completion_logprobs(
     attention_mask: Tensor | None,
     completion_mask: Tensor,
     *,
-    temperature: float = ...,
+    loss_fn: GRPOLoss | None = ...,
+    temperature: float | None = ...,
     entropy: Literal[False],
     padding: PaddingMode = ...,
     shared_prompts: bool = ...,
@@ -80,7 +82,8 @@ def completion_logprobs(
     attention_mask: Tensor | None,
     completion_mask: Tensor,
     *,
-    temperature: float = ...,
+    loss_fn: GRPOLoss | None = ...,
+    temperature: float | None = ...,
     entropy: bool,
     padding: PaddingMode = ...,
     shared_prompts: bool = ...,
@@ -95,7 +98,8 @@ def completion_logprobs(
     attention_mask: Tensor | None,  # (B, L)
     completion_mask: Tensor,  # (B, T)
     *,
-    temperature: float = 1.0,
+    loss_fn: GRPOLoss | None = None,
+    temperature: float | None = None,
     entropy: bool = True,
     padding: PaddingMode = "trim",
     shared_prompts: bool = False,
@@ -113,7 +117,8 @@ def completion_logprobs(
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts: with T the
             longest completion as TRL has it, or T = L and completions wherever they are. What stands in column t is
             predicted from column t - 1; the first column of all has nothing before it and never counts.
-        temperature: the logits are divided by it.
+        loss_fn: the loss that the log-probabilities are for: they have its temperature and `logits_dtype`.
+        temperature: the logits are divided by it; None: that of `loss_fn`, or 1 without one.
         entropy: whether to compute entropies.
         padding, shared_prompts, forward_overhead: what the model computes below its head, as in `causal_lm_loss`.
         model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
@@ -131,8 +136,8 @@ def completion_logprobs(
         RuntimeError: its forward does not call its head once.
     """
     trunk = TrunkOptions(padding=padding, shared_prompts=shared_prompts, forward_overhead=forward_overhead)
-    check_names(model, model_inputs, ("completion_mask", "temperature", "entropy", *TrunkOptions.NAMES), "")
-    batch = Batch.of(input_ids, completion_mask)
+    check_names(model, model_inputs, ("completion_mask", "loss_fn", "temperature", "entropy", *TrunkOptions.NAMES), "")
+    options, batch = scoring_options(loss_fn, temperature), Batch.of(input_ids, completion_mask)
 
     def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
@@ -140,8 +145,8 @@ def completion_logprobs(
             states,
             ids=ids,
             mask=mask,
-            temperature=temperature,
             outputs=("entropy",) if entropy else (),
+            **options,
             **head.constant_options,
             **head.tensors(states),
         )
@@ -195,8 +200,7 @@ def causal_lm_loss(
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
     """
-    if not isinstance(loss_fn, GRPOLoss):
-        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
+    check_loss_fn(loss_fn)
     loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
     for name in loss_inputs.keys() - _LOSS_INPUTS:
         raise ValueError(f"{name}: expected none here, where the model and loss_fn decide it, got one")

@@ -9,6 +9,7 @@ is only a first guess, and the model's own code decides: its forward is given `l
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,9 +90,15 @@ def describe_head(model: nn.Module) -> HeadSpec:
     Before the model has been run by this library it is what the config says; afterwards what the model really does.
 
     Raises:
-        TypeError: no transformers model, or a head that is not one linear layer; the message says what was found.
+        TypeError: no transformers model, an encoder-decoder model, or a head that is not one linear layer; the message
+            says what was found.
     """
     base = causal_lm(model)
+    if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
+        raise TypeError(
+            f"model: expected a model of one sequence, prompt and completion, got {type(base).__name__}, an "
+            "encoder-decoder model: call linear_logprob or grpo_loss with its decoder's hidden states and ids"
+        )
     head = base.get_output_embeddings()
     if head is None:
         raise TypeError(f"model: expected a causal language model, got {type(base).__name__}, which names no head")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Collection, Iterator
 
 import transformers.utils
 from torch import nn
 
+from grpo_kernels.base.checks import did_you_mean
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.transformers.head import unwrapped
 
@@ -46,9 +46,7 @@ def check_names(model: nn.Module, given: Collection[str], others: Collection[str
         if name in _OF_LOSS_CONFIG:
             raise TypeError(f"{expected} a field of LossConfig: set it on the loss, GRPOLoss({name}=...)")
         if name not in known:
-            names = sorted({*known, *others})
-            near = difflib.get_close_matches(name, names, n=1) or [x for x in names if x.endswith(f"_{name}")]
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = did_you_mean(name, sorted({*known, *others}))
             raise TypeError(f"{expected} a name that nothing there reads{hint}")
 
 

@@ -1,4 +1,4 @@
-"""Options that say what the trunk computes of a batch: `TrunkOptions`."""
+"""Options of the calls: what the trunk computes of a batch (`TrunkOptions`), and what scoring takes from a loss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage, choices
 from grpo_kernels.config import LossConfig
+from grpo_kernels.loss import GRPOLoss
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,26 @@ def check_skip(config: LossConfig) -> None:
         raise ValueError(f"{expected} with top_entropy_quantile, which is one of all sequences, got 'skip'")
     if config.corrects_sampling:
         raise ValueError(f"{expected} where the loss makes the importance sampling ratio, got 'skip'")
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise TypeError unless `loss_fn` is a `GRPOLoss`."""
+    if not isinstance(loss_fn, GRPOLoss):
+        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
+
+
+def scoring_options(loss_fn: GRPOLoss | None, temperature: float | None) -> dict[str, Any]:
+    """Return the options of `linear_logprob` with which log-probabilities are those of the loss.
+
+    Raises:
+        TypeError, ValueError: no `GRPOLoss`; a `temperature` beside it.
+    """
+    if loss_fn is None:
+        return {"temperature": 1.0 if temperature is None else temperature}
+    check_loss_fn(loss_fn)
+    if temperature is not None:
+        raise ValueError(f"temperature: expected None beside loss_fn, whose temperature serves, got {temperature}")
+    return {"temperature": loss_fn.config.temperature, "logits_dtype": loss_fn.config.logits_dtype}
 
 
 def _check_choice(name: str, value: Any, allowed: Any) -> None:

@@ -111,6 +111,12 @@ def check_estimator(name: Any) -> None:
         raise ValueError(f"kl_estimator: expected 'k3', which is TRL's own, or 'full', got {name!r}")
 
 
+def check_beta(trainer: Any) -> None:
+    """Raise ValueError if the KL term of `trainer` is to be the exact one and there is none."""
+    if trainer.kl_estimator == "full" and trainer.args.beta == 0.0:
+        raise ValueError("kl_estimator: expected 'k3' with beta = 0, which leaves no KL term, got 'full'; give beta")
+
+
 def check_trainer(trainer: Any, owner: type, compatible: bool) -> None:
     """Raise ValueError unless the KL term of `trainer`, whose loss `owner` defines, can be the exact one."""
     if not compatible:

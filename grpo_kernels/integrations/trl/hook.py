@@ -280,7 +280,8 @@ def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
     And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,
     configurations and losses stay TRL's; models that already have their fused head use ours from the next call
     on. What the trainers log has ``rows/projected`` and ``rows/gradient`` besides (`row_count`), which show that it is
-    at work. Calling it again changes nothing.
+    at work; a trainer that makes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) has none, and
+    one warning. Calling it again changes nothing.
 
     Args:
         logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.patching import Patches
 
 try:
@@ -102,7 +103,19 @@ def patch(patches: Patches) -> None:
 
 
 def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-    """transformers', with the rows."""
+    """transformers', with the rows; a warning where a step has been trained without any."""
     if self.model.training:
-        logs.update(PATCHED.take())
+        found = PATCHED.take()
+        if not found and "loss" in logs and not hasattr(self, "_row_count"):
+            _warn_not_reached(type(self).__name__)
+        logs.update(found)
     super(_BaseTrainer, self).log(logs, *args, **kwargs)
+
+
+def _warn_not_reached(trainer: str) -> None:
+    warn_once(
+        f"patch_trl: {trainer} has trained a step without TRL's fused head, so nothing of it is computed by "
+        "grpo_kernels. It makes all logits itself, as TRL's GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT and SDPO "
+        "trainers do; call attach(model.lm_head) in a loss of your own",
+        RuntimeWarning,
+    )

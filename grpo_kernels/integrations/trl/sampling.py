@@ -23,6 +23,15 @@ def is_corrected(trainer: Any) -> bool:
     return bool(getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
+def check_correction(trainer: Any) -> None:
+    """Raise ValueError if `fused_sampling_correction` is on and `trainer` makes no correction."""
+    if trainer.fused_sampling_correction and not is_corrected(trainer):
+        raise ValueError(
+            "fused_sampling_correction: expected False without a sampler to correct for (use_vllm=True and "
+            "vllm_importance_sampling_correction=True), got True"
+        )
+
+
 def is_aligned(trainer: Any) -> bool:
     """Whether every completion is trained on before the policy changes, so that it is the current policy's own."""
     generate_every = trainer.args.steps_per_generation * trainer.num_iterations

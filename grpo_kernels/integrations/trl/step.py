@@ -11,7 +11,7 @@ import torch
 import trl
 from torch import Tensor
 
-from grpo_kernels.config import LossConfig
+from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.integrations.transformers.options import check_skip
 from grpo_kernels.objective.normaliser import averaged_over
 
@@ -28,7 +28,7 @@ def check_options(trainer: Any, owner: type) -> None:
     """
     args = trainer.args
     if trainer.trunk_options.zero_advantage == "skip":
-        check_skip(LossConfig.from_trl(args))
+        check_skip(config_of_trainer(args))
         for name, is_set in (
             ("use_adaptive_entropy", getattr(args, "use_adaptive_entropy", False)),
             ("fused_sampling_correction", trainer.fused_sampling_correction),

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import GradientName, PaddingMode, ZeroAdvantage
 from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
-from grpo_kernels.config import LossConfig
+from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
@@ -98,6 +98,7 @@ class FusedLossMixin:
         if hook.compatible():
             heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
         step.check_options(self, self._loss_owner())
+        exact_kl.check_beta(self)
         if self._has_exact_kl:
             exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
 
@@ -118,6 +119,7 @@ class FusedLossMixin:
     def _prepared_batch(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
         self._reference_head = None
+        sampling.check_correction(self)
         prepare = super()._generate_and_score_completions  # type: ignore[misc]
         if not (self.fused_sampling_correction and sampling.is_corrected(self) and sampling.is_aligned(self)):
             return prepare(inputs)
@@ -171,7 +173,7 @@ class FusedLossMixin:
             loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
         if reference.divergences is None:
             raise RuntimeError("kl_estimator: expected trl's loss to call its fused head, got none")
-        config = LossConfig.from_trl(self.args)
+        config = config_of_trainer(self.args)
         return exact_kl.add_term(self, config, loss, inputs, reference.divergences)
 
     def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
@@ -276,7 +278,7 @@ class FusedLossMixin:
         if self._lacks_ratio is not None and overrides.get("loss_type") != "gmpo":
             overrides |= sampling.options(self)
         try:
-            return dataclasses.replace(LossConfig.from_trl(self.args), **overrides)
+            return dataclasses.replace(config_of_trainer(self.args), **overrides)
         except (TypeError, ValueError) as error:
             warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=2)
             return None

@@ -120,7 +120,7 @@ def hanging(world: World) -> None:
         (lambda w: w.patch.setenv("CXX", "no-such -O3"), "no C++ compiler: no-such, which CXX names, is not on PATH"),
         (lambda w: w.patch.setenv("CXX", 'g++ "'), "expected a command in CXX, got 'g++ \"' (No closing quotation)"),
         (lambda w: w.compiler("echo last words >&2; exit 3"), "the compiler failed (exit status 3)"),
-        (lambda w: w.compiler("exit 0"), "the compiler failed (exit status 0)"),
+        (lambda w: w.compiler("exit 0"), "cxx wrote no library, although it ended well"),
         (hanging, "the compiler took more than 0.5 s"),
         (lambda w: (w.sources / "ops.cpp").unlink(), "its sources are not in"),
         (lambda w: w.cache.write_text("a file"), "cannot be written"),
@@ -249,3 +249,14 @@ def test_command_says_where_or_why_not(world, capsys):
     world.compiler("exit 1")
     assert build.main(["--into", str(world.folder / "there")]) == 1
     assert "the compiler failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_compiler_that_takes_long_is_told_of_in_one_line(
+    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slow: bool
+) -> None:
+    monkeypatch.setattr(compiler, "SILENT_SECONDS", 0.05 if slow else 60.0)
+    world.compiler(f'{"sleep 0.5; " if slow else ""}printf "{GOOD}" > "$out"')
+    world.find()
+    line = "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached\n"
+    assert capfd.readouterr().err == (line if slow else "")
