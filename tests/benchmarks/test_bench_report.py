@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import columns, compare, labels, tables
-from tests.support.bench_results import ABSENT, TRAINING, results, sparse
+from tests.support.bench_results import ABSENT, TRAINING, parsed, results, sparse
 
 Data = dict[str, Any]
 
@@ -17,24 +17,6 @@ Data = dict[str, Any]
 @pytest.fixture(scope="module")
 def data() -> Data:
     return results()
-
-
-def parsed(text: list[str], title: str) -> list[list[dict[str, str]]]:
-    """The tables under a heading, each a list of rows by column."""
-    start = next(i for i, line in enumerate(text) if line == f"## {title}")
-    found: list[list[dict[str, str]]] = []
-    head: list[str] = []
-    for before, line in zip(text[start:], text[start + 1 :], strict=False):
-        if line.startswith("## "):
-            break
-        cells = [cell.strip() for cell in line[1:-1].split("|")] if line.startswith("|") else []
-        if cells and not before.startswith("|"):
-            head = cells
-            found.append([])
-        elif cells and not line.startswith("| ---"):
-            assert len(cells) == len(head)
-            found[-1].append(dict(zip(head, cells, strict=True)))
-    return found
 
 
 def close(text: str, value: float) -> bool:

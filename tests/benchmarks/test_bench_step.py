@@ -22,8 +22,7 @@ from benchmarks.harness.results import Results
 from benchmarks.report import step as report
 from benchmarks.report import tables
 from benchmarks.step_run import SCENES, VARIANTS, Scene, completion, saved_bytes
-from tests.benchmarks.test_bench_report import parsed
-from tests.support.bench_results import results
+from tests.support.bench_results import parsed, results
 
 REGROUPED = ("shared, regrouped", "skip, split, shared, regrouped")
 FIRST = [233, 39, 177, 31, 33, 188, 217, 175, 252, 1]

@@ -181,8 +181,8 @@ def test_what_does_not_fit_a_head_with_padding_is_refused() -> None:
     wrong = {
         r"^lora: expected a LoRA, got tuple": {"lora": (a, b)},
         r"^lora\.b: expected a tensor, got NoneType": {"lora": LoRA(a, None)},  # type: ignore[arg-type]
-        r"^lora\.b: expected shape \(V, r\) = \(7, 2\), got \(9, 2\)": {"lora": LoRA(a, b[:9])},
-        r"^bias: expected shape \(V,\) = \(7,\), got \(12,\)": {"bias": torch.randn(12)},
+        r"^lora\.b: expected a row for each of the 10 of weight, got shape \(9, 2\)": {"lora": LoRA(a, b[:9])},
+        r"^bias: expected a row for each of the 10 of weight, got shape \(12,\)": {"bias": torch.randn(12)},
     }
     for says, options in wrong.items():
         with pytest.raises((TypeError, ValueError), match=says):

@@ -186,6 +186,24 @@ TRAINING = {
 }  # fmt: skip
 
 
+def parsed(text: list[str], title: str) -> list[list[dict[str, str]]]:
+    """The tables under a heading, each a list of rows by column."""
+    start = next(i for i, line in enumerate(text) if line == f"## {title}")
+    found: list[list[dict[str, str]]] = []
+    head: list[str] = []
+    for before, line in zip(text[start:], text[start + 1 :], strict=False):
+        if line.startswith("## "):
+            break
+        cells = [cell.strip() for cell in line[1:-1].split("|")] if line.startswith("|") else []
+        if cells and not before.startswith("|"):
+            head = cells
+            found.append([])
+        elif cells and not line.startswith("| ---"):
+            assert len(cells) == len(head)
+            found[-1].append(dict(zip(head, cells, strict=True)))
+    return found
+
+
 def _step_variant(seconds: float, mib: float, options: dict[str, Any] | None) -> dict[str, Any]:
     """A variant of the part "step" in two rounds of three steps; the second round takes a tenth more."""
     samples = [[seconds * step * slow for step in (0.5, 1.0, 1.5)] for slow in (1.0, 1.1)]
