@@ -100,8 +100,8 @@ def clipped(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 
 
 def assert_clipped(loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Any], *shape: int) -> None:
-    logps = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    old, advantages, mask = -torch.randn_like(logps).abs(), torch.randn_like(logps), torch.rand(shape) < 0.7
+    logps = (torch.randn(shape, dtype=torch.float64) - 4).requires_grad_()
+    old, advantages, mask = torch.randn_like(logps) - 4, torch.randn_like(logps), torch.rand(shape) < 0.7
     (expected,) = torch.autograd.grad(clipped(logps, old, advantages, mask), logps)
     loss = loss_of(logps, old, advantages, mask)
     assert_close(loss, clipped(logps, old, advantages, mask))
