@@ -50,7 +50,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one forward of the trunk computes, (b, l) each; ``stored`` is False for padding.
+    """Cells that one forward of the trunk computes, (b, l) each; ``stored`` is False for padding.
 
     ``positions`` is None where the model counts columns by itself; ``isolated`` says what keeps the segments of a strip
     apart: nothing (one segment a strip), the position ids, or a mask.

@@ -12,7 +12,7 @@ from grpo_kernels.loss import GRPOLoss
 
 @dataclass(frozen=True)
 class TrunkOptions:
-    """What the trunk computes of a batch; docs/training-step.md.
+    """Choice of what the trunk computes of a batch; docs/training-step.md.
 
     Attributes:
         zero_advantage: what becomes of sequences in which no token has a gradient (advantage 0 without KL term and

@@ -1,10 +1,10 @@
-"""What the forwards of a trunk computed, of what the padded batch holds: `TokenCount`."""
+"""`TokenCount`: tokens that the forwards of a trunk computed, of those that the padded batch holds."""
 
 from __future__ import annotations
 
 
 class TokenCount:
-    """Sequences and tokens of forwards with gradient: what the trunk computed, of what the padded batch holds."""
+    """Sequences and tokens of the calls with gradient: how many there were, and how many the trunk computed."""
 
     def __init__(self) -> None:
         self.reset()
