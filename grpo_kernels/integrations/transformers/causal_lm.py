@@ -249,7 +249,7 @@ _LOSS_INPUTS |= {"importance_sampling_ratio", "num_items_in_batch"}
 
 
 def _live(loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict[str, Any]) -> Tensor | None:
-    """(B,) bool: sequences that may get a gradient; None: not known, or none does."""
+    """(B,) bool: sequences that may get a gradient; None: not known, or no gradient is wanted."""
     is_known = loss_fn.objective is None and type(loss_fn).forward is GRPOLoss.forward
     if not is_known or not torch.is_grad_enabled():
         return None

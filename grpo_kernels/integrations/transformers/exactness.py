@@ -104,6 +104,7 @@ def _padded(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, 
 
 
 def _off(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of `want`."""
     return ((got - want).double().norm() / want.double().norm().clamp(min=1e-30)).item()
 
 

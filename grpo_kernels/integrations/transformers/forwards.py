@@ -49,7 +49,7 @@ class TrunkInputs:
         return cls(ids, mask, per_token, constants)
 
     def wider(self, columns: int) -> TrunkInputs:
-        """The same inputs with `columns` more of padding on the right."""
+        """Return these inputs with `columns` more of padding on the right, (B, L + columns)."""
         found = {name: nn.functional.pad(x, (0, columns)) for name, x in self.per_token.items()}
         mask = torch.ones_like(self.ids) if self.mask is None else self.mask
         ids, mask = (nn.functional.pad(x, (0, columns)) for x in (self.ids, mask))
