@@ -79,7 +79,14 @@ def _run_processes(commands: Sequence[Sequence[str]], results: Results, until: f
     read, write = os.pipe()
     with os.fdopen(write, "w") as out:
         processes = [start(command, env=environment(toy=toy), out=out) for command in commands]
-    timer = threading.Timer(max(0.0, until - time.time()), lambda: [stop(process) for process in processes])
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        for process in processes:
+            stop(process)
+
+    timer = threading.Timer(max(0.0, until - time.time()), end)
     timer.start()
     try:
         with os.fdopen(read, errors="replace") as lines:
@@ -88,7 +95,7 @@ def _run_processes(commands: Sequence[Sequence[str]], results: Results, until: f
                     _note(results, json.loads(line))
                 else:
                     print(line, end="", flush=True)
-        return timer.is_alive()
+        return not late.is_set()
     finally:
         timer.cancel()
         for process in processes:
@@ -167,7 +174,7 @@ def _checked(compare: Callable[..., Iterator[Compared]], *given: Any) -> Check:
         shares = {}
         for name, got, want, size, allowed in compare(*given):
             share = ((got.double() - want) / (allowed * size)).detach().abs().nan_to_num(nan=torch.inf)
-            shares[name] = float(share.max())
+            shares[name] = share.max().item()
         worst = max(shares, key=lambda name: shares[name])
         status = "ok" if shares[worst] <= 1 else "wrong"
         return {"status": status, "error": f"{shares[worst]:.2g} of what is allowed, in {worst}"}
@@ -192,8 +199,8 @@ class Case:
 
     def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, in_place: bool) -> None:
         self.device, self.vocab, self.dtype = device, vocab, dtype
-        g = torch.Generator().manual_seed(vocab)
-        normal = lambda *shape: torch.randn(shape, generator=g).to(device)  # noqa: E731
+        torch.manual_seed(vocab)
+        normal = lambda *shape: torch.randn(shape, device=device)  # noqa: E731
         raw, teacher_raw = 3.0 * normal(ROWS, vocab), 3.0 * normal(ROWS, vocab)
         self.a, self.b, self.c = SCALE * normal(3, ROWS)
         self.old_gap, self.ref_gap = 0.2 * normal(2, ROWS)
@@ -328,9 +335,8 @@ def compare_teacher_fused(case: Case, kernels: Any) -> Iterator[Compared]:
 
 def compare_dot(case: Case, kernels: Any) -> Iterator[Compared]:
     """`dot` and `combine`: hidden states (n, 128) and weight (V, 128) in place of the logits, which are not rounded."""
-    g = torch.Generator().manual_seed(case.vocab)
-    hidden = torch.randn(ROWS, 128, generator=g).to(case.device, case.dtype)
-    weight = (torch.randn(case.vocab, 128, generator=g) / 4).to(case.device, case.dtype)
+    hidden = torch.randn(ROWS, 128, device=case.device).to(case.dtype)
+    weight = (torch.randn(case.vocab, 128, device=case.device) / 4).to(case.dtype)
     transform = replace(case.chunk.transform, rounded_to=None)
     stats = kernels.score_dot(hidden, weight, case.chunk.ids, transform, entropy=True)
     logps = log_probs(hidden.double() @ weight.double().T, transform)
@@ -358,11 +364,11 @@ def compare_engine(engine: str, sizes: Sizes, device: torch.device) -> Iterator[
     from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 
     (b, t, width), vocab, dtype = sizes.engine, sizes.vocabs[1], sizes.engine_dtype
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(b, t, width, generator=g).to(device, dtype).requires_grad_()
-    weight = (torch.randn(vocab, width, generator=g) * (2.0 / width**0.5)).to(device, dtype)
+    torch.manual_seed(0)
+    hidden = torch.randn(b, t, width, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, device=device) * (2.0 / width**0.5)).to(dtype)
     weight.requires_grad_(engine != "frozen")
-    ids = torch.randint(vocab, (b, t), generator=g).to(device)
+    ids = torch.randint(vocab, (b, t)).to(device)
     h64, w64 = (x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight))
     all_logps = (h64 @ w64.T).log_softmax(-1)
     logps, entropies = all_logps.gather(-1, ids[..., None])[..., 0], -(all_logps.exp() * all_logps).sum(-1)
@@ -375,7 +381,7 @@ def compare_engine(engine: str, sizes: Sizes, device: torch.device) -> Iterator[
     mask = torch.ones(b, t, device=device)
     mask[0, t // 2 :] = 0.0
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.5], device=device)  # of one sequence none: nothing to compute
-    old = logps.detach().float() + 0.2 * torch.randn(b, t, generator=g).to(device)
+    old = logps.detach().float() + 0.2 * torch.randn(b, t, device=device)
     out = grpo_loss(
         hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2), old_per_token_logps=old, engine=engine,
         backend="triton",
