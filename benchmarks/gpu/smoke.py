@@ -34,7 +34,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 Compared = tuple[str, Tensor, Tensor, Tensor | float, float]  # name, ours, float64's, its size, error allowed of that
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STATISTIC = 2e-5  # allowed of a statistic, of 1 + its size
-GRADIENT = {FP32: 1e-4, BF16: 2**-8, FP16: 2**-10}  # allowed of d logits by their dtype
+GRADIENT = {FP32: 1e-4, BF16: 5e-3, FP16: 6e-4}  # allowed of d logits by their dtype: half a unit and more
 PRODUCT = {FP32: 1e-4, BF16: 1e-2}  # allowed of a whole gradient by the dtype of the head, in the norm
 SCALE = 1024.0  # of the coefficients, so that gradients of a long row are normal numbers of fp16
 ROWS = 16
