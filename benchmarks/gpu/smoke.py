@@ -209,6 +209,7 @@ class Case:
             inv_t, bias, beta = 1.0 + 0.1 * normal(ROWS, 1), normal(vocab), 0.5
             transform = replace(transform, scale=1.5, softcap=6.0, inv_temperature=inv_t, bias=bias)
         ids = torch.linspace(0, vocab - 1, ROWS).long().to(device)  # the first and the last among them
+        raw[torch.arange(0, ROWS, 2), ids[::2]] += 20.0  # every other target is certain
         teacher = Teacher(padded(teacher_raw), LogitTransform(), beta)
         self.pair = Chunk(padded(raw), ids, transform, teacher=teacher)
         self.chunk = replace(self.pair, teacher=None)
