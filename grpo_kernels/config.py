@@ -1,4 +1,4 @@
-"""What loss is computed: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``, checked once.
+"""Options of the loss: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``, checked once.
 
 Every name and default is TRL's, except those marked *ours*. Published algorithms are presets (`grpo_kernels.presets`).
 """
@@ -184,51 +184,51 @@ class LossConfig:
 
     @property
     def corrects_kl(self) -> bool:
-        """Whether the KL estimate is multiplied by the ratio."""
+        """True if the KL estimate is multiplied by the ratio."""
         return self.estimates_kl and self.use_bias_correction_kl and loss_of(self).corrects_kl
 
     @property
     def estimates_kl(self) -> bool:
-        """Whether there is a KL term, of the sampled tokens' log-probabilities."""
+        """True if the loss has a KL term that is estimated from the sampled tokens' log-probabilities."""
         return self.beta != 0.0 and self.kl_estimator != "full"
 
     @property
     def needs_reference_head(self) -> bool:
-        """Whether there is a KL term over the whole vocabulary."""
+        """True if the loss has a KL term over the whole vocabulary."""
         return self.beta != 0.0 and self.kl_estimator == "full"
 
     @property
     def ratio_is_per_sequence(self) -> bool:
-        """Whether the policy term sees one ratio per sequence, so that the tokens of a sequence are coupled."""
+        """True if the policy term has one ratio per sequence, which couples the tokens of a sequence."""
         return self.importance_sampling_level == "sequence" or loss_of(self).shares_ratio
 
     @property
     def masks_off_policy(self) -> bool:
-        """Whether off-policy sequences are dropped."""
+        """True if off-policy sequences are dropped."""
         return self.off_policy_mask_threshold is not None and loss_of(self).masks
 
     @property
     def multiplies_by_importance_ratio(self) -> bool:
-        """Whether an importance sampling ratio is a factor on the policy term."""
+        """True if an importance sampling ratio multiplies the policy term."""
         return loss_of(self).importance_ratio == "factor"
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the importance sampling ratio is made here."""
+        """True if the importance sampling ratio is computed within the loss."""
         return self.vllm_importance_sampling_correction and loss_of(self).importance_ratio is not None
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
-        """Whether a ratio that is made here is one per sequence."""
+        """True if a ratio that is computed within the loss is one per sequence."""
         return self.vllm_importance_sampling_mode.startswith("sequence_")
 
     @property
     def truncates_sampling_ratio(self) -> bool:
-        """Whether a ratio that is made here is clamped to its bounds, rather than 0 outside of them."""
+        """True if a ratio that is computed within the loss is clamped to its bounds; else it is 0 outside of them."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     def couples_tokens(self, *, on_policy: bool, sampled: bool) -> bool:
-        """Whether a token's gradient depends on other tokens' log-probabilities or entropies.
+        """True if a token's gradient depends on other tokens' log-probabilities or entropies.
 
         Args:
             on_policy: whether there are no old log-probabilities.
@@ -243,7 +243,7 @@ class LossConfig:
         return self.ratio_is_per_sequence
 
     def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
-        """Whether all of the gradient is known before any log-probability is; arguments as in `couples_tokens`."""
+        """True if the whole gradient is known before any log-probability; arguments as in `couples_tokens`."""
         unknown = not on_policy or self.estimates_kl or self.corrects_sampling
         return not unknown and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
 
