@@ -16,13 +16,11 @@ from grpo_kernels.base.choices import (
     DivergenceName,
     DivergenceOutput,
     EngineName,
-    GradientName,
     LogitsDtype,
     TopKDivergenceName,
     TopKOutput,
 )
 from grpo_kernels.call.expected import Expectation, Expected
-from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.head.reference import ReferenceHead
@@ -46,7 +44,6 @@ class HeadKeywords(TypedDict, total=False):
     lora: LoRA | None
     process_group: ProcessGroup | None
     vocab_size: int | None
-    gradient: GradientName | SparseGradient
 
 
 class LogitKeywords(TypedDict, total=False):

@@ -11,8 +11,7 @@ from torch import Tensor
 from grpo_kernels.backends import check_backend
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_shape, check_tensor
-from grpo_kernels.base.choices import GradientName, LogitsDtype
-from grpo_kernels.call.sparse import SparseGradient
+from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import check_engine
 from grpo_kernels.engine.gradients import NeedsGrad
@@ -41,12 +40,10 @@ class Execution:
     sequence_group: ProcessGroup | None = None
     needs_grad: NeedsGrad | None = None  # which gradients; None: those of the tensors that train
     dtype: torch.dtype | None = None  # of the products' operands; None: `LMHead.compute_dtype`
-    gradient: GradientName | SparseGradient = "exact"
 
     def described(self) -> dict[str, Any]:
         """What ranks have to be asked alike."""
-        asked = {"engine": self.engine, "backend": self.backend, "workspace_bytes": self.workspace_bytes}
-        return {**asked, "gradient": self.gradient}
+        return {"engine": self.engine, "backend": self.backend, "workspace_bytes": self.workspace_bytes}
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransfo
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import AMPLE, Room
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
-from grpo_kernels.engine.thinning import Thinning
 from grpo_kernels.engine.top_k import TopKTeacher
 from grpo_kernels.engine.vocab_parallel import Shard
 
@@ -122,7 +121,6 @@ class HeadConfig:
     room: Room = AMPLE
     teacher: HeadConfig | None = None  # how the teacher's rows are projected, of the same accumulator
     beta: float = 1.0  # which divergence from the teacher, see `Teacher`
-    sparse: Thinning | None = None  # how d logits are thinned out for the backward products; None: not at all
 
     @property
     def accumulator(self) -> torch.dtype:

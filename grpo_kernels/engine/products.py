@@ -105,13 +105,6 @@ class Products:
                 _product(hidden[rows], weight.t(), out[rows, columns], add=not first)
             del weight  # before the next slice is made
 
-    def squared_norms(self) -> Tensor:
-        """(V,): of the rows of the weight, in the accumulator's dtype."""
-        found = self.weight.new_empty(self.weight.shape[0], dtype=self.accumulator)
-        for columns, weight in self._weights():
-            found[columns] = torch.linalg.vector_norm(weight, dim=1, dtype=self.accumulator).square_()
-        return found
-
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); all but the `first` add to it."""
         for columns, weight in self._weights():

@@ -61,17 +61,6 @@ class RowConfig:
         }
 
 
-# For rows of d logits with few entries: a thread reads 16 bytes at a time of 16-bit rows. `errors` has two rows to a
-# program, which share the norms.
-SPARSE_TILES = {
-    "largest": RowConfig(block_n=1, block_v=4096, num_warps=8, num_stages=1),
-    "certain": RowConfig(block_n=1, block_v=4096, num_warps=8, num_stages=1),
-    "errors": RowConfig(block_n=2, block_v=1024, num_warps=8, num_stages=1),
-    "thin": RowConfig(block_n=1, block_v=2048, num_warps=8, num_stages=1),
-}
-NARROW = 1024  # columns of a tile whose entries are written, where a thread reads less: more takes too many registers
-
-
 @dataclass(frozen=True)
 class DotConfig:
     """A program of the scoring kernel goes through one of `splits` parts of the vocabulary.
@@ -105,19 +94,6 @@ def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
             least = 4 * 32 * config.num_warps  # a lane of four columns for each thread
             return replace(config, block_v=min(config.block_v, max(_power_of_2(vocab), least)))
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
-
-
-def sparse_config(kernel: str, vocab: int, arch: str, *, wide: bool) -> RowConfig:
-    """The tile of one of `SPARSE_TILES` for d logits (n, vocab) on `arch`; the table has none, as none was timed.
-
-    Args:
-        wide: whether a thread can read eight numbers at a time: they have 16 bits, and their rows are aligned.
-    """
-    if family(arch) == "interpreter":
-        return RowConfig(block_n=16, block_v=min(1024, max(16, _power_of_2(vocab))), num_warps=1, num_stages=1)
-    config = SPARSE_TILES[kernel]
-    most = NARROW if kernel in ("certain", "thin") and not wide else config.block_v
-    return replace(config, block_v=min(most, max(_power_of_2(vocab), 4 * 32 * config.num_warps)))
 
 
 def dot_config(
