@@ -28,7 +28,7 @@ class Coupling(Enum):
 
     @staticmethod
     def of(*, known: bool, coupled: bool) -> Coupling:
-        """Return the coupling of a loss, `known` before any log-probability, or `coupled` over its tokens, or neither."""
+        """Return a loss's coupling: `known` before any log-probability, or `coupled` over its tokens, or neither."""
         return Coupling.KNOWN if known else Coupling.CROSS_TOKEN if coupled else Coupling.TOKEN
 
 
