@@ -76,10 +76,8 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
     _logger.info("compiling the C++ kernels with %s; once, unless torch or the sources change", command[0])
     _logger.debug("the command: %s", shlex.join(command))
     start = time.perf_counter()
-    line = "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached\n"
-    notice = Timer(
-        SILENT_SECONDS, lambda: print(line, end="", file=sys.stderr, flush=True)
-    )  # the log may have no reader
+    line = "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached"
+    notice = Timer(SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})  # the log may have no reader
     notice.daemon = True
     notice.start()
     try:
@@ -95,8 +93,7 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
 def _run(command: Sequence[str], output: Path) -> str | None:
     """Run the compiler; return the reason if `output` is not there afterwards.
 
-    Processes that it started end with it, if it takes too long or we are interrupted. They are killed, so that their
-    temporary files stay; TMPDIR puts those beside `output`, in a folder that is removed.
+    Processes that it started end with it, if it takes too long or we are interrupted.
     """
     try:
         with subprocess.Popen(
@@ -105,7 +102,6 @@ def _run(command: Sequence[str], output: Path) -> str | None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             errors="replace",
-            env={**os.environ, "TMPDIR": str(output.parent)},
             start_new_session=True,
         ) as process:
             try:
@@ -113,6 +109,8 @@ def _run(command: Sequence[str], output: Path) -> str | None:
             except BaseException:
                 if process.returncode is None:  # not waited for, so that its id is still its own
                     with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGTERM)  # at which a compiler removes its temporary files
+                        time.sleep(0.2)
                         os.killpg(process.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:
