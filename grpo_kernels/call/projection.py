@@ -1,4 +1,4 @@
-"""How the rows of a call are projected: dtype, backend, budget, engine; for the loss and log-probabilities alike."""
+"""Plan of how a call's rows are projected: dtype, backend, budget, engine; for every kind of call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.call.first_use import log_use
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.sparse import plan_thinning
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.gradients import NeedsGrad
@@ -45,7 +44,7 @@ class PlannedHead:
         ranks.say({"rows of weight": self.head.weight.shape[0], "tight": room.tight, "ample": room.ample})
 
     def described(self, *, own_rows: bool | None = None) -> dict[str, object]:
-        """As `LMHead.described`; by default the ranks have rows of their own if the head is divided."""
+        """Describe the head as `LMHead.described` does; by default a divided head's ranks have rows of their own."""
         own_rows = self.config.shard is not None if own_rows is None else own_rows
         return self.head.described(self.needs_grad, self.config, own_rows=own_rows)
 
@@ -93,7 +92,7 @@ class PlannedHead:
             head_trains=self.needs_grad.head,
             entropy_gradient=entropy_gradient,
             mixed_gradient=mixed_gradient,
-            tight_memory=self.config.room.tight and self.config.sparse is None,
+            tight_memory=self.config.room.tight,
             scores_without_logits=only_logps and can_dot,
         )
         engine = choose_engine(situation, self.execution.engine)
@@ -128,7 +127,6 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
         softcap=options.final_logit_softcapping,
         round_logits=options.logits_dtype == "input" and dtype.itemsize < 4,
         room=room,
-        sparse=plan_thinning(head, execution.gradient, execution.engine, needs_grad),
     )
     if other is not None:
         config = replace(config, teacher=_plan_reference(other, config, dtype), beta=beta)

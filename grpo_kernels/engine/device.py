@@ -25,8 +25,6 @@ class Device:
     fp32_rows: int | None  # of an fp32 product: one tile, so that a row has the same bits whatever the others are
     casts_into: bool  # a product of numbers is rounded to 16 bits in one pass; else it needs a temporary
     most_workspace: int  # bytes that chunks may take by default where there is room
-    entry_cost: int  # an entry of a sparse row of d logits takes as long as so many of a dense one
-    cache_bytes: int | None  # of a processor's cache: sparse rows are read several times; None: all rows at once
     free: Callable[[torch.device], int] | None  # bytes that the driver would give; None: nobody is asked
     unused: Callable[[torch.device], int]  # bytes that torch's allocator holds for nobody
     is_capturing: Callable[[], bool]  # a graph, in which nothing can wait for the device, nor depend on what is free
@@ -47,12 +45,6 @@ class Device:
         library's products are slower by a factor, and the row kernels have to go element by element.
         """
         return -(-vocab // self.width_multiple) * self.width_multiple
-
-    def sparse_rows(self, rows: int, row_bytes: int) -> int:
-        """How many of so many rows of d logits are thinned out together."""
-        if self.cache_bytes is None:
-            return max(1, rows)
-        return torch.get_num_threads() * max(1, self.cache_bytes // row_bytes)
 
 
 def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int]:
@@ -84,8 +76,6 @@ CPU = Device(
     fp32_rows=None,
     casts_into=False,
     most_workspace=512 * MIB,
-    entry_cost=32,
-    cache_bytes=8 * MIB,
     free=None,
     unused=lambda device: 0,
     is_capturing=lambda: False,
@@ -100,8 +90,6 @@ CUDA = Device(
     fp32_rows=128,
     casts_into=True,
     most_workspace=3072 * MIB,
-    entry_cost=128,
-    cache_bytes=None,
     free=_asked(lambda device: torch.cuda.mem_get_info(device)[0]),
     unused=_asked(lambda device: torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)),
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it

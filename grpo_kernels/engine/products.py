@@ -49,11 +49,11 @@ class Products:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What d logits are rounded to for the backward products."""
+        """Dtype that d logits are rounded to for the backward products."""
         return self._operand
 
     def hidden_bytes(self) -> int:
-        """What a row of hidden states takes as an operand."""
+        """Return the bytes of a row of hidden states as an operand."""
         return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Products:
 
     @property
     def scales_gradient(self) -> bool:
-        """Whether d logits carry a factor that `scaled` chooses."""
+        """True if d logits carry a factor that `scaled` chooses."""
         return self.gradient_dtype == torch.float16
 
     def scaled(
@@ -104,13 +104,6 @@ class Products:
                 rows = slice(start, start + at_once)
                 _product(hidden[rows], weight.t(), out[rows, columns], add=not first)
             del weight  # before the next slice is made
-
-    def squared_norms(self) -> Tensor:
-        """(V,): of the rows of the weight, in the accumulator's dtype."""
-        found = self.weight.new_empty(self.weight.shape[0], dtype=self.accumulator)
-        for columns, weight in self._weights():
-            found[columns] = torch.linalg.vector_norm(weight, dim=1, dtype=self.accumulator).square_()
-        return found
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); all but the `first` add to it."""
