@@ -153,7 +153,10 @@ def _warn_if_promoted(name: str, hidden: Tensor, weight_name: str, weight: Tenso
     That is with a 16-bit weight, on a GPU that would multiply 16-bit operands an order of magnitude faster. An fp32
     weight is kept on purpose.
     """
-    if device_of(weight.device).slow_fp32 and dtype == torch.float32 and weight.dtype.itemsize == 2:
+    device = device_of(weight.device)
+    if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:
+        return
+    if device.mixed_products(weight.dtype):  # else they would be multiplied in fp32 anyway
         _warn_of_promotion(name, hidden.dtype, weight_name, weight.dtype)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_kernels.engine import mixed_mm
+from grpo_kernels.engine import mixed_mm, probe
 
 MIB = 2**20
 
@@ -103,7 +103,7 @@ CUDA = Device(
     unused=_asked(_unused),
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it
 )
-ROCM = replace(CUDA, mixed_products=lambda dtype: False, slow_fp32=False)
+ROCM = replace(CUDA, mixed_products=lambda dtype: probe.multiplies(dtype, _mixed_mm))
 _KINDS = {"cpu": CPU, "cuda": CUDA}  # an entry of its own for a new kind
 
 
