@@ -108,8 +108,8 @@ def linear_logprob(
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
         engine: one of `grpo_kernels.typing.EngineName`.
         backend: one of `grpo_kernels.typing.BackendName`.
-        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU, where the
-            weight trains, 4 V H bytes, but at least that and at most 2 GiB.
+        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU up to
+            3 GiB, by the size of the head and what is free.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group over which the head is sharded by rows of the vocabulary, in rank order; the shards may
             be uneven. `hidden`, `ids` and all else are the same on every rank, and so are the results; each rank gets

@@ -22,6 +22,7 @@ from grpo_kernels.backends.triton_rows import (
     dot,
     fused,
     grad,
+    scale,
     single_pass,
     stats,
     teacher_fused,
@@ -64,7 +65,7 @@ class Case:
 
 def cases(*, quick: bool = False) -> list[Case]:
     """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
-    made = [case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _combine) for case in kind(arch)]
+    made = [case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _combine, _scale) for case in kind(arch)]
     return [case for case in made if (case.is_quick or not quick) and case.arch in TARGETS] + [
         case for case in made if case.is_quick and not quick and case.arch == FALLBACK
     ]
@@ -320,6 +321,15 @@ def _combine(arch: str) -> Iterator[Case]:
             combine.launch_combine(parts, parts, parts, empty(N), ids(), V, entropy=entropy)
 
         yield Case("combine", f"{splits} splits{' entropy' if entropy else ''}", arch, launch, splits == 200)
+
+
+def _scale(arch: str) -> Iterator[Case]:
+    for dtype in (FP32, BF16, FP16):
+
+        def launch(dtype: torch.dtype = dtype) -> None:
+            scale.launch_scale(empty(V, H), empty(), empty(V, H, dtype=dtype))
+
+        yield Case("scale", _short(dtype), arch, launch, dtype == BF16)
 
 
 def _row(config: RowConfig) -> str:

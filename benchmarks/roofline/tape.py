@@ -168,6 +168,9 @@ class NotedRows:
     ) -> None:
         self._tape.rows("grad", chunk.logits, out)
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        self._tape.events.append(Event("launch", "scale", 0, tuple(x.shape), x.nbytes + factor.nbytes, out.nbytes))
+
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
         return self._statistics(chunk.logits, terms=token_loss.terms)

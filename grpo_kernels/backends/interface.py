@@ -178,6 +178,13 @@ class RowBackend(Protocol):
         """
         ...
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        """``out = x * factor``, rounded once: a gradient of any shape in the accumulator's dtype, times () or (m, 1).
+
+        `out` has the shape of `x`, and may be `x`, or be of 16 bits.
+        """
+        ...
+
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):

@@ -112,6 +112,9 @@ class TorchRows:
         if out is not logits:
             out.copy_(logits)
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        torch.mul(x, factor, out=out)
+
     def _grad_with_teacher(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor
     ) -> None:

@@ -163,7 +163,7 @@ class _Plan:
     @cached_property
     def _config(self) -> HeadConfig:
         wants = NeedsGrad() if self.size.score else self._wants
-        workspace = self.size.workspace_bytes or default_workspace(self._head.weight, wants, ample=True)
+        workspace = self.size.workspace_bytes or default_workspace(self._head.weight, wants)
         return HeadConfig(CppRows(), self.size.dtype, workspace)
 
 

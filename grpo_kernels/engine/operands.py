@@ -144,7 +144,7 @@ class HeadConfig:
 
         Else each product converts what it needs, slice by slice.
         """
-        if not self.room.ample:
+        if not self.room.converts:
             return head
         dtype = converted_dtype(head.weight, self.compute_dtype)
         if dtype is not None:

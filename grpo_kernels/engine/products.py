@@ -1,9 +1,9 @@
 """The three matrix products, by the vendor library: fp32 out of the accumulator, whatever the operands' dtype.
 
-On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. So do bf16
-operands on a CPU that multiplies tiles of them (`mixed_mm.py`). Elsewhere on a CPU, and on ROCm, torch would round the
-result to 16 bits, so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time, and
-d logits stay as they are.
+On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. So it is on
+ROCm where its library has such products (`probe.py`), and with bf16 operands on a CPU that multiplies tiles of them
+(`mixed_mm.py`). Elsewhere torch would round the result to 16 bits, so the operands are converted to fp32 first,
+exactly, a slice of the vocabulary at a time, and d logits stay as they are.
 
 The range of fp16 is too small for d logits before a loss scale reaches them. There they carry a power of two, the same
 for all rows of a product, which the accumulated results lose again.

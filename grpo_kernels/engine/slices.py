@@ -133,8 +133,8 @@ class _Slice:
         for target, part in zip(self._targets, self._parts, strict=True):
             if target is None or part is None:
                 continue
-            if scale is not None:  # where scales are, on a GPU, this reads, scales and casts in one pass
-                torch.mul(part, 1.0 / scale, out=target)
+            if scale is not None:
+                self._config.backend.scale(part, 1.0 / scale, target)
             elif part is not target:
                 target.copy_(part)
 

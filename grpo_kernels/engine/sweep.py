@@ -292,6 +292,7 @@ class _Sums:
 
     def __init__(self, head: Head, n: int, groups: list[Group], config: HeadConfig, needs_grad: NeedsGrad) -> None:
         self._head, self._n, self._dtype, self._wants = head, n, config.accumulator, needs_grad
+        self._backend = config.backend
         self._padded = max((group.start + group.rows for group in groups), default=0)
         self._rows: list[Tensor | None] = []  # of each factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
@@ -343,4 +344,4 @@ class _Sums:
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):
             if x is not None:
-                x.mul_(factor)
+                self._backend.scale(x, factor, x)

@@ -47,7 +47,7 @@ class Shard:
     process_group: ProcessGroup
     rank: int
     sizes: tuple[int, ...]  # of the ranks, in order
-    room: Room = AMPLE  # tight if any rank's is, ample if all of them are
+    room: Room = AMPLE  # tight if any rank's is; else the least of all ranks'
 
     @property
     def start(self) -> int:

@@ -185,7 +185,11 @@ class LMHead:
             sizes = [min(size, max(0, vocab_size - start)) for size, start in zip(sizes, starts, strict=True)]
         if min(sizes) == 0:
             raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
-        room = Room(tight=any(ranks.every["tight"]), ample=all(ranks.every["ample"]))
+        room = Room(
+            tight=any(ranks.every["tight"]),
+            converts=all(ranks.every["converts"]),
+            workspace=min(ranks.every["workspace"]),
+        )
         shard = Shard(ranks.group, rank, tuple(sizes), room)
         return self._first_rows(sizes[rank]), shard if len(sizes) > 1 else None
 

@@ -12,7 +12,10 @@ pytest.importorskip("triton")
 
 from benchmarks.aot.checks import broken_by_code, narrow_products
 
-KERNELS = ("stats", "grad", "fused", "single_pass", "diverge", "teacher_grad", "teacher_fused", "dot", "combine")
+KERNELS = (
+    *("stats", "grad", "fused", "single_pass", "diverge", "teacher_grad", "teacher_fused"),
+    *("dot", "combine", "scale"),
+)
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 

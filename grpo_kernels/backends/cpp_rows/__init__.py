@@ -82,6 +82,9 @@ class CppRows:
             out=out,
         )
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        torch.mul(x, factor, out=out)
+
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         new = _Results(chunk.logits)
         logps, max_logit, log_sum, entropies = new(), new(), new(), new()

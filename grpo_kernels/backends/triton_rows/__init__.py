@@ -17,6 +17,7 @@ from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.dot import score_dot
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.scale import launch_scale
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
@@ -56,6 +57,14 @@ class TritonRows:
                 launch_grad(chunk, stats, a, b, out, config)
             else:
                 launch_teacher_grad(chunk, stats, a, b, c, out, config)
+
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        """See `RowBackend`; torch has the rest, which is small: a factor for each row of d hidden."""
+        if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
+            torch.mul(x, factor, out=out)
+            return
+        with on(x.device):
+            launch_scale(x, factor, out)
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         config = _config("fused", chunk)

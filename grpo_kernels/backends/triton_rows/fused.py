@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, target_gradient, write_gradient, write_target
 from grpo_kernels.backends.triton_rows.mathfn import exp
@@ -161,7 +162,7 @@ def fused_kernel(
             inner, outer, HAS_SOFTCAP,
         )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
-        tl.debug_barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        barrier()  # `out` may be `logits`: nobody writes before everybody has read
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
             write_gradient(

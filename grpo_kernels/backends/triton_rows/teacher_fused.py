@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.divergence import diverge_rows, head_at, normalisers, pair_arguments
 from grpo_kernels.backends.triton_rows.fused import loss_arguments, policy_loss
@@ -193,7 +194,7 @@ def teacher_fused_kernel(
             student, teacher, ids, mask, known, logp[:, None], entropy[:, None], slope, a, b, c, HAS_ENTROPY_GRADIENT,
             teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
-        tl.debug_barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        barrier()  # `out` may be `logits`: nobody writes before everybody has read
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
             write_teacher_gradient(

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.divergence import head_at, normalisers, pair_arguments, terms
 from grpo_kernels.backends.triton_rows.grad import (
@@ -146,7 +147,7 @@ def teacher_grad_kernel(
             student, teacher, target, is_here, known, logp, entropy, slope, a, b, c, b_ptr is not None,
             teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
-        tl.debug_barrier()  # `out` may be `logits`: that is read before anybody writes
+        barrier()  # `out` may be `logits`: that is read before anybody writes
     log_sum = tl.load(log_sum_ptr + rows)[:, None]
     coefficients = teacher_row_terms(student, log_sum, entropy, slope, a, b, c, b_ptr is not None, HAS_SOFTCAP)
     whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
