@@ -1,8 +1,8 @@
 """Races: two lanes at one place in memory, one of them writing, with nothing that orders them.
 
 Two lanes of a warp are ordered by ``bar.warp.sync`` between them, two lanes of a program by ``bar.sync``, and lanes of
-two programs by nothing. A cell remembers its last writer and its last readers; an epoch counts a program's barriers, and
-an epoch of a warp those of the warp.
+two programs by nothing. A cell remembers its last writer and its last readers. An epoch counts a program's barriers, a
+warp's epoch those of the warp.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory that nobody wrote yet: tensors come full of a pattern, a NaN of an odd payload, by which a read of it shows.
 
-Arithmetic hands the payload on, so numbers made of such memory by torch show as well. Types of 8 bits have no pattern to
-spare and are not watched.
+Arithmetic hands the payload on, so numbers made of such memory by torch show as well. Types of 8 bits have no pattern
+to spare and are not watched.
 """
 
 from __future__ import annotations
