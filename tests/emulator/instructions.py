@@ -48,9 +48,4 @@ def meaning(opcode: str) -> tuple[Callable[..., None], tuple[Any, ...]]:
         found = pattern.fullmatch(opcode)
         if found:
             return function, found.groups()
-    why = (
-        ": kernels with tl.dot are not emulated"
-        if re.match(r"mma|wgmma|tcgen05|cp\.async|ldmatrix.*trans", opcode)
-        else ""
-    )
-    raise UnknownInstruction(f"expected an instruction that the emulator knows, got {opcode}{why}")
+    raise UnknownInstruction(f"expected an instruction that the emulator knows, got {opcode}")

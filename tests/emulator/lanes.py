@@ -80,13 +80,15 @@ class Lanes:
         return self._register(operand) if operand[0] == "%" else np.asarray(bool(int(operand, 0)))
 
     def put(self, register: str, values: Values) -> None:
-        """Give the active lanes a register's new value; wider registers than the values take zeros above."""
+        """Give the active lanes a register's new value; a wider register takes zeros above it, or a number's sign."""
         if register == "_":
             return
         target = self._register(register)
         values = np.asarray(values)
         if target.dtype != bool and values.dtype != target.dtype:
-            values = values.view(UNSIGNED[8 * values.itemsize]).astype(target.dtype, copy=False)
+            if values.dtype.kind != "i":
+                values = values.view(UNSIGNED[8 * values.itemsize])
+            values = values.astype(target.dtype, copy=False)
         np.copyto(target, values, where=True if self.active is None else self.active)
 
     def everywhere(self, values: Values) -> Values:

@@ -16,7 +16,7 @@ MULTIPLE = 64
 
 
 def apart(x: Tensor) -> Tensor:
-    """A copy of `x` (n, V) whose rows start at multiples of `MULTIPLE` elements; what lies between was never written."""
+    """A copy of `x` (n, V) whose rows start at multiples of `MULTIPLE` elements; nobody wrote what lies between."""
     n, vocab = x.shape
     wide = x.new_empty(n, -(-vocab // MULTIPLE) * MULTIPLE)[:, :vocab]
     return wide.copy_(x)

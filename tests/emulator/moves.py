@@ -89,19 +89,14 @@ def _to_whole(lanes: Lanes, rounding: str, flush: str | None, d: str, a: str) ->
 
 @known(r"cvt\.(rmi|rpi|rzi|rni)(\.ftz)?\.([su](?:32|64))\.f32")
 def _to_integer(lanes: Lanes, rounding: str, flush: str | None, kind: str, d: str, a: str) -> None:
+    """The nearest number that there is, and 0 of NaN."""
     limits = np.iinfo(TYPES[kind])
-    x = ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush).astype(np.float64))
-    inside = np.clip(np.nan_to_num(x, nan=0.0), limits.min, limits.max - (1 if limits.bits < 64 else 1024) + 1)
-    lanes.put(d, np.where(x >= limits.max, limits.max, inside.astype(TYPES[kind])).astype(TYPES[kind]))
+    x = np.nan_to_num(ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush).astype(np.float64)), nan=0.0)
+    inside = np.maximum(np.where(x < limits.max, x, 0.0), limits.min).astype(TYPES[kind])
+    lanes.put(d, np.where(x < limits.max, inside, TYPES[kind].type(limits.max)))
 
 
 @known(r"cvt\.rn\.(f32)\.([su](?:16|32|64))")
 @known(r"cvt\.([sub](?:8|16|32|64))\.([sub](?:8|16|32|64))")
 def _of_integer(lanes: Lanes, to: str, of: str, d: str, a: str) -> None:
-    found = lanes.get(a, of).astype(TYPES[to])
-    lanes.put(d, found if to[0] != "s" else _sign_extended(found, lanes.kernel.bits(d)))
-
-
-def _sign_extended(x: NDArray, bits: int) -> NDArray:
-    """A signed number in a register that may be wider."""
-    return x.astype(f"i{bits // 8}")
+    lanes.put(d, lanes.get(a, of).astype(TYPES[to]))

@@ -71,7 +71,8 @@ class _Sums:
         of_kernel = Counter(name for _arch, name, *_rest in self.variants)
         for name, launches in sorted(self.launches.items()):
             terminalreporter.write_line(f"emulated {name}: {of_kernel[name]} variants, {launches} launches")
+        steps, opcodes = sum(self.executed.values()), len(self.executed)
         terminalreporter.write_line(
-            f"emulated {sum(self.executed.values())} instructions of {len(self.executed)} opcodes in {self.running:.0f} s, "
+            f"emulated {steps} instructions of {opcodes} opcodes in {self.running:.0f} s; "
             f"{len(self.variants)} variants compiled in {self.compiling:.0f} s"
         )
