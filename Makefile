@@ -99,7 +99,7 @@ docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning
 	$(PY) docs/tools/check.py site
 	@echo "open site/index.html; with its search: $(PY) -m http.server --directory site"
 
-aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, without a GPU (AOT_ARGS=--quick)
+aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, no GPU (AOT_ARGS="--quick --triton 3.6.0 3.9.0")
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
 
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, and docs/roofline.md (ROOFLINE_ARGS=--update)

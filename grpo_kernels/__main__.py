@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from grpo_kernels.diagnostics import memory, report, selfcheck
 
-SAYS_MEMORY = "how much memory a loss needs, ours and others'"
+SAYS_MEMORY = "how much memory a loss needs with each engine"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

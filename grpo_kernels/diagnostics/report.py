@@ -14,7 +14,6 @@ import grpo_kernels
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.engine.device import CUDA
-from grpo_kernels.engine.memory import WORKSPACE_BYTES
 from grpo_kernels.engine.plan import LARGE_CHUNK_ROWS
 
 PACKAGES = (
@@ -112,8 +111,8 @@ def _library() -> str:
 
 def _default_workspace() -> str:
     """What `workspace_bytes=None` stands for."""
-    least, most = (f"{size / 2**20:.0f} MiB" for size in (WORKSPACE_BYTES, CUDA.most_workspace))
-    return f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, up to {most}, if that is free)"
+    least, most = (f"{size / 2**20:.0f} MiB" for size in (CUDA.workspaces[0], CUDA.workspaces[-1]))
+    return f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, up to {most}, as far as it is free)"
 
 
 def _settings() -> dict[str, str]:

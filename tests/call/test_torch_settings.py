@@ -20,6 +20,7 @@ from benchmarks.roofline.pretend_gpu import OnGPU, pretended
 from grpo_kernels import LoRA, grpo_loss, linear_logprob
 from grpo_kernels.call import projection
 from grpo_kernels.diagnostics import report
+from grpo_kernels.engine import probe
 from tests.support.measure import count_flops
 
 NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
@@ -160,9 +161,12 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
     assert promotions((SINGLE, BRAIN), there=False) == []
     with pretended(monkeypatch):
         assert promotions((BRAIN, BRAIN), (SINGLE, SINGLE), (BRAIN, SINGLE), (HALF, SINGLE)) == []
-        with monkeypatch.context() as patch:  # ROCm multiplies in fp32 anyway
+        with monkeypatch.context() as patch:
             patch.setattr(torch.version, "hip", "6.4")
+            patch.setattr(probe, "_works", {BRAIN: False})  # such a ROCm multiplies in fp32 anyway
             assert promotions((SINGLE, BRAIN)) == []
+            patch.setattr(probe, "_works", {BRAIN: True})
+            assert len(promotions((SINGLE, BRAIN))) == 1
         before = torch.get_autocast_dtype("cuda")
         torch.set_autocast_enabled("cuda", True)  # torch.autocast itself would look for a GPU
         torch.set_autocast_dtype("cuda", BRAIN)

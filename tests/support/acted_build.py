@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels.backends.cpp_rows import build
+from grpo_kernels.backends.cpp_rows import build, cache
 
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 GOOD, EMPTY = "a library", "without ops"  # what the acted loader takes
@@ -100,6 +100,12 @@ class World:
         self.temporary.mkdir(mode=0o700)
         self.patch.setattr(tempfile, "tempdir", str(self.temporary))
         self.compiler(f'printf "{GOOD}" > "$out"')
+
+    def version_folder(self) -> Path:
+        """Make the folder of the cache that `sources` are built in."""
+        folder = self.cache / "grpo_kernels" / build.cache_key(self.sources)
+        cache.own_folder(folder, made=2)
+        return folder
 
     def compiler(self, body: str) -> None:
         self.patch.setenv("CXX", str(script(self.folder / "cxx", body)))

@@ -80,7 +80,8 @@ def surrogate(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi
         return -ratio.detach().clamp(max=o.epsilon_high) * adv * logps
     if o.loss_type == "sapo":
         tau = either(adv > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, adv.dtype)
-        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
+        gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()  # its slope keeps its digits near a gate of 1
+        return -gate * 4 / tau * adv
     assert phi is not None
     return -phi * adv * logps
 
