@@ -334,6 +334,14 @@ def compare_teacher_fused(case: Case, kernels: Any) -> Iterator[Compared]:
     yield from case.gradient(want + bonus * case.entropies)
 
 
+def compare_scale(case: Case, kernels: Any) -> Iterator[Compared]:
+    x, factor = case.raw.detach().float(), torch.tensor(0.3, device=case.device)
+    want = case.raw.detach() * factor.double()
+    out = x if case.out is case.chunk.logits else torch.empty_like(x, dtype=case.dtype)
+    kernels.scale(x, factor, out)
+    yield "product", out, want, want.abs() + torch.finfo(case.dtype).smallest_normal, GRADIENT[case.dtype]
+
+
 def compare_dot(case: Case, kernels: Any) -> Iterator[Compared]:
     """`dot` and `combine`: hidden states (n, 128) and weight (V, 128) in place of the logits, which are not rounded."""
     hidden = torch.randn(ROWS, 128, device=case.device).to(case.dtype)
@@ -355,9 +363,10 @@ KERNELS: dict[str, Callable[[Case, Any], Iterator[Compared]]] = {
     "single_pass": compare_single_pass,
     "teacher_grad": compare_teacher_grad,
     "teacher_fused": compare_teacher_fused,
+    "scale": compare_scale,
     "dot": compare_dot,
 }
-WRITES = ("grad", "fused", "single_pass", "teacher_grad", "teacher_fused")
+WRITES = ("grad", "fused", "single_pass", "teacher_grad", "teacher_fused", "scale")
 
 
 def compare_engine(engine: str, sizes: Sizes, device: torch.device) -> Iterator[Compared]:
