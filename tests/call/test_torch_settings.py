@@ -20,7 +20,6 @@ from benchmarks.roofline.pretend_gpu import OnGPU, pretended
 from grpo_kernels import LoRA, grpo_loss, linear_logprob
 from grpo_kernels.call import projection
 from grpo_kernels.diagnostics import report
-from tests.support.measure import count_flops
 
 NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
 N, H, V = 256, 8, 300
@@ -174,7 +173,7 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlopCounterMode's own raises where groups of rows add to d weight; the one of docs/numerics.md counts them."""
+    """Up to torch 2.13 FlopCounterMode's own raises where groups of rows add to d weight; that of docs/numerics.md counts."""
     code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)
@@ -187,8 +186,6 @@ def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.autograd.backward(logps, torch.ones_like(logps))
 
     with pretended(monkeypatch):
-        with pytest.raises(TypeError, match="out_shape"):
-            count_flops(lambda: step(expected=OnGPU(torch.ones(N))))
         with counter:
             step(expected=OnGPU(torch.ones(N)))
     assert counter.get_total_flops() == 6 * N * V * H
