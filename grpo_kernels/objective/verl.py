@@ -270,9 +270,7 @@ class geo_mean(_Objective):
 
     def __call__(self, tokens: TokenInputs) -> Tensor:
         log_ratio, up = tokens.logps - tokens.old_per_token_logps, tokens.advantages > 0
-        bounded = torch.where(
-            up, _at_most(self.clip_ratio_high, log_ratio), -_at_most(self.clip_ratio_low, -log_ratio)
-        )
+        bounded = torch.where(up, _at_most(self.clip_ratio_high, log_ratio), -_at_most(self.clip_ratio_low, -log_ratio))
         exponent = _sequence_mean(torch.where(tokens.advantages == 0, 0.0, bounded), tokens.mask)
         if tokens.importance_sampling_ratio is not None:
             log_weight = torch.log(tokens.importance_sampling_ratio + 1e-10)  # verl's: a ratio may be 0

@@ -173,7 +173,7 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to torch 2.13 FlopCounterMode's own raises where groups of rows add to d weight; that of docs/numerics.md counts."""
+    """The formula of docs/numerics.md counts groups of rows that add to d weight, where torch's own raises up to 2.13."""
     code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)
@@ -185,7 +185,6 @@ def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
         logps = call(BRAIN, BRAIN, **several, **options)
         torch.autograd.backward(logps, torch.ones_like(logps))
 
-    with pretended(monkeypatch):
-        with counter:
-            step(expected=OnGPU(torch.ones(N)))
+    with pretended(monkeypatch), counter:
+        step(expected=OnGPU(torch.ones(N)))
     assert counter.get_total_flops() == 6 * N * V * H
