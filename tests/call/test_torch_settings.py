@@ -173,7 +173,7 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The formula of docs/numerics.md counts groups of rows that add to d weight, where torch's own raises up to 2.13."""
+    """The formula of docs/numerics.md counts rows in several groups, where torch's own raises up to 2.13."""
     code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)
