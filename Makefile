@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-torch demo bench docs lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel dist format clean
+.PHONY: help test test-slow test-torch demo bench docs lint aot emulate roofline faults sanitize fuzz soak peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -31,6 +31,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PARITY_ARGS ?=
 AOT_ARGS    ?=
+EMULATE_ARGS ?=
 ROOFLINE_ARGS ?=
 FAULTS      ?=
 SANITIZE_ARGS ?=
@@ -110,6 +111,9 @@ docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning
 
 aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, no GPU (AOT_ARGS="--quick --triton 3.6.0 3.9.0")
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
+
+emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, executed without a GPU, every access watched (EMULATE_ARGS="-k grad")
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.emulator -n $(TEST_WORKERS) --dist worksteal $(EMULATE_ARGS) </dev/null
 
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, and docs/roofline.md (ROOFLINE_ARGS=--update)
 	$(PY) -m benchmarks.roofline $(ROOFLINE_ARGS) </dev/null
