@@ -33,14 +33,14 @@ class Scene:
 def chunk_of(*, teacher: bool = False, layout: Callable[[Tensor], Tensor] = apart) -> Chunk:
     """Rows with a target in the first tile, at its end, in another, and in the tail; all that a transform can be.
 
-    The last row has a logit so large that `single_pass` reads it again.
+    The last row has a logit so large that `single_pass` reads it again, and the last column counts in every sum.
     """
     n = len(IDS)
     inv_t, bias = torch.rand(n, 1) + 1.0, torch.randn(VOCAB)
     transform = LogitTransform(scale=1.5, softcap=60.0, inv_temperature=inv_t, bias=bias)
     other = Teacher(layout(3 * torch.randn(n, VOCAB)), LogitTransform(scale=0.8), 1.0) if teacher else None
     raw = 3 * torch.randn(n, VOCAB)
-    raw[-1, 5000] = 200.0
+    raw[:, -1], raw[-1, 5000] = 9.0, 200.0
     return Chunk(layout(raw), torch.tensor(IDS), transform, teacher=other)
 
 
