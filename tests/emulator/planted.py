@@ -225,6 +225,7 @@ def main() -> int:
     )
     parser.add_argument("kernels", nargs="*", help="kernels whose name contains one of these; all without")
     parser.add_argument("--arch", action="append", choices=ARCHES)
+    parser.add_argument("--verbose", action="store_true", help="print every fault")
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     for arch in options.arch or ARCHES:
@@ -241,11 +242,9 @@ def main() -> int:
                 f"{time.perf_counter() - begun:.0f} s", flush=True,
             )  # fmt: skip
             for x in found:
-                if not x.noticed and not x.reason.startswith("no effect"):
-                    print(
-                        f"  {'NOT NOTICED' if not x.reason else 'unnoticed'}: {x.fault}{x.reason and ': '}{x.reason}",
-                        flush=True,
-                    )
+                if options.verbose or not (x.noticed or x.reason.startswith("no effect")):
+                    told = x.noticed or (f"unnoticed: {x.reason}" if x.reason else "NOT NOTICED")
+                    print(f"  {x.fault}: {told}", flush=True)
     unexplained = [x for x in outcomes if not x.noticed and not x.reason]
     for kind in ("taken out", "moved", "cut"):
         of_kind = [x for x in outcomes if kind in x.fault]
