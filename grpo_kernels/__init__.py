@@ -75,5 +75,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public, and not the modules that it comes from."""
+    """List the public names, without the modules that they come from."""
     return [*__all__, "typing", *(name for name in globals() if name.startswith("__"))]

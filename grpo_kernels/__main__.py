@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from grpo_kernels.diagnostics import memory, report, selfcheck, warmup
 
 SUBCOMMANDS = {
-    "memory": (memory, "how much memory a loss needs, ours and others'"),
+    "memory": (memory, "how much memory a loss needs with each engine"),
     "warmup": (warmup, "compile what the first calls of a head would compile"),
 }
 

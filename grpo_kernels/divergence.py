@@ -150,7 +150,7 @@ def linear_divergence_with(
 
 
 def _common_ids(weight: Any, teacher_weight: Any) -> int | None:
-    """How many ids both heads have, if they have not the same; what is no matrix is for the checks to come."""
+    """Return the number of ids that both heads have; None if both have as many, or either is no matrix."""
     heads = (weight, teacher_weight)
     plain = all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in heads)
     if not plain or weight.shape[0] == teacher_weight.shape[0]:

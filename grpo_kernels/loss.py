@@ -58,7 +58,7 @@ Objective = Callable[[TokenInputs], Tensor]
 
 @dataclass  # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
 class LossOutput:
-    """What `grpo_loss` returns.
+    """Result of `grpo_loss`.
 
     Attributes:
         loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).

@@ -1,4 +1,4 @@
-"""What engines and row backends say to each other: the seam between matrix products and row work."""
+"""Interface between engines and row backends: the seam between matrix products and row work."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class DivergenceStats(NamedTuple):
 
     @staticmethod
     def concatenate(parts: list[DivergenceStats]) -> DivergenceStats | None:
-        """Those of all parts, one after the other; None if there are none."""
+        """Concatenate the statistics of `parts`; return None if there are none."""
         return DivergenceStats(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
 

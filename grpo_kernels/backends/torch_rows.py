@@ -229,7 +229,7 @@ def _block_rows(n: int, vocab: int) -> int:
 
 
 def _term_rows(n: int, vocab: int) -> int:
-    """As many at a time of what has `TERM_ROWS` temporaries."""
+    """Return the number of rows at a time, for work with `TERM_ROWS` temporaries a row."""
     return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // TERM_ROWS)
 
 

@@ -57,7 +57,7 @@ class LossCall:
         return self.objective.evaluate(stats.logps, stats.entropies, divergences)
 
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
-        """What happened, from the statistics of all rows and what they evaluated to."""
+        """Return the metrics, from the statistics of all rows and their evaluation."""
         assert stats.entropies is not None
         with_grad = self._has_grad(evaluation).sum()
         if self.tokens.old_per_token_logps is not None:

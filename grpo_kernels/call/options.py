@@ -1,4 +1,4 @@
-"""How a call is computed: options that change no number but time and memory, and those of the head's logits."""
+"""Options of a call: those that change time and memory but no number, and those of the head's logits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Execution:
     dtype: torch.dtype | None = None  # of the products' operands; None: `LMHead.compute_dtype`
 
     def described(self) -> dict[str, Any]:
-        """What ranks have to be asked alike."""
+        """Return the options that must be equal on all ranks."""
         return {"engine": self.engine, "backend": self.backend, "workspace_bytes": self.workspace_bytes}
 
 
@@ -57,7 +57,7 @@ class HeadOptions:
 
     @staticmethod
     def of(config: LossConfig) -> HeadOptions:
-        """Those of a loss."""
+        """Return the options of a loss."""
         return HeadOptions(config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
 
     def checked(self) -> HeadOptions:

@@ -1,4 +1,4 @@
-"""How the rows of a call are projected: dtype, backend, budget, engine; for the loss and log-probabilities alike."""
+"""Plan of how a call's rows are projected: dtype, backend, budget, engine; for every kind of call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PlannedHead:
         ranks.say({"rows of weight": self.head.weight.shape[0], **asdict(room)})
 
     def described(self, *, own_rows: bool | None = None) -> dict[str, object]:
-        """As `LMHead.described`; by default the ranks have rows of their own if the head is divided."""
+        """Describe the head as `LMHead.described` does; by default a divided head's ranks have rows of their own."""
         own_rows = self.config.shard is not None if own_rows is None else own_rows
         return self.head.described(self.needs_grad, self.config, own_rows=own_rows)
 

@@ -49,11 +49,11 @@ class Products:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What d logits are rounded to for the backward products."""
+        """Dtype that d logits are rounded to for the backward products."""
         return self._operand
 
     def hidden_bytes(self) -> int:
-        """What a row of hidden states takes as an operand."""
+        """Return the bytes of a row of hidden states as an operand."""
         return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Products:
 
     @property
     def scales_gradient(self) -> bool:
-        """Whether d logits carry a factor that `scaled` chooses."""
+        """True if d logits carry a factor that `scaled` chooses."""
         return self.gradient_dtype == torch.float16
 
     def scaled(

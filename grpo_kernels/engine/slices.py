@@ -116,7 +116,7 @@ class _Slice:
         self._parts = [x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in self._targets]
 
     def add(self, block: _Block) -> None:
-        """What a block of rows gives."""
+        """Add the gradient of a block of rows."""
         factors, start = self._factors, block.indices.start
         features = [p.operand(x[block.rows.positions]) for p, x in zip(factors, self._features, strict=True)]
         d_logits = self._d_logits(block, features)
@@ -199,6 +199,6 @@ def plan_slices(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGra
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:
-    """What a number of `x` takes, besides its operand, while it becomes one."""
+    """Return the bytes that an element of `x` takes besides its operand, while it becomes one."""
     steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

@@ -25,7 +25,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 @dataclass(frozen=True)
 class Asked:
-    """What a sweep is to find.
+    """Outputs that a sweep computes.
 
     Attributes:
         entropy, extras: statistics to compute besides the log-probability.
@@ -109,7 +109,7 @@ def planned_bytes(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsG
 
 
 def _groups(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
-    """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
+    """Divide the rows. A chunk has its logits, a group its hidden states and d logits of another dtype."""
     costs = _costs(rows, head, config, needs_grad)
     return plan_groups(
         len(rows),
@@ -162,7 +162,7 @@ class _Members:
         return _Members(*self._taken(index), index), 0
 
     def at(self, indices: slice) -> tuple[Index, Rows, TokenLoss | None, RowStats | None]:
-        """Those at `indices`: which rows of the sweep, and the rest."""
+        """Select the rows at `indices`, and everything that belongs to them."""
         return indices if self.picked is None else self.picked[indices], *self._taken(indices)
 
     def operands(self, x: Tensor, indices: slice, n: int) -> Tensor:
@@ -267,7 +267,7 @@ class _Chunks:
         return found
 
     def statistics(self, like: Tensor) -> RowStats:
-        """Of all rows."""
+        """Return the statistics of all rows, (n,) each."""
         asked = self._asked
         if asked.stats is not None:
             return asked.stats
@@ -283,7 +283,7 @@ class _Chunks:
         )
 
     def row_factor(self) -> Tensor | None:
-        """What the rows of d hidden are still to be multiplied by, (n,); None: nothing."""
+        """Return the factors (n,) that the rows of d hidden still need; None: none."""
         return torch.cat(self._row_factors) if self._row_factors else None
 
 
@@ -313,7 +313,7 @@ class _Sums:
     def add(
         self, group: Group, products: list[Products], features: list[Tensor], d_logits: Tensor, scale: Tensor | None
     ) -> None:
-        """What a group gives: its operands (m, K) and d logits (m, V), which `scale` () multiplies."""
+        """Add a group's gradient: its operands (m, K) and d logits (m, V), which `scale` () multiplies."""
         if not self._rows:
             self._allocate()
         if scale is not None and self._scale is not None:

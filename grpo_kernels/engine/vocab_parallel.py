@@ -59,7 +59,7 @@ class Shard:
 
     @property
     def widest(self) -> int:
-        """What chunks are planned for: ranks gather chunk by chunk, and so must have the same ones."""
+        """Return the columns that chunks are planned for: ranks gather chunk by chunk, so all plan for the widest."""
         return max(self.sizes)
 
     def stats(

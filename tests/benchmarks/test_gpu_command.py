@@ -222,8 +222,8 @@ def test_nothing_is_done_again_when_the_last_provider_crashes(tmp_path: Path) ->
 
 
 def test_goals_come_first() -> None:
-    """Tests, then the goals' cases with all that is compared there; other peers with the anchors; then the rest."""
-    assert STEPS == ("tests", "bench", "sanitizer")
+    """Smoke, tests, then the goals' cases with all that is compared there; other peers with the anchors; the rest."""
+    assert STEPS == ("smoke", "tests", "bench", "sanitizer")
     assert tuple(dict.fromkeys([*(goal.case for goal in GOALS), "score"])) == GOAL_CASES
     items = plan_items(arguments(["--profile"]))
     first = items[: len(GOAL_CASES)]

@@ -51,7 +51,7 @@ class RowConfig:
         return {**self.arguments(), "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps))}
 
     def arguments(self) -> dict[str, Any]:
-        """What it is to a launch: the kernel's constants, and how to compile it."""
+        """Launch arguments: the kernel's constants, and how to compile it."""
         return {
             "BLOCK_N": self.block_n,
             "BLOCK_V": self.block_v,
@@ -77,7 +77,7 @@ class DotConfig:
     use_tma: bool
 
     def tiles_per_split(self, vocab: int) -> int:
-        """How many tiles of `block_v` ids a part of the vocabulary has; the last one may have fewer."""
+        """Return the number of tiles of `block_v` ids in a part of the vocabulary; the last part may have fewer."""
         return _ceil_div(_ceil_div(vocab, self.block_v), self.splits)
 
 
@@ -124,7 +124,7 @@ def dot_configs(operand_bits: int, family_name: str, vocab: int, *, softcap: boo
 
 
 def splits_of(vocab: int, block_v: int, at_most: int) -> int:
-    """How many parts a vocabulary has, so that none is without a tile of `block_v` ids."""
+    """Return the number of parts of a vocabulary; each has a tile of `block_v` ids at least."""
     tiles = _ceil_div(vocab, block_v)
     return _ceil_div(tiles, _ceil_div(tiles, at_most))
 

@@ -57,7 +57,7 @@ def launch_fused(
 
 
 def loss_arguments(loss: TokenLoss) -> dict[str, Any]:
-    """What `loss` is to a kernel, but for its KL term, by the names of the kernel's arguments."""
+    """Kernel arguments that describe `loss`, except its KL term."""
     return {
         "advantages_ptr": loss.advantages,
         "d_logps_ptr": loss.d_logps,
@@ -180,7 +180,7 @@ def fused_kernel(
 
 @triton.jit
 def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
-    """Of each row (R,): the loss without a KL term, d loss / d logp, the log-ratio, and the weight.
+    """Return for each row (R,): the loss without a KL term, d loss / d logp, the log-ratio, and the weight.
 
     `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the reference.
     """

@@ -134,7 +134,7 @@ def grad_kernel(
 
 @triton.jit
 def row_terms(log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """What `write_gradient` needs of each row (R, 1), so that d x_j is e^(z_j - m) (level + tilt (z_j - m)).
+    """Return the row terms (R, 1) that `write_gradient` needs: d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
     d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. What p and d z / d x
     have in common in a row is in both.

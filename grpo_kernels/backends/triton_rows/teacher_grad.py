@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import head_at, normalisers, pair_arguments, terms
+from grpo_kernels.backends.triton_rows.divergence import normalisers, pair_arguments, terms
 from grpo_kernels.backends.triton_rows.grad import (
     STEPS,
     gradient,
@@ -25,7 +25,7 @@ from grpo_kernels.backends.triton_rows.grad import (
 )
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.steps import load_at, load_step, row_block
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, row_slope, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, row_factors, row_slope, scaled
 
 
 def launch_teacher_grad(
@@ -116,11 +116,13 @@ def teacher_grad_kernel(
     rows, counts = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
     last = tl.minimum(first + STEPS * BLOCK_V, V)
-    student = head_at(logits_ptr, rows, stride_n, bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP)
-    teacher = head_at(
-        teacher_logits_ptr, rows, teacher_stride_n, teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
-        TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    student = (logits_ptr + rows.to(tl.int64)[:, None] * stride_n, bias_ptr, inner, outer)
+    teacher_inner, teacher_outer = row_factors(
+        teacher_inv_t_ptr, rows[:, None], teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP
+    )
+    teacher_ptrs = teacher_logits_ptr + rows.to(tl.int64)[:, None] * teacher_stride_n
+    teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
 
     known = normalisers(

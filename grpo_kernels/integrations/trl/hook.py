@@ -53,7 +53,7 @@ Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 @dataclass
 class Rows:
-    """What a trainer knows of the rows of its head calls, as (B, T) tensors over the completion tokens.
+    """Facts of a trainer about the rows of its head calls, as (B, T) tensors over the completion tokens.
 
     Attributes:
         labelled: completion tokens that TRL labels; elsewhere TRL's result is 0 whatever the head returned.
@@ -222,7 +222,7 @@ def rows(known: Rows | None) -> Iterator[None]:
 
 
 def compatible() -> bool:
-    """Whether this TRL has the hook with the signature we know."""
+    """Return True if this TRL has the hook with the signature that is known here."""
     theirs = getattr(trl_utils, HOOK, None)
     if theirs is FusedHead:
         return True

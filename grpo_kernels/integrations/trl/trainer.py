@@ -32,7 +32,7 @@ from grpo_kernels.objective.losses import loss_of
 
 
 class FusedLossMixin:
-    """What `FusedGRPOTrainer` adds, for subclasses of ``GRPOTrainer``: ``class Mine(FusedLossMixin, GMPOTrainer)``.
+    """Mixin that makes a ``GRPOTrainer`` subclass use the fused loss: ``class Mine(FusedLossMixin, GMPOTrainer)``.
 
     Args:
         fused_sampling_correction: where TRL would score the completions beforehand only to correct for the sampler
@@ -172,7 +172,7 @@ class FusedLossMixin:
         return exact_kl.add_term(self, config, loss, inputs, reference.divergences)
 
     def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
-        """Whether the batch came from TRL without the ratio that its loss is going to read."""
+        """Return True if TRL's batch lacks the ratio that its loss is going to read."""
         fused = self.fused_sampling_correction and sampling.is_corrected(self)
         return fused and "importance_sampling_ratio" not in inputs and "old_per_token_logps" not in inputs
 

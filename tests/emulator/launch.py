@@ -1,0 +1,191 @@
+"""Launches of Triton kernels on CPU tensors, compiled for a GPU that is not there and executed here.
+
+Inside of `emulated` whatever launches a kernel runs unchanged: launchers, engines, whole calls. Triton must have been
+imported without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from benchmarks.aot.checks import compile_for
+from benchmarks.aot.launches import Launch, describe
+from grpo_kernels.backends import triton_rows
+from tests.emulator.lanes import Lanes
+from tests.emulator.memory import Global
+from tests.emulator.ptx import Kernel, UnknownInstruction, parse
+from tests.emulator.unwritten import marked
+
+MOST_LANES = 2**15  # that run at once
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as it would be loaded."""
+
+    kernel: Kernel
+    threads: int
+    shared_bytes: int
+
+
+@dataclass
+class Tally:
+    """What was run: of each kernel the launches, and of all of it the steps of lanes by opcode."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    variants: set[tuple[str, ...]] = field(default_factory=set)
+    executed: Counter[str] = field(default_factory=Counter)
+    compiling: float = 0.0  # seconds
+    running: float = 0.0
+
+
+@dataclass
+class Emulation:
+    """What a launch becomes."""
+
+    arch: str
+    rows_before: int = 0
+    tally: Tally = field(default_factory=Tally)
+    change: Callable[[Kernel], Kernel] = lambda kernel: kernel  # plants a fault
+
+    def launch(self, function: JITFunction, grid: Any, given: dict[str, Any]) -> None:
+        """Run `function` on CPU tensors."""
+        described = describe(function, given)
+        compiled = self._compiled(described)
+        programs = math.prod(grid(given) if callable(grid) else grid)
+        values = list(_values(function, given, described.signature))
+        tensors = {name: x for name, x, _ in values if isinstance(x, Tensor)}
+        memory = Global(tensors, compiled.threads)
+        before = Before.of(self.rows_before, given, programs)
+        words = [before.word(name, x, kind, memory) for name, x, kind in values]
+        names = compiled.kernel.parameters
+        words += [0] * (len(names) - len(words))  # Triton's own, which these kernels do not use
+        begun, at_once = time.perf_counter(), max(1, MOST_LANES // compiled.threads)
+        for first in range(before.programs, before.programs + programs, at_once):
+            lanes = Lanes(
+                self.change(compiled.kernel),
+                dict(zip(names, words, strict=True)),
+                memory,
+                compiled.shared_bytes,
+                programs=before.programs + programs,
+                threads=compiled.threads,
+                first=first,
+                count=min(at_once, before.programs + programs - first),
+                number=(first - before.programs) * compiled.threads,
+            )
+            lanes.run()
+            self.tally.executed += lanes.executed
+        memory.copy_back()
+        self.tally.running += time.perf_counter() - begun
+        self.tally.launches[compiled.kernel.name] += 1
+
+    def _compiled(self, launch: Launch) -> Compiled:
+        key = (self.arch, launch.kernel.__name__, *(repr(x) for x in (launch.signature, launch.constexprs)))
+        key += tuple(repr(x) for x in (launch.attrs, launch.options))
+        self.tally.variants.add(key)
+        if key not in _COMPILED:
+            begun = time.perf_counter()
+            with mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _without_assembler):
+                found = compile_for(launch, self.arch)
+            self.tally.compiling += time.perf_counter() - begun
+            if "tt.dot" in found.asm["ttir"]:
+                name = launch.kernel.__name__
+                raise UnknownInstruction(f"{name}: expected a kernel without tl.dot, got one with it")
+            kernel = parse(found.asm["ptx"])
+            _COMPILED[key] = Compiled(kernel, 32 * found.metadata.num_warps, found.metadata.shared)
+        return _COMPILED[key]
+
+
+_COMPILED: dict[tuple[str, ...], Compiled] = {}
+
+
+def _without_assembler(*compilation: Any) -> tuple[str, str]:
+    """A hook of Triton's compiler: what follows PTX is left out, and has a place of its own in Triton's cache."""
+    if compilation:
+        _backend, stages, *_options = compilation
+        stages["cubin"] = lambda ptx, metadata: b""
+    return "no assembler", "no assembler"
+
+
+@dataclass(frozen=True)
+class Before:
+    """Rows that the kernel is told to come before those of the tensors, and the programs that would have had them.
+
+    Pointers then lie before the memory that there is, and offsets are as large as with all those rows.
+    """
+
+    rows: int
+    programs: int
+    n: int
+
+    @staticmethod
+    def of(rows: int, given: dict[str, Any], programs: int) -> Before:
+        """Of a launch that has its rows as ``n``, `BLOCK_N` to a program."""
+        if rows == 0:
+            return Before(0, 0, 0)
+        n, block = given["n"], given["BLOCK_N"]
+        if rows % block:
+            raise ValueError(f"rows_before: expected a multiple of the tile's {block} rows, got {rows}")
+        return Before(rows, rows // block * (programs // -(-n // block)), n)
+
+    def word(self, name: str, value: Any, kind: str, memory: Global) -> int:
+        """An argument as the kernel gets it."""
+        if isinstance(value, Tensor):
+            is_of_rows = self.rows and value.dim() > 0 and len(value) == self.n
+            return memory.pointer(name) - (self.rows * value.stride(0) * value.element_size() if is_of_rows else 0)
+        if kind == "fp32":
+            return int(struct.unpack("<I", struct.pack("<f", float(value)))[0])
+        return int(value) + (self.rows if name == "n" else 0)
+
+
+def _values(function: JITFunction, given: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and type of what a compiled kernel takes, tuples one by one."""
+    for param in function.params:
+        kind, value = signature[param.name], given.get(param.name, param.default)
+        if isinstance(kind, tuple):
+            for i, (x, each) in enumerate(zip(value, kind, strict=True)):
+                if each != "constexpr":
+                    yield f"{param.name}[{i}]", x, each
+        elif kind != "constexpr":
+            yield param.name, value, kind
+
+
+@contextmanager
+def emulated(arch: str, *, rows_before: int = 0) -> Iterator[Emulation]:
+    """Inside, Triton's kernels run on CPU tensors as compiled for `arch`, and backend "triton" serves them.
+
+    Args:
+        arch: ``"sm_80"`` or ``"sm_90"``.
+        rows_before: rows that kernels are told to come before those that are there.
+
+    Raises:
+        Fault: by a launch, at the first access or step that is wrong.
+        UnknownInstruction: by a launch whose kernel has one, such as those of ``tl.dot``.
+    """
+    emulation = Emulation(arch, rows_before)
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        assert not args, f"{self.__name__}: launched with positional arguments"
+        emulation.launch(self, grid, given)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        stack.enter_context(mock.patch.object(triton_rows, "INTERPRETED", True))  # CPU tensors are taken
+        for name, module in list(sys.modules.items()):
+            if name.startswith(triton_rows.__name__) and hasattr(module, "arch_of"):
+                stack.enter_context(mock.patch.object(module, "arch_of", return_value=arch))
+        stack.enter_context(marked())
+        yield emulation

@@ -1,0 +1,202 @@
+"""The memory that a launch sees: its arguments, each with nothing around it, and the shared memory of every program.
+
+An access names places (bytes); what is known of memory is known by cell: an element of an argument, or as many bytes of
+shared memory as the kernel's smallest access has.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.emulator.faults import Fault
+from tests.emulator.races import Trace, Who
+from tests.emulator.unwritten import is_written
+
+BASE = 1 << 32  # the first address
+GAP = 4096  # bytes between arguments, at least
+PAGE = 256  # arguments begin as far from a multiple of it as they do in truth
+Places = NDArray[np.int64]
+
+
+class Space:
+    """Bytes, and what is known of their cells."""
+
+    name: str
+
+    def __init__(self, size: int, cells: int, threads: int) -> None:
+        self.data = np.full(size, 0xA5, np.uint8)
+        self.written = np.zeros(cells, bool)
+        self.trace = Trace(cells, threads)
+
+    def locate(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+        """Places (k,) of accesses of `width` bytes, and their cells (k, w).
+
+        Raises:
+            Fault: some lie elsewhere.
+        """
+        raise NotImplementedError
+
+    def load(self, addresses: Places, size: int, count: int, programs: NDArray[np.int64], who: Who) -> NDArray:
+        """`count` neighbours of `size` bytes from each address, (k, count), as unsigned integers."""
+        places, cells = self._access(addresses, size * count, programs)
+        unwritten = ~self.written[cells]
+        if unwritten.any():
+            raise Fault(f"reads {self.name} memory that nobody wrote, {self._where(addresses, unwritten.any(1))}")
+        self.trace.read(cells, who)
+        return self._elements(size)[(places // size)[:, None] + np.arange(count)]
+
+    def store(self, addresses: Places, values: NDArray, programs: NDArray[np.int64], who: Who) -> None:
+        """The opposite: `values` (k, count)."""
+        size, count = values.dtype.itemsize, values.shape[1]
+        places, cells = self._access(addresses, size * count, programs)
+        self.trace.write(cells, who)
+        at = (places // size)[:, None] + np.arange(count)
+        self._elements(size)[at] = values
+        other = (self._elements(size)[at] != values).any(1)
+        if other.any():
+            where = self._where(addresses, other)
+            raise Fault(f"race: lanes write different values to {self.name} memory at once, {where}")
+        self.written[cells] = True
+
+    def _access(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+        misaligned = addresses % width != 0
+        if misaligned.any():
+            raise Fault(f"misaligned: {width} bytes of {self.name} memory {self._where(addresses, misaligned)}")
+        return self.locate(addresses, width, programs)
+
+    def _elements(self, size: int) -> NDArray:
+        return self.data.view(f"u{size}")
+
+    def _where(self, addresses: Places, wrong: NDArray[np.bool_]) -> str:
+        return f"at {hex(int(addresses[wrong][0]))}, which is one of {int(wrong.sum())} such lanes"
+
+
+class Shared(Space):
+    """What each of some programs has for itself."""
+
+    name = "shared"
+
+    def __init__(self, programs: int, size: int, cell: int, threads: int) -> None:
+        self._size, self._cell = -(-max(size, 16) // 16) * 16, cell
+        super().__init__(programs * self._size, programs * self._size // cell, threads)
+
+    def locate(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+        outside = (addresses < 0) | (addresses + width > self._size)
+        if outside.any():
+            where = self._where(addresses, outside)
+            raise Fault(f"outside of the {self._size} bytes of shared memory that a program has, {where}")
+        places = addresses + programs * self._size
+        return places, (places // self._cell)[:, None] + np.arange(max(1, width // self._cell))
+
+
+@dataclass(frozen=True)
+class Region:
+    """Arguments that overlap in memory, as a gradient does that replaces the logits; most have one alone."""
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    first: int  # address in truth, with those after it
+    last: int
+    place: int = 0  # in `Global.data`
+    cell: int = 0  # the first one
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Bytes of a cell: the smallest element."""
+        return min(x.element_size() for x in self.tensors)
+
+    @functools.cached_property
+    def cells(self) -> int:
+        return (self.last - self.first) // self.size
+
+    def indices(self, x: Tensor) -> tuple[NDArray[np.int64], int]:
+        """The first cell of each element of `x`, and how many an element has."""
+        at = np.zeros((), np.int64)
+        for size, stride in zip(x.shape, x.stride(), strict=True):
+            at = at[..., None] + np.arange(size) * stride
+        each = x.element_size() // self.size
+        return (x.data_ptr() - self.first) // self.size + at.reshape(-1) * each, each
+
+
+class Global(Space):
+    """The arguments of a launch, by name."""
+
+    name = "global"
+
+    def __init__(self, tensors: dict[str, Tensor], threads: int) -> None:
+        self.regions: list[Region] = []
+        size, cells = GAP, 0
+        for names, first, last in _overlapping(tensors):
+            place = -(-size // PAGE) * PAGE + first % PAGE
+            region = Region(names, tuple(tensors[name] for name in names), first, last, place, cells)
+            self.regions.append(region)
+            size, cells = place + last - first + GAP, cells + region.cells
+        super().__init__(-(-size // PAGE) * PAGE, cells, threads)
+        self._is_element = np.zeros(cells, bool)
+        self._places = np.array([region.place for region in self.regions])
+        self._pointers = {}
+        for region in self.regions:
+            for name, x in zip(region.names, region.tensors, strict=True):
+                self._pointers[name] = BASE + region.place + x.data_ptr() - region.first
+                at, each = region.indices(x)
+                known = is_written(x).reshape(-1).numpy()
+                for i in range(each):
+                    self._is_element[region.cell + at + i] = True
+                    self.written[region.cell + at + i] = known
+            self.data[region.place : region.place + region.last - region.first] = _bytes(region)
+
+    def pointer(self, name: str) -> int:
+        """The address of an argument's first element; some address if it has none."""
+        return self._pointers.get(name, BASE)
+
+    def copy_back(self) -> None:
+        """What is in memory now goes to the tensors."""
+        for region in self.regions:
+            _bytes(region)[...] = self.data[region.place : region.place + region.last - region.first]
+
+    def locate(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+        places = addresses - BASE
+        index = int(np.searchsorted(self._places, places[0], "right")) - 1 if len(self._places) else -1
+        if index < 0:
+            raise Fault(f"outside of every argument, {self._where(addresses, addresses == addresses[0])}")
+        region = self.regions[index]
+        inside = places - region.place
+        outside = (inside < 0) | (inside + width > region.last - region.first)
+        if not outside.any():
+            cells = region.cell + (inside // region.size)[:, None] + np.arange(max(1, width // region.size))
+            outside = ~self._is_element[cells].all(1)
+        if outside.any():
+            byte = int(inside[outside][0])
+            names = " and ".join(region.names)
+            raise Fault(f"outside of the elements of {names}: byte {byte} of {region.last - region.first}")
+        return places, cells
+
+
+def _overlapping(tensors: dict[str, Tensor]) -> list[tuple[tuple[str, ...], int, int]]:
+    """Names, first address and last of arguments that lie across one another."""
+    extents = []
+    for name, x in tensors.items():
+        if x.numel() > 0:
+            most = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            extents.append((x.data_ptr(), x.data_ptr() + (most + 1) * x.element_size(), name))
+    found: list[tuple[tuple[str, ...], int, int]] = []
+    for first, last, name in sorted(extents):
+        if found and first < found[-1][2]:
+            names, begin, end = found.pop()
+            found.append(((*names, name), begin, max(end, last)))
+        else:
+            found.append(((name,), first, last))
+    return found
+
+
+def _bytes(region: Region) -> NDArray[np.uint8]:
+    """The bytes of the region's tensors, not a copy."""
+    storage = region.tensors[0].untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
+    return whole[region.first - storage.data_ptr() : region.last - storage.data_ptr()]

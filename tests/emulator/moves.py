@@ -1,0 +1,102 @@
+"""Moves, choices and conversions."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.emulator.arithmetic import flushed
+from tests.emulator.instructions import known
+from tests.emulator.lanes import Lanes
+from tests.emulator.numbers import TYPES
+from tests.emulator.ptx import elements
+
+ROUNDINGS = {"rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc, "rni": np.rint}
+
+
+def to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """To the nearest, ties to even."""
+    bits = x.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+
+
+@known(r"mov\.([busf](?:16|32|64)|pred)")
+def _move(lanes: Lanes, kind: str, d: str, a: str) -> None:
+    if kind == "pred":
+        lanes.put(d, lanes.predicate(a))
+        return
+    parts = elements(d if d[0] == "{" else a)
+    if d[0] != "{" and a[0] != "{":
+        lanes.put(d, lanes.get(a, kind))
+        return
+    bits = 8 * TYPES[kind].itemsize
+    each, wide = bits // len(parts), TYPES[f"b{bits}"]
+    shifts = [wide.type(each * i) for i in range(len(parts))]
+    if d[0] == "{":
+        whole = lanes.get(a, f"b{bits}")
+        for part, shift in zip(parts, shifts, strict=True):
+            lanes.put(part, (whole >> shift).astype(TYPES[f"b{each}"]))
+    else:
+        joined = np.zeros(lanes.count, wide)
+        for part, shift in zip(parts, shifts, strict=True):
+            joined |= lanes.get(part, f"b{each}").astype(wide) << shift
+        lanes.put(d, joined)
+
+
+@known(r"selp\.([busf](?:16|32|64))")
+def _select(lanes: Lanes, kind: str, d: str, a: str, b: str, p: str) -> None:
+    lanes.put(d, np.where(lanes.predicate(p), lanes.get(a, kind), lanes.get(b, kind)))
+
+
+@known(r"prmt\.b32")
+def _permute_bytes(lanes: Lanes, d: str, a: str, b: str, selector: str) -> None:
+    low, high, places = (lanes.get(operand, "b32").astype(np.uint64) for operand in (a, b, selector))
+    both, found = low | high << np.uint64(32), np.zeros(lanes.count, np.uint64)
+    for i in range(4):
+        place = places >> np.uint64(4 * i)
+        byte = both >> ((place & np.uint64(7)) * np.uint64(8)) & np.uint64(255)
+        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
+        found |= np.where(place & np.uint64(8), sign, byte) << np.uint64(8 * i)
+    lanes.put(d, found.astype(np.uint32))
+
+
+@known(r"cvt\.rn\.(bf16|f16)\.f32")
+def _to_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
+    x = lanes.get(a, "f32")
+    lanes.put(d, to_bfloat16(x) if kind == "bf16" else x.astype(np.float16))
+
+
+@known(r"cvt\.rn\.(bf16|f16)x2\.f32")
+def _two_to_16_bits(lanes: Lanes, kind: str, d: str, high: str, low: str) -> None:
+    x, y = (lanes.get(operand, "f32") for operand in (high, low))
+    top, bottom = (to_bfloat16(z) if kind == "bf16" else z.astype(np.float16).view(np.uint16) for z in (x, y))
+    lanes.put(d, top.astype(np.uint32) << np.uint32(16) | bottom)
+
+
+@known(r"cvt\.f32\.(bf16|f16)")
+def _from_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
+    if kind == "bf16":
+        lanes.put(d, lanes.get(a, "b16").astype(np.uint32) << np.uint32(16))
+    else:
+        lanes.put(d, lanes.get(a, "f16").astype(np.float32))
+
+
+@known(r"cvt\.(rmi|rpi|rzi|rni)(\.ftz)?\.f32\.f32")
+def _to_whole(lanes: Lanes, rounding: str, flush: str | None, d: str, a: str) -> None:
+    lanes.put(d, flushed(ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush)), flush))
+
+
+@known(r"cvt\.(rmi|rpi|rzi|rni)(\.ftz)?\.([su](?:32|64))\.f32")
+def _to_integer(lanes: Lanes, rounding: str, flush: str | None, kind: str, d: str, a: str) -> None:
+    """The nearest number that there is, and 0 of NaN."""
+    limits = np.iinfo(TYPES[kind])
+    x = np.nan_to_num(ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush).astype(np.float64)), nan=0.0)
+    inside = np.maximum(np.where(x < limits.max, x, 0.0), limits.min).astype(TYPES[kind])
+    lanes.put(d, np.where(x < limits.max, inside, TYPES[kind].type(limits.max)))
+
+
+@known(r"cvt\.rn\.(f32)\.([su](?:16|32|64))")
+@known(r"cvt\.([sub](?:8|16|32|64))\.([sub](?:8|16|32|64))")
+def _of_integer(lanes: Lanes, to: str, of: str, d: str, a: str) -> None:
+    lanes.put(d, lanes.get(a, of).astype(TYPES[to]))

@@ -1,0 +1,108 @@
+"""PTX text as a kernel: its parameters, registers and labels, and its instructions in order."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+BITS = {"pred": 0, **{f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}}
+ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)[^{]*\{(.*?)\n\}", re.DOTALL)
+STATEMENT = re.compile(
+    r"""\s*(?:
+    (?P<label>\$?\w+):(?!:)
+    | \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*
+    | \.reg\s+\.(?P<kind>\w+)\s+(?P<registers>[^;]*);
+    | (?P<directive>\.\w[^;]*);
+    | (?P<brace>[{}])
+    | (?:@(?P<negated>!?)(?P<guard>%\w+)\s+)?(?P<opcode>[a-z][\w.:]*)\s*(?P<operands>[^;]*);
+    )""",
+    re.VERBOSE,
+)
+
+
+class UnknownInstruction(Exception):
+    """A statement or an opcode that the emulator has no meaning for."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One statement, such as ``@%p1 ld.global.b32 %r1, [%rd1+4];``."""
+
+    opcode: str
+    operands: tuple[str, ...]
+    guard: str | None = None  # a predicate: lanes where it is false do nothing
+    negated: bool = False  # lanes where it is true do nothing
+    line: str = ""  # of the source: "steps.py:93"
+
+    def __str__(self) -> str:
+        return f"{self.opcode} {', '.join(self.operands)}" + (f" ({self.line})" if self.line else "")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel."""
+
+    name: str
+    parameters: tuple[str, ...]
+    registers: dict[str, int]  # bits by the register's prefix, such as "%rd"; 0 of a predicate
+    code: tuple[Instruction, ...]
+    labels: dict[str, int]  # the place in `code` that a label stands before
+
+    def bits(self, register: str) -> int:
+        """How many bits a register such as ``%rd12`` has."""
+        return self.registers[register.rstrip("0123456789")]
+
+
+def parse(text: str) -> Kernel:
+    """The only kernel in `text`.
+
+    Raises:
+        UnknownInstruction: no kernel, or a statement of an unknown form.
+    """
+    entry = ENTRY.search(text)
+    if entry is None:
+        raise UnknownInstruction("expected PTX with a .visible .entry, got none")
+    name, parameters, body = entry.groups()
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]*)"', text, re.MULTILINE))
+    body = re.sub(r"//[^\n]*", "", body)
+    registers: dict[str, int] = {}
+    labels: dict[str, int] = {}
+    code: list[Instruction] = []
+    line, at = "", 0
+    end = len(body.rstrip())
+    while at < end:
+        found = STATEMENT.match(body, at)
+        if found is None:
+            raise UnknownInstruction(f"{name}: expected a statement of PTX, got {body[at : at + 80].strip()!r}")
+        at = found.end()
+        if found["label"]:
+            labels[found["label"]] = len(code)
+        elif found["file"]:
+            line = f"{files.get(found['file'], '?')}:{found['line']}"
+        elif found["kind"]:
+            prefixes = (re.sub(r"<\d+>$|\d*$", "", each.strip()) for each in found["registers"].split(","))
+            registers |= dict.fromkeys(prefixes, BITS[found["kind"]])
+        elif found["opcode"]:
+            operands = split(found["operands"])
+            code.append(Instruction(found["opcode"], operands, found["guard"], found["negated"] == "!", line))
+    return Kernel(name, tuple(re.findall(r"(\w+_param_\d+)", parameters)), registers, tuple(code), labels)
+
+
+@functools.cache
+def split(operands: str) -> tuple[str, ...]:
+    """The operands between commas, without those inside of braces."""
+    return tuple(part.strip() for part in re.split(r",(?![^{]*\})", operands)) if operands.strip() else ()
+
+
+@functools.cache
+def elements(operand: str) -> tuple[str, ...]:
+    """The registers of ``{%r1, %r2}``, or of ``%r1``."""
+    return tuple(part.strip() for part in operand.strip("{} ").split(","))
+
+
+@functools.cache
+def address(operand: str) -> tuple[str, int]:
+    """Register (or name) and offset of ``[%rd1+4]``."""
+    base, _, offset = operand.strip("[] ").partition("+")
+    return base.strip(), int(offset or "0", 0)

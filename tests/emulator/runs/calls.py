@@ -1,0 +1,92 @@
+"""Whole calls with a head as on a GPU: rows in tiles, 16-bit operands, the products by torch, the kernels emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.triton_rows.configs import DotConfig
+from grpo_kernels.backends.triton_rows.dot import launch_dot
+from grpo_kernels.engine import device
+from tests.emulator.launch import Emulation
+from tests.emulator.ptx import UnknownInstruction
+from tests.support.case_builder import Case, make_case
+from tests.support.reference import reference_loss
+from tests.support.row_cases import PLAIN
+from tests.support.run_case import allowed_engines, run
+from tests.support.tolerance import assert_matches, bounds_of
+
+quick = pytest.mark.quick
+
+
+def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
+    """16-bit operands and sums in fp32, which torch has for GPUs alone."""
+    assert (left.itemsize, right.itemsize, out.dtype) == (2, 2, torch.float32)
+    found = left.float() @ right.float()
+    out.copy_(out + found if add else found)
+
+
+@pytest.fixture(autouse=True)
+def _like_a_gpu() -> Iterator[None]:
+    kind = replace(
+        device.CUDA, mixed_mm=product, free=None, unused=lambda device: 0, is_capturing=lambda: False, fewest_rows=16,
+        row_multiple=16,
+    )  # fmt: skip
+    with mock.patch.dict(device._KINDS, {"cpu": kind}):
+        yield
+
+
+def case_of(name: str, **options) -> Case:
+    return make_case(name, **{"b": 2, "t": 6, "h": 32, "v": 9001, "dtype": torch.bfloat16, "beta": 0.04} | options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "frozen"),
+    [
+        pytest.param("one_pass", (), marks=quick),
+        pytest.param("two_pass", (), marks=quick),
+        pytest.param("lean", (), marks=quick),
+        pytest.param("frozen", ("weight",), marks=quick),
+        pytest.param("score", ("weight", "hidden"), marks=quick),
+        ("one_pass", ("weight",)),
+        ("two_pass", ("hidden",)),
+    ],
+)
+def test_every_engine(engine: str, frozen: tuple[str, ...], emulation: Emulation) -> None:
+    case = case_of(f"emulated {engine}", frozen=frozen)
+    assert engine in allowed_engines(case)
+    reference = reference_loss(case)
+    output, grads = run(case, engine, backend="triton")
+    assert output.engine == engine
+    assert_matches(output, grads, reference, case, bounds_of(reference, case))
+    assert emulation.tally.launches
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{"final_logit_softcapping": 20.0, "entropy_coef": 0.01}, {"bias": True}], ids=str)
+def test_more_of_the_head(engine: str, dtype: torch.dtype, options: dict) -> None:
+    case = case_of(f"emulated {engine} {options}", dtype=dtype, temperature=0.8, **options)
+    reference = reference_loss(case)
+    assert_matches(*run(case, engine, backend="triton"), reference, case, bounds_of(reference, case))
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_a_divergence_from_a_teacher(engine: str) -> None:
+    case = case_of(f"emulated teacher {engine}", teacher=0.3, kl_estimator="full")
+    reference = reference_loss(case)
+    assert_matches(*run(case, engine, backend="triton"), reference, case, bounds_of(reference, case))
+
+
+@quick
+def test_the_scoring_kernel_is_refused_by_name() -> None:
+    hidden, weight, ids = torch.ones(2, 64), torch.ones(96, 64), torch.tensor([0, 95])
+    tile = DotConfig(block_n=16, block_v=16, block_h=16, splits=1, num_warps=4, num_stages=1, use_tma=False)
+    for dtype in (torch.bfloat16, torch.float32):
+        with pytest.raises(UnknownInstruction, match=r"dot_kernel: expected a kernel without tl\.dot, got one with it"):
+            launch_dot(hidden.to(dtype), weight.to(dtype), ids, PLAIN, tile, entropy=True)

@@ -1,0 +1,92 @@
+"""The kernels for rows of two heads, at the tiles that they have on a GPU, against float64 within bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_kernels.backends.interface import DivergenceStats
+from grpo_kernels.backends.triton_rows import TritonRows
+from tests.emulator.launch import Emulation
+from tests.emulator.layouts import RowsApart
+from tests.support.divergence_suite import FusedDivergenceSuite, assert_same_divergence, full_loss
+from tests.support.divergence_truth import divergence
+from tests.support.row_cases import same
+from tests.support.row_truth import U, check, gradient, truth
+
+TILE = 4096
+
+
+class Divergences(FusedDivergenceSuite):
+    """The suite, of which no test is collected here, on the rows of a kernel that a GPU would have."""
+
+    def __init__(self, layout: str) -> None:
+        self._backend = {"apart": RowsApart, "together": TritonRows}[layout]()
+
+    def backend(self) -> TritonRows:
+        return self._backend
+
+
+@pytest.mark.parametrize(
+    ("vocab", "layout", "kinds", "beta"),
+    [
+        pytest.param(9001, "apart", (0, 0), 1.0, marks=pytest.mark.quick),
+        pytest.param(9001, "apart", (3, 2), 0.5, marks=pytest.mark.slow),
+        (9001, "together", (1, 3), 0.0),
+        (TILE, "apart", (0, 2), 0.0),
+        (33, "together", (3, 3), 0.5),
+        (151_936, "together", (1, 0), 1.0),
+    ],
+)
+def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], beta: float) -> None:
+    """`diverge`, `teacher_grad` and `teacher_fused`; targets in quarters of tiles and in the tail; in place and not."""
+    suite = Divergences(layout)
+    ids = torch.tensor(sorted({x for x in (0, 1024, 4095, 4096, 8192) if x < vocab and vocab < 10**5} | {vocab - 1}))
+    n = len(ids)
+    raw, other = 3 * torch.randn(2, n, vocab)
+    two = suite.transforms(n, vocab, kinds)
+    chunk = suite.chunk(raw, other, beta, ids, two)
+    student, teacher = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
+    want, stats = divergence(student, teacher, beta), suite.stats(chunk)
+    assert stats.divergence is not None
+    check("value", stats.divergence.value, want.value, want.bound)
+
+    loss, out = full_loss(stats.logps, 9), torch.empty_like(raw)
+    fused = suite.fused(chunk, loss, out)
+    assert_same_divergence(fused, stats)
+    a, b, c = fused.terms["a"], torch.full((n,), loss.d_entropy), loss.beta * loss.weights
+    assert torch.equal(out, suite.grad(chunk, stats, a, b if loss.d_entropy else None, c))
+    of_others, bound = gradient(student, ids, a, b)
+    total = of_others + c[:, None] * want.gradient
+    check("d raw", out, total, bound + c[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs()))
+    suite.fused(chunk, loss, chunk.logits)
+    assert torch.equal(chunk.logits, out)
+
+
+@pytest.mark.slow
+def test_offsets_beyond_32_bits(emulation: Emulation) -> None:
+    """More than 2^31 logits of both heads come before those that are there: the same bits."""
+    suite = Divergences("apart")
+    raw, other, ids = 3 * torch.randn(2, 9001), 3 * torch.randn(2, 9001), torch.tensor([5000, 9000])
+    loss = full_loss(-torch.ones(2), 9)
+
+    def everything() -> list[torch.Tensor]:
+        chunk = suite.chunk(raw, other, 1.0, ids)
+        stats = suite.stats(chunk)
+        d, found = suite.grad(chunk, stats, *torch.ones(3, 2)), suite.fused(chunk, loss, chunk.logits)
+        assert isinstance(stats.divergence, DivergenceStats)
+        return [*stats.divergence, d, found.terms["loss"], chunk.logits]
+
+    want = everything()
+    emulation.rows_before = 250_000
+    assert all(map(same, everything(), want))
+
+
+class TestDivergences(FusedDivergenceSuite):
+    """Less than a tile, and a tile and a tail."""
+
+    vocabs = (2, TILE + 1)
+    betas = (0.0, 1.0, 0.5)
+
+    def backend(self) -> TritonRows:
+        return TritonRows()

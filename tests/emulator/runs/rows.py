@@ -1,0 +1,206 @@
+"""The row kernels at the tiles that they have on a GPU, against float64 within bounds and the torch backend."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import Chunk, LogitTransform
+from grpo_kernels.backends.triton_rows import TritonRows
+from grpo_kernels.backends.triton_rows.combine import launch_combine
+from tests.emulator.launch import Emulation
+from tests.emulator.layouts import RowsApart
+from tests.support.row_cases import EXTRAS, assert_same, make_loss, make_transform, same
+from tests.support.row_suite import RowSuite, check_kernels
+from tests.support.row_truth import U, check, check_stats, gradient, truth
+from tests.support.special_suite import SpecialSuite
+
+INF, NAN = math.inf, math.nan
+TILE = 4096  # columns of a step on both architectures
+TARGETS = (0, 1023, 1024, 2050, 4095, 4096, 8191, 8192, 9000)  # quarters of tiles, their ends, the tail of V 9001
+BACKENDS = {"apart": RowsApart(), "together": TritonRows()}
+quick, slow = pytest.mark.quick, pytest.mark.slow
+
+
+def rows_of(vocab: int, targets: tuple[int, ...] = TARGETS) -> tuple[Tensor, Tensor]:
+    """A row for each target below `vocab`, and one for the last id."""
+    ids = torch.tensor(sorted({x for x in targets if x < vocab} | {vocab - 1}))
+    return 3 * torch.randn(len(ids), vocab), ids
+
+
+@pytest.mark.parametrize(
+    ("vocab", "layout", "kind", "dtype"),
+    [
+        pytest.param(9001, "apart", 3, torch.bfloat16, marks=quick),
+        pytest.param(9001, "together", 0, torch.float32, marks=slow),
+        (9001, "together", 3, torch.float16),
+        (9001, "apart", 2, torch.float32),
+        (4096, "apart", 1, torch.bfloat16),
+        (12288, "apart", 3, torch.bfloat16),
+        (4097, "together", 1, torch.float32),
+        (1000, "apart", 3, torch.float32),
+        (33, "together", 3, torch.float32),
+        (1, "together", 1, torch.float32),
+    ],
+)
+def test_statistics_gradient_and_loss(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> None:
+    """`stats`, `grad` and `fused`: the transforms of `make_transform` and its losses, in turn."""
+    raw, ids = rows_of(vocab)
+    rounded_to = dtype if dtype != torch.float32 else None
+    check_kernels(BACKENDS[layout], raw, ids, make_transform(len(ids), vocab, kind, rounded_to), kind, dtype)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(1, marks=quick), 3])
+def test_a_large_vocabulary(kind: int) -> None:
+    raw, ids = rows_of(151_936, (70_000,))
+    check_kernels(TritonRows(), raw, ids, make_transform(2, 151_936, kind, None), kind, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", range(12))
+def test_every_loss(kind: int) -> None:
+    raw, ids = rows_of(4133)
+    check_kernels(RowsApart(), raw, ids, make_transform(len(ids), 4133, 0, None), kind)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "layout", "kind", "dtype"),
+    [
+        pytest.param(9001, "apart", 3, torch.bfloat16, marks=quick),
+        pytest.param(9001, "together", 0, torch.float32, marks=slow),
+        (151_936, "together", 1, torch.bfloat16),
+        (4096, "together", 2, torch.bfloat16),
+        (33, "apart", 3, torch.float32),
+    ],
+)
+def test_single_pass(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> None:
+    """The statistics of `stats`, and its gradient up to a row's factor; one row is read again."""
+    raw, ids = rows_of(vocab)
+    transform = make_transform(len(ids), vocab, kind, None)
+    if transform.softcap is None and vocab > TILE:
+        raw[0, vocab - 7] += 80.0
+    backend, out = BACKENDS[layout], torch.empty_like(raw, dtype=dtype)
+    stats, scale = backend.single_pass(Chunk(raw, ids, transform), out, entropy=True, extras=EXTRAS)
+    at, kind_of = truth(raw, ids, transform), torch.finfo(dtype)
+    check_stats(stats, at)
+    want, bound = gradient(at, ids, torch.ones_like(scale), None)
+    bound = bound + (kind_of.eps / 2 + 160 * U) * want.abs() + kind_of.tiny * scale[:, None].abs().double()
+    check("d raw", out.double() * scale.double()[:, None], want, bound)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [pytest.param("apart", 3, marks=quick), pytest.param("together", 0, marks=slow), ("together", 3), ("apart", 0)],
+)
+def test_gradients_replace_logits(layout: str, kind: int) -> None:
+    """Of `grad`, `fused` and `single_pass`: as those written elsewhere, and the single pass as `grad`."""
+    raw, ids = rows_of(9001)
+    n, backend = len(ids), BACKENDS[layout]
+    transform, (a, b) = make_transform(n, 9001, kind, None), torch.randn(2, n)
+    stats = backend.stats(Chunk(raw, ids, transform), entropy=True)
+    loss = make_loss(stats.logps, 9)
+
+    def in_place_and_not(write) -> Tensor:
+        x, out = raw.clone(), torch.empty_like(raw)
+        write(Chunk(raw.clone(), ids, transform), out)
+        write(Chunk(x, ids, transform), x)
+        assert torch.equal(x, out)
+        return out
+
+    in_place_and_not(lambda chunk, out: backend.grad(chunk, stats, a, b, out))
+    in_place_and_not(lambda chunk, out: backend.fused(chunk, loss, out))
+    one, x = torch.empty_like(raw), raw.clone()
+    backend.grad(Chunk(raw, ids, transform), stats, torch.ones(n), None, one)
+    found, scale = backend.single_pass(Chunk(x, ids, transform), x, entropy=True)
+    assert_same(found, stats)
+    assert torch.equal(x, one)
+    assert (scale == 1).all()
+
+
+@pytest.mark.parametrize("cap", [pytest.param(None, marks=quick), 4.0])
+def test_special_values(cap: float | None) -> None:
+    """Rows with infinities and NaN by `single_pass`, as `stats` and then `grad` have them; the others are clean."""
+    raw, ids = rows_of(9001)
+    raw[0] = -INF
+    raw[1, :5000] = -INF  # the target and all that the reference comes from
+    raw[2, 8999] = NAN
+    raw[3, 2050] = NAN
+    raw[4, 5000] = INF
+    raw[5, 4096] = INF
+    raw[6, [20, 9000]] = INF
+    raw[7, :9000] = -INF
+    transform, one = LogitTransform(softcap=cap), torch.ones(len(ids))
+    backend, by_grad, out = RowsApart(), torch.empty_like(raw), torch.empty_like(raw)
+    stats = backend.stats(Chunk(raw, ids, transform), entropy=True)
+    backend.grad(Chunk(raw, ids, transform), stats, one, None, by_grad)
+    found, scale = backend.single_pass(Chunk(raw, ids, transform), out, entropy=True)
+    assert_same(found, stats, nan=True)
+    d = out.double() * scale.double()[:, None]
+    assert torch.equal(d.isnan(), by_grad.isnan())
+    assert ((d - by_grad.double()).abs().nan_to_num() <= 2e-5 * by_grad.abs().nan_to_num()).all()
+    clean = raw[8:].clone()
+    assert_same(backend.stats(Chunk(clean, ids[8:], transform), entropy=True), stats.rows(slice(8, None)))
+    assert stats.logps[8:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("splits", "entropy"), [pytest.param(7, True, marks=quick), pytest.param(200, False, marks=quick), (200, True)]
+)
+def test_combine(splits: int, entropy: bool) -> None:
+    """The reduction of `dot`'s parts: of a whole row's running sums, cut in parts."""
+    n, each = 6, 50
+    raw = 3 * torch.randn(n, splits, each, dtype=torch.float64)
+    ids, m = torch.randint(splits * each, (n,)), raw.amax(2)
+    ids[0] = -1
+    e = (raw - m[..., None]).exp()
+    rest, t = e.sum(2) - 1, (e * (raw - m[..., None])).sum(2)
+    flat = raw.reshape(n, -1)
+    target = flat.gather(1, ids.clamp(min=0)[:, None])[:, 0]
+    stats = launch_combine(*(x.float() for x in (m, rest, t, target)), ids, splits * each, entropy=entropy)
+    logs = flat.log_softmax(1)
+    want = logs.gather(1, ids.clamp(min=0)[:, None])[:, 0]
+    assert stats.logps[0].isnan()
+    torch.testing.assert_close(stats.logps[1:].double(), want[1:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(stats.log_sum.double(), -logs.amax(1), rtol=1e-5, atol=1e-6)
+    if entropy:
+        torch.testing.assert_close(stats.entropies.double(), -(logs.exp() * logs).sum(1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "layout"), [pytest.param(250_000, "apart", marks=quick), (250_000, "together"), (2**20, "apart")]
+)
+def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) -> None:
+    """So many rows come before those that are there: more than 2^31 logits, and the same bits."""
+    raw, ids = rows_of(9001, (5, 6000))
+    transform, (a, b) = make_transform(len(ids), 9001, 3, None), torch.randn(2, len(ids))
+    backend = BACKENDS[layout]
+
+    def everything() -> list[Tensor]:
+        x, y = raw.clone(), raw.clone()
+        stats = backend.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
+        fused = backend.fused(Chunk(x, ids, transform), make_loss(torch.zeros(len(ids)), 9), x)
+        backend.grad(Chunk(y, ids, transform), stats, a, b, y)
+        z = torch.empty_like(raw)
+        single, scale = backend.single_pass(Chunk(raw, ids, transform), z, entropy=True)
+        return [stats.logps, stats.entropies, fused.terms["loss"], x, y, z, single.logps, scale]
+
+    torch.manual_seed(1)
+    want = everything()
+    torch.manual_seed(1)
+    emulation.rows_before = before
+    assert before * 9001 >= 2**31
+    assert all(map(same, everything(), want))
+
+
+class TestRows(RowSuite):
+    kernels = TritonRows()
+    likewise = (RowsApart(),)
+    vocabs = (4200,)
+
+
+class TestSpecialRows(SpecialSuite):
+    kernels = TritonRows()
+    block = TILE
+    vocabs = (3, TILE, TILE + 1)
