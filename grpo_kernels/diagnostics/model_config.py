@@ -10,7 +10,7 @@ from grpo_kernels.head.config_numbers import scale_and_cap
 
 @dataclass(frozen=True)
 class ConfiguredHead:
-    """What a config says of the head."""
+    """Facts about the head that a config holds."""
 
     vocab: int
     hidden: int
@@ -19,7 +19,7 @@ class ConfiguredHead:
 
 
 def read_config(folder: Path) -> ConfiguredHead:
-    """The head of the model whose config.json is in `folder`; transformers knows the fields that it leaves out.
+    """Read the head of the model whose config.json is in `folder`; transformers knows the fields that it leaves out.
 
     Raises:
         ValueError: no config.json there, or none that the installed transformers knows, if it is installed at all.

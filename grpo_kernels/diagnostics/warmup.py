@@ -170,7 +170,7 @@ def on_gpu(step: Callable[[], None]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``python -m grpo_kernels warmup``."""
+    """Add the options of ``python -m grpo_kernels warmup``."""
     parser.add_argument(
         "--config", type=Path, metavar="DIR", help="take the head from the config.json of transformers in DIR"
     )

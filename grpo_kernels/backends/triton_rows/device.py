@@ -44,7 +44,7 @@ def launch_trouble() -> str | None:
 
 
 def _missing(error: Exception) -> str | None:
-    """What is not there, if `error` is of compiling; None: something else is wrong."""
+    """Return what is missing, if `error` comes from compiling; None if something else is wrong."""
     if "C compiler" in str(error):
         return (
             "Triton needs a C compiler, and there is no gcc or clang: install gcc (Debian, Ubuntu: apt-get install "
