@@ -31,7 +31,7 @@ from grpo_kernels.loss import grpo_loss
 
 BATCH, TIME = 2, 8
 NAME_WIDTH = 44
-# What a loss is given besides the batch, by the name of its line; and of the config.
+# Name of a line -> what the loss is given besides the batch, fields of its config, other arguments.
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "loss, on-policy": ((), {}, {}),
     "loss, old log-probabilities": (("old",), {}, {}),
