@@ -24,7 +24,7 @@ from benchmarks.cases import HEADS, WORKLOADS, BenchCase
 from benchmarks.harness.child import ROOT
 from benchmarks.harness.machine import describe_cpu, git_commit, peer_versions
 from benchmarks.harness.results import Results
-from benchmarks.plan import APART, OWN_PARTS, PARTS, cpu_cases, memory_cases
+from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
 from benchmarks.providers import PROVIDERS, named
 from benchmarks.report import compare, figures, labels, plots, step, tables
 
@@ -92,11 +92,10 @@ def chosen(options: argparse.Namespace) -> list[BenchCase]:
 
 
 def _is_workload(case: BenchCase, name: str) -> bool:
-    if name in OWN_PARTS or case.part in OWN_PARTS:  # whatever else their cases are
-        return case.part == name
     plain = BenchCase("")
     traits = ("padding", "zero_share", "drift", "top_entropy", "sequence", "beta")
-    return all(getattr(case, x) == WORKLOADS[name].get(x, getattr(plain, x)) for x in traits)
+    distils = case.divergence is not None, "divergence" in WORKLOADS[name]  # whichever divergence it is
+    return len(set(distils)) == 1 and all(getattr(case, x) == WORKLOADS[name].get(x, getattr(plain, x)) for x in traits)
 
 
 def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:

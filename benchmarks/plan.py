@@ -25,25 +25,10 @@ REST = (
 )  # fmt: skip
 OURS = ("ours/two_pass", "ours/lean", "ours/expected", "ours/torch", "ours/no_mask")
 DISTILLING = (*ANCHORS, "trl", "liger_jsd", "liger_jsd/fused", "eager")
-OWN_PARTS = ("distill", "sparse")  # workloads that are a part, under that name
-OTHERS = ("all tokens", *OWN_PARTS)
-THINNED = ("ours", "ours/sparse", "ours/sparse_both", "eager", "trl", "cce/filter")
-THINNED_FROZEN = ("ours", "ours/sparse", "eager", "trl")
-# About so many nats on average, and how: a favourite in each row, or none and logits of another size.
-NATS: dict[str, dict[str, Any]] = {
-    "0.05 nats": {"lead": 18.0},
-    "0.4 nats": {},
-    "1 nat": {"lead": 5.0},
-    "2 nats": {"lead": -3.0},
-    "3 nats": {"peaked": False},
-    "4.5 nats": {"peaked": False, "scale": 19.0},
-    "6 nats": {"peaked": False, "scale": 16.0},
-    "8 nats": {"peaked": False, "scale": 12.5},
-    "10.5 nats": {"peaked": False, "scale": 7.0},
-}
+OTHERS = ("all tokens", "distill")  # workloads with a place of their own
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
 LIMITED = {"rounds": 3}  # where the products are timed: what is called a limit has to be one
-PARTS = ("main", "workloads", "distill", "sparse", "shapes", "scaling", "accuracy")
+PARTS = ("main", "workloads", "distill", "shapes", "scaling", "accuracy")
 APART = "memory"  # a part that is measured only where it is asked for: it needs some 20 GB
 COMPLETIONS = 8  # of one prompt, in the part "memory"
 TOKENS = (128, 512, 2048, 8192, 16384)
@@ -78,8 +63,7 @@ def cpu_cases() -> list[BenchCase]:
         *(_scaled("share", 1 - zero, zero_share=zero, **SMALL) for zero in (0.5, 0.75)),
     ]
     distill = _distilling(HEADS["Qwen3-1.7B"].h, "Qwen3-0.6B", **SMALL)
-    sparse = _thinned(n=256, t=32)
-    return main + workloads + distill + sparse + shapes + scaling + _exactness(n=256, t=32, v=32768)
+    return main + workloads + distill + shapes + scaling + _exactness(n=256, t=32, v=32768)
 
 
 def memory_cases() -> list[BenchCase]:
@@ -178,18 +162,6 @@ def _distilling(wider: int, model: str, **fields: Any) -> list[BenchCase]:
     return [
         case(name, model, "distill", part="distill", **{"providers": DISTILLING, **fields, **kind})
         for name, kind in kinds.items()
-    ]
-
-
-def _thinned(**fields: Any) -> list[BenchCase]:
-    """Policies from the nearly certain to the nearly flat, with a head that trains and one that does not."""
-    return [
-        case(name + words, workload="sparse", part="sparse", **{**fields, **kind, **how})
-        for words, how in (
-            ("", {"providers": THINNED}),
-            (", frozen", {"frozen": True, "providers": THINNED_FROZEN}),
-        )
-        for name, kind in NATS.items()
     ]
 
 

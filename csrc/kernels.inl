@@ -23,15 +23,12 @@ namespace grpo_kernels::ISA {
 #include "halves.inl"
 #include "rows.inl"
 #include "divergence.inl"
-#include "sparse.inl"
 
 extern const Kernels<float> in_float;
 extern const Kernels<double> in_double;
 const Kernels<float> in_float = {reduce_any<float>, gradient_any<float>, diverge_any<float>,
-                                 gradient_with_teacher_any<float>, largest_any<float>, certain_any<float>,
-                                 errors_any<float>, thin_any<float>, add_scaled_any<float>};
+                                 gradient_with_teacher_any<float>};
 const Kernels<double> in_double = {reduce_any<double>, gradient_any<double>, diverge_any<double>,
-                                   gradient_with_teacher_any<double>, largest_any<double>, certain_any<double>,
-                                   errors_any<double>, thin_any<double>, add_scaled_any<double>};
+                                   gradient_with_teacher_any<double>};
 }  // namespace grpo_kernels::ISA
 END_TARGET

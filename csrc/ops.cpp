@@ -264,136 +264,6 @@ void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor
   });
 }
 
-// (m, most) each: row i's entries, of which there are counts[i], perhaps more.
-template <class T>
-struct EntryColumns {
-  int64_t most;
-  int64_t* counts;
-  int32_t* ids;
-  T* values;
-
-  EntryColumns(int64_t m, const Tensor& counts_given, const Tensor& ids_given, const Tensor& values_given)
-      : most(ids_given.dim() == 2 ? ids_given.size(1) : 0),
-        counts(column<int64_t>(counts_given, m, "counts")),
-        ids(whole<int32_t>(ids_given, m, most, "ids")),
-        values(whole<T>(values_given, m, most, "values")) {}
-
-  Found<T> row(int64_t i) const { return {ids + i * most, values + i * most, most, 0}; }
-
- private:
-  template <class E>
-  static E* whole(const Tensor& x, int64_t m, int64_t most, const char* name) {
-    STD_TORCH_CHECK(x.dim() == 2 && x.size(0) == m && x.size(1) == most && x.is_contiguous(), name,
-                    ": expected contiguous (", m, ", most)");
-    return x.mutable_data_ptr<E>();
-  }
-};
-
-template <class F>
-void each_row(int64_t n, int64_t size, const F& f) {
-  torch::stable::parallel_for(0, n, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, size)),
-                              [&f](int64_t start, int64_t stop) {
-                                for (int64_t i = start; i < stop; ++i) f(i);
-                              });
-}
-
-template <class T>
-void largest_of(const Tensor& d_logits, const Tensor& top) {
-  const int64_t m = d_logits.size(0), vocab = d_logits.size(1);
-  const Matrix from(d_logits, m, vocab, "d_logits");
-  T* const tops = column<T>(top, m, "top");
-  each_row(m, vocab, [&](int64_t i) { tops[i] = kernels<T>().largest({from.row(i), from.dtype, vocab}); });
-}
-
-template <class T>
-void certain_of(const Tensor& d_logits, const Tensor& top, const Tensor& counts, const Tensor& ids,
-                const Tensor& values) {
-  const int64_t m = d_logits.size(0), vocab = d_logits.size(1);
-  const Matrix from(d_logits, m, vocab, "d_logits");
-  const T* tops = column<T>(top, m, "top");
-  const EntryColumns<T> entries(m, counts, ids, values);
-  each_row(m, vocab, [&](int64_t i) {
-    Found<T> found = entries.row(i);
-    kernels<T>().certain({from.row(i), from.dtype, vocab}, tops[i], found);
-    entries.counts[i] = found.count;
-  });
-}
-
-template <class T>
-void errors_of(const Tensor& d_logits, const Tensor& norms, const Tensor& top, const Tensor& out) {
-  const int64_t m = d_logits.size(0), vocab = d_logits.size(1);
-  const Matrix from(d_logits, m, vocab, "d_logits"), to(out, m, kSteps, "out");
-  const T *sizes = column<T>(norms, vocab, "norms"), *tops = column<T>(top, m, "top");
-  each_row(m, vocab, [&](int64_t i) {
-    kernels<T>().errors({from.row(i), from.dtype, vocab}, sizes, tops[i], reinterpret_cast<T*>(to.row(i)));
-  });
-}
-
-template <class T>
-void thin_of(const Tensor& d_logits, const Tensor& top, const Tensor& k, const Tensor& keys, int64_t first_id,
-             const Tensor& counts, const Tensor& ids, const Tensor& values, const Tensor& expected,
-             const Tensor& spread) {
-  const int64_t m = d_logits.size(0), vocab = d_logits.size(1);
-  const Matrix from(d_logits, m, vocab, "d_logits");
-  const T* tops = column<T>(top, m, "top");
-  const int64_t *steps = column<int64_t>(k, m, "k"), *seeds = column<int64_t>(keys, m, "keys");
-  T *means = column<T>(expected, m, "expected"), *spreads = column<T>(spread, m, "spread");
-  const EntryColumns<T> entries(m, counts, ids, values);
-  each_row(m, vocab, [&](int64_t i) {
-    Found<T> found = entries.row(i);
-    const Threshold<T> at{tops[i], steps[i], static_cast<uint64_t>(seeds[i]), first_id};
-    kernels<T>().thin({from.row(i), from.dtype, vocab}, at, found, means[i], spreads[i]);
-    entries.counts[i] = found.count;
-  });
-}
-
-template <class T>
-void combine_of(const Tensor& starts, const Tensor& counts, const Tensor& ids, const Tensor& values,
-                const Tensor& source, const MaybeTensor& targets, const Tensor& out) {
-  const int64_t n = starts.size(0), size = source.size(1);
-  const Matrix from(source, source.size(0), size, "source"), to(out, out.size(0), size, "out");
-  const int64_t *first = column<int64_t>(starts, n, "starts"), *many = column<int64_t>(counts, n, "counts");
-  const int64_t* places = column<int64_t>(targets, n, "targets");
-  const int32_t* rows = column<int32_t>(ids, ids.size(0), "ids");
-  const T* by = column<T>(values, ids.size(0), "values");
-  STD_TORCH_CHECK(targets.has_value() || out.size(0) == n, "out: expected a row for each of starts");
-  each_row(n, 64 * size, [&](int64_t i) {
-    T* const target = reinterpret_cast<T*>(to.row(places != nullptr ? places[i] : i));
-    const int64_t stop = first[i] + many[i];
-    for (int64_t k = first[i]; k < stop; ++k) {
-      const void* next = from.row(rows[k + 1 < stop ? k + 1 : k]);
-      kernels<T>().add_scaled(by[k], {from.row(rows[k]), from.dtype, size}, next, target);
-    }
-  });
-}
-
-bool in_double(const Tensor& x) { return x.scalar_type() == ScalarType::Double; }
-
-void largest(const Tensor& d_logits, const Tensor& top) {
-  in_double(top) ? largest_of<double>(d_logits, top) : largest_of<float>(d_logits, top);
-}
-
-void certain(const Tensor& d_logits, const Tensor& top, const Tensor& counts, const Tensor& ids, const Tensor& values) {
-  in_double(top) ? certain_of<double>(d_logits, top, counts, ids, values)
-                 : certain_of<float>(d_logits, top, counts, ids, values);
-}
-
-void errors(const Tensor& d_logits, const Tensor& norms, const Tensor& top, const Tensor& out) {
-  in_double(top) ? errors_of<double>(d_logits, norms, top, out) : errors_of<float>(d_logits, norms, top, out);
-}
-
-void thin(const Tensor& d_logits, const Tensor& top, const Tensor& k, const Tensor& keys, int64_t first_id,
-          const Tensor& counts, const Tensor& ids, const Tensor& values, const Tensor& expected, const Tensor& spread) {
-  const auto run = in_double(top) ? &thin_of<double> : &thin_of<float>;
-  run(d_logits, top, k, keys, first_id, counts, ids, values, expected, spread);
-}
-
-void combine(const Tensor& starts, const Tensor& counts, const Tensor& ids, const Tensor& values, const Tensor& source,
-             const MaybeTensor& targets, const Tensor& out) {
-  const auto run = in_double(out) ? &combine_of<double> : &combine_of<float>;
-  run(starts, counts, ids, values, source, targets, out);
-}
-
 // The instruction set in use; a name chooses one, "" does not.
 std::string isa(std::string name) {
   STD_TORCH_CHECK(name.empty() || use_isa(name.c_str()), "isa: this processor has no '", name, "'");
@@ -419,15 +289,6 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, Tensor(e!) loss, "
         "Tensor(f!) a, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? slope, Tensor(j!)? teacher_max_logit, "
         "Tensor(k!)? teacher_log_sum, Tensor(l!)? out) -> ()");
-  m.def("largest(Tensor d_logits, *, Tensor(a!) top) -> ()");
-  m.def("certain(Tensor d_logits, Tensor top, *, Tensor(a!) counts, Tensor(b!) ids, Tensor(c!) values) -> ()");
-  m.def("errors(Tensor d_logits, Tensor norms, Tensor top, *, Tensor(a!) out) -> ()");
-  m.def(
-      "thin(Tensor d_logits, Tensor top, Tensor k, Tensor keys, int first_id, *, Tensor(a!) counts, Tensor(b!) ids, "
-      "Tensor(c!) values, Tensor(d!) expected, Tensor(e!) spread) -> ()");
-  m.def(
-      "combine(Tensor starts, Tensor counts, Tensor ids, Tensor values, Tensor source, Tensor? targets, "
-      "*, Tensor(a!) out) -> ()");
   m.def("isa(str name) -> str");
 }
 
@@ -436,11 +297,6 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_kernels_cpp, CPU, m) {
   m.impl("diverge", TORCH_BOX(&grpo_kernels::diverge));
   m.impl("grad", TORCH_BOX(&grpo_kernels::grad));
   m.impl("fused", TORCH_BOX(&grpo_kernels::fused));
-  m.impl("largest", TORCH_BOX(&grpo_kernels::largest));
-  m.impl("certain", TORCH_BOX(&grpo_kernels::certain));
-  m.impl("errors", TORCH_BOX(&grpo_kernels::errors));
-  m.impl("thin", TORCH_BOX(&grpo_kernels::thin));
-  m.impl("combine", TORCH_BOX(&grpo_kernels::combine));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_kernels_cpp, CompositeExplicitAutograd, m) {

@@ -71,50 +71,12 @@ struct Diverged {
   double value, slope;
 };
 
-// The thresholds of a row of d logits are 2^-k of its largest, as in sparse.py.
-constexpr int kCertain = 8, kSteps = 11;
-constexpr double kCertainStep = 0x1p-8;
-
-// A row of d logits.
-struct SparseRow {
-  const void* g;  // (size,) of `dtype`
-  Dtype dtype;
-  int64_t size;
-};
-
-// Entries of a row, as many as there is room for; and how many there are.
-template <class T>
-struct Found {
-  int32_t* ids;
-  T* values;
-  int64_t most, count;
-
-  void add(int64_t id, T value) {
-    if (count < most) ids[count] = static_cast<int32_t>(id), values[count] = value;
-    ++count;
-  }
-};
-
-// How a row is thinned out.
-template <class T>
-struct Threshold {
-  T top;
-  int64_t k;  // 0: not at all
-  uint64_t key;
-  int64_t first_id;
-};
-
 template <class T>
 struct Kernels {
   void (*reduce)(const Row<T>&, int64_t target, bool extras, Sums&);
   void (*gradient)(const Row<T>&, const Gradient<T>&);
   Diverged (*diverge)(const Row<T>&, const Row<T>& teacher, const Divergence<T>&);
   void (*gradient_with_teacher)(const Row<T>&, const Gradient<T>&, const Row<T>& teacher, const Divergence<T>&);
-  T (*largest)(const SparseRow&);
-  void (*certain)(const SparseRow&, T top, Found<T>&);
-  void (*errors)(const SparseRow&, const T* norms, T top, T* out);
-  void (*thin)(const SparseRow&, const Threshold<T>&, Found<T>&, T& expected, T& spread);
-  void (*add_scaled)(T value, const SparseRow& x, const void* next, T* out);
 };
 
 // The kernels of the instruction set in use: the best one that this processor has, unless another was chosen.

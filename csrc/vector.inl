@@ -3,7 +3,6 @@
 // all compilers, give the same bits. No lambdas: GCC gives them none of the instructions that a pragma names.
 
 #define INLINE static inline __attribute__((always_inline))
-#define INLINE_MEMBER inline __attribute__((always_inline))
 
 template <class T, int BYTES>
 struct VectorOf {

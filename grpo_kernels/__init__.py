@@ -13,7 +13,6 @@
       their gradient   Expectation, policy_expectation
     distillation       linear_divergence, linear_divergence_with, topk_divergence, topk_divergence_with
     a model's head     attach, LMHeadLogProb, LoRA, ReferenceHead
-    cheaper gradients  SparseGradient
     before the loss    advantages, rewards
     trainers           integrations.trl, .verl, .liger, .transformers: imported when first asked for
     annotations        typing
@@ -30,7 +29,6 @@ import logging
 from grpo_kernels import advantages, integrations, objectives, presets, rewards
 from grpo_kernels import typing as typing  # not in __all__, where it would hide the module of that name
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
-from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence, linear_divergence_with
 from grpo_kernels.expectation import policy_expectation
@@ -55,7 +53,6 @@ __all__ = [
     "LossConfig",
     "LossOutput",
     "ReferenceHead",
-    "SparseGradient",
     "TokenInputs",
     "advantages",
     "attach",
@@ -78,5 +75,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public, and not the modules that it comes from."""
+    """List the public names, without the modules that they come from."""
     return [*__all__, "typing", *(name for name in globals() if name.startswith("__"))]

@@ -1,4 +1,4 @@
-"""What loss is computed: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``, checked once.
+"""Options of the loss: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``, checked once.
 
 Every name and default is TRL's, except those marked *ours*. Published algorithms are presets (`grpo_kernels.presets`).
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import math
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -30,35 +29,20 @@ if TYPE_CHECKING:
 
     from grpo_kernels.objective.keywords import LossFields
 
-_CHOICES = {
-    "loss_type": choices(LossTypeName),
-    "importance_sampling_level": choices(ImportanceSamplingLevel),
-    "kl_estimator": choices(KLEstimator),
-    "vllm_importance_sampling_mode": choices(SamplingMode),
-    "logits_dtype": choices(LogitsDtype),
-}
-_BOUNDS = ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
-_OPTIONAL = ("epsilon_high", "delta", "off_policy_mask_threshold", "final_logit_softcapping", *_BOUNDS)
-_SWITCHES = ("use_bias_correction_kl", "vllm_importance_sampling_correction")
-# name -> (lowest value, may be equal to it); the fields that are numbers and are not listed may be any finite number
-_LOWEST = {
-    "epsilon": (0.0, True),
-    "epsilon_high": (0.0, True),
-    "delta": (0.0, False),
-    "beta": (0.0, True),
-    "temperature": (0.0, False),
-    "top_entropy_quantile": (0.0, True),
-    "max_completion_length": (1, True),
-    "sapo_temperature_pos": (0.0, False),
-    "sapo_temperature_neg": (0.0, False),
-    "vespo_k_pos": (0.0, True),
-    "vespo_k_neg": (0.0, True),
-    "vespo_lambda_pos": (0.0, True),
-    "vespo_lambda_neg": (0.0, True),
-    "vllm_importance_sampling_clip_max": (0.0, False),
-    "vllm_importance_sampling_clip_min": (0.0, True),
-    "final_logit_softcapping": (0.0, False),
-}
+
+def _one_of(names: Any) -> dict[str, Any]:
+    """Rule of a field that takes one of the names of a `base.choices` type."""
+    return {"one_of": choices(names)}
+
+
+def _above(lowest: float) -> dict[str, Any]:
+    """Rule of a field that takes finite numbers > `lowest`; a field without a rule takes any finite number."""
+    return {"range": (lowest, False)}
+
+
+def _at_least(lowest: float) -> dict[str, Any]:
+    """Rule of a field that takes finite numbers >= `lowest`."""
+    return {"range": (lowest, True)}
 
 
 @dataclass(frozen=True)
@@ -107,56 +91,42 @@ class LossConfig:
         TypeError, ValueError: a field of the wrong type, or out of its range; the message names it.
     """
 
-    loss_type: LossTypeName = "dapo"
-    importance_sampling_level: ImportanceSamplingLevel = "token"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
+    loss_type: LossTypeName = field(default="dapo", metadata=_one_of(LossTypeName))
+    importance_sampling_level: ImportanceSamplingLevel = field(
+        default="token", metadata=_one_of(ImportanceSamplingLevel)
+    )
+    epsilon: float = field(default=0.2, metadata=_at_least(0.0))
+    epsilon_high: float | None = field(default=None, metadata=_at_least(0.0))
+    delta: float | None = field(default=None, metadata=_above(0.0))
+    beta: float = field(default=0.0, metadata=_at_least(0.0))
     use_bias_correction_kl: bool = True
-    kl_estimator: KLEstimator = "k3"
-    temperature: float = 1.0
-    top_entropy_quantile: float = 1.0
+    kl_estimator: KLEstimator = field(default="k3", metadata=_one_of(KLEstimator))
+    temperature: float = field(default=1.0, metadata=_above(0.0))
+    top_entropy_quantile: float = field(default=1.0, metadata=_at_least(0.0))
     entropy_coef: float = 0.0
     off_policy_mask_threshold: float | None = None
     vllm_importance_sampling_correction: bool = False
-    vllm_importance_sampling_mode: SamplingMode = "sequence_mask"
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    vllm_importance_sampling_clip_min: float | None = None
-    max_completion_length: int = 512
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    final_logit_softcapping: float | None = None
+    vllm_importance_sampling_mode: SamplingMode = field(default="sequence_mask", metadata=_one_of(SamplingMode))
+    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata=_above(0.0))
+    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=_at_least(0.0))
+    max_completion_length: int = field(default=512, metadata=_at_least(1))
+    sapo_temperature_pos: float = field(default=1.0, metadata=_above(0.0))
+    sapo_temperature_neg: float = field(default=1.05, metadata=_above(0.0))
+    vespo_k_pos: float = field(default=2.0, metadata=_at_least(0.0))
+    vespo_lambda_pos: float = field(default=3.0, metadata=_at_least(0.0))
+    vespo_k_neg: float = field(default=3.0, metadata=_at_least(0.0))
+    vespo_lambda_neg: float = field(default=2.0, metadata=_at_least(0.0))
+    final_logit_softcapping: float | None = field(default=None, metadata=_above(0.0))
     logit_scale: float = 1.0
-    logits_dtype: LogitsDtype = "float32"
+    logits_dtype: LogitsDtype = field(default="float32", metadata=_one_of(LogitsDtype))
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            plain = value
-            if name in _CHOICES:
-                allowed = _CHOICES[name]
-                if value not in allowed:
-                    hint = preset_hint(value) if name == "loss_type" else ""
-                    raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
-                plain = allowed[allowed.index(value)]
-            elif name in _SWITCHES:
-                if not isinstance(value, bool):
-                    raise TypeError(f"{name}: expected a bool, got {value!r}")
-            elif not (value is None and name in _OPTIONAL):
-                check_number(name, value, *_LOWEST.get(name, (-math.inf, False)))
-                plain = int(value) if isinstance(value, Integral) else float(value)
-            object.__setattr__(self, name, plain)  # of Python's own types: numpy's and enums are fine too
-        if not isinstance(self.max_completion_length, int):
-            raise TypeError(f"max_completion_length: expected an int, got {self.max_completion_length!r}")
+        for option in fields(self):  # in Python's own types: numpy's and enums are fine too
+            object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
         if self.top_entropy_quantile > 1.0:
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
         self._check_sampling_bounds()
-        values = ", ".join([f"{field.name!r}: {getattr(self, field.name)!r}" for field in fields(self)])
+        values = ", ".join([f"{option.name!r}: {getattr(self, option.name)!r}" for option in fields(self)])
         object.__setattr__(self, "_key", "{" + values + "}")
 
     def _check_sampling_bounds(self) -> None:
@@ -184,51 +154,51 @@ class LossConfig:
 
     @property
     def corrects_kl(self) -> bool:
-        """Whether the KL estimate is multiplied by the ratio."""
+        """True if the KL estimate is multiplied by the ratio."""
         return self.estimates_kl and self.use_bias_correction_kl and loss_of(self).corrects_kl
 
     @property
     def estimates_kl(self) -> bool:
-        """Whether there is a KL term, of the sampled tokens' log-probabilities."""
+        """True if the loss has a KL term that is estimated from the sampled tokens' log-probabilities."""
         return self.beta != 0.0 and self.kl_estimator != "full"
 
     @property
     def needs_reference_head(self) -> bool:
-        """Whether there is a KL term over the whole vocabulary."""
+        """True if the loss has a KL term over the whole vocabulary."""
         return self.beta != 0.0 and self.kl_estimator == "full"
 
     @property
     def ratio_is_per_sequence(self) -> bool:
-        """Whether the policy term sees one ratio per sequence, so that the tokens of a sequence are coupled."""
+        """True if the policy term has one ratio per sequence, which couples the tokens of a sequence."""
         return self.importance_sampling_level == "sequence" or loss_of(self).shares_ratio
 
     @property
     def masks_off_policy(self) -> bool:
-        """Whether off-policy sequences are dropped."""
+        """True if off-policy sequences are dropped."""
         return self.off_policy_mask_threshold is not None and loss_of(self).masks
 
     @property
     def multiplies_by_importance_ratio(self) -> bool:
-        """Whether an importance sampling ratio is a factor on the policy term."""
+        """True if an importance sampling ratio multiplies the policy term."""
         return loss_of(self).importance_ratio == "factor"
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the importance sampling ratio is made here."""
+        """True if the importance sampling ratio is computed within the loss."""
         return self.vllm_importance_sampling_correction and loss_of(self).importance_ratio is not None
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
-        """Whether a ratio that is made here is one per sequence."""
+        """True if a ratio that is computed within the loss is one per sequence."""
         return self.vllm_importance_sampling_mode.startswith("sequence_")
 
     @property
     def truncates_sampling_ratio(self) -> bool:
-        """Whether a ratio that is made here is clamped to its bounds, rather than 0 outside of them."""
+        """True if a ratio that is computed within the loss is clamped to its bounds; else it is 0 outside of them."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     def couples_tokens(self, *, on_policy: bool, sampled: bool) -> bool:
-        """Whether a token's gradient depends on other tokens' log-probabilities or entropies.
+        """True if a token's gradient depends on other tokens' log-probabilities or entropies.
 
         Args:
             on_policy: whether there are no old log-probabilities.
@@ -243,7 +213,7 @@ class LossConfig:
         return self.ratio_is_per_sequence
 
     def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
-        """Whether all of the gradient is known before any log-probability is; arguments as in `couples_tokens`."""
+        """True if the whole gradient is known before any log-probability; arguments as in `couples_tokens`."""
         unknown = not on_policy or self.estimates_kl or self.corrects_sampling
         return not unknown and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
 
@@ -270,8 +240,40 @@ class LossConfig:
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     """`LossConfig.from_trl` for a trainer of TRL, which itself does all that a `LossConfig` cannot hold."""
-    names = {field.name for field in fields(LossConfig)}
-    return LossConfig(**{**loss_fields(args, names, _OPTIONAL), **overrides})
+    names = {option.name for option in fields(LossConfig)}
+    optional = {option.name for option in fields(LossConfig) if _is_optional(option)}
+    return LossConfig(**{**loss_fields(args, names, optional), **overrides})
+
+
+def _is_optional(option: Field[Any]) -> bool:
+    return str(option.type).endswith("| None")
+
+
+def _checked(option: Field[Any], value: Any) -> Any:
+    """Return `value` as one of Python's own types.
+
+    Raises:
+        TypeError, ValueError: `value` does not fit the field's annotation or its rule.
+    """
+    name = option.name
+    if "one_of" in option.metadata:
+        allowed = option.metadata["one_of"]
+        if value not in allowed:
+            hint = preset_hint(value) if name == "loss_type" else ""
+            raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
+        return allowed[allowed.index(value)]
+    if option.type == "bool":
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {value!r}")
+        return value
+    if value is None and _is_optional(option):
+        return None
+    check_number(name, value, *option.metadata.get("range", ()))
+    if isinstance(value, Integral):
+        return int(value)
+    if option.type == "int":
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    return float(value)
 
 
 def preset_hint(name: Any) -> str:

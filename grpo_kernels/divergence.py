@@ -20,18 +20,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.base.choices import (
-    BackendName,
-    DivergenceName,
-    DivergenceOutput,
-    EngineName,
-    GradientName,
-    LogitsDtype,
-)
+from grpo_kernels.base.choices import BackendName, DivergenceName, DivergenceOutput, EngineName, LogitsDtype
 from grpo_kernels.call.divergence import DivergenceInputs, beta_of, plan_divergence
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
@@ -103,7 +95,6 @@ def linear_divergence_with(
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: GradientName | SparseGradient = "exact",
 ) -> dict[str, Tensor]:
     """The divergence of each position, and what else is asked of the student in the same pass, all differentiable once.
 
@@ -112,7 +103,7 @@ def linear_divergence_with(
     teacher's tensors are constants. What stands at a masked position is never read.
 
     Args:
-        hidden, weight, bias, mask, lora, logits_dtype, workspace_bytes, gather, gradient: as in `linear_logprob_with`.
+        hidden, weight, bias, mask, lora, logits_dtype, workspace_bytes, gather: as in `linear_logprob_with`.
         teacher_hidden, teacher_weight, teacher_bias: the teacher's, of the same positions; H' may differ from H, and V'
             from V: only the ids that both heads have count, the first min(V, V'), and both distributions are those over
             these ids alone.
@@ -150,7 +141,7 @@ def linear_divergence_with(
     inputs = DivergenceInputs(beta_of(divergence, beta), ids, mask, outputs, expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    execution = Execution(engine, backend, workspace_bytes, gather, gradient=gradient)
+    execution = Execution(engine, backend, workspace_bytes, gather)
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
@@ -159,7 +150,7 @@ def linear_divergence_with(
 
 
 def _common_ids(weight: Any, teacher_weight: Any) -> int | None:
-    """How many ids both heads have, if they have not the same; what is no matrix is for the checks to come."""
+    """Return the number of ids that both heads have; None if both have as many, or either is no matrix."""
     heads = (weight, teacher_weight)
     plain = all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in heads)
     if not plain or weight.shape[0] == teacher_weight.shape[0]:

@@ -1,4 +1,4 @@
-"""What gradient of the log-probabilities a policy loss will send back, for a trainer that computes its own loss.
+"""Expected gradient of a policy loss in the log-probabilities, for a trainer that computes its own loss.
 
 `linear_logprob(..., expected=policy_expectation(...))` gives such a trainer the one-pass engine. The expectation does
 not have to be right: it only decides how much is recomputed.
@@ -29,7 +29,7 @@ def policy_expectation(
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
     num_items_in_batch: float | Tensor | None = None,
 ) -> Expectation:
-    """What to expect for ids of shape (B, T); arguments as in `grpo_loss`.
+    """Return the expected gradient for ids of shape (B, T); arguments as in `grpo_loss`.
 
     With ``kl_estimator="full"`` it is for `linear_divergence_with`, whose divergences the KL term is a mean of.
 

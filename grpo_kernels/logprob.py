@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_fake, is_fake
-from grpo_kernels.base.choices import BackendName, EngineName, GradientName, LogitsDtype, LogprobOutput
+from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype, LogprobOutput
 from grpo_kernels.call.expected import Expectation, Expected
 from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.engines import ONE_PASS
 from grpo_kernels.engine.request import Gather
@@ -89,7 +88,6 @@ def linear_logprob(
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: GradientName | SparseGradient = "exact",
 ) -> tuple[Tensor, Tensor | None]:
     """``log softmax(z)[id]`` and the entropy of ``softmax(z)``, without the (tokens, vocabulary) logits in memory.
 
@@ -110,8 +108,8 @@ def linear_logprob(
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
         engine: one of `grpo_kernels.typing.EngineName`.
         backend: one of `grpo_kernels.typing.BackendName`.
-        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU, where the
-            weight trains, 4 V H bytes, but at least that and at most 2 GiB.
+        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU up to
+            3 GiB, by the size of the head and what is free.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group over which the head is sharded by rows of the vocabulary, in rank order; the shards may
             be uneven. `hidden`, `ids` and all else are the same on every rank, and so are the results; each rank gets
@@ -120,7 +118,6 @@ def linear_logprob(
             four with the entropy, and sum d hidden; nothing has the size of the vocabulary.
         vocab_size: ids of the head, at most V (of all shards together): rows from there on are padding, and no token.
             Like `lora` and `process_group` it breaks the graph of torch.compile.
-        gradient: as in `grpo_loss`; the results are exact all the same.
 
     Returns:
         logps (...) and entropies (...), fp32 (fp64 for fp64 inputs), 0 where masked; the second None if not asked for.
@@ -131,7 +128,7 @@ def linear_logprob(
     inputs = ScoreInputs(ids, mask, ("entropy",) if entropy else (), expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    results = _score(inputs, head, Execution(engine, backend, workspace_bytes, gradient=gradient), options)
+    results = _score(inputs, head, Execution(engine, backend, workspace_bytes), options)
     return results["logps"], results.get("entropy")
 
 
@@ -155,7 +152,6 @@ def linear_logprob_with(
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: GradientName | SparseGradient = "exact",
 ) -> dict[str, Tensor]:
     """`linear_logprob` with a choice of `outputs`, in the same pass: a dict with ``"logps"`` and those asked for.
 
@@ -169,7 +165,7 @@ def linear_logprob_with(
     inputs = ScoreInputs(ids, mask, outputs, expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    execution = Execution(engine, backend, workspace_bytes, gather, gradient=gradient)
+    execution = Execution(engine, backend, workspace_bytes, gather)
     return _score(inputs, head, execution, options)
 
 
@@ -188,7 +184,7 @@ def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: Hea
         check_fake(head.hidden, head.weight, head.bias, *named, lora=head.lora, process_group=head.process_group)
         head, gather = LMHead(head.hidden, head.weight, head.bias), None  # no shape depends on what is left out
     execution = replace(execution, engine=engine, gather=gather)
-    if gather is None and head.is_plain and (sparse_gradient(execution.gradient) is None or not compiling):
+    if gather is None and head.is_plain:
         return compiled.linear_logprob(inputs, head, execution, options)
     return compiled.eagerly(_score_eagerly, inputs, head, execution, options)
 

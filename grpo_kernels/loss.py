@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_fake, check_gather, is_fake
-from grpo_kernels.base.choices import BackendName, EngineName, GradientName
+from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.options import Execution, check_options
-from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.engine.request import Gather
@@ -59,7 +58,7 @@ Objective = Callable[[TokenInputs], Tensor]
 
 @dataclass  # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
 class LossOutput:
-    """What `grpo_loss` returns.
+    """Result of `grpo_loss`.
 
     Attributes:
         loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).
@@ -133,7 +132,6 @@ def grpo_loss(
     sequence_group: ProcessGroup | None = None,
     gather: Gather | None = None,
     reference: ReferenceHead | None = None,
-    gradient: GradientName | SparseGradient = "exact",
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -176,8 +174,6 @@ def grpo_loss(
         reference: hidden states and head of the reference model, for the KL term over the whole vocabulary; needed if
             ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. 2 N V H' floating point operations, and
             a second chunk of logits within the same workspace. Breaks the graph of torch.compile.
-        gradient: ``"exact"``; ``"sparse"`` for `SparseGradient()`, or one: an unbiased estimate for a fraction of the
-            backward's cost. The loss is exact all the same. Breaks the graph of torch.compile.
 
     Returns:
         `LossOutput`.
@@ -192,7 +188,7 @@ def grpo_loss(
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference)
-    execution = Execution(engine, backend, workspace_bytes, gather, sequence_group, gradient=gradient)
+    execution = Execution(engine, backend, workspace_bytes, gather, sequence_group)
     if torch.compiler.is_compiling() or is_fake(hidden, weight):
         return _compiled_loss(inputs, head, execution, config, objective)
     return _loss(inputs, head, execution, config, objective)
@@ -233,8 +229,7 @@ def _compiled_loss(
         check_fake(head.hidden, head.weight, head.bias, *named, **refused)
         head, gather = LMHead(head.hidden, head.weight, head.bias), None  # no shape depends on what is left out
     check_config(config)
-    plain = head.is_plain and sparse_gradient(execution.gradient) is None
-    if plain and gather is None and sequence_group is None and objective is None:
+    if head.is_plain and gather is None and sequence_group is None and objective is None:
         return LossOutput(*compiled.policy_loss(inputs, head, execution, config))
     return compiled.eagerly(_loss, inputs, head, execution, config, objective)
 
@@ -249,7 +244,7 @@ class GRPOLoss(nn.Module):
     Args:
         config: the loss; or its fields as keyword arguments, ``GRPOLoss(loss_type="grpo", beta=0.04)``; given both, the
             fields replace those of `config`.
-        objective, engine, backend, workspace_bytes, gradient: as in `grpo_loss`.
+        objective, engine, backend, workspace_bytes: as in `grpo_loss`.
 
     Raises:
         TypeError, ValueError: an unknown field, or a wrong value of a field or an option.
@@ -263,7 +258,6 @@ class GRPOLoss(nn.Module):
         engine: EngineName = "auto",
         backend: BackendName = "auto",
         workspace_bytes: int | None = None,
-        gradient: GradientName | SparseGradient = "exact",
         **fields: Unpack[LossFields],
     ) -> None:
         super().__init__()
@@ -273,8 +267,7 @@ class GRPOLoss(nn.Module):
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
         check_options(engine, backend, workspace_bytes)
-        sparse_gradient(gradient)
-        self.objective, self.gradient = objective, gradient
+        self.objective = objective
         self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
 
     def forward(
@@ -293,7 +286,6 @@ class GRPOLoss(nn.Module):
         `inputs` are its other arguments: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
         check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", _FIELDS)
-        inputs.setdefault("gradient", self.gradient)
         return grpo_loss(
             hidden,
             weight,

@@ -316,7 +316,7 @@ def _call(hidden: Tensor, compute: Compute) -> tuple[Tensor, ...]:
 
 
 def is_fsdp_unit(head: nn.Module) -> bool:
-    """Whether FSDP2 has made `head` a unit; does not import it (a second) where nothing is distributed."""
+    """Return True if FSDP2 has made `head` a unit, without importing it (a second) where nothing is distributed."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule

@@ -20,16 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.choices import (
-    BackendName,
-    EngineName,
-    GradientName,
-    LogitsDtype,
-    TopKDivergenceName,
-    TopKOutput,
-)
+from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype, TopKDivergenceName, TopKOutput
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.call.top_k import TopKInputs, plan_top_k
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.request import Gather
@@ -91,7 +83,6 @@ def topk_divergence_with(
     lora: LoRA | None = None,
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
-    gradient: GradientName | SparseGradient = "exact",
 ) -> dict[str, Tensor]:
     """The divergence of each position from the teacher's K ids there, differentiable once, and the `outputs`.
 
@@ -100,7 +91,7 @@ def topk_divergence_with(
 
     Args:
         hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale: as in `linear_logprob_with`.
-        logits_dtype, workspace_bytes, gather, lora, process_group, vocab_size, gradient: likewise.
+        logits_dtype, workspace_bytes, gather, lora, process_group, vocab_size: likewise.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. An id that is there twice counts once, with
             the log-probability that comes first.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the teacher's own
@@ -140,7 +131,7 @@ def topk_divergence_with(
     )
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    execution = Execution(engine, backend, workspace_bytes, gather, gradient=gradient)
+    execution = Execution(engine, backend, workspace_bytes, gather)
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler
 

@@ -18,7 +18,6 @@ from grpo_kernels.base.choices import (
     DivergenceName,
     DivergenceOutput,
     EngineName,
-    GradientName,
     ImportanceSamplingLevel,
     KLEstimator,
     LogitsDtype,
@@ -48,7 +47,7 @@ from grpo_kernels.objective.keywords import LossFields
 
 __all__ = [
     # names
-    "AdvantageScale", "AdvantageStd", "BackendName", "DivergenceName", "DivergenceOutput", "EngineName", "GradientName",
+    "AdvantageScale", "AdvantageStd", "BackendName", "DivergenceName", "DivergenceOutput", "EngineName",
     "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput", "LossTypeName", "PaddingMode",
     "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput", "ZeroAdvantage",
     # keyword arguments

@@ -28,14 +28,12 @@ COMPILED = "compiled"  # stands for the faults in compiled kernels
 DIVERGENCES = ("tests/backends/triton/test_triton_divergence.py",)
 TORCH_DIVERGENCES = ("tests/backends/test_torch_divergence.py",)
 WHOLE_DIVERGENCES = ("tests/call/test_divergence.py", "-k", "torch")
-SPARSE_ROWS = ("tests/backends/test_sparse.py", "-k", "triton")
 CATALOGUE = ("tests/test_catalogue.py", "-k", "triton")
 
 STATS, GRAD, FUSED, REDUCE, STEPS = (f"{KERNELS}{name}.py" for name in ("stats", "grad", "fused", "reduce", "steps"))
 MATH, TRANSFORM, PRIMITIVES = (f"{KERNELS}{name}.py" for name in ("mathfn", "transform", "surrogates"))
 FORMULAS = "grpo_kernels/token_loss/formulas.py"
 DOT_KERNEL, SINGLE = KERNELS + "dot.py", KERNELS + "single_pass.py"
-SPARSE = KERNELS + "sparse_tiles.py"
 DIVERGENCE, OPERANDS = "grpo_kernels/backends/divergence.py", ENGINE + "operands.py"
 PAIRS, PAIR_GRADIENT, PAIR_LOSS = (f"{KERNELS}{name}.py" for name in ("divergence", "teacher_grad", "teacher_fused"))
 FAULTS = [
@@ -143,18 +141,6 @@ FAULTS = [
         "bias_ptr, start, None, counts,",
         SINGLE_PASS,
     ),
-    # rows with few entries
-    Fault("half of Triton's draws", SPARSE, "< chance.to(tl.int32)", "< (chance * 0.5).to(tl.int32)", SPARSE_ROWS),
-    Fault("what Triton draws has no sign", SPARSE, "tl.where(g < 0.0, -smallest, smallest)", "smallest", SPARSE_ROWS),
-    Fault("every tile draws as the first", SPARSE, "draws(first_id + start, ", "draws(first_id, ", SPARSE_ROWS),
-    Fault(
-        "norms of the first tile",
-        SPARSE,
-        "load_tile(norm_ptrs, start, end, W)",
-        "load_tile(norm_ptrs, 0, end, W)",
-        SPARSE_ROWS,
-    ),
-    Fault("entries of a tile over those before", SPARSE, "(found[:, None] + tl.cumsum", "(tl.cumsum", SPARSE_ROWS),
     # the surrogates
     Fault(
         "a bound does not pass",

@@ -1,4 +1,4 @@
-"""`python -m grpo_kernels memory`: what it says is what calls allocate, ours and others', and what was measured."""
+"""`python -m grpo_kernels memory`, and the peers' formulas of the benchmarks: equal to what calls allocate."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import peer_memory
 from benchmarks.cases import HEADS, case, make_inputs
 from benchmarks.harness.measure import Step
 from benchmarks.providers import build
 from grpo_kernels.__main__ import main
-from grpo_kernels.diagnostics import peer_memory
-from grpo_kernels.diagnostics.memory import MIB, MODELS, estimate
-from grpo_kernels.diagnostics.sizes import Need, Size
+from grpo_kernels.diagnostics.memory import MIB, MODELS, Need, Size, estimate
 from grpo_kernels.engine import mixed_mm
 from tests.support.measure import AllocationWatcher
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "memory.md").read_text()
 PROVIDERS = {
-    "grpo_kernels, score": "ours",
-    "grpo_kernels, frozen": "ours",
-    "grpo_kernels, one_pass": "ours/one_pass",
-    "grpo_kernels, two_pass": "ours/two_pass",
-    "grpo_kernels, lean": "ours/lean",
+    "score": "ours",
+    "frozen": "ours",
+    "one_pass": "ours/one_pass",
+    "two_pass": "ours/two_pass",
+    "lean": "ours/lean",
     "all logits, log_softmax": "eager",
     "TRL 1.16 fused head": "trl",
     "Liger 0.8.5 fused GRPO loss": "liger_grpo",
@@ -80,11 +79,15 @@ def size_of(fields: dict[str, Any], workspace_mib: int | None) -> Size:
         dtype=getattr(torch, fields.get("dtype", "float32")),
         frozen=fields.get("frozen", False),
         score=fields.get("score", False),
-        softcap=fields.get("softcap") is not None,
         masked=fields.get("padding", 0.0),
-        length=fields["t"],
         workspace_bytes=None if workspace_mib is None else workspace_mib * MIB,
     )
+
+
+def needs_of(fields: dict[str, Any], workspace_mib: int | None) -> list[Need]:
+    """Needs of our engines, then of the peers."""
+    size, softcap = size_of(fields, workspace_mib), fields.get("softcap") is not None
+    return estimate(size) + peer_memory.estimate(size, softcap=softcap, length=fields["t"])
 
 
 def counted_peak(need: Need, fields: dict[str, Any], workspace_mib: int) -> int:
@@ -103,7 +106,7 @@ def counted_peak(need: Need, fields: dict[str, Any], workspace_mib: int) -> int:
 def test_every_figure_is_what_is_allocated(name: str) -> None:
     """To 2 %, and 40 numbers a token."""
     fields, workspace_mib = CASES[name], 1
-    for need in estimate(size_of(fields, workspace_mib)):
+    for need in needs_of(fields, workspace_mib):
         peak = counted_peak(need, fields, workspace_mib)
         assert abs(need.peak - peak) <= 0.02 * peak + 40 * 4 * fields["n"], (need, peak)
 
@@ -121,7 +124,7 @@ def test_every_figure_is_what_was_measured() -> None:
                 measured = fields["providers"].get(provider, {}).get("extra_mib")
                 if measured is None:
                     continue
-                needs = estimate(size_of(fields, 64 if provider == "ours@64" else None))
+                needs = needs_of(fields, 64 if provider == "ours@64" else None)
                 kind = provider.split("@")[0]
                 need = next(x for x in needs if PROVIDERS[x.name].split("/")[0] == kind)
                 extra = need.extra / MIB
@@ -136,7 +139,7 @@ def test_tiles_are_those_of_the_releases() -> None:
 
 
 def test_models_are_those_of_the_benchmarks() -> None:
-    assert {name: (head.v, head.h, head.softcap is not None) for name, head in HEADS.items()} == MODELS
+    assert {name: (head.v, head.h) for name, head in HEADS.items()} == MODELS
 
 
 @pytest.mark.usefixtures("no_tiles")
@@ -154,9 +157,8 @@ def test_table_of_models_in_the_page_is_computed() -> None:
     names = ("one_pass", "lean", "all logits", "TRL", "Liger")
     assert len(rows) == 12
     for model, tokens, figures in rows:
-        vocab, hidden, softcap = MODELS[model]
-        size = Size(int(tokens.replace(",", "")), vocab, hidden, torch.bfloat16, softcap=softcap)
-        needs = estimate(size)
+        size = Size(int(tokens.replace(",", "")), *MODELS[model], torch.bfloat16)
+        needs = estimate(size) + peer_memory.estimate(size, softcap=HEADS[model].softcap is not None)
         found = [next((x for x in needs if name in x.name), None) for name in names]
         assert figures.split(" | ") == ["" if x is None else f"{x.extra / 2**30:,.1f}" for x in found]
 
@@ -164,7 +166,8 @@ def test_table_of_models_in_the_page_is_computed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--rows 8", "expected --model, or --vocab and --hidden"),
+        ("--rows 8", "expected --model, --config, or --vocab and --hidden"),
+        ("--rows 8 --config /nowhere", "--config: expected a folder with config.json, got /nowhere"),
         ("--rows 0 --vocab 9 --hidden 4", "--rows: expected at least 1, got 0"),
         ("--rows 8 --vocab 9 --hidden 4 --mask 1", "--mask: expected a share of at least 0 and less than 1, got 1.0"),
         ("--rows 8 --vocab 9 --hidden 4 --workspace 0", "--workspace: expected at least 1, got 0"),
@@ -176,6 +179,34 @@ def test_wrong_arguments_say_what_was_expected(
     with pytest.raises(SystemExit):
         main(["memory", *arguments.split()])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "vocab_size": 3000, "hidden_size": 128},
+        {"model_type": "gpt2", "vocab_size": 3000, "n_embd": 128},  # its own name for H
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 3000, "hidden_size": 128}},
+    ],
+    ids=lambda x: x["model_type"],
+)
+def test_config_gives_the_sizes_of_any_model(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["memory", "--rows", "64", "--config", str(tmp_path)]) == 0
+    found = capsys.readouterr().out
+    assert main(["memory", "--rows", "64", "--vocab", "3000", "--hidden", "128"]) == 0
+    assert found == capsys.readouterr().out
+
+
+def test_config_that_transformers_does_not_know_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(SystemExit):
+        main(["memory", "--rows", "64", "--config", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert f"--config: {tmp_path / 'config.json'} cannot be read" in said
+    assert "give --vocab and --hidden" in said
 
 
 def test_help_lists_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, SparseGradient, grpo_loss, linear_logprob, presets
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, presets
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.normaliser import averaged_over
 from tests.support.small_batch import small_batch
@@ -71,8 +71,8 @@ def keys_of(**more: Any) -> set[str]:
 
 
 def every_key() -> set[str]:
-    """Of every loss type with everything on, of a ratio that is given, and of a sparse gradient."""
-    found = keys_of(importance_sampling_ratio=torch.ones(2, 5), gradient=SparseGradient(weight=True, seed=0))
+    """Of every loss type with everything on, and of a ratio that is given."""
+    found = keys_of(importance_sampling_ratio=torch.ones(2, 5))
     for name in LOSSES:
         terms = {"beta": 0.1, "entropy_coef": 0.1, "off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.5}
         config = LossConfig(loss_type=name, vllm_importance_sampling_correction=name != "gmpo", **terms)

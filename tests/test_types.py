@@ -97,7 +97,7 @@ def annotations_in(keywords: Any) -> dict[str, str]:
     return {name: x.__forward_arg__ for name, x in keywords.__annotations__.items()}
 
 
-OWN = [name for name in inspect.signature(GRPOLoss.__init__).parameters if name != "gradient"]
+OWN = inspect.signature(GRPOLoss.__init__).parameters
 HANDED_ON = {
     "LossModuleKeywords": annotations_of(grpo_loss, "bias", *OWN),
     "LossKeywords": annotations_of(grpo_loss, "bias", "config"),

@@ -1,5 +1,6 @@
 """``python -m benchmarks.aot``: compile all, print the table.
 
+With ``--triton 3.6.0 3.9.0`` by each of these releases, one after the other.
 Exit status: 1 if a rule is broken, 2 if it could not start.
 """
 
@@ -7,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+
+from benchmarks.aot import releases
 
 
 def main() -> int:
@@ -20,10 +24,13 @@ def main() -> int:
     parser.add_argument("--target", action="append", metavar="ARCH", help="only this one; may be repeated")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this one; may be repeated")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
+    parser.add_argument("--triton", nargs="+", metavar="RELEASE", help="by each of these; fetched into .venv")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled", file=sys.stderr)
         return 2
+    if arguments.triton:
+        return max([by_release(release, arguments) for release in arguments.triton])
     import triton
 
     from benchmarks.aot.table import HEADER, all_cases, line_of
@@ -49,6 +56,14 @@ def main() -> int:
                 failures += is_broken
     print(f"{failures} of {len(places)} break a rule; {time.monotonic() - start:.0f} s")
     return 1 if failures else 0
+
+
+def by_release(release: str, arguments: argparse.Namespace) -> int:
+    """The exit status of the same command in a process that imports `release`."""
+    command = [sys.executable, "-m", "benchmarks.aot", "--workers", str(arguments.workers)]
+    command += ["--quick"] if arguments.quick else []
+    command += [f"--target={x}" for x in arguments.target or ()] + [f"--kernel={x}" for x in arguments.kernel or ()]
+    return subprocess.run(command, env=releases.environment(release)).returncode
 
 
 if __name__ == "__main__":

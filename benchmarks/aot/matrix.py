@@ -16,29 +16,25 @@ from torch import Tensor
 
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
-from grpo_kernels.backends.sparse import Entries
 from grpo_kernels.backends.triton_rows import (
     combine,
     divergence,
     dot,
     fused,
     grad,
+    scale,
     single_pass,
-    sparse,
     stats,
     teacher_fused,
     teacher_grad,
 )
-from grpo_kernels.backends.triton_rows import entries as lists
 from grpo_kernels.backends.triton_rows.configs import (
     ROW_KERNELS,
-    SPARSE_TILES,
     DotConfig,
     RowConfig,
     dot_configs,
     family,
     row_configs,
-    sparse_config,
 )
 from grpo_kernels.config import LossConfig
 from grpo_kernels.objective import losses
@@ -48,7 +44,6 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick
 N, V, H = 4, 151936, 4096
 RAGGED_V, RAGGED_H = 50257, 1008  # 1008 is no multiple of a tile, 1009 of nothing
-SPARSE_ROWS = ((V, V), (RAGGED_V, 50304), (RAGGED_V, RAGGED_V))  # columns, and how far apart rows begin
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -70,9 +65,7 @@ class Case:
 
 def cases(*, quick: bool = False) -> list[Case]:
     """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
-    made = [
-        case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _combine, sparse_cases) for case in kind(arch)
-    ]
+    made = [case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _combine, _scale) for case in kind(arch)]
     return [case for case in made if (case.is_quick or not quick) and case.arch in TARGETS] + [
         case for case in made if case.is_quick and not quick and case.arch == FALLBACK
     ]
@@ -218,7 +211,7 @@ def _teacher_fused(arch: str, config: RowConfig) -> Iterator[Case]:
 
         variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g} {loss[0]} {_short(loss[4])}"
         # the largest takes half a minute to compile: where it is tightest, and elsewhere what the loss needs
-        quick = ("all", V, 0.5) if arch == "sm_80" else ("plain", V, 1.0)
+        quick = ("all", V, 0.5) if arch in ("sm_80", FALLBACK) else ("plain", V, 1.0)
         yield Case("teacher_fused", variant, arch, launch, (student, vocab, beta) == quick)
 
 
@@ -330,50 +323,13 @@ def _combine(arch: str) -> Iterator[Case]:
         yield Case("combine", f"{splits} splits{' entropy' if entropy else ''}", arch, launch, splits == 200)
 
 
-def sparse_cases(arch: str) -> Iterator[Case]:
-    """Of rows with few entries: d logits whose rows are aligned, as the engine has them, or are not; and lists."""
-    for kernel, dtype, (vocab, width) in product(SPARSE_TILES, (FP32, BF16, FP16), SPARSE_ROWS):
+def _scale(arch: str) -> Iterator[Case]:
+    for dtype in (FP32, BF16, FP16):
 
-        def launch(kernel: str = kernel, dtype: torch.dtype = dtype, vocab: int = vocab, width: int = width) -> None:
-            launch_sparse(kernel, empty(N, width, dtype=dtype)[:, :vocab], arch)
+        def launch(dtype: torch.dtype = dtype) -> None:
+            scale.launch_scale(empty(V, H), empty(), empty(V, H, dtype=dtype))
 
-        config = _sparse_config(kernel, vocab, width, dtype, arch)
-        variant = f"{_row(config)} V {vocab} {_short(dtype)}{'' if width % 16 == 0 else ' unaligned'}"
-        yield Case(kernel, variant, arch, launch, (vocab, dtype) == (V, BF16))
-    for dtype, width, has_targets in product((FP32, BF16, FP16), (H, RAGGED_H + 1), (False, True)):
-        tile = lists.ON_GPU[width % 16 == 0]
-
-        def combine_lists(
-            dtype: torch.dtype = dtype, width: int = width, has_targets: bool = has_targets, tile: Any = tile
-        ) -> None:
-            targets = empty(N, dtype=torch.int64) if has_targets else None
-            lists.launch_combine_entries(some_entries(), empty(V, width, dtype=dtype), empty(N, width), targets, tile)
-
-        variant = f"{tile.block_e}x{tile.block_h} H {width} {_short(dtype)}{' targets' if has_targets else ''}"
-        yield Case("combine_entries", variant, arch, combine_lists, (dtype, width, has_targets) == (BF16, H, True))
-
-
-def launch_sparse(kernel: str, d_logits: Tensor, arch: str) -> None:
-    """One of `SPARSE_TILES`."""
-    config = _sparse_config(kernel, d_logits.shape[1], d_logits.stride(0), d_logits.dtype, arch)
-    top, most = empty(N), 256
-    if kernel == "largest":
-        sparse.launch_largest(d_logits, config)
-    elif kernel == "certain":
-        sparse.launch_certain(d_logits, top, most, config)
-    elif kernel == "errors":
-        sparse.launch_errors(d_logits, empty(d_logits.shape[1]), top, config)
-    else:
-        sparse.launch_thin(d_logits, top, ids(), ids(), most, 0, config)
-
-
-def _sparse_config(kernel: str, vocab: int, width: int, dtype: torch.dtype, arch: str) -> RowConfig:
-    return sparse_config(kernel, vocab, arch, wide=dtype != FP32 and width % 16 == 0)
-
-
-def some_entries() -> Entries:
-    k = 64
-    return Entries(ids(), ids(), empty(k, dtype=torch.int32), empty(k))
+        yield Case("scale", _short(dtype), arch, launch, dtype == BF16)
 
 
 def _row(config: RowConfig) -> str:

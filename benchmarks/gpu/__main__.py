@@ -1,7 +1,7 @@
-"""``python -m benchmarks.gpu``: GPU tests, benchmarks, sanitizers, in this order and in bounded time.
+"""``python -m benchmarks.gpu``: smoke, GPU tests, benchmarks, sanitizers, in this order and in bounded time.
 
-The JSON file is complete after every single result. Exit status: 0 if the tests passed, the sanitizers found nothing in
-our kernels and no goal was missed; 1 otherwise; 2 if it could not start. docs/gpu.md says how to use it.
+The JSON file is complete after every single result. Exit status: 0 if smoke and tests passed, the sanitizers found
+nothing in our kernels and no goal was missed; 1 otherwise; 2 if it could not start. docs/gpu.md says how to use it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.gpu import logs, peers
 from benchmarks.gpu.check_peers import check_peers
 from benchmarks.gpu.run_sanitizer import run_sanitizer
 from benchmarks.gpu.run_tests import run_tests
+from benchmarks.gpu.smoke import run_smoke
 from benchmarks.gpu.summary import conclude
 from benchmarks.gpu.supervise import supervise
 from benchmarks.harness import machine
@@ -31,8 +32,12 @@ from benchmarks.harness.events import describe
 from benchmarks.harness.results import Results
 from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
 
-STEPS = ("tests", "bench", "sanitizer")
-SHARES = {"tests": 0.40, "bench": 0.75}  # of the time left when the step begins; the last one gets all of it
+STEPS = ("smoke", "tests", "bench", "sanitizer")
+SHARES = {
+    "smoke": 0.25,
+    "tests": 0.40,
+    "bench": 0.75,
+}  # of the time left when the step begins; the last one gets all of it
 TURN_SECONDS = 8.0  # for the rounds of a peer and its anchors; building and checking it takes about as long
 PROFILED = ("main", "frozen")  # a missed goal has to be explained
 RESERVE_SECONDS = 5.0  # to write the end
@@ -129,7 +134,9 @@ def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> No
         seconds = left if step == chosen[-1] else left * SHARES[step]
         print(f"{step}: at most {seconds:.0f} s", flush=True)
         try:
-            if step == "tests":
+            if step == "smoke":
+                run_smoke(results, seconds=seconds, toy=options.dry_run)
+            elif step == "tests":
                 run_tests(results, seconds=seconds, folder=folder, toy=options.dry_run)
             elif step == "sanitizer":
                 run_sanitizer(results, seconds=seconds, folder=folder, toy=options.dry_run)

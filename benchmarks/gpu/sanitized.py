@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-SHAPES = ((5, 64, 1031), (37, 96, 517), (3, 64, 129))  # rows, hidden size, vocabulary
+# Rows, hidden size, vocabulary: whole steps of a tile and a tail; a tail alone.
+SHAPES = ((5, 64, 9001), (37, 96, 517), (3, 64, 129))
 FEWER = {"racecheck": SHAPES[:1], "dry run": ((3, 16, 70),)}  # the slow ones
 
 
@@ -35,7 +36,7 @@ def main(tool: str = "memcheck") -> None:
 
 
 def _parts(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
-    from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+    from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_logprob
 
     g = torch.Generator().manual_seed(n * v)
     normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
@@ -45,6 +46,7 @@ def _parts(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> 
     ids = torch.randint(v, (2, n), generator=g).to(device)
     mask = (torch.rand(2, n, generator=g) > 0.2).to(device)
     advantages, old = normal(2).to(device), (normal(2, n) * 0.1 - 7).to(device)
+    teacher = ReferenceHead(normal(2, n, h).to(device, dtype), (normal(v, h) / h**0.5).to(device, dtype))
 
     def loss(engine: str, config: LossConfig, **inputs: object) -> Callable[[], object]:
         def part() -> None:
@@ -59,7 +61,7 @@ def _parts(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> 
                 backend="triton",
                 **inputs,  # type: ignore[arg-type]
             )
-            out.loss.backward()
+            (0.5 * out.loss).backward()  # with a factor, that d weight is scaled by
 
         return part
 
@@ -73,6 +75,12 @@ def _parts(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> 
     def frozen() -> None:
         grpo_loss(hidden, weight.detach(), ids, mask, advantages, engine="frozen", backend="triton").loss.backward()
 
+    def diverges() -> None:
+        heads = (hidden, weight, teacher.hidden, teacher.weight)
+        found = linear_divergence(*heads, divergence="jsd", bias=bias, engine="two_pass", backend="triton")
+        found.sum().backward()
+
+    exact_kl = LossConfig(beta=0.1, kl_estimator="full")
     everything = LossConfig(beta=0.1, entropy_coef=0.01, final_logit_softcapping=5.0, temperature=0.8)
     return {
         "one_pass": loss("one_pass", LossConfig(), old_per_token_logps=old),
@@ -83,6 +91,8 @@ def _parts(n: int, h: int, v: int, dtype: torch.dtype, device: torch.device) -> 
         "one_pass_sapo": loss("one_pass", LossConfig(loss_type="sapo"), old_per_token_logps=old),
         "two_pass": loss("two_pass", everything, old_per_token_logps=old, ref_per_token_logps=old, bias=bias),
         "lean": loss("lean", LossConfig(entropy_coef=0.01), workspace_bytes=2**16),
+        "one_pass_exact_kl": loss("one_pass", exact_kl, old_per_token_logps=old, reference=teacher),
+        "two_pass_divergence": diverges,
         "frozen": frozen,
         "score": scores("score"),
         "score_dot": scores("score_dot"),

@@ -24,7 +24,7 @@ def conclude(results: Results) -> bool:
 
 
 def is_well(data: dict[str, Any]) -> bool:
-    """No failed test and some passed, no finding in our kernels, ours right in every case, no missed goal."""
+    """No failed check or test and some passed, no finding in our kernels, ours right in every case, no missed goal."""
     tests, sanitizer = data.get("tests", {}), data.get("sanitizer", {})
     bad_tests = any(tests.get("counts", {}).get(name, 0) for name in ("failed", "error"))
     bad_tests |= any(tests.get(name, {}).get("status") in ("error", "out of time") for name in ("together", "alone"))
@@ -34,7 +34,8 @@ def is_well(data: dict[str, Any]) -> bool:
     found = any(isinstance(x, dict) and x.get("in_our_kernels") for x in sanitizer.values())
     found |= sanitizer.get("script_exit", 0) != 0
     missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
-    return not (bad_tests or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}
+    no_smoke = data.get("smoke", {}).get("status", "passed") != "passed"
+    return not (no_smoke or bad_tests or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}
 
 
 def lines(data: dict[str, Any]) -> list[str]:
@@ -58,6 +59,8 @@ def lines(data: dict[str, Any]) -> list[str]:
     for name, x in data.items():
         if isinstance(x, dict) and x.get("status") in ("error", "crashed", "hung", "absent", "skipped", "stopped"):
             text.append(f"{name}: {x['status']} {x.get('reason', '')}")
+    checks = data.get("smoke", {}).get("checks", {}).items()
+    text += [f"smoke, {name}: {x}" for name, x in checks if x["status"] not in ("ok", "absent")]
     for part in ("together", "alone"):
         text += [f"  {x['test']}: {x['text'][:160]!r}" for x in tests.get(part, {}).get("failures", [])]
         if part in tests:
@@ -84,6 +87,10 @@ def did_not_run(data: dict[str, Any]) -> list[str]:
     for what, x in (("compute-sanitizer", data.get("sanitizer", {})), *_tables(data.get("sanitizer"))):
         if x.get("status") in ("absent", "skipped", "out of time"):
             text.append(f"not run: {what}: {x['status']}, {x.get('reason', '')}")
+    checks = data.get("smoke", {}).get("checks", {}).items()
+    text += [
+        f"not run: smoke, {name}: {x.get('reason', '')}" for name, x in checks if x["status"] in ("absent", "not run")
+    ]
     cases = _tables(data.get("cases"))
     skipped = [name for name, case in cases if case.get("status") == "skipped"]
     skipped += [f"{name}, pass {i}" for name, case in cases for i, x in _skipped(case)]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ class Outcome:
     entropies: Tensor | None = None  # (B, T)
     note: str = ""  # which of its paths ran
     divergences: Tensor | None = None  # (B, T)
-    spent: Callable[[], dict[str, float]] | None = None  # what was left of d logits, once the gradients are there
 
 
 Forward = Callable[[], Outcome]
@@ -48,8 +46,6 @@ class Provider:
         function: in it, ``function(inputs)``, or with `arguments` too.
         counted: its matrix products are torch's, so that torch can count their operations.
         compared: it has results to compare.
-        timed: it is done as what it stands for would be; else its errors are all that is looked at.
-        allowed: errors that are its own and no fault, beyond what is else allowed (`reference.LIMITS`).
     """
 
     module: str
@@ -57,12 +53,8 @@ class Provider:
     arguments: tuple[str, ...] = ()
     counted: bool = True
     compared: bool = True
-    timed: bool = True
-    allowed: Mapping[str, float] = field(default_factory=dict)
 
 
-THINNED = {"d_hidden": 0.02}  # twice what is asked for: 64 rows are compared
-ANY_GRADIENT = {"d_hidden": math.inf, "d_weight": math.inf}
 PROVIDERS = {
     "ours": Provider("ours", "ours"),
     "ours/torch": Provider("ours", "ours", ("backend=torch",)),
@@ -72,8 +64,6 @@ PROVIDERS = {
     "ours/score_dot": Provider("ours", "ours", ("engine=score_dot",), counted=False),
     "ours/no_mask": Provider("ours", "ours", ("mask=none",)),
     "ours/expected": Provider("ours", "expected"),
-    "ours/sparse": Provider("ours", "ours", ("gradient=sparse",), allowed=THINNED),
-    "ours/sparse_both": Provider("ours", "ours", ("gradient=both",), allowed={**THINNED, "d_weight": 0.5}),
     "products": Provider("products", "products", compared=False),
     "eager": Provider("eager", "eager"),
     "eager/selective": Provider("eager", "selective"),
@@ -89,7 +79,6 @@ PROVIDERS = {
     "verl_triton": Provider("verl", "verl_triton", counted=False),
     "unsloth": Provider("unsloth", "unsloth", counted=False),
     "cce": Provider("cce", "cce", counted=False),
-    "cce/filter": Provider("cce", "filtered", counted=False, timed=False, allowed=ANY_GRADIENT),
     "quack": Provider("quack", "quack", counted=False),
     "quack/chunked": Provider("quack", "chunked", counted=False, compared=False),
 }

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
-from benchmarks.cases import EPSILON, SEED, Inputs
+from benchmarks.cases import EPSILON, Inputs
 from benchmarks.harness.events import Absence
 from benchmarks.providers import MIB, Forward, Outcome, from_logps
-from grpo_kernels import GRPOLoss, SparseGradient, linear_logprob
+from grpo_kernels import GRPOLoss, linear_logprob
 from grpo_kernels.backends import choose_backend
 
 
 def ours(
-    inputs: Inputs,
-    *,
-    backend: str = "auto",
-    engine: str = "auto",
-    mask: str = "given",
-    workspace: str = "",
-    gradient: str = "exact",
+    inputs: Inputs, *, backend: str = "auto", engine: str = "auto", mask: str = "given", workspace: str = ""
 ) -> Forward:
-    """The library as it comes, or with one of its engines, a backend, no mask, a workspace in MiB; or with a sparse
-    gradient, of hidden states alone or of `both`.
-    """
+    """The library as it comes, or with one of its engines, a backend, no mask, a workspace in MiB."""
     case, name = inputs.case, _backend(inputs, backend)
-    thinned = None if gradient == "exact" else SparseGradient(weight=gradient == "both", seed=SEED)
     workspace_bytes = int(workspace) * MIB if workspace else None
     if case.score:
 
@@ -53,7 +42,6 @@ def ours(
         engine=engine,
         backend=name,
         workspace_bytes=workspace_bytes,
-        gradient=thinned or "exact",
     )
     completion_mask = None if mask == "none" else inputs.mask
 
@@ -67,8 +55,7 @@ def ours(
             old_per_token_logps=inputs.old,
             ref_per_token_logps=inputs.ref,
         )
-        note = f"{out.engine}, backend {name}"
-        return Outcome(out.loss, out.per_token_logps, out.entropies, note, spent=thinned and partial(spent, thinned))
+        return Outcome(out.loss, out.per_token_logps, out.entropies, f"{out.engine}, backend {name}")
 
     return forward
 
@@ -92,12 +79,6 @@ def expected(inputs: Inputs, *, backend: str = "auto") -> Forward:
         )
 
     return from_logps(inputs, logps, "expected")
-
-
-def spent(gradient: SparseGradient) -> dict[str, float]:
-    """Entries of a row that is not dense, on average, and the share of rows that are dense."""
-    found = gradient.metrics()
-    return {"entries": found["gradient/entries"], "dense": found["gradient/dense_rows"]} if found else {}
 
 
 def _backend(inputs: Inputs, backend: str) -> str:

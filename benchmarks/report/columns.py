@@ -169,29 +169,13 @@ def _scale(row: Row) -> float:
     return 1e3 if row.in_seconds else 1.0
 
 
-def _spent(which: str, share: bool = False) -> Callable[[Row], str]:
-    """What was left of d logits."""
-
-    def cell(row: Row) -> str:
-        value = (row.provider.get("spent") or {}).get(which)
-        return "" if value is None else labels.share(value) if share else number(value)
-
-    return cell
-
-
 COSTS: tuple[Column, ...] = (("FLOPs, NVH", flops), ("extra MiB", memory))
-SPENT: tuple[Column, ...] = (
-    ("entries a row", _spent("entries")),
-    ("dense rows", _spent("dense", share=True)),
-    ("tiles kept", _spent("tiles", share=True)),
-)
 ERRORS: tuple[Column, ...] = (
     ("logp", error("logp_mean")),
     ("mean divergence", _error_of_mean),
     ("divergence", error("divergence")),
     ("d hidden", error("d_hidden")),
     ("d weight", error("d_weight")),
-    ("its rows of other ids", error("d_weight_others")),
 )
 ALL_ERRORS: tuple[Column, ...] = (
     ("logp mean", error("logp_mean")),

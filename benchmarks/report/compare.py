@@ -36,7 +36,7 @@ MEDIAN = math.sqrt(math.pi / 2)  # standard error of a median over that of a mea
 SHAPE = ("n", "h", "v", "t", "dtype")
 WORK = (
     "softcap", "frozen", "score", "padding", "zero_share", "drift", "top_entropy", "sequence", "beta", "scale",
-    "peaked", "forward_only", "lead", "weight_dtype", "autocast", "divergence", "teacher_h",
+    "peaked", "forward_only", "weight_dtype", "autocast", "divergence", "teacher_h",
 )  # fmt: skip
 PARTS = ("forward", "backward")  # of a step: a change there counts if it is more than `FLOOR` of the step
 BAD = ("worse", "gone")

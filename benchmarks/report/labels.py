@@ -16,8 +16,6 @@ PROVIDERS: dict[str, tuple[str, str | None]] = {
     "ours/one_pass": ("grpo_kernels, one pass", None),
     "ours/lean": ("grpo_kernels, lean engine", None),
     "ours/expected": ("grpo_kernels, linear_logprob", None),
-    "ours/sparse": ("grpo_kernels, sparse d hidden", None),
-    "ours/sparse_both": ("grpo_kernels, sparse d hidden and d weight", None),
     "ours/score_dot": ("grpo_kernels, score_dot", None),
     "products": ("matrix products alone", None),
     "eager": ("all logits, log_softmax", None),
@@ -34,7 +32,6 @@ PROVIDERS: dict[str, tuple[str, str | None]] = {
     "verl_triton": ("verl {} Triton head", "verl"),
     "unsloth": ("Unsloth {} fused log-probs", "unsloth_zoo"),
     "cce": ("Apple CCE {}", "cut-cross-entropy"),
-    "cce/filter": ("Apple CCE's gradient filter, as modelled here", None),
     "quack": ("QuACK {} linear CE", "quack-kernels"),
     "quack/chunked": ("QuACK {} mean CE, no policy loss", "quack-kernels"),
     "liger_jsd": ("Liger {} chunked JSD loss, torch", "liger-kernel"),
@@ -173,8 +170,6 @@ def features(case: Case) -> str:
 def about(case: Case) -> str:
     """Shape, features, rounds, and what else the machine did; of a part of a case's keys, what they tell."""
     found = [shape(case), features(case)]
-    if case.get("part") == "sparse" and case.get("mean_entropy") is not None:
-        found.append(f"mean entropy {case['mean_entropy']:.2f} nats")
     if case.get("products_nvh") is not None:
         found.append(f"products {case['products_nvh']:g} NVH")
     if case.get("rounds"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import columns, figures, labels, step
-from benchmarks.report.columns import COSTS, ERRORS, NOTE, SPENT, markdown, number, rows_of, table, time_columns
+from benchmarks.report.columns import COSTS, ERRORS, NOTE, markdown, number, rows_of, table, time_columns
 from benchmarks.report.figures import Case, ratio
 from benchmarks.report.labels import share
 
@@ -22,13 +22,7 @@ NOTES = (
     "Errors: against float64 on the same inputs; absolute for loss, log-probabilities and entropies, relative in norm "
     "for divergences and gradients; logp: the mean.",
 )
-TITLES = {
-    "main": "Main case",
-    "shapes": "Shapes",
-    "workloads": "Workloads",
-    "distill": "Distillation",
-    "sparse": "Sparse gradients",
-}
+TITLES = {"main": "Main case", "shapes": "Shapes", "workloads": "Workloads", "distill": "Distillation"}
 AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 TRAINING = ("generation", "head", "body", "optimizer", "other")
 MODEL = ("model", "head, V x H", "trainer")
@@ -129,7 +123,7 @@ def _memory(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
 def _timed(cases: dict[str, Case]) -> list[str]:
     """What each case is, and a row for each of its providers."""
     rows = rows_of(cases, lambda name, _: name if len(cases) > 1 else "")
-    cells = [("case", columns.lead), ("provider", columns.name), *time_columns(rows), *COSTS, *SPENT, *ERRORS, NOTE]
+    cells = [("case", columns.lead), ("provider", columns.name), *time_columns(rows), *COSTS, *ERRORS, NOTE]
     return [*labels.about_all(cases), "", *table(rows, cells)]
 
 

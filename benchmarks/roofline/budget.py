@@ -62,7 +62,7 @@ SHAPES = (
     Shape("trainable", 1.12),
     Shape("frozen", 1.15, frozen=True),
     Shape("scoring", 1.12, score=True),
-    Shape("half of the groups zero", 1.20, zero_share=0.5),
+    Shape("half of the groups zero", 1.16, zero_share=0.5),
     Shape("fp32 weight, autocast", 1.25, weight_dtype=torch.float32),
     Shape("fp32 weight, autocast, frozen", 1.25, weight_dtype=torch.float32, frozen=True),
     Shape(f"V {ODD_V}", 1.12, v=ODD_V),
@@ -151,8 +151,8 @@ def product_ms(event: Event, device: Device) -> float:
 
 
 def rows_ms(event: Event, device: Device) -> float:
-    """A row kernel, by the counts of its plain form."""
-    variants: dict[str, Any] = {"fused": "constant"}
+    """A row kernel, by the counts of its plain form; `fused` without a gradient goes over its rows as `stats` does."""
+    kernel = "stats" if event.name == "fused" and event.written == 0 else event.name
     rows, vocab = event.shape
-    out_bytes = event.written / (rows * vocab) or None
-    return predicted_ms(event.name, variants.get(event.name, "plain"), rows, vocab, out_bytes, device.name)
+    out_bytes = event.written / (rows * vocab)
+    return predicted_ms(kernel, "constant" if kernel == "fused" else "plain", rows, vocab, out_bytes, device.name)

@@ -15,20 +15,7 @@ from torch import Tensor
 
 from benchmarks.aot.checks import compile_for, nvidia_usage
 from benchmarks.aot.launches import Launch
-from benchmarks.aot.matrix import (
-    BF16,
-    FP32,
-    Case,
-    H,
-    N,
-    V,
-    empty,
-    ids,
-    launch_sparse,
-    pair_statistics,
-    row_statistics,
-    token_loss,
-)
+from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, pair_statistics, row_statistics, token_loss
 from benchmarks.roofline.parts import Layout, parts_of
 from benchmarks.roofline.pins import Taken
 from benchmarks.roofline.sass import disassembled
@@ -43,7 +30,7 @@ from grpo_kernels.backends.triton_rows import (
     teacher_fused,
     teacher_grad,
 )
-from grpo_kernels.backends.triton_rows.configs import SPARSE_TILES, dot_config, row_config
+from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
 from grpo_kernels.engine.device import CUDA
 
 ARCH = "sm_90"
@@ -110,7 +97,6 @@ def cases() -> list[Counted]:
         Counted("diverge", "Jensen-Shannon", _diverge(0.5), products=2),
         Counted("teacher_grad", "reverse", _teacher_grad(1.0), products=4),
         Counted("teacher_fused", "constant, reverse", _teacher_fused(1.0), sweeps=3, products=4),
-        *(Counted(kernel, "plain", _sparse(kernel), products=3) for kernel in SPARSE_TILES),
         Counted("dot", "bf16", _dot),
     ]
 
@@ -171,11 +157,6 @@ def _dot() -> None:
     dot.launch_dot(hidden, weight, ids(), PLAIN, config, entropy=True)
 
 
-def _sparse(kernel: str) -> Callable[[], Any]:
-    """Of bf16 rows, no tile of which has an entry."""
-    return lambda: launch_sparse(kernel, _rows(V, BF16), ARCH)
-
-
 def _chunk(vocab: int, transform: LogitTransform) -> Chunk:
     return Chunk(_rows(vocab), ids(), transform)
 
@@ -190,7 +171,7 @@ def _rows(vocab: int, dtype: torch.dtype = FP32) -> Tensor:
 
 
 def _layout(launch: Launch) -> Layout:
-    """From the types of its pointers; one that is absent is no pointer. What is stored of d logits is few numbers."""
-    names = ("logits_ptr", "bias_ptr", "teacher_logits_ptr", "teacher_bias_ptr", "d_logits_ptr", "norms_ptr", "out_ptr")
+    """From the types of its pointers; one that is absent is no pointer."""
+    names = ("logits_ptr", "bias_ptr", "teacher_logits_ptr", "teacher_bias_ptr", "out_ptr")
     *loaded, stored = (BYTES.get(launch.signature.get(name, "").removeprefix("*"), 0) for name in names)
-    return Layout(sum(loaded), 0 if "d_logits_ptr" in launch.signature else stored)
+    return Layout(sum(loaded), stored)

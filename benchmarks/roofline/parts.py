@@ -72,21 +72,13 @@ def parts_of(instructions: list[Instruction], layout: Layout, sweeps: int, progr
 
 
 def _innermost(flow: Flow, works: Callable[[Instruction], bool]) -> list[Loop]:
-    """The loops that do work and have no loop inside that does, in order.
-
-    One that loads less at a time than others reads single numbers of few tiles anew: what is around it does the work.
-    """
+    """The loops that do work and have no loop inside that does, in order."""
     working = [loop for loop in flow.loops if any(map(works, flow.instructions(loop.blocks)))]
-    width = [max(x.bytes for x in flow.instructions(loop.blocks)) for loop in working]
-    working = [loop for loop, bytes_ in zip(working, width, strict=True) if bytes_ == max(width)]
     return [a for a in working if not any(b.blocks < a.blocks for b in working)]
 
 
 def _round(flow: Flow, loop: Loop, layout: Layout) -> Part:
-    """Where nothing is stored of an element, entries may be, of few tiles: the way goes around that."""
-    moves = (LOADS, STORES) if layout.stored else (LOADS,)
-    score = _by_work(flow, loop.blocks, moves=moves)
-    taken = flow.instructions(flow.best_path(score, loop.header, loop.latches, loop.blocks))
+    taken = flow.instructions(flow.best_path(_by_work(flow, loop.blocks), loop.header, loop.latches, loop.blocks))
     loaded, stored = _moved(taken, LOADS), _at_widest(taken, STORES)
     elements = loaded // layout.loaded
     if loaded % layout.loaded or (stored and stored != elements * layout.stored):
@@ -149,19 +141,13 @@ def _shape(x: Instruction) -> tuple[int, int, int]:
     return m, n, k
 
 
-def _by_work(
-    flow: Flow,
-    body: Collection[int],
-    among: Collection[int] | None = None,
-    *,
-    moves: tuple[tuple[str, ...], ...] = (LOADS, STORES),
-) -> Callable[[int], Score]:
-    """A score of blocks: products, bytes moved by the widest of each of `moves` in `body`, then few instructions.
+def _by_work(flow: Flow, body: Collection[int], among: Collection[int] | None = None) -> Callable[[int], Score]:
+    """A score of blocks: products, bytes moved by the widest loads and stores of `body`, then few instructions.
 
     With `among`, all bytes moved in these blocks count: masked accesses may be narrower.
     """
     held = flow.instructions(body)
-    widest = {names: max((x.bytes for x in held if x.name in names), default=0) for names in moves}
+    widest = {names: max((x.bytes for x in held if x.name in names), default=0) for names in (LOADS, STORES)}
 
     def counts(place: int, x: Instruction) -> bool:
         if among is not None:

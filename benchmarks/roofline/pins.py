@@ -24,7 +24,6 @@ SLACK = {TILE: 2}  # instructions of a class
 EXACT = (*ARITHMETIC, *LOADS, *STORES, "HGMMA", WIDE_COMPARE)
 # In a loop over a row: lanes that wait for each other, and spilled registers. Not pinned but forbidden.
 FORBIDDEN = ("SHFL", "LDL", "STL")
-TELLING = ("certain", "thin")  # kernels whose lanes tell each other whether a tile has an entry
 KIN = ("3.6.", "3.7.")
 ANYWHERE = ("MUFU", *LOADS, *STORES, "HGMMA")
 LOOPS = ("reads", "writes", "rest", "tile")
@@ -85,13 +84,7 @@ def _lines(taken: Taken) -> str:
 def differences(pinned: Taken, now: Taken, *, pinned_triton: str, triton: str) -> list[str]:
     """What is not as it was, one line each; the releases that each was compiled with say what must be."""
     is_kin = triton == pinned_triton or (triton.startswith(KIN) and pinned_triton.startswith(KIN))
-    said = [
-        f"{p.does}: {p.counts[x]} {x} in its loop"
-        for p in now.parts
-        if p.does in LOOPS
-        for x in _forbidden(p)
-        if x != "SHFL" or now.kernel not in TELLING
-    ]
+    said = [f"{p.does}: {p.counts[x]} {x} in its loop" for p in now.parts if p.does in LOOPS for x in _forbidden(p)]
     if [p.does for p in pinned.parts] != [p.does for p in now.parts]:
         does = ["+".join(p.does for p in taken.parts) for taken in (pinned, now)]
         return [*said, f"its parts: expected {does[0]}, got {does[1]}"]

@@ -159,8 +159,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape:
     plenty = 2**40
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (plenty, plenty))
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device=None: 0)
+    nothing = {f"{name}_bytes": {"all": {"current": 0}} for name in ("reserved", "active", "inactive_split")}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device=None: nothing)
     for name in ("arange", "empty", "full", "ones", "zeros", "tensor"):
         monkeypatch.setattr(torch, name, _makes_there(getattr(torch, name), copies=name == "tensor"))
     move = Tensor.to

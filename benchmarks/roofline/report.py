@@ -27,16 +27,14 @@ Instructions of a thread an element of V = 151936 (or as named), in the main loo
 row, and in all, with what a row costs besides them (lanes merged, the loss, the last tiles). MUFU are results of the
 special function unit (exponentials, reciprocals), bytes are loaded + stored. CTAs/SM is how many programs a
 multiprocessor of sm_90 holds by its registers, threads and shared memory. A kernel without a loop, whose program is a
-tile, is counted whole. `dot` computes products too: its counts are of what it does to a tile of them. `largest`,
-`certain`, `errors` and `thin` are of rows with few entries, which are bf16; counted are tiles without an entry.
+tile, is counted whole. `dot` computes products too: its counts are of what it does to a tile of them.
 
 """
 TIMES = """
 ## What that predicts
 
 For {rows} x 151936 logits (or as named), in ms. *Issue*: instructions at 4 warps a clock and multiprocessor. *MUFU*:
-16 a clock and multiprocessor. *DRAM*: bytes at {dram:.1%} of the data sheet's rate, every read counted, also that of
-the norms that `errors` reads for every two rows, which fit the cache. **Predicted**:
+16 a clock and multiprocessor. *DRAM*: bytes at {dram:.1%} of the data sheet's rate, every read counted. **Predicted**:
 the largest of the three and an eighth of the second largest. The last column is its share of the matrix products of the
 call that the kernel is a part of (scoring 1, frozen head 2, trainable head 3, each 2 N V H at H = {width}, at
 {products:.1%} of the data sheet's rate, what others measured on an H200: 770-788 TF/s). `dot` takes the place of its

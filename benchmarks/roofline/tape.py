@@ -20,11 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.roofline import pretend_gpu
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.sparse import STEPS, Entries, Thinned
 from grpo_kernels.call import projection
 from grpo_kernels.token_loss.record import TokenLoss
 
-DRAWN = 300  # entries that a row of d logits is left with: chosen, as some tens to a thousand were seen
 WITHOUT_DATA = 2**18  # elements: larger tensors have none
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm}
@@ -170,6 +168,9 @@ class NotedRows:
     ) -> None:
         self._tape.rows("grad", chunk.logits, out)
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        self._tape.events.append(Event("launch", "scale", 0, tuple(x.shape), x.nbytes + factor.nbytes, out.nbytes))
+
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
         return self._statistics(chunk.logits, terms=token_loss.terms)
@@ -181,45 +182,10 @@ class NotedRows:
         found = self._statistics(chunk.logits, extras)
         return found, found.logps
 
-    def largest(self, d_logits: Tensor) -> Tensor:
-        self._tape.rows("largest", d_logits, None)
-        return _on_gpu(torch.ones(len(d_logits)))
-
-    def certain(self, d_logits: Tensor, top: Tensor, most: int) -> Entries:
-        self._tape.rows("certain", d_logits, None)
-        return _entries(len(d_logits), 1, most)
-
-    def errors(self, d_logits: Tensor, norms: Tensor, top: Tensor) -> Tensor:
-        self._tape.rows("errors", d_logits, None)
-        return _on_gpu(torch.zeros(len(d_logits), STEPS))
-
-    def thin(self, d_logits: Tensor, top: Tensor, k: Tensor, keys: Tensor, most: int, first_id: int = 0) -> Thinned:
-        self._tape.rows("thin", d_logits, None)
-        m = len(d_logits)
-        return Thinned(_entries(m, DRAWN, most), _on_gpu(torch.full((m,), float(DRAWN))), _on_gpu(torch.zeros(m)))
-
-    def combine(self, entries: Entries, source: Tensor, out: Tensor, targets: Tensor | None = None) -> None:
-        """Every entry's row counts as read, wherever the cache has it."""
-        counts = pretend_gpu.here(entries.counts)
-        k = len(entries.ids) if counts.is_meta else int(counts.sum())
-        (m,), width = counts.shape, source.shape[1]
-        read = k * (width * source.element_size() + 8) + m * width * out.element_size()
-        self._tape.events.append(Event("launch", "combine", 0, (m, width), read, m * width * out.element_size()))
-
     def _statistics(self, logits: Tensor, extras: tuple[str, ...] = (), terms: tuple[str, ...] = ()) -> RowStats:
         new = lambda: pretend_gpu.OnGPU(torch.zeros(logits.shape[0]))  # noqa: E731
         more = ({name: new() for name in names} for names in (extras, terms))
         return RowStats(new(), new(), new(), new(), *more)
-
-
-def _on_gpu(x: Tensor) -> Tensor:
-    return pretend_gpu.OnGPU(x)
-
-
-def _entries(m: int, count: int, most: int) -> Entries:
-    """`count` of each of `m` rows, in rooms of `most`."""
-    ids, values = torch.zeros(m * most, dtype=torch.int32), torch.zeros(m * most)
-    return Entries(*map(_on_gpu, (torch.arange(m) * most, torch.full((m,), count), ids, values)))
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -118,7 +118,7 @@ def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _slack(x: Tensor) -> float:
-    """What rounding may add to a number that is at most 0 or 1; 16-bit logits of 20 have steps of 1/8."""
+    """Rounding error allowed beyond a bound of 0 or 1; 16-bit logits of 20 have steps of 1/8."""
     return 0.1 if x.dtype.itemsize == 2 else 1e-3
 
 

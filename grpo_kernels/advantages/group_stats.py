@@ -1,4 +1,4 @@
-"""What the advantage estimators are made of: checked inputs, group statistics that skip NaN, discounted sums.
+"""Building blocks of the advantage estimators: checked inputs, group statistics that skip NaN, discounted sums.
 
 Checks come first, within an `Agreement` of the ranks, so that every rank raises where one has to, and none is left
 waiting in a collective.
@@ -137,7 +137,7 @@ def one_group(rows: int, device: torch.device, process_group: ProcessGroup | Non
 
 
 class Grouping(NamedTuple):
-    """How this rank's rows are put into groups: by ids, or so many consecutive ones."""
+    """Assignment of this rank's rows to groups: by ids, or by a number of consecutive rows."""
 
     rows: int
     device: torch.device

@@ -57,9 +57,10 @@ def name_backend(name: str, device: torch.device, dtype: torch.dtype = torch.flo
         return wanted, "asked for" if name == wanted else _reason(wanted, device)
     if name == wanted:
         raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
-    if wanted == "cpp":
+    if wanted == "cpp" or refusal == _cannot_launch(device):
+        place, better = ("CPU", "C++") if wanted == "cpp" else ("GPU", "Triton's kernels")
         warn_once(
-            "on the CPU, losses and log-probabilities run in torch operations, slower than in C++ "
+            f"on the {place}, losses and log-probabilities run in torch operations, slower than in {better} "
             f'(backend="torch" asks for this without a warning): {refusal}',
             RuntimeWarning,
         )
@@ -108,7 +109,16 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, *, interpreted: bo
         return "Triton is not installed"
     if device.type != "cuda" and not _is_interpreted():
         return f"it needs a GPU, or TRITON_INTERPRET=1 before Triton is imported, and these are {device.type} tensors"
-    return None
+    return _cannot_launch(device)
+
+
+def _cannot_launch(device: torch.device) -> str | None:
+    """Why Triton, which is installed, can launch nothing on a GPU; None: it can."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None or _is_interpreted():
+        return None
+    from grpo_kernels.backends.triton_rows.device import launch_trouble
+
+    return launch_trouble()
 
 
 def _is_interpreted() -> bool:

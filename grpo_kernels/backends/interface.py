@@ -1,4 +1,4 @@
-"""What engines and row backends say to each other: the seam between matrix products and row work."""
+"""Interface between engines and row backends: the seam between matrix products and row work."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class DivergenceStats(NamedTuple):
 
     @staticmethod
     def concatenate(parts: list[DivergenceStats]) -> DivergenceStats | None:
-        """Those of all parts, one after the other; None if there are none."""
+        """Concatenate the statistics of `parts`; return None if there are none."""
         return DivergenceStats(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
 
@@ -175,6 +175,13 @@ class RowBackend(Protocol):
 
         `out` (n, V) may be the logits themselves, or another tensor, of 16 bits too; the logits are lost either way. A
         part of the vocabulary has no target in rows whose id lies elsewhere. `c` is there if the chunk has a teacher.
+        """
+        ...
+
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        """``out = x * factor``, rounded once: a gradient of any shape in the accumulator's dtype, times () or (m, 1).
+
+        `out` has the shape of `x`, and may be `x`, or be of 16 bits.
         """
         ...
 

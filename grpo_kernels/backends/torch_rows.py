@@ -112,6 +112,9 @@ class TorchRows:
         if out is not logits:
             out.copy_(logits)
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        torch.mul(x, factor, out=out)
+
     def _grad_with_teacher(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor
     ) -> None:
@@ -226,7 +229,7 @@ def _block_rows(n: int, vocab: int) -> int:
 
 
 def _term_rows(n: int, vocab: int) -> int:
-    """As many at a time of what has `TERM_ROWS` temporaries."""
+    """Return the number of rows at a time, for work with `TERM_ROWS` temporaries a row."""
     return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // TERM_ROWS)
 
 

@@ -1,1 +1,1 @@
-"""What every part may use: checks of arguments, collectives, ranks that have to agree. It knows no loss and no head."""
+"""Helpers for every part: checks of arguments, collectives, agreement of ranks. They know no loss and no head."""

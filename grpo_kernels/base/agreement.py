@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before a call: that all of them make it, alike, and that none refuses.
+"""Agreement of a group's ranks before a call: all of them make it, with the same options, and none refuses.
 
 Each rank says the same number of integers, whatever it was called with, so that two different calls meet as well: which
 call it is, how many went before it in this group, whether it refuses and why, and a number for everything that has to
@@ -62,7 +62,7 @@ class Agreement:
         return self.group is not None
 
     def same(self, own: Mapping[str, Any]) -> None:
-        """What has to be alike on all ranks, by name; anything whose repr says what it is."""
+        """Collect values that must be equal on all ranks, by name; they are compared by their repr."""
         self._own |= own
 
     def say(self, own: Mapping[str, int]) -> None:

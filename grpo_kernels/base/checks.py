@@ -145,7 +145,7 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
-    """What to do where positions of hidden states and ids differ by one: nothing is shifted here."""
+    """Return the advice for hidden states and ids whose lengths differ by one: nothing is shifted here."""
     more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
     why = "; what predicts token t is position t - 1"
     if more == 1:
@@ -244,17 +244,17 @@ def check_gather(gather: Any) -> None:
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether it is a DTensor, whose module is not imported for the answer."""
+    """Return True for a DTensor, without importing `torch.distributed.tensor`."""
     return type(x).__name__ == "DTensor"
 
 
 def is_one(x: Tensor) -> bool:
-    """Whether x () is known to be 1: on a CPU. On a GPU the question would wait for the device; the answer is no."""
+    """Return True if x () is known to be 1 without a wait: on a CPU. On a GPU the answer is always False."""
     return x.device.type == "cpu" and x.item() == 1.0
 
 
 def is_fake(*tensors: Any) -> bool:
-    """Whether one of them is of a ``FakeTensorMode``: shapes and dtypes without data."""
+    """Return True if a tensor is one of a ``FakeTensorMode``: shape and dtype without data."""
     return any(isinstance(x, FakeTensor) for x in tensors)
 
 
@@ -278,5 +278,5 @@ def check_fake(
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can wait for the device of x."""
+    """Return True while a CUDA graph is captured on the device of x: nothing can then wait for the device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

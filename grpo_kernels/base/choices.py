@@ -12,7 +12,6 @@ LogitsDtype = Literal["float32", "input"]
 
 EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean", "score_dot"]
 BackendName = Literal["auto", "torch", "triton", "cpp"]
-GradientName = Literal["exact", "sparse"]
 
 ZeroAdvantage = Literal["score", "skip", "train"]
 PaddingMode = Literal["trim", "split", "free", "keep"]

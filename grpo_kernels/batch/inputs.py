@@ -1,4 +1,4 @@
-"""What a loss is given of a batch, as it came: nothing here is checked yet."""
+"""Per-token inputs of a loss as the caller gave them, not checked yet."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from grpo_kernels.batch.sequence_shard import SequenceShard
 
 @dataclass(frozen=True)
 class Layout:
-    """How the counted tokens lie in the batch: rows in the order of their sequences."""
+    """Positions of the counted tokens in the batch, ordered by sequence."""
 
     positions: Tensor  # (n,) int64: indices into the flattened batch
     sequence: Tensor  # (n,) int64: which of the B sequences

@@ -102,7 +102,7 @@ def policy_loss(
 
 
 def _three(needs_grad: NeedsGrad) -> list[bool]:
-    """As the ops take it: of hidden states, weight and bias."""
+    """Return the flags of hidden states, weight and bias, as the ops take them."""
     return [needs_grad.hidden, needs_grad.weight, needs_grad.bias]
 
 

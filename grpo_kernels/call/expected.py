@@ -44,12 +44,12 @@ class ExpectedRows:
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
-        """What ranks have to expect alike."""
+        """Return the facts that must be equal on all ranks."""
         return self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
 
 
 def even_or_given(name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is expected to arrive at the divergences of `positions` (n,), (n,); None: the gradient of their mean.
+    """Return the expected gradient of the divergences at `positions` (n,), (n,); None: the gradient of their mean.
 
     Where that comes true, nothing is left to scale.
 
@@ -72,8 +72,8 @@ def read_expected(
     entropy: bool,
     divergence: bool = False,
 ) -> ExpectedRows:
-    """What is expected of the rows at `positions` (n,) of `ids`, in `dtype`; `entropy`, `divergence`: whether there is
-    one.
+    """Read the gradient that is expected at `positions` (n,) of `ids`, in `dtype`; `entropy` and `divergence` say
+    whether the call has one.
 
     Raises:
         TypeError, ValueError: it does not fit the ids, or is a tuple that is not (a, b).

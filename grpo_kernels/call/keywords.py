@@ -16,13 +16,11 @@ from grpo_kernels.base.choices import (
     DivergenceName,
     DivergenceOutput,
     EngineName,
-    GradientName,
     LogitsDtype,
     TopKDivergenceName,
     TopKOutput,
 )
 from grpo_kernels.call.expected import Expectation, Expected
-from grpo_kernels.call.sparse import SparseGradient
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.head.reference import ReferenceHead
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ExecutionKeywords(TypedDict, total=False):
-    """How a call is computed."""
+    """Options of how a call is computed."""
 
     engine: EngineName
     backend: BackendName
@@ -41,16 +39,15 @@ class ExecutionKeywords(TypedDict, total=False):
 
 
 class HeadKeywords(TypedDict, total=False):
-    """What every call takes of a head, but its bias."""
+    """Arguments of a head that every call takes, except its bias."""
 
     lora: LoRA | None
     process_group: ProcessGroup | None
     vocab_size: int | None
-    gradient: GradientName | SparseGradient
 
 
 class LogitKeywords(TypedDict, total=False):
-    """What is done to logits; a loss has it in its config."""
+    """Options of the logits; a loss has them in its config."""
 
     temperature: float | Tensor
     final_logit_softcapping: float | None
@@ -59,7 +56,7 @@ class LogitKeywords(TypedDict, total=False):
 
 
 class LossModuleKeywords(HeadKeywords, total=False):
-    """Of `grpo_loss`: those that are not `GRPOLoss`'s own, but the bias."""
+    """Arguments of `grpo_loss` that are not `GRPOLoss`'s own, except the bias."""
 
     old_per_token_logps: Tensor | None
     ref_per_token_logps: Tensor | None
@@ -73,20 +70,20 @@ class LossModuleKeywords(HeadKeywords, total=False):
 
 
 class LossKeywords(LossModuleKeywords, ExecutionKeywords, total=False):
-    """Of `grpo_loss`: all but config and bias."""
+    """Keyword arguments of `grpo_loss`, except `config` and `bias`."""
 
     objective: Callable[[TokenInputs], Tensor] | None
 
 
 class LogprobKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
-    """Of `linear_logprob`: all but entropy and bias."""
+    """Keyword arguments of `linear_logprob`, except `entropy` and `bias`."""
 
     mask: Tensor | None
     expected: Expected | None
 
 
 class KeptSetKeywords(TypedDict, total=False):
-    """Of `kept_set_logprob`: all but entropy."""
+    """Keyword arguments of `kept_set_logprob`, except `entropy`."""
 
     bias: Tensor | None
     mask: Tensor | None
@@ -97,7 +94,7 @@ class KeptSetKeywords(TypedDict, total=False):
 
 
 class DivergenceKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
-    """Of `linear_divergence`: all but the biases."""
+    """Keyword arguments of `linear_divergence`, except the biases."""
 
     mask: Tensor | None
     divergence: DivergenceName
@@ -109,14 +106,14 @@ class DivergenceKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=F
 
 
 class DivergenceWithKeywords(DivergenceKeywords, total=False):
-    """Of `linear_divergence_with`: all but the biases."""
+    """Keyword arguments of `linear_divergence_with`, except the biases."""
 
     outputs: tuple[DivergenceOutput, ...]
     ids: Tensor | None
 
 
 class TopKKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
-    """Of `topk_divergence`: all but the bias."""
+    """Keyword arguments of `topk_divergence`, except the bias."""
 
     mask: Tensor | None
     divergence: TopKDivergenceName
@@ -128,6 +125,6 @@ class TopKKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
 
 
 class TopKWithKeywords(TopKKeywords, total=False):
-    """Of `topk_divergence_with`: all but the bias."""
+    """Keyword arguments of `topk_divergence_with`, except the bias."""
 
     outputs: tuple[TopKOutput, ...]

@@ -57,14 +57,12 @@ class LossCall:
         return self.objective.evaluate(stats.logps, stats.entropies, divergences)
 
     def metrics(self, stats: RowStats, evaluation: Evaluation) -> Metrics:
-        """What happened, from the statistics of all rows and what they evaluated to."""
+        """Return the metrics, from the statistics of all rows and their evaluation."""
         assert stats.entropies is not None
         with_grad = self._has_grad(evaluation).sum()
         if self.tokens.old_per_token_logps is not None:
             warn_of_ratio(evaluation.terms.token_log_ratio)
-        found = loss_metrics(self.config, self.tokens, stats.entropies, evaluation, with_grad, num_items=self.num_items)
-        sparse = self.request.config.sparse
-        return found if sparse is None else found.joined(sparse.spent[0].pairs())
+        return loss_metrics(self.config, self.tokens, stats.entropies, evaluation, with_grad, num_items=self.num_items)
 
     def _has_grad(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""

@@ -1,4 +1,4 @@
-"""How a call is computed: options that change no number but time and memory, and those of the head's logits."""
+"""Options of a call: those that change time and memory but no number, and those of the head's logits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from grpo_kernels.backends import check_backend
 from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_shape, check_tensor
-from grpo_kernels.base.choices import GradientName, LogitsDtype
-from grpo_kernels.call.sparse import SparseGradient
+from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import check_engine
 from grpo_kernels.engine.gradients import NeedsGrad
@@ -41,12 +40,10 @@ class Execution:
     sequence_group: ProcessGroup | None = None
     needs_grad: NeedsGrad | None = None  # which gradients; None: those of the tensors that train
     dtype: torch.dtype | None = None  # of the products' operands; None: `LMHead.compute_dtype`
-    gradient: GradientName | SparseGradient = "exact"
 
     def described(self) -> dict[str, Any]:
-        """What ranks have to be asked alike."""
-        asked = {"engine": self.engine, "backend": self.backend, "workspace_bytes": self.workspace_bytes}
-        return {**asked, "gradient": self.gradient}
+        """Return the options that must be equal on all ranks."""
+        return {"engine": self.engine, "backend": self.backend, "workspace_bytes": self.workspace_bytes}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ class HeadOptions:
 
     @staticmethod
     def of(config: LossConfig) -> HeadOptions:
-        """Those of a loss."""
+        """Return the options of a loss."""
         return HeadOptions(config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
 
     def checked(self) -> HeadOptions:

@@ -1,10 +1,10 @@
-"""How the rows of a call are projected: dtype, backend, budget, engine; for the loss and log-probabilities alike."""
+"""Plan of how a call's rows are projected: dtype, backend, budget, engine; for every kind of call."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.call.first_use import log_use
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.sparse import plan_thinning
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.gradients import NeedsGrad
@@ -42,10 +41,10 @@ class PlannedHead:
         ranks.same(self.described(own_rows=True))
         ranks.same({"vocab_size": self.head.vocab_size})
         room = self.config.room
-        ranks.say({"rows of weight": self.head.weight.shape[0], "tight": room.tight, "ample": room.ample})
+        ranks.say({"rows of weight": self.head.weight.shape[0], **asdict(room)})
 
     def described(self, *, own_rows: bool | None = None) -> dict[str, object]:
-        """As `LMHead.described`; by default the ranks have rows of their own if the head is divided."""
+        """Describe the head as `LMHead.described` does; by default a divided head's ranks have rows of their own."""
         own_rows = self.config.shard is not None if own_rows is None else own_rows
         return self.head.described(self.needs_grad, self.config, own_rows=own_rows)
 
@@ -61,7 +60,7 @@ class PlannedHead:
         budget = self.execution.workspace_bytes
         if budget is None:
             widest, heads = widest_part(head.weight, shard), 1 if head.reference is None else 2
-            budget = default_workspace(widest, self.needs_grad, ample=shard.room.ample, heads=heads)
+            budget = default_workspace(widest, self.needs_grad, shard.room, heads=heads)
         config = replace(self.config, shard=shard, room=shard.room, workspace_bytes=budget)
         if config.teacher is not None:
             config = replace(config, teacher=replace(config.teacher, room=shard.room, workspace_bytes=budget))
@@ -93,7 +92,7 @@ class PlannedHead:
             head_trains=self.needs_grad.head,
             entropy_gradient=entropy_gradient,
             mixed_gradient=mixed_gradient,
-            tight_memory=self.config.room.tight and self.config.sparse is None,
+            tight_memory=self.config.room.tight,
             scores_without_logits=only_logps and can_dot,
         )
         engine = choose_engine(situation, self.execution.engine)
@@ -102,8 +101,8 @@ class PlannedHead:
 
 
 def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta: float = 1.0) -> PlannedHead:
-    """How rows of `head`, which is checked, are projected; `beta` says which divergence from its reference, if it has
-    one (`backends.interface.Teacher`). Does not wait for the device.
+    """Plan the projection of the rows of `head`, which is checked; `beta` names the divergence from its reference, if
+    it has one (`backends.interface.Teacher`). Does not wait for the device.
 
     Raises:
         TypeError, ValueError: a wrong budget or backend.
@@ -116,9 +115,9 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
     _warn_if_promoted("hidden", head.hidden, "weight", weight, dtype)
     other, asks_tight = head.reference, execution.engine == "auto"
     of_reference = None if other is None else (other.weight, other.compute_dtype(dtype))
-    room = Room.of(weight, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference)
+    room = Room.of(weight, head.hidden, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference)
     if budget is None:
-        budget = default_workspace(weight, needs_grad, ample=room.ample, heads=1 if other is None else 2)
+        budget = default_workspace(weight, needs_grad, room, heads=1 if other is None else 2)
     backend, why = choose_backend(execution.backend, head.hidden.device, dtype)
     config = HeadConfig(
         backend=backend,
@@ -128,7 +127,6 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
         softcap=options.final_logit_softcapping,
         round_logits=options.logits_dtype == "input" and dtype.itemsize < 4,
         room=room,
-        sparse=plan_thinning(head, execution.gradient, execution.engine, needs_grad),
     )
     if other is not None:
         config = replace(config, teacher=_plan_reference(other, config, dtype), beta=beta)
@@ -136,7 +134,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
 
 
 def _plan_reference(reference: ReferenceHead, config: HeadConfig, dtype: torch.dtype) -> HeadConfig:
-    """How its rows are projected, given how those of the policy are, whose products take operands of `dtype`."""
+    """Plan the reference's projection, given `config` of the policy, whose products take operands of `dtype`."""
     own, prefix = reference.compute_dtype(dtype), reference.prefix
     _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, own)
     scale, cap = reference.logit_scale, reference.final_logit_softcapping
@@ -155,7 +153,10 @@ def _warn_if_promoted(name: str, hidden: Tensor, weight_name: str, weight: Tenso
     That is with a 16-bit weight, on a GPU that would multiply 16-bit operands an order of magnitude faster. An fp32
     weight is kept on purpose.
     """
-    if device_of(weight.device).slow_fp32 and dtype == torch.float32 and weight.dtype.itemsize == 2:
+    device = device_of(weight.device)
+    if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:
+        return
+    if device.mixed_products(weight.dtype):  # else they would be multiplied in fp32 anyway
         _warn_of_promotion(name, hidden.dtype, weight_name, weight.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other of a loss: that they have the same call, or parts of the same sequences."""
+"""Agreement of a group's ranks on a loss: the same call on each, or parts of the same sequences."""
 
 from __future__ import annotations
 

@@ -1,21 +1,19 @@
-"""How much memory the loss of a language-model head needs, for us and for others: before it is run, without data.
+"""Memory that the loss of a language-model head needs, before it is run and without data.
 
-Counted is what a call allocates beyond its inputs, on a CPU: for ours by the planner of the engines, on tensors without
-data; for others by formulas (`peer_memory`).
+Counted is what a call allocates beyond its inputs, on a CPU: by the planner of the engines, on tensors without data.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.diagnostics.peer_memory import all_logits, liger, trl
-from grpo_kernels.diagnostics.sizes import Need, Size
+from grpo_kernels.diagnostics.model_config import read_config
 from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import default_workspace
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
@@ -25,51 +23,105 @@ from grpo_kernels.engine.sweep import planned_bytes
 MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP32 = 4  # bytes of what is accumulated
-MODELS = {  # V, H, whether the logits have a soft-cap; from the models' published configurations
-    "Qwen3-0.6B": (151936, 1024, False),
-    "Qwen3-1.7B": (151936, 2048, False),
-    "Qwen3-8B": (151936, 4096, False),
-    "Llama-3-8B": (128256, 4096, False),
-    "Gemma-2-2B": (256000, 2304, True),
-    "gpt-oss-20B": (201088, 2880, False),
+MODELS = {  # V, H, from the models' published configurations
+    "Qwen3-0.6B": (151936, 1024),
+    "Qwen3-1.7B": (151936, 2048),
+    "Qwen3-8B": (151936, 4096),
+    "Llama-3-8B": (128256, 4096),
+    "Gemma-2-2B": (256000, 2304),
+    "gpt-oss-20B": (201088, 2880),
 }
-COLUMNS = ("", "extra", "with gradients", "kept for backward")
+COLUMNS = ("engine", "extra", "with gradients", "kept for backward")
+NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
+with gradients: the same, and the gradients of hidden states and weight"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a batch and a head."""
+
+    rows: int  # N: positions, B * T
+    vocab: int  # V
+    hidden: int  # H
+    dtype: torch.dtype = torch.float32  # of hidden states and weight
+    frozen: bool = False  # the weight wants no gradient
+    score: bool = False  # nothing does
+    masked: float = 0.0  # share of the positions that do not count
+    workspace_bytes: int | None = None  # as in `grpo_loss`
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of hidden states and weight."""
+        return self.dtype.itemsize
+
+    @property
+    def counted(self) -> int:
+        """Positions that the mask counts."""
+        return max(1, round(self.rows * (1.0 - self.masked)))
+
+    @property
+    def returned(self) -> int:
+        """Bytes of the gradients that a step leaves behind."""
+        if self.score:
+            return 0
+        return (self.rows + (0 if self.frozen else self.vocab)) * self.hidden * self.itemsize
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        kind = "log-probabilities alone" if self.score else "frozen head" if self.frozen else "trainable head"
+        masked = f", {self.masked:.0%} of the positions masked" if self.masked else ""
+        return f"N {self.rows:,}, V {self.vocab:,}, H {self.hidden:,}, {name}, {kind}{masked}; MiB on a CPU"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a step allocates beyond its inputs."""
+
+    name: str  # of the engine
+    peak: int  # the most at once, returned gradients included
+    returned: int  # of those
+    kept: int  # of what is still there when the forward ends, for the backward; but for a few numbers a token
+
+    @property
+    def extra(self) -> int:
+        """The peak beyond the gradients that are returned: what a benchmark measures."""
+        return self.peak - self.returned
 
 
 def estimate(size: Size) -> list[Need]:
-    """What each provider needs: ours with each engine that serves, then the others that can do the case."""
-    return [*_Plan(size).needs(), *(x for x in (all_logits(size), trl(size), liger(size)) if x is not None)]
+    """Return the need of each engine that serves `size`; "auto" takes the first where the loss couples no tokens."""
+    return _Plan(size).needs()
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The engines of `grpo_loss` on a batch of a size, with the C++ kernels."""
+    """Plan of each engine of `grpo_loss` for a batch of a size, with the C++ kernels."""
 
     size: Size
 
-    def needs(self) -> Iterator[Need]:
-        """Of each engine; the first is what "auto" takes where the loss couples no tokens."""
+    def needs(self) -> list[Need]:
         size = self.size
         if size.score:
-            yield Need("grpo_kernels, score", self._swept(None), 0, 0)
-            return
+            return [Need("score", self._swept(None), 0, 0)]
         with_gradient = self._swept(self._wants) + self._accumulated
-        yield self._need("frozen" if size.frozen else "one_pass", forward=with_gradient, kept=self._accumulated)
-        yield self._need("two_pass", forward=self._swept(None), backward=with_gradient)
-        if not size.frozen:
-            yield self._lean()
+        first = "frozen" if size.frozen else "one_pass"
+        return [
+            self._need(first, forward=with_gradient, kept=self._accumulated),
+            self._need("two_pass", forward=self._swept(None), backward=with_gradient),
+            *([] if size.frozen else [self._lean()]),
+        ]
 
     def _need(self, engine: str, *, forward: int, backward: int = 0, kept: int = 0) -> Need:
-        """Of an engine whose backward ends with the accumulated gradients and those that are returned."""
+        """Return the need of an engine whose backward ends with the accumulated gradients and those returned."""
         returning = self._accumulated + self._rounded
-        return Need(f"grpo_kernels, {engine}", max(forward, backward, returning), self.size.returned, kept)
+        return Need(engine, max(forward, backward, returning), self.size.returned, kept)
 
     def _lean(self) -> Need:
-        """d weight is written once, a slice after the other; d hidden alone is accumulated."""
+        """Return the need of the engine that writes d weight a slice at a time and accumulates d hidden alone."""
         size = self.size
         _, _, slices = plan_slices(self._rows, self._head, self._config, self._wants)
         backward = slices + self._d_hidden + size.vocab * size.hidden * size.itemsize
-        return Need("grpo_kernels, lean", max(self._swept(None), backward), size.returned, 0)
+        return Need("lean", max(self._swept(None), backward), size.returned, 0)
 
     def _swept(self, wants: NeedsGrad | None) -> int:
         return planned_bytes(self._rows, self._head, self._config, wants)
@@ -80,17 +132,17 @@ class _Plan:
 
     @property
     def _d_hidden(self) -> int:
-        """Of the counted rows, accumulated."""
+        """Bytes of the accumulated gradient of the counted rows."""
         return self.size.counted * self.size.hidden * FP32
 
     @property
     def _accumulated(self) -> int:
-        """The gradients before they are rounded."""
+        """Bytes of the gradients before they are rounded."""
         return self._d_hidden + (0 if self.size.frozen else self.size.vocab * self.size.hidden * FP32)
 
     @property
     def _rounded(self) -> int:
-        """Copies of them that are returned; fp32 needs none, but of d hidden where not all rows count."""
+        """Bytes of the rounded copies that are returned; fp32 needs none, but of d hidden where not all rows count."""
         size = self.size
         of_hidden, of_weight = (x * size.hidden * size.itemsize for x in (size.rows, 0 if size.frozen else size.vocab))
         whole = size.counted == size.rows
@@ -112,45 +164,53 @@ class _Plan:
     @cached_property
     def _config(self) -> HeadConfig:
         wants = NeedsGrad() if self.size.score else self._wants
-        workspace = self.size.workspace_bytes or default_workspace(self._head.weight, wants, ample=True)
+        workspace = self.size.workspace_bytes or default_workspace(self._head.weight, wants)
         return HeadConfig(CppRows(), self.size.dtype, workspace)
 
 
 def render(size: Size, needs: list[Need]) -> str:
-    """The needs as a table, in MiB."""
+    """Return the needs as a table, in MiB."""
     cells = [COLUMNS, *((x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))) for x in needs)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
         for row in cells
     ]
-    return "\n".join([size.describe(), "", *(line.rstrip() for line in lines), "", *size.notes()])
+    return "\n".join([str(size), "", *lines, "", NOTES])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``python -m grpo_kernels memory``."""
-    parser.add_argument("--model", choices=MODELS, help="take vocabulary, hidden size and soft-cap of this model")
-    parser.add_argument("--rows", type=int, required=True, help="N: positions of the batch, B * T")
+    """Add the options of ``python -m grpo_kernels memory``."""
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--model", choices=MODELS, help="take vocabulary and hidden size of this model")
+    models.add_argument(
+        "--config", type=Path, metavar="DIR", help="take them from the config.json of transformers in DIR"
+    )
     parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
     parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
+    parser.add_argument("--rows", type=int, required=True, help="N: positions of the batch, B * T")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
     parser.add_argument("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
     parser.add_argument("--score", action="store_true", help="no gradient: old or reference log-probabilities")
-    parser.add_argument("--softcap", action="store_true", help="the logits have a soft-cap, as in Gemma 2")
     parser.add_argument("--mask", type=float, default=0.0, help="share of the positions that do not count; default: 0")
-    parser.add_argument("--length", type=int, default=1024, help="T: tokens of a sequence; default: 1024")
     parser.add_argument("--workspace", type=int, metavar="MIB", help="workspace_bytes, in MiB; default: the library's")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the table for `options`."""
-    vocab, hidden, softcap = MODELS[options.model] if options.model else (None, None, False)
+    vocab, hidden = MODELS[options.model] if options.model else (None, None)
+    if options.config:
+        try:
+            configured = read_config(options.config)
+        except ValueError as error:
+            parser.error(f"--config: {error}")
+        vocab, hidden = configured.vocab, configured.hidden
     vocab, hidden = options.vocab or vocab, options.hidden or hidden
     if vocab is None or hidden is None:
-        parser.error("expected --model, or --vocab and --hidden")
+        parser.error("expected --model, --config, or --vocab and --hidden")
     if not 0.0 <= options.mask < 1.0:
         parser.error(f"--mask: expected a share of at least 0 and less than 1, got {options.mask}")
-    for name, value in (("rows", options.rows), ("vocab", vocab), ("hidden", hidden), ("length", options.length)):
+    for name, value in (("rows", options.rows), ("vocab", vocab), ("hidden", hidden)):
         if value < 1:
             parser.error(f"--{name}: expected at least 1, got {value}")
     if options.workspace is not None and options.workspace < 1:
@@ -162,9 +222,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         dtype=DTYPES[options.dtype],
         frozen=options.frozen,
         score=options.score,
-        softcap=options.softcap or softcap,
         masked=options.mask,
-        length=min(options.length, options.rows),
         workspace_bytes=None if options.workspace is None else options.workspace * MIB,
     )
     print(render(size, estimate(size)))

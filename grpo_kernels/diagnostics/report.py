@@ -14,7 +14,6 @@ import grpo_kernels
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.engine.device import CUDA
-from grpo_kernels.engine.memory import WORKSPACE_BYTES
 from grpo_kernels.engine.plan import LARGE_CHUNK_ROWS
 
 PACKAGES = (
@@ -94,7 +93,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _backend(device: torch.device) -> str:
-    """What backend="auto" means for tensors on this device."""
+    """Return the backend that "auto" chooses for tensors on this device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what the report itself says
         backend, reason = choose_backend("auto", device)
@@ -111,9 +110,9 @@ def _library() -> str:
 
 
 def _default_workspace() -> str:
-    """What `workspace_bytes=None` stands for."""
-    least, most = (f"{size / 2**20:.0f} MiB" for size in (WORKSPACE_BYTES, CUDA.most_workspace))
-    return f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, up to {most}, if that is free)"
+    """Return the bytes that `workspace_bytes=None` stands for."""
+    least, most = (f"{size / 2**20:.0f} MiB" for size in (CUDA.workspaces[0], CUDA.workspaces[-1]))
+    return f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, up to {most}, as far as it is free)"
 
 
 def _settings() -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import DivergenceStats, RowStats
+from grpo_kernels.backends.interface import DivergenceStats, RowBackend, RowStats
 from grpo_kernels.base.checks import is_one
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
@@ -25,7 +25,7 @@ from grpo_kernels.engine.request import Request, Stored
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward; None where that does not read it."""
+    """Tensors that a forward keeps for its backward; None where the backward does not read them."""
 
     head: Any = None  # Head
     stored: Any = None  # Gradients
@@ -45,7 +45,7 @@ class Saved(NamedTuple):
 
     @staticmethod
     def of(ctx: Any) -> Saved:
-        """What `save` handed over."""
+        """Return what `save` handed over."""
         saved = iter(ctx.saved_tensors)
         head, stored, stats, divergence = (tuple(itertools.islice(saved, count)) for count in (8, 5, 4, 4))
         diverged = None if divergence[0] is None else DivergenceStats(*divergence)
@@ -163,13 +163,14 @@ def _gradient(request: Request, like: Like, saved: Saved, *upstream: Tensor | No
     if not left:
         return returned(stored, like, request, grad_rows, factor)
     more, indices = second_pass(head, request, stats, rest.left)
-    total = _merge(_scaled(stored, factor), grad_rows, more, indices, len(rows), _ratio(came, rest.left, indices))
+    scaled = stored.apply(lambda x: _times(x, factor, x.dtype, request.config.backend))
+    total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(came, rest.left, indices))
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, like, request, every)
 
 
 def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
-    """Those of all rows of a loss that is fused."""
+    """Return the coefficients of all rows of a loss that is fused."""
     assert request.coefficients is not None
     return request.coefficients(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
 
@@ -184,7 +185,7 @@ def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Like:
-    """How many positions there are, and the dtypes of the gradients to return."""
+    """Number of positions, and dtypes of the gradients to return."""
 
     positions: int
     dtypes: tuple[torch.dtype | None, ...]  # hidden, weight, bias, lora_u, lora_b
@@ -195,12 +196,7 @@ class Like:
         return Like(head.hidden.shape[0], tuple(None if x is None else x.dtype for x in own))
 
 
-def _scaled(stored: Gradients, factor: Tensor) -> Gradients:
-    """`stored` times `factor`, () or (m, 1), in its own dtype."""
-    return stored.apply(lambda x: _times(x, factor, x.dtype))
-
-
-def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
     """``x * factor`` rounded once to `dtype`, in the place of `x` if it can be, and nobody will need that again.
 
     On a GPU one pass over the numbers does both; on a CPU torch would make a temporary of the size of `x`.
@@ -209,13 +205,16 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     if factor.dim() == 0 and is_one(factor):  # as for `loss.backward()`
         return x.to(dtype, copy=_graph_is_kept())  # what is stored is not the caller's
-    if x.dtype == dtype or not device_of(x.device).casts_into:
+    if x.dtype != dtype and not device_of(x.device).casts_into:
         return (x * factor if _graph_is_kept() else x.mul_(factor)).to(dtype)
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+    in_place = x.dtype == dtype and not _graph_is_kept()
+    out = x if in_place else torch.empty_like(x, dtype=dtype)
+    backend.scale(x, factor, out)
+    return out
 
 
 def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor) -> Gradients:
-    """What is stored, of the rows `grad_rows`, and a second sweep of `indices` together; row by row for all n rows.
+    """Add what is stored, of the rows `grad_rows`, to a second sweep of `indices`; row by row for all n rows.
 
     With one coefficient alone a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the
     row is then taken from there alone, so that the difference of two numbers does not stand in for a small one. NaN
@@ -253,16 +252,16 @@ def returned(
     Their rows are those at `indices` among the rows of the call. Of a sharded head each rank has what its own columns
     give to a row: the ranks' parts are added up.
     """
-    rows, shard = request.rows, request.config.shard
+    rows, shard, backend = request.rows, request.config.shard, request.config.backend
 
     def whole(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         if name not in ("hidden", "lora_u"):
-            return _times(x, factor, dtype)
+            return _times(x, factor, dtype, backend)
         if shard is not None:  # of all rows of the call: their number is the same on every rank
-            summed = shard.sum_(all_rows(_times(x, factor, x.dtype), indices, len(rows)))
+            summed = shard.sum_(all_rows(_times(x, factor, x.dtype, backend), indices, len(rows)))
             return all_rows(summed.to(dtype), rows.positions, like.positions)
         positions = rows.positions if indices.shape == rows.positions.shape else rows.positions[indices]
-        return all_rows(_times(x, factor, dtype), positions, like.positions)
+        return all_rows(_times(x, factor, dtype, backend), positions, like.positions)
 
     pairs = zip(("hidden", "weight", "bias", "lora_u", "lora_b"), grads, like.dtypes, strict=True)
     own = (None if x is None or dtype is None else whole(name, x, dtype) for name, x, dtype in pairs)
@@ -270,6 +269,6 @@ def returned(
 
 
 def _graph_is_kept() -> bool:
-    """Whether this backward may be called again (``retain_graph``); True if torch does not tell."""
+    """Return True if this backward may be called again (``retain_graph``), or torch does not tell."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())

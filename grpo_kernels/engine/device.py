@@ -1,4 +1,4 @@
-"""What kinds of devices differ in, for the engines: one entry for each kind, and no other file asks which one it is."""
+"""Differences between kinds of devices, for the engines: one entry for each kind; no other file asks for the kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_kernels.engine import mixed_mm
+from grpo_kernels.engine import mixed_mm, probe
 
 MIB = 2**20
 
@@ -24,15 +24,13 @@ class Device:
     slow_fp32: bool  # beside products of 16 bits
     fp32_rows: int | None  # of an fp32 product: one tile, so that a row has the same bits whatever the others are
     casts_into: bool  # a product of numbers is rounded to 16 bits in one pass; else it needs a temporary
-    most_workspace: int  # bytes that chunks may take by default where there is room
-    entry_cost: int  # an entry of a sparse row of d logits takes as long as so many of a dense one
-    cache_bytes: int | None  # of a processor's cache: sparse rows are read several times; None: all rows at once
+    workspaces: tuple[int, ...]  # bytes that chunks may take by default, the more the more is free; few, and rising
     free: Callable[[torch.device], int] | None  # bytes that the driver would give; None: nobody is asked
-    unused: Callable[[torch.device], int]  # bytes that torch's allocator holds for nobody
+    unused: Callable[[torch.device], int]  # bytes that torch's allocator holds for nobody, and could give back
     is_capturing: Callable[[], bool]  # a graph, in which nothing can wait for the device, nor depend on what is free
 
     def padded_rows(self, n: int) -> int:
-        """How many rows the products of `n` rows are done with.
+        """Return the number of rows that the products of `n` rows are padded to.
 
         The vendor library picks its kernel by the number of rows, and the bits of a row must not depend on how many
         others there are. On a CPU the choice matters below `fewest_rows`. On a GPU a whole tile costs no more than a
@@ -41,18 +39,12 @@ class Device:
         return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
 
     def row_width(self, vocab: int) -> int:
-        """How far apart rows of logits lie, in elements.
+        """Return the distance between rows of logits, in elements.
 
         On a GPU they start at multiples of 128 bytes, d logits of 16 bits too: with rows that do not, the vendor
         library's products are slower by a factor, and the row kernels have to go element by element.
         """
         return -(-vocab // self.width_multiple) * self.width_multiple
-
-    def sparse_rows(self, rows: int, row_bytes: int) -> int:
-        """How many of so many rows of d logits are thinned out together."""
-        if self.cache_bytes is None:
-            return max(1, rows)
-        return torch.get_num_threads() * max(1, self.cache_bytes // row_bytes)
 
 
 def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int]:
@@ -65,6 +57,15 @@ def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int
             return 0
 
     return ask
+
+
+def _unused(device: torch.device) -> int:
+    """Bytes of the allocator's blocks that are free as a whole; the rest of a block in use cannot be given back."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    reserved, active, fragments = (
+        stats[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "active", "inactive_split")
+    )
+    return int(reserved - active - fragments)
 
 
 def _mixed_mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
@@ -83,9 +84,7 @@ CPU = Device(
     slow_fp32=False,
     fp32_rows=None,
     casts_into=False,
-    most_workspace=512 * MIB,
-    entry_cost=32,
-    cache_bytes=8 * MIB,
+    workspaces=(512 * MIB,),
     free=None,
     unused=lambda device: 0,
     is_capturing=lambda: False,
@@ -99,14 +98,12 @@ CUDA = Device(
     slow_fp32=True,
     fp32_rows=128,
     casts_into=True,
-    most_workspace=3072 * MIB,
-    entry_cost=128,
-    cache_bytes=None,
+    workspaces=(512 * MIB, 768 * MIB, 1024 * MIB, 1536 * MIB, 2048 * MIB, 3072 * MIB),
     free=_asked(lambda device: torch.cuda.mem_get_info(device)[0]),
-    unused=_asked(lambda device: torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)),
+    unused=_asked(_unused),
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it
 )
-ROCM = replace(CUDA, mixed_products=lambda dtype: False, slow_fp32=False)
+ROCM = replace(CUDA, mixed_products=lambda dtype: probe.multiplies(dtype, _mixed_mm))
 _KINDS = {"cpu": CPU, "cuda": CUDA}  # an entry of its own for a new kind
 
 

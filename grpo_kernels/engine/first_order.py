@@ -62,7 +62,7 @@ class _Tie(torch.autograd.Function):
 
 
 def _is_batched(x: Tensor) -> bool:
-    """Whether vmap, which torch has two of, is looking at one of many."""
+    """Return True within either of torch's two vmaps."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(x) or torch._C._functorch.is_batchedtensor(x))
 
 

@@ -20,7 +20,7 @@ class NeedsGrad:
 
     @property
     def head(self) -> bool:
-        """Whether the head, or an adapter on it, trains."""
+        """True if the head, or an adapter on it, trains."""
         return self.weight or self.bias or self.lora_u or self.lora_b
 
     def factors(self) -> list[tuple[bool, bool]]:

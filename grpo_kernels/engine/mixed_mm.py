@@ -19,7 +19,7 @@ ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # CBLAS_LAYOUT, CBLAS_TRANSPOSE
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether operands of `dtype` can be multiplied, and faster than in fp32.
+    """Return True if operands of `dtype` can be multiplied, and faster than in fp32.
 
     That takes instructions for tiles (AMX). Those for vectors alone (AVX512-BF16) do twice the work of fp32's, and took
     longer than a conversion (docs/design.md).

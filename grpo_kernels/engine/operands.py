@@ -1,4 +1,4 @@
-"""What a call of an engine works on: the head's tensors, the rows to project, how, and the gradients wanted."""
+"""Inputs of an engine: the head's tensors, the rows to project, the projection's settings, the gradients wanted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransfo
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import AMPLE, Room
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
-from grpo_kernels.engine.thinning import Thinning
 from grpo_kernels.engine.top_k import TopKTeacher
 from grpo_kernels.engine.vocab_parallel import Shard
 
@@ -23,14 +22,14 @@ Index = Tensor | slice  # of rows
 
 
 class Coefficients(NamedTuple):
-    """What the gradient of a row's logits is made of, (m,) each; None: 0."""
+    """Coefficients of a row's logit gradient, (m,) each; None means 0."""
 
     a: Tensor | None = None  # d loss / d logp
     b: Tensor | None = None  # d loss / d entropy
     c: Tensor | None = None  # d loss / d divergence
 
     def at(self, index: Index) -> Coefficients:
-        """Those of the rows at `index`."""
+        """Select the rows at `index`."""
         return Coefficients(*(None if x is None else x[index] for x in self))
 
 
@@ -58,7 +57,7 @@ class Head:
         return iter((*own, self.teacher_hidden, self.teacher_weight, self.teacher_bias))
 
     def factors(self) -> list[tuple[Tensor, Tensor]]:
-        """What the projection is a sum of products of: (N, K) and (V, K)."""
+        """Return the pairs (N, K), (V, K) whose products add up to the projection."""
         adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
         return [(self.hidden, self.weight), *adapter]
 
@@ -110,7 +109,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """How rows are projected: what stays the same through all sweeps of one call."""
+    """Settings of the projection, the same through all sweeps of one call."""
 
     backend: RowBackend
     compute_dtype: torch.dtype  # of the products' operands
@@ -122,18 +121,17 @@ class HeadConfig:
     room: Room = AMPLE
     teacher: HeadConfig | None = None  # how the teacher's rows are projected, of the same accumulator
     beta: float = 1.0  # which divergence from the teacher, see `Teacher`
-    sparse: Thinning | None = None  # how d logits are thinned out for the backward products; None: not at all
 
     @property
     def accumulator(self) -> torch.dtype:
         return accumulator_of(self.compute_dtype)
 
     def products(self, weight: Tensor) -> Products:
-        """Those of `weight`, which may be a part of the head."""
+        """Return the products with `weight`, which may be a part of the head."""
         return Products(weight, self.compute_dtype, self.accumulator, self._slice_bytes)
 
     def all_products(self, head: Head, columns: slice = slice(None)) -> list[Products]:
-        """Those of `Head.factors`, in their order; an adapter is multiplied in its own precision."""
+        """Return the products of `Head.factors`, in their order; an adapter is multiplied in its own precision."""
         first, *adapter = head.factors()
         products = [self.products(first[1][columns])]
         for lora_u, lora_b in adapter:
@@ -146,7 +144,7 @@ class HeadConfig:
 
         Else each product converts what it needs, slice by slice.
         """
-        if not self.room.ample:
+        if not self.room.converts:
             return head
         dtype = converted_dtype(head.weight, self.compute_dtype)
         if dtype is not None:
@@ -201,12 +199,12 @@ class HeadConfig:
         rows.top_k.grad(self.backend, chunk, stats, c, out, z)
 
     def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
-        """How the raw projection of rows becomes their logits; `bias` as `Head.row_bias` gives it."""
+        """Return the transform of the raw projection of rows into logits; `bias` as `Head.row_bias` gives it."""
         rounded_to = self.compute_dtype if self.round_logits else None
         return LogitTransform(self.scale, self.softcap, inv_temperature, bias, rounded_to)
 
     def logits_of_teacher(self, head: Head, columns: slice = slice(None)) -> TeacherLogits | None:
-        """What projects the teacher's rows, on some columns of the vocabulary; None where there is no teacher."""
+        """Return the projection of the teacher's rows on some columns of the vocabulary; None without a teacher."""
         return None if self.teacher is None else TeacherLogits(head.teacher(), self.teacher, self.beta, columns)
 
     def without_teacher(self) -> HeadConfig:

@@ -1,4 +1,4 @@
-"""What a call does, without autograd: a first pass over its rows, and a second one where the gradient needs it.
+"""Passes of a call, without autograd: a first one over its rows, and a second one where the gradient needs it.
 
 The autograd Functions (`autograd.py`) and the ops for torch.compile (`grpo_kernels.call.ops`) are both made of these;
 which pass is whose, the engines say (`engines.py`).
@@ -98,7 +98,7 @@ def recompute(head: Head, request: Request, stats: RowStats, coefficients: Coeff
 
 
 def recompute_slices(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
-    """As `recompute`, by slices of the vocabulary."""
+    """Like `recompute`, but one slice of the vocabulary at a time."""
     return sweep_slices(head, request.rows, request.config, stats, coefficients, request.needs_grad)
 
 

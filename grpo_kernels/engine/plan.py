@@ -27,7 +27,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the rows of a sweep take, in bytes; as the arguments of `plan_groups`."""
+    """Bytes that one row of a chunk and of a group need; passed to `plan_groups`."""
 
     chunk_row_bytes: int
     group_row_bytes: int

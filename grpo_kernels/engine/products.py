@@ -1,9 +1,9 @@
 """The three matrix products, by the vendor library: fp32 out of the accumulator, whatever the operands' dtype.
 
-On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. So do bf16
-operands on a CPU that multiplies tiles of them (`mixed_mm.py`). Elsewhere on a CPU, and on ROCm, torch would round the
-result to 16 bits, so the operands are converted to fp32 first, exactly, a slice of the vocabulary at a time, and
-d logits stay as they are.
+On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. So it is on
+ROCm where its library has such products (`probe.py`), and with bf16 operands on a CPU that multiplies tiles of them
+(`mixed_mm.py`). Elsewhere torch would round the result to 16 bits, so the operands are converted to fp32 first,
+exactly, a slice of the vocabulary at a time, and d logits stay as they are.
 
 The range of fp16 is too small for d logits before a loss scale reaches them. There they carry a power of two, the same
 for all rows of a product, which the accumulated results lose again.
@@ -49,11 +49,11 @@ class Products:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What d logits are rounded to for the backward products."""
+        """Dtype that d logits are rounded to for the backward products."""
         return self._operand
 
     def hidden_bytes(self) -> int:
-        """What a row of hidden states takes as an operand."""
+        """Return the bytes of a row of hidden states as an operand."""
         return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Products:
 
     @property
     def scales_gradient(self) -> bool:
-        """Whether d logits carry a factor that `scaled` chooses."""
+        """True if d logits carry a factor that `scaled` chooses."""
         return self.gradient_dtype == torch.float16
 
     def scaled(
@@ -104,13 +104,6 @@ class Products:
                 rows = slice(start, start + at_once)
                 _product(hidden[rows], weight.t(), out[rows, columns], add=not first)
             del weight  # before the next slice is made
-
-    def squared_norms(self) -> Tensor:
-        """(V,): of the rows of the weight, in the accumulator's dtype."""
-        found = self.weight.new_empty(self.weight.shape[0], dtype=self.accumulator)
-        for columns, weight in self._weights():
-            found[columns] = torch.linalg.vector_norm(weight, dim=1, dtype=self.accumulator).square_()
-        return found
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); all but the `first` add to it."""

@@ -15,12 +15,12 @@ FAR_TOO_LARGE = 8.0  # times what came: more than three bits of what is stored w
 
 @dataclass(frozen=True)
 class Remainder:
-    """What came less s times what was expected, (n,) each, exactly 0 where that is only rounding; None: neither did."""
+    """Upstream gradients less s times the expected, (n,) each, exactly 0 where that is rounding; None: neither."""
 
     left: Coefficients
 
     def size(self, came: Coefficients) -> tuple[bool, bool]:
-        """Whether anything is left to compute, and whether some of it is far larger than all that `came`.
+        """Return whether anything is left to compute, and whether some of it is far larger than all that `came`.
 
         Waits for the device.
         """

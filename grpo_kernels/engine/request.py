@@ -1,4 +1,4 @@
-"""What is asked of a call, what its first pass finds, and what an engine is: the way from one to the other."""
+"""Records of a call: its request, the result of its first pass, and the engine that leads from one to the other."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Coupling(Enum):
 
     @staticmethod
     def of(*, known: bool, coupled: bool) -> Coupling:
-        """That of a loss whose gradient is known before any log-probability is, or couples its tokens, or neither."""
+        """Return a loss's coupling: `known` before any log-probability, or `coupled` over its tokens, or neither."""
         return Coupling.KNOWN if known else Coupling.CROSS_TOKEN if coupled else Coupling.TOKEN
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What decides which engine serves a call.
+    """Facts about a call that decide which engine serves it.
 
     Attributes:
         coupling: when the coefficients of a row are known.
@@ -59,7 +59,7 @@ class Situation:
 
 
 class Stored(Enum):
-    """What a first pass leaves for the backward."""
+    """Results that a first pass leaves for the backward."""
 
     NOTHING = "there is no gradient"
     SLOPES = "d logp / d hidden, or that of the divergence, row by row, which the backward scales"
@@ -81,18 +81,18 @@ class Engine:
 
     @property
     def recomputes(self) -> bool:
-        """Whether all of the gradient is taken in a second pass."""
+        """True if the whole gradient is computed in a second pass."""
         return self.stores is Stored.STATISTICS
 
     @property
     def stores_gradient(self) -> bool:
-        """Whether the first pass takes the gradient, or all that is long about it."""
+        """True if the first pass computes the gradient, or everything about it that is expensive."""
         return self.stores in (Stored.SLOPES, Stored.GRADIENT)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a call besides the head's tensors."""
+    """A call's inputs and settings, without the head's tensors."""
 
     rows: Rows  # n rows; the others are 0 in every result
     config: HeadConfig

@@ -116,7 +116,7 @@ class _Slice:
         self._parts = [x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in self._targets]
 
     def add(self, block: _Block) -> None:
-        """What a block of rows gives."""
+        """Add the gradient of a block of rows."""
         factors, start = self._factors, block.indices.start
         features = [p.operand(x[block.rows.positions]) for p, x in zip(factors, self._features, strict=True)]
         d_logits = self._d_logits(block, features)
@@ -133,8 +133,8 @@ class _Slice:
         for target, part in zip(self._targets, self._parts, strict=True):
             if target is None or part is None:
                 continue
-            if scale is not None:  # where scales are, on a GPU, this reads, scales and casts in one pass
-                torch.mul(part, 1.0 / scale, out=target)
+            if scale is not None:
+                self._config.backend.scale(part, 1.0 / scale, target)
             elif part is not target:
                 target.copy_(part)
 
@@ -159,8 +159,8 @@ class _Slice:
 
 
 def plan_slices(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int, int]:
-    """How many of `rows` and how many columns to take at a time, so that the workspace stays within its budget, and the
-    bytes that they take; of tensors with or without data.
+    """Return the rows and the columns to take at a time, so that the workspace stays within its budget, and the bytes
+    that they take; works on meta tensors too.
 
     A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
     together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
@@ -199,6 +199,6 @@ def plan_slices(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGra
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:
-    """What a number of `x` takes, besides its operand, while it becomes one."""
+    """Return the bytes that an element of `x` takes besides its operand, while it becomes one."""
     steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

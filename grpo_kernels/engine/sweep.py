@@ -19,15 +19,13 @@ from grpo_kernels.engine.gradients import Gradients, NeedsGrad
 from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Index, Rows
 from grpo_kernels.engine.plan import Costs, Group, plan_groups
 from grpo_kernels.engine.products import Products
-from grpo_kernels.engine.sparse import SparseProducts, thinning_bytes
-from grpo_kernels.engine.thinning import Thinning
 from grpo_kernels.engine.vocab_parallel import widest_part
 from grpo_kernels.token_loss.record import TokenLoss
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a sweep is to find.
+    """Outputs that a sweep computes.
 
     Attributes:
         entropy, extras: statistics to compute besides the log-probability.
@@ -63,7 +61,7 @@ def sweep(head: Head, rows: Rows, config: HeadConfig, asked: Asked) -> tuple[Row
     groups, factors = _groups(rows, head, config, asked.needs_grad), config.all_products(head)
     teacher = config.logits_of_teacher(head)
     work = _Chunks(config, asked, factors[0], head.row_bias(config.accumulator), rows.top_k is not None)
-    sums = None if asked.needs_grad is None else _Sums(head, rows, groups, config, asked.needs_grad)
+    sums = None if asked.needs_grad is None else _Sums(head, n, groups, config, asked.needs_grad)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((chunk.stop - chunk.start for group in groups for chunk in group.chunks), default=0)
         buffer = matrix_of_logits(head.hidden, most, vocab, config.accumulator)
@@ -103,15 +101,15 @@ def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) 
 
 
 def planned_bytes(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> int:
-    """What the chunks of `sweep` take at most, of tensors with or without data: `config.workspace_bytes` or less, if
-    that allows the fewest rows.
+    """Return the peak bytes of the chunks that `sweep` will allocate: `config.workspace_bytes` or less, if that allows
+    the fewest rows. Works on meta tensors too.
     """
     costs = _costs(rows, head, config, needs_grad)
     return max((costs.taken(group) for group in _groups(rows, head, config, needs_grad)), default=0)
 
 
 def _groups(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> list[Group]:
-    """How the rows are divided. A chunk has its logits, a group its hidden states and d logits of another dtype."""
+    """Divide the rows. A chunk has its logits, a group its hidden states and d logits of another dtype."""
     costs = _costs(rows, head, config, needs_grad)
     return plan_groups(
         len(rows),
@@ -138,13 +136,9 @@ def _costs(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | N
         chunk_row_bytes, slice_bytes = 2 * row_bytes + other.hidden_bytes(), max(slice_bytes, other.slice_bytes)
 
     group_row_bytes = products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0)
-    sparse = None if needs_grad is None else config.sparse
-    if sparse is not None:
-        group_row_bytes += sparse.row_bytes(vocab, head.weight.device)
 
-    def scratch_bytes(m: int) -> int:  # of products, row work and thinning out, which are never at the same time
-        thinning = 0 if sparse is None else thinning_bytes(sparse, products, config.backend, config.shard, m)
-        return max(slice_bytes, config.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes, thinning)
+    def scratch_bytes(m: int) -> int:  # of products and row work, which are never at the same time
+        return max(slice_bytes, config.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes)
 
     grouped = separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient
     return Costs(chunk_row_bytes, group_row_bytes, grouped, scratch_bytes)
@@ -168,7 +162,7 @@ class _Members:
         return _Members(*self._taken(index), index), 0
 
     def at(self, indices: slice) -> tuple[Index, Rows, TokenLoss | None, RowStats | None]:
-        """Those at `indices`: which rows of the sweep, and the rest."""
+        """Select the rows at `indices`, and everything that belongs to them."""
         return indices if self.picked is None else self.picked[indices], *self._taken(indices)
 
     def operands(self, x: Tensor, indices: slice, n: int) -> Tensor:
@@ -208,7 +202,6 @@ class _Chunks:
             and config.shard is None  # which joins the ranks between statistics and gradient
             and not self._diverges
             and not products.scales_gradient
-            and config.sparse is None  # rows of its scale have no length in fp32
             and isinstance(config.backend, SinglePassRowBackend)
         )
 
@@ -274,7 +267,7 @@ class _Chunks:
         return found
 
     def statistics(self, like: Tensor) -> RowStats:
-        """Of all rows."""
+        """Return the statistics of all rows, (n,) each."""
         asked = self._asked
         if asked.stats is not None:
             return asked.stats
@@ -290,17 +283,16 @@ class _Chunks:
         )
 
     def row_factor(self) -> Tensor | None:
-        """What the rows of d hidden are still to be multiplied by, (n,); None: nothing."""
+        """Return the factors (n,) that the rows of d hidden still need; None: none."""
         return torch.cat(self._row_factors) if self._row_factors else None
 
 
 class _Sums:
     """The gradients of the head's tensors, as the groups add to them."""
 
-    def __init__(self, head: Head, rows: Rows, groups: list[Group], config: HeadConfig, needs_grad: NeedsGrad) -> None:
-        self._head, self._n, self._dtype, self._wants = head, len(rows), config.accumulator, needs_grad
-        self._config, self._positions = config, rows.positions
-        self._sparse: SparseProducts | None = None
+    def __init__(self, head: Head, n: int, groups: list[Group], config: HeadConfig, needs_grad: NeedsGrad) -> None:
+        self._head, self._n, self._dtype, self._wants = head, n, config.accumulator, needs_grad
+        self._backend = config.backend
         self._padded = max((group.start + group.rows for group in groups), default=0)
         self._rows: list[Tensor | None] = []  # of each factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
@@ -321,49 +313,21 @@ class _Sums:
     def add(
         self, group: Group, products: list[Products], features: list[Tensor], d_logits: Tensor, scale: Tensor | None
     ) -> None:
-        """What a group gives: its operands (m, K) and d logits (m, V), which `scale` () multiplies."""
+        """Add a group's gradient: its operands (m, K) and d logits (m, V), which `scale` () multiplies."""
         if not self._rows:
             self._allocate()
         if scale is not None and self._scale is not None:
             self._rescale(scale / self._scale)
         self._scale = scale
+        for factor, x, rows, matrix in zip(products, features, self._rows, self._matrices, strict=True):
+            if rows is not None:
+                factor.d_hidden(d_logits, rows[group.start : group.start + group.rows])
+                if scale is not None:
+                    rows[group.start : group.stop].div_(scale)
+            if matrix is not None:
+                factor.d_weight(d_logits, x, matrix, first=group.start == 0)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
-        sparse = self._config.sparse
-        each = [*zip(products, features, self._rows, self._matrices, strict=True)]
-        for i, (factor, x, rows, matrix) in reversed([*enumerate(each)]):  # thinning out leaves nothing of d logits
-            thinned = sparse is not None and i == 0 and rows is not None
-            if matrix is not None and not (thinned and sparse is not None and sparse.of_weight):
-                factor.d_weight(d_logits, x, matrix, first=group.start == 0)
-            if rows is None:
-                continue
-            if sparse is not None and thinned:
-                self._add_sparse(sparse, group, factor, x, rows, d_logits, matrix)
-            else:
-                factor.d_hidden(d_logits, rows[group.start : group.start + group.rows])
-            if scale is not None:
-                rows[group.start : group.stop].div_(scale)
-
-    def _add_sparse(
-        self,
-        sparse: Thinning,
-        group: Group,
-        factor: Products,
-        x: Tensor,
-        rows: Tensor,
-        d_logits: Tensor,
-        matrix: Tensor | None,
-    ) -> None:
-        """d hidden of a group, and d weight if that is made of the same entries."""
-        if self._sparse is None:
-            self._sparse = SparseProducts(factor, self._config.backend, sparse, self._config.shard)
-        own, span = d_logits[: len(group)], slice(group.start, group.stop)
-        rows[group.stop : group.start + group.rows] = 0.0
-        split = self._sparse.d_hidden(own, self._positions[span], rows[span])
-        if matrix is not None and sparse.of_weight:
-            if group.start == 0:
-                matrix.zero_()
-            self._sparse.d_weight(split, own, x[: len(group)], matrix)
 
     def gradients(self, row_factor: Tensor | None) -> Gradients:
         """All of them; `row_factor` (n,) is what d hidden, then the only one, is still to be multiplied by."""
@@ -380,4 +344,4 @@ class _Sums:
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):
             if x is not None:
-                x.mul_(factor)
+                self._backend.scale(x, factor, x)

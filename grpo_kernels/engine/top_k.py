@@ -53,7 +53,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """What is known of a teacher, row by row.
+    """Log-probabilities of a teacher at K ids of each row.
 
     Attributes:
         ids: (n, K) int64, counted as those of `Rows` are; those of a row that are no padding differ from each other.
@@ -66,7 +66,7 @@ class TopKTeacher:
     measure: Measure
 
     def at(self, index: Tensor | slice) -> TopKTeacher:
-        """That of the rows at `index` (m,)."""
+        """Select the rows at `index` (m,)."""
         return TopKTeacher(self.ids[index], self.logps[index], self.measure)
 
     def row_bytes(self) -> int:

@@ -52,7 +52,7 @@ class KeptSets:
 
 
 def stages_of(weight: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
-    """What a gathered row goes through: as stored, rounded to the compute dtype, as an operand of fp32 products."""
+    """Return the stages of a gathered row: as stored, rounded to the compute dtype, as an operand of fp32 products."""
     dtypes = [weight.dtype, dtype, accumulator_of(dtype)]
     return [x for i, x in enumerate(dtypes) if i == 0 or x != dtypes[i - 1]]
 
@@ -98,7 +98,7 @@ def _in_order(kept: Tensor, ids: Tensor, width: int, vocab: int) -> tuple[Tensor
 
 
 class _Block(NamedTuple):
-    """What the forward keeps of a block of rows."""
+    """Tensors that the forward keeps of a block of rows."""
 
     kept: Tensor  # (r, w) ids, in order
     log_probs: Tensor  # (r, w), -inf in the padding

@@ -47,7 +47,7 @@ class Shard:
     process_group: ProcessGroup
     rank: int
     sizes: tuple[int, ...]  # of the ranks, in order
-    room: Room = AMPLE  # tight if any rank's is, ample if all of them are
+    room: Room = AMPLE  # tight if any rank's is; else the least of all ranks'
 
     @property
     def start(self) -> int:
@@ -59,7 +59,7 @@ class Shard:
 
     @property
     def widest(self) -> int:
-        """What chunks are planned for: ranks gather chunk by chunk, and so must have the same ones."""
+        """Return the columns that chunks are planned for: ranks gather chunk by chunk, so all plan for the widest."""
         return max(self.sizes)
 
     def stats(

@@ -45,7 +45,7 @@ def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[
 
 
 def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
-    """What the hooks before the forward of `lm_head` make of its input.
+    """Apply the forward pre-hooks of `lm_head` to its input.
 
     Raises:
         TypeError: they make something else than one input of it.
@@ -76,6 +76,6 @@ def _origin(hook: Any) -> str:
 
 
 def _name(hook: Any) -> str:
-    """As a person would look for it; a hook may be an object, or a partial."""
+    """Return the name by which a person would look for the hook, which may be an object or a partial."""
     hook = getattr(hook, "func", hook)
     return f"{_origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"

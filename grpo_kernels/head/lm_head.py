@@ -54,7 +54,7 @@ class LMHead:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is three plain tensors, all that a compiled graph holds of a head."""
+        """True if the head is three plain tensors at most, which is all that a compiled graph can hold."""
         apart = (self.lora, self.process_group, self.vocab_size, self.reference)
         return all(x is None for x in apart) and not is_dtensor(self.weight)
 
@@ -114,7 +114,7 @@ class LMHead:
         return replace(found, lora_u=x.requires_grad or lora.a.requires_grad, lora_b=lora.b.requires_grad)
 
     def compute_dtype(self) -> torch.dtype:
-        """What the products' operands are rounded to: autocast's dtype within autocast, else that of the tensors."""
+        """Return the dtype of the products' operands: autocast's within autocast, else that of the tensors."""
         dtype, kind = torch.promote_types(self.hidden.dtype, self.weight.dtype), self.hidden.device.type
         if dtype != torch.float64 and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
@@ -185,7 +185,11 @@ class LMHead:
             sizes = [min(size, max(0, vocab_size - start)) for size, start in zip(sizes, starts, strict=True)]
         if min(sizes) == 0:
             raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
-        room = Room(tight=any(ranks.every["tight"]), ample=all(ranks.every["ample"]))
+        room = Room(
+            tight=any(ranks.every["tight"]),
+            converts=all(ranks.every["converts"]),
+            workspace=min(ranks.every["workspace"]),
+        )
         shard = Shard(ranks.group, rank, tuple(sizes), room)
         return self._first_rows(sizes[rank]), shard if len(sizes) > 1 else None
 

@@ -1,4 +1,4 @@
-"""What the module of a head holds: weight, bias and PEFT's adapters; and how ZeRO-3 makes them whole."""
+"""Read a head module: weight, bias, PEFT adapters, and ZeRO-3's gathering."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def whole_constant(x: Any) -> Tensor:
 
 
 def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
-    """What makes these parameters whole where DeepSpeed ZeRO-3 has divided them; None where none is.
+    """Return a context that gathers parameters which DeepSpeed ZeRO-3 has divided; None if none is divided.
 
     ZeRO-3 wants them whole a second time, when their gradient is accumulated: see `within_forwards`.
     """
@@ -114,7 +114,7 @@ def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
 
 
 def _is_peft_lora(lm_head: nn.Module) -> bool:
-    """Whether it is PEFT's layer, which is not imported for the answer; FSDP2 derives classes of its own."""
+    """Return True for PEFT's LoRA layer, without importing PEFT; classes that FSDP2 derives count too."""
     return any((x.__module__, x.__name__) == _PEFT_LORA for x in type(lm_head).__mro__)
 
 

@@ -229,7 +229,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 
 def _items_of_a_rank(mask: Tensor, num_items_in_batch: float | Tensor | None) -> float | Tensor | None:
-    """What this rank divides by; None: its own counted tokens."""
+    """Return the number that this rank divides by; None: its own counted tokens."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return num_items_in_batch

@@ -198,7 +198,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         return (loss, soft.detach(), hard.detach()) if self.return_soft_hard_loss else loss
 
     def _with_hard(self, labels: Tensor) -> dict[str, Any]:
-        """What asks a call for divergences for the labels' log-probabilities as well."""
+        """Return the arguments that make a divergence call return the labels' log-probabilities too."""
         weights = (self.weight_soft_loss, -self.weight_hard_loss)
         expected = tuple(torch.full(labels.shape, float(x), device=labels.device) for x in weights)
         return {"outputs": ("logps",), "ids": labels, "expected": expected}
@@ -228,7 +228,7 @@ def _check_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
 
 
 def _number_of(counted: Tensor | None, like: Tensor) -> Tensor | int:
-    """How many positions there are to divide by, no less than 1."""
+    """Return the number of positions to divide by, at least 1."""
     return max(1, like.numel()) if counted is None else counted.sum().clamp(min=1).to(like.dtype)
 
 

@@ -29,7 +29,7 @@ class _Patch:
 
 
 class Patches:
-    """What was replaced, and with what.
+    """Record of replaced functions, so that they can be restored.
 
     Args:
         package: whose attributes they are, for the log, which says what is replaced and given back; None: says nothing.

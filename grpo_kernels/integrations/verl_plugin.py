@@ -1,4 +1,4 @@
-"""What ``import verl`` loads (entry point group ``verl.plugins``): importing it is `patch_verl`.
+"""Entry point that ``import verl`` loads (group ``verl.plugins``): importing it calls `patch_verl`.
 
 verl logs the errors of a plug-in where nobody reads them, so an error here is also a warning.
 """

@@ -32,7 +32,7 @@ from grpo_kernels.objective.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a custom objective sees; all tensors of the shape of `logps`.
+    """Arguments of a custom objective; all tensors have the shape of `logps`.
 
     That shape is (B, T), 0 where the mask is, for a function that looks at sequences, and (n,), some of the counted
     tokens, for one that is `token_level`. Only `logps` and `entropies` carry gradient: parameters of the function's own
@@ -112,7 +112,7 @@ class CustomObjective:
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
-        """Whether the function uses the entropies differentiably; found by evaluating it at zeros, unless it says."""
+        """True if the function is differentiable in the entropies: as it declares, else as it behaves at zeros."""
         if getattr(self.function, "uses_entropies", True) is False:
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
@@ -251,7 +251,7 @@ def _absent_reads(function: PerTokenLoss, inputs: TokenInputs) -> list[str]:
 
 
 def _difference(x: Tensor, y: Tensor, every: Tensor) -> Tensor:
-    """How far x is from y (m,), of the size of y or of the mean size of `every`: () the largest; NaN is NaN's equal."""
+    """Return the largest distance () of x from y (m,), relative to y or to the mean of `every`; NaN equals NaN."""
     size = torch.maximum(y.abs(), every.abs().nan_to_num(0.0, 0.0, 0.0).mean())
     same = (x == y) | (x.isnan() & y.isnan())
     return torch.where(same, 0.0, ((x - y).abs() / size).nan_to_num(torch.inf)).max()

@@ -1,4 +1,4 @@
-"""What an objective says of the tokens: a loss, its gradient in the per-token numbers, and what the metrics need."""
+"""Result of an objective: the loss, its gradient in the per-token numbers, and the metrics' inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Terms:
-    """What the metrics need of an evaluation; (n,) unless said otherwise, None where the loss has no such term."""
+    """Inputs of the metrics from an evaluation; (n,) unless said otherwise, None where the loss has no such term."""
 
     log_ratio: Tensor | None = None  # R, as the surrogate sees it
     token_log_ratio: Tensor | None = None

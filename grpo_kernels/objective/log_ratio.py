@@ -31,7 +31,7 @@ class LogRatio:
 
     @property
     def is_shared(self) -> bool:
-        """Whether R is one per sequence."""
+        """True if R is one per sequence."""
         return self._tokens is not None
 
     def to_logps(self, d_log_ratio: Tensor) -> Tensor:

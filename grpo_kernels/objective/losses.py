@@ -25,7 +25,7 @@ Config = Any
 
 @dataclass(frozen=True)
 class LossType:
-    """What a loss type is, besides what every one of them has: KL term, entropy bonus, masks, engines."""
+    """Definition of a loss type, without what all of them share: KL term, entropy bonus, masks, engines."""
 
     name: LossTypeName
     surrogate: str  # of `formulas.SURROGATES`
@@ -49,12 +49,12 @@ class LossType:
 
     @property
     def takes_level(self) -> bool:
-        """Whether `importance_sampling_level` says what R is."""
+        """True if `importance_sampling_level` decides what R is."""
         return self.log_ratio is of_level
 
     @property
     def shares_ratio(self) -> bool:
-        """Whether the tokens of a sequence share one ratio, whatever `importance_sampling_level` is."""
+        """True if the tokens of a sequence share one ratio, whatever `importance_sampling_level` is."""
         return not self.takes_level or self.argument is not None
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a loss: the names of its `Metrics`, and how each is counted.
+"""Metrics of a loss: their names, and how each is counted.
 
 Everything stays on the device: nothing here waits for it. Names and definitions are TRL's, except where said.
 """
@@ -117,7 +117,7 @@ def loss_metrics(
 
 
 class _Part:
-    """What the tokens of this rank add to the metrics. Sums over all tokens are taken together, at the end."""
+    """This rank's share of the metrics. Sums over all tokens are taken once, at the end."""
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         self.layout, self._like = layout, like
@@ -158,7 +158,7 @@ class _Part:
         return shared
 
     def count_clipped(self, name: str, x: Tensor, *, once: bool) -> None:
-        """How much of each sequence `x` (n,) bool clips: all or nothing, or some of its tokens."""
+        """Count the clipped tokens `x` (n,) bool of each sequence: all or none of a sequence, or some of its tokens."""
         self.clipped_once = once
         if not once:
             self.clipped[name] = x

@@ -1,4 +1,4 @@
-"""What happened in a loss, as means and as (sum, count) pairs, so that micro-batches and ranks can be added up.
+"""Metrics of a loss as means and as (sum, count) pairs, so that micro-batches and ranks can be added up.
 
 What is counted and how: `measure`. Everything stays on the device: nothing here waits for it.
 """
@@ -126,7 +126,7 @@ class Metrics(Mapping[str, Tensor]):
 
 
 class _Context(NamedTuple):
-    """What metrics are besides their tensors."""
+    """Facts about metrics besides their tensors."""
 
     pairs: tuple[str, ...]
     extremes: tuple[str, ...]

@@ -52,7 +52,7 @@ def token_weights(
 
 
 def averaged_over(config: LossConfig, *, num_items: bool) -> str:
-    """What the policy loss of a call is a mean over: its "sequences", its "tokens"; or "nothing" of its own.
+    """Return what the policy loss of a call is a mean over: "sequences", "tokens", or "nothing" of its own.
 
     `num_items` says whether there is a ``num_items_in_batch``: calls of one batch then add up.
     """

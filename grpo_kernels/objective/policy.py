@@ -49,7 +49,7 @@ class PolicyObjective:
 
     @property
     def on_policy(self) -> bool:
-        """Whether there are no old log-probabilities: R is 0 and the policy term's derivative known beforehand."""
+        """True without old log-probabilities: the ratio is 1, the policy term's derivative known before the forward."""
         return self.tokens.old_per_token_logps is None
 
     @property
@@ -58,12 +58,12 @@ class PolicyObjective:
 
     @property
     def couples_tokens(self) -> bool:
-        """Whether a token's gradient depends on other tokens' log-probabilities or entropies."""
+        """True if a token's gradient depends on other tokens' log-probabilities or entropies."""
         return self.config.couples_tokens(on_policy=self.on_policy, sampled=self._sampled)
 
     @property
     def is_known(self) -> bool:
-        """Whether all of the gradient is known before any log-probability is."""
+        """True if the whole gradient is known before any log-probability."""
         return self.config.knows_gradient(on_policy=self.on_policy, sampled=self._sampled)
 
     @property
@@ -72,7 +72,7 @@ class PolicyObjective:
 
     @property
     def _lacks_ratio(self) -> bool:
-        """Whether the importance sampling ratio has to be made, of log-probabilities that are yet to come."""
+        """True if the importance sampling ratio must be computed from this call's log-probabilities."""
         return self.config.corrects_sampling and self.tokens.importance_sampling_ratio is None
 
     def settle(self) -> None:
@@ -128,7 +128,7 @@ class PolicyObjective:
         return -self.config.entropy_coef / max(1, self.tokens.layout.total)
 
     def token_loss(self) -> TokenLoss | None:
-        """What a row kernel needs to compute this loss by itself; None if tokens are coupled or lack their ratio."""
+        """Loss that a row kernel can compute by itself; None if tokens are coupled or lack their ratio."""
         if self.couples_tokens or self._lacks_ratio:
             return None
         config, tokens = self.config, self.tokens
@@ -149,7 +149,7 @@ class PolicyObjective:
         )
 
     def assemble(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
-        """What `evaluate` returns, from the terms (n,) that a row kernel made of `token_loss`."""
+        """Return the result of `evaluate` from the terms (n,) that a row kernel computed for `token_loss`."""
         policy_loss, known = terms["loss"].sum(), Terms()
         if self.on_policy:
             known = self._at_ratio_one.terms

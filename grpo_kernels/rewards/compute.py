@@ -184,7 +184,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _named:
-    """What is raised inside says which reward function it was. (A generator would let a StopIteration through.)"""
+    """Name the reward function in any error raised inside. (A generator would let a StopIteration through.)"""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -203,7 +203,7 @@ def _is_async(func: Any) -> bool:
 
 
 def _column(values: Any, name: str, length: int) -> list[float]:
-    """What a function returned, as ``length`` floats."""
+    """Convert what a reward function returned to ``length`` floats."""
     returned = type(values).__name__
     if hasattr(values, "tolist"):  # tensors, arrays, series
         try:

@@ -16,7 +16,7 @@ _CLEANING_SECONDS = 1.0  # for the tasks on a loop that a function ended
 
 
 def failure(name: str, error: BaseException) -> RuntimeError:
-    """What to raise from `error`, which reward function `name` raised."""
+    """Return the exception to raise for `error`, which reward function `name` raised."""
     return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
 
 
@@ -62,7 +62,7 @@ _starting = threading.Lock()
 
 
 def run_together(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[Any]:
-    """What async functions, (name, call) each, return, run together on the loop thread.
+    """Run async functions, (name, call) each, together on the loop thread, and return their results.
 
     That is started on first use, again after a fork, and again when a function has ended its loop.
 
@@ -95,7 +95,7 @@ def run_together(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[
 
 
 async def _outcomes(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[tuple[Any, RuntimeError | None]]:
-    """What each returned, or the error that says how it ended."""
+    """Return the result of each function, or the error that ended it."""
 
     async def outcome(name: str, call: Callable[[], Awaitable[Any]]) -> tuple[Any, RuntimeError | None]:
         try:

@@ -42,7 +42,7 @@ class TokenLoss:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Those of `TERMS` that this loss has."""
+        """Return the `TERMS` that this loss has."""
         return TERMS if self.kl is not None else TERMS[:-1]
 
     def at(self, index: Tensor | slice) -> TokenLoss:

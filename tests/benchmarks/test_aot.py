@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.aot.checks import broken_by_code, narrow_products
+from benchmarks.aot import releases
+from benchmarks.aot.checks import SPILLS, broken_by_code, narrow_products, spills_in_inner_loops
+from benchmarks.roofline.flow import Flow
+from benchmarks.roofline.sass import parsed
 
 KERNELS = (
-    *("stats", "grad", "fused", "single_pass", "diverge", "teacher_grad", "teacher_fused", "dot", "combine"),
-    *("largest", "certain", "errors", "thin", "combine_entries"),
+    *("stats", "grad", "fused", "single_pass", "diverge", "teacher_grad", "teacher_fused"),
+    *("dot", "combine", "scale"),
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -34,7 +39,7 @@ def test_every_kernel_keeps_the_rules_on_every_target() -> None:
     for line in lines:
         registers, spilled, _shared, warps = map(int, line[-4:])
         assert 0 < registers <= 512
-        assert spilled == 0
+        assert spilled <= SPILLS.get((line[0], f"{line[1]}_kernel"), 0)
         assert warps in (1, 2, 4, 8, 16)
     for loads in ("descriptors", "pointers"):
         assert any(loads in line for line in lines)
@@ -103,3 +108,25 @@ def test_a_narrow_product_within_a_tile_is_none() -> None:
     %at = arith.muli %row, %stride : i64 loc(#loc)
     """
     assert narrow_products(wide) == []
+
+
+@pytest.mark.parametrize(("place", "found"), [(0, False), (2, False), (4, True), (6, False), (8, False)])
+def test_spills_in_inner_loops_are_noticed(place: int, found: bool) -> None:
+    """A loop in a loop, and a spill before both, in the outer one ahead of the inner, in the inner one, and so on."""
+    code = ["MOV R1, R2", ".L_1:", "MOV R2, R3", ".L_2:", "FADD R2, R2, R1", "@P0 BRA `(.L_2)"]
+    code += ["FMUL R1, R2, R2", "@P1 BRA `(.L_1)", "EXIT"]
+    code.insert(place, "STL [R1], R5")
+    lines = (x if x.endswith(":") else f"        /*{16 * i:04x}*/  {x} ;" for i, x in enumerate(code))
+    assert spills_in_inner_loops(Flow(parsed("\n".join(lines)))) == found
+
+
+def test_a_child_imports_the_release_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "FOLDER", tmp_path)
+    assert releases.environment(version("triton")).get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    package = tmp_path / "triton-0.0.1" / "triton"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '0.0.1'")
+    (package.parent / ".installed").touch()
+    command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    done = subprocess.run(command, capture_output=True, text=True, env=releases.environment("0.0.1"))
+    assert done.stdout.strip() == "0.0.1", done.stderr

@@ -25,7 +25,7 @@ from benchmarks.harness.measure import Step, check, times
 from benchmarks.harness.memory import Peak, is_measured
 from benchmarks.harness.reference import Reference, errors, is_right, reference
 from benchmarks.harness.results import Results
-from benchmarks.plan import NATS, TOKENS, cpu_cases, gpu_cases, memory_cases
+from benchmarks.plan import TOKENS, cpu_cases, gpu_cases, memory_cases
 from benchmarks.providers import Outcome, build, named
 
 CPU = torch.device("cpu")
@@ -185,12 +185,10 @@ def test_choices() -> None:
 
     assert names("--modes", "score") == {"score", "reverse KL, score"}
     assert "score" not in names("--modes", "full")
-    thinned = {f"{nats}, frozen" for nats in NATS}
-    assert names("--head", "frozen") == {"frozen", "reverse KL, frozen", *thinned, *HEADS} - {"Qwen3-0.6B"}
+    assert names("--head", "frozen") == {"frozen", "reverse KL, frozen", *HEADS} - {"Qwen3-0.6B"}
     assert "Gemma-2-2B" in names("--shapes", "Gemma-2-2B") and "main" not in names("--shapes", "Gemma-2-2B")
     assert names("--workloads", "gspo") == {"gspo"}
     assert names("--workloads", "distill") == names("--parts", "distill") > {"reverse KL", "forward KL", "JSD"}
-    assert names("--workloads", "sparse") == names("--parts", "sparse") == {*NATS, *thinned}
     assert names("--parts", "accuracy") == {"logits 10", "logits 20", "logits 40", "peaked"}
     (only,) = {x.providers for x in chosen(arguments(["--providers", "ours@64", "trl"]))}
     assert only == ("ours@64", "trl")

@@ -45,6 +45,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert found["machine"]["torch"] == torch.__version__
     assert found["tests"]["together"]["counts"]["failed"] == 0
     assert found["tests"]["together"]["counts"]["skipped"] > 0  # loudly, in a file of their own reasons
+    assert found["smoke"]["status"] == "passed"
     assert found["sanitizer"]["status"] == "absent"
     skipped = found["tests"]["counts"]["skipped"]
     for words in (
@@ -222,8 +223,8 @@ def test_nothing_is_done_again_when_the_last_provider_crashes(tmp_path: Path) ->
 
 
 def test_goals_come_first() -> None:
-    """Tests, then the goals' cases with all that is compared there; other peers with the anchors; then the rest."""
-    assert STEPS == ("tests", "bench", "sanitizer")
+    """Smoke, tests, then the goals' cases with all that is compared there; other peers with the anchors; the rest."""
+    assert STEPS == ("smoke", "tests", "bench", "sanitizer")
     assert tuple(dict.fromkeys([*(goal.case for goal in GOALS), "score"])) == GOAL_CASES
     items = plan_items(arguments(["--profile"]))
     first = items[: len(GOAL_CASES)]

@@ -163,17 +163,6 @@ def test_a_further_sweep_is_for_rare_rows() -> None:
     assert [(p.does, p.elements, p.instructions) for p in found] == [("writes", 4, 4), ("once", 4, 8)]
 
 
-def test_entries_are_not_on_the_way_of_a_tile() -> None:
-    """What is chosen of a tile is read anew and written in a loop of its own, within the row's or after it."""
-    entries = ("LDG.E.U16 R4, desc[UR4][R2.64]", "STG.E desc[UR4][R4.64], R1")
-    inner = ("@P1 BRA `(.L_2)", ".L_1:", *entries, "@P2 BRA `(.L_1)", ".L_2:")
-    row = (".L_0:", LOAD, "FMUL R1, R1, R2", *inner, "@P0 BRA `(.L_0)")
-    after = ("@P1 BRA `(.L_4)", ".L_3:", *entries, "@P2 BRA `(.L_3)", ".L_4:")
-    found = parts_of(sass("NOP", *row, *after, "EXIT"), Layout(loaded=2, stored=0), sweeps=1)
-    assert (found[0].does, found[0].elements, found[0].instructions) == ("reads", 8, 4)
-    assert [p.does for p in found] == ["reads", "once"]
-
-
 def test_the_way_of_a_whole_tile_is_counted() -> None:
     """In a loop and without one: not the masked branch, not what only the target's tile does."""
     branch = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine import memory
 from grpo_kernels.engine.device import CUDA
 from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.memory import Room
+from grpo_kernels.engine.memory import AMPLE, Room, default_workspace
 from grpo_kernels.engine.plan import Group, plan_groups
 
 MIB, GIB = 2**20, 2**30
@@ -88,7 +89,7 @@ def test_an_fp32_weight_is_converted_once_elsewhere(kind: str) -> None:
 
 
 def test_without_room_an_fp32_weight_is_converted_in_slices() -> None:
-    with mock.patch.object(Room, "of", return_value=Room(tight=False, ample=False)):
+    with mock.patch.object(Room, "of", return_value=replace(AMPLE, converts=False)):
         found = step(n=1024, weight=FP32, engine="one_pass")
     copies = [x.written for x in found.of("launch", "_to_copy") if x.shape[1:] == (H,) and x.shape[0] != V]
     assert len(copies) > 30
@@ -116,9 +117,18 @@ def test_default_chunks_are_large(shape: str) -> None:
     assert min(x.shape[0] for x in found.of("rows")) >= 1024
 
 
-def room(free: int, unused: int | None = 0, **asked: Any) -> tuple[Room, list[str]]:
-    """`Room.of` a bf16 weight with its gradient, given what is free, and what was asked. `unused` None: that raises."""
+def room(free: int, unused: int | None = 0, fragments: int = 0, **asked: Any) -> tuple[Room, list[str]]:
+    """`Room.of` a bf16 weight with its gradient, and what was asked for it.
+
+    Given what the driver has free, and what the allocator has reserved for nobody, in whole blocks and in fragments of
+    blocks that are in use; `unused` None: to ask it raises.
+    """
     calls: list[str] = []
+    dtype = asked.pop("dtype", BF16)
+    size = dtype.itemsize
+    in_use = 5 * GIB
+    held = {"reserved": in_use + (unused or 0) + fragments, "active": in_use, "inactive_split": fragments}
+    stats = {f"{name}_bytes": {"all": {"current": x}} for name, x in held.items()}
 
     def told(name: str, value: Any) -> Callable[..., Any]:
         def ask(*_: Any) -> Any:
@@ -132,27 +142,75 @@ def room(free: int, unused: int | None = 0, **asked: Any) -> tuple[Room, list[st
     cuda = SimpleNamespace(
         is_current_stream_capturing=lambda: False,
         mem_get_info=told("free", (free, 2**40)),
-        memory_reserved=told("reserved", unused),
-        memory_allocated=told("allocated", 0),
+        memory_stats_as_nested_dict=told("allocator", None if unused is None else stats),
     )
-    weight = SimpleNamespace(
-        shape=(V, H), dtype=BF16, device=torch.device("cuda"), numel=lambda: V * H, element_size=lambda: 2
+    weight, hidden = (
+        SimpleNamespace(
+            shape=(k, H), dtype=dtype, device=torch.device("cuda"), numel=lambda k=k: k * H, element_size=lambda: size
+        )
+        for k in (V, N)
     )
     given: dict[str, Any] = {"needs_grad": NeedsGrad(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
     with mock.patch.object(memory.torch, "cuda", cuda):
-        return Room.of(weight, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
+        return Room.of(weight, hidden, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
+
+
+GRADIENTS = 6 * (V + N) * H  # bf16, and in fp32 before they are rounded
 
 
 def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
-    plenty, none, gradients = 64 * GIB, 0, 6 * V * H
-    assert room(plenty) == (Room(tight=False, ample=True), ["free"])
-    assert room(gradients + 600 * MIB)[0] == Room(tight=False, ample=False)
-    assert room(none, plenty) == (Room(tight=False, ample=True), ["free", "reserved", "allocated"])
-    assert room(none, none)[0] == Room(tight=True, ample=False)
-    assert room(none, None)[0] == Room(tight=True, ample=False)  # raises nothing
+    plenty, none, least = 64 * GIB, 0, Room(tight=True, converts=False, workspace=512 * MIB)
+    assert room(plenty) == (AMPLE, ["free"])
+    assert room(none, plenty) == (AMPLE, ["free", "allocator"])
+    assert room(none, none)[0] == least
+    assert room(none, None)[0] == least  # raises nothing
     assert not room(none, none, asks_tight=False)[0].tight
     assert not room(none, none, needs_grad=NeedsGrad(hidden=True))[0].tight
-    assert room(gradients + 64 * MIB, workspace_bytes=64 * MIB)[0] == Room(tight=False, ample=True)
+    assert room(GRADIENTS + 64 * MIB, workspace_bytes=64 * MIB)[0] == replace(AMPLE, workspace=64 * MIB)
+
+
+def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
+    """Six of them, whatever is free; within a step the rows of a chunk are the same, and the bits with them."""
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for beside in range(0, 4 * GIB, 64 * MIB):
+        workspace = room(GRADIENTS + beside)[0].workspace
+        assert workspace <= max(512 * MIB, beside)
+        groups, _, _ = groups_of(N, V, H, workspace, gradient=True, grouped=True)
+        found.setdefault(workspace, set()).add(tuple(c.stop - c.start for g in groups for c in g.chunks))
+    assert [*found] == [x * MIB for x in (512, 768, 1024, 1536, 2048, 3072)]
+    assert all(len(chunks) == 1 for chunks in found.values())
+    assert all(1024 in chunks for x, (chunks,) in found.items() if x >= 1536 * MIB)
+    assert all(min(chunks) >= 256 for (chunks,) in found.values())
+
+
+def test_the_workspace_is_no_larger_than_it_helps() -> None:
+    """Rows of a frozen head take less: 1,024 of them are below a step, which is then as good as the largest."""
+    frozen = NeedsGrad(hidden=True)
+    wanted = memory.large_workspace(OnGPU(torch.empty(V, H, dtype=BF16, device="meta")), frozen)
+    assert 768 * MIB < wanted < 1024 * MIB
+    enough, calls = room(GRADIENTS + 1024 * MIB, needs_grad=frozen)
+    assert calls == ["free"]
+    weight = OnGPU(torch.empty(V, H, dtype=BF16, device="meta"))
+    assert default_workspace(weight, frozen, enough) == default_workspace(weight, frozen) == wanted
+
+
+def test_fragments_of_reserved_memory_are_no_room() -> None:
+    beside = 1024 * MIB
+    assert room(GRADIENTS, beside, fragments=64 * GIB)[0].workspace == beside
+    assert room(0, 0, fragments=64 * GIB)[0].tight
+    assert room(0, 64 * GIB, fragments=64 * GIB)[0] == AMPLE
+
+
+def test_a_copy_of_the_weight_comes_before_a_larger_workspace() -> None:
+    """Without it every chunk converts the weight again."""
+    gradients, copy = 8 * (V + N) * H, 2 * V * H
+    for beside, converts, workspace in (
+        (copy + 511 * MIB, False, 1536),
+        (copy + 512 * MIB, True, 512),
+        (copy + 1600 * MIB, True, 1536),
+    ):
+        found, _ = room(gradients + beside, dtype=FP32)
+        assert (found.converts, found.workspace) == (converts, workspace * MIB)
 
 
 @pytest.mark.parametrize("engine", ["auto", "one_pass"])
@@ -174,11 +232,11 @@ def test_memory_is_asked_for_before_any_wait(engine: str) -> None:
 
 
 def test_the_backward_scales_and_casts_in_one_pass(main_step: Tape) -> None:
-    """At most 6 bytes an element of d weight, and 6 of d hidden."""
+    """By the backend: at most 6 bytes an element of d weight, and 6 of d hidden."""
     for shape in ((V, H), (N, H)):
         passes = [x for x in main_step.of("launch") if x.shape == shape]
         assert sum(x.moved for x in passes) <= 6 * shape[0] * shape[1] + 8 * N
-        assert len(passes) == 1
+        assert [x.name for x in passes] == ["scale"]
 
 
 # Counted so on the code before: 225 launches besides products and row kernels; 30 operations of the host, 15 of them

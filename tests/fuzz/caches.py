@@ -68,9 +68,14 @@ def draw(random_: random.Random) -> Options:
 
 
 def put(folder: Path, content: bytes, stem: str | None = None) -> Path:
-    """A file whose name is its digest, as the cache's are, or another one."""
+    """A new file whose name is its digest, as the cache's are, or another one.
+
+    Raises:
+        FileExistsError: the name is taken, by a link to itself or a FIFO as well; none of them is followed.
+    """
     path = folder / f"{stem or hashlib.sha256(content).hexdigest()[:16]}.so"
-    path.write_bytes(content)
+    with path.open("xb") as file:
+        file.write(content)
     return path
 
 
@@ -180,7 +185,8 @@ def prepare(folder: Path, options: Options) -> tuple[dict[str, str], Path, bool]
         with contextlib.suppress(FileExistsError):
             paths.append(PLANTED[options["also"]](inner, foreign(marker)))
     if "filled" in options:
-        put(inner, built().read_bytes())
+        with contextlib.suppress(FileExistsError):  # half of it is there
+            put(inner, built().read_bytes())
     chain = {"outer": outer, "middle": middle, "inner": inner}
     for path in paths if "file_mode" in options else ():
         if not path.is_symlink():

@@ -116,3 +116,14 @@ def test_random_trials_cover_what_they_are_to_cover() -> None:
 )
 def test_what_failed_once(options: dict[str, Any]) -> None:
     expectations.check({"name": "expected/61673036677", **options})
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        964942788219,  # probabilities below float32's least, times a divergence's slope of 80
+        920299518003,  # SAPO's gate near 1 in float64
+    ],
+)
+def test_losses_that_failed_once(seed: int) -> None:
+    LOSS.check(LOSS.options(seed))

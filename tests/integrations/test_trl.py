@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ import trl
 import trl.trainer.utils as trl_utils
 
 from benchmarks import head_flops, parity, tiny_run
-from grpo_kernels import Expectation, SparseGradient
+from grpo_kernels import Expectation
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 from grpo_kernels.integrations.trl import hook as trl_hook
 from grpo_kernels.integrations.trl import trainer as integration
-from tests.support.cheap_entries import entries_cost_nothing
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 TWICE = {"num_iterations": 2, "beta": 0.04}
@@ -187,22 +185,3 @@ def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = _history(Ours)
     assert any("not foreseen: advantages: expected shape" in text for text in warned)
     assert max(parity.differences(_history(Stock), ours).values()) <= parity.TOLERANCE
-
-
-def test_a_sparse_gradient_trains_and_says_what_it_costs() -> None:
-    """The first losses are the exact ones; the log has the means over a step's rows."""
-    losses, logs, kept = [], [], []
-    for gradient in ("exact", SparseGradient(0.05, seed=1)):
-        with tempfile.TemporaryDirectory() as folder, entries_cost_nothing():
-            args = tiny_run.config(folder, 2, temperature=0.2)
-            losses.append(tiny_run.train(FusedGRPOTrainer, args, gradient=gradient, prepare=kept.append).losses)
-            logs.append([x for x in kept.pop().state.log_history if "loss" in x])
-    assert losses[1][:2] == losses[0][:2]
-    assert losses[1] == pytest.approx(losses[0], abs=0.05)
-    last = logs[1][-1]  # in the first step no group has a gradient
-    assert last["gradient/dense_rows"] < 1
-    assert last["gradient/entries"] > 1
-    assert 0 < last["gradient/d_hidden_error"] <= 0.05
-    assert not any("gradient/" in name for name in logs[0][0])
-    with pytest.raises(ValueError, match="gradient: expected 'exact', 'sparse' or a SparseGradient, got 'half'"):
-        FusedGRPOTrainer(gradient="half")

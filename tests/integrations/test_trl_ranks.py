@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("trl")
 from benchmarks import parity
-from grpo_kernels import SparseGradient
 from tests.support import zero3
 from tests.support.ranks import run_ranks
 from tests.support.trl_ranks import Found, Job, save_model, train, train_all
@@ -21,7 +20,6 @@ JOBS = {
     "DDP": Job(),
     "DDP, entropy bonus": Job(options=BONUS, counted=True),
     "DDP, entropy bonus, stock": Job(stock=True, options=BONUS),
-    "DDP, sparse gradient": Job(options={"temperature": 0.2}, arguments={"gradient": SparseGradient(0.05, seed=1)}),
     "FSDP2": Job("FSDP2"),
     "FSDP2, tied": Job("FSDP2", kind="tied"),
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
@@ -83,15 +81,6 @@ def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(logged: l
     for of_rank in logged:
         counts = of_rank["DDP, entropy bonus"].counts
         assert counts.flops == 6 * counts.scored * counts.size > 0
-
-
-def test_what_a_sparse_gradient_costs_is_logged_of_all_processes(logged: list[dict[str, Found]]) -> None:
-    ours, others = (of_rank["DDP, sparse gradient"].history for of_rank in logged)
-    for name in ("gradient/entries", "gradient/dense_rows", "gradient/d_hidden_error"):
-        assert [x[name] for x in ours] == [x[name] for x in others]
-    assert ours[-1]["gradient/entries"] > 1
-    assert ours[-1]["gradient/dense_rows"] < 1
-    assert 0 < ours[-1]["gradient/d_hidden_error"] <= 0.05
 
 
 @zero3.needs_deepspeed

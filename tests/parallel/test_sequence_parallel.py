@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, token_level
 from grpo_kernels.base.distributed import gather_stacked
-from grpo_kernels.engine.memory import Room
+from grpo_kernels.engine.memory import AMPLE, Room
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES, loss
 from tests.support.ranks import run_ranks
@@ -127,7 +128,7 @@ def every_case(rank: int, world_size: int) -> int:
     assert assert_part(gspo.but(frozen=frozenset(["weight", "hidden"])), shares, rank) == "score"
     dapo = make_case("dapo", loss_type="dapo", **SHAPE)
     assert assert_part(dapo, shares, rank) == "one_pass"
-    short = Room(tight=rank == 0, ample=True)  # one rank has no memory for an accumulator
+    short = replace(AMPLE, tight=rank == 0)  # one rank has no memory for an accumulator
     with mock.patch.object(Room, "of", return_value=short):
         assert assert_part(dapo, shares, rank) == "lean"
     # coefficients that need all ranks once, and a rank without a row to ask for them

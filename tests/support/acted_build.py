@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels.backends.cpp_rows import build
+from grpo_kernels.backends.cpp_rows import build, cache
 
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 GOOD, EMPTY = "a library", "without ops"  # what the acted loader takes
@@ -86,7 +86,6 @@ class World:
     folder: Path
     patch: pytest.MonkeyPatch
     attempts: list[Path] = field(default_factory=list)  # what was loaded, or tried
-    objection: str = "invalid ELF header"  # the loader's
 
     def __post_init__(self) -> None:
         self.sources, self.cache, self.temporary = (self.folder / name for name in ("csrc", "cache", "temporary"))
@@ -101,13 +100,19 @@ class World:
         self.patch.setattr(tempfile, "tempdir", str(self.temporary))
         self.compiler(f'printf "{GOOD}" > "$out"')
 
+    def version_folder(self) -> Path:
+        """Make the folder of the cache that `sources` are built in."""
+        folder = self.cache / "grpo_kernels" / build.cache_key(self.sources)
+        cache.own_folder(folder, made=2)
+        return folder
+
     def compiler(self, body: str) -> None:
         self.patch.setenv("CXX", str(script(self.folder / "cxx", body)))
 
     def load(self, path: str) -> None:
         self.attempts.append(Path(path))
         if Path(path).read_text() not in (GOOD, EMPTY):
-            raise OSError(f"Could not load this library: {path}") from OSError(self.objection)
+            raise OSError(f"Could not load this library: {path}") from OSError("invalid ELF header")
 
     def find(self) -> build.Library:
         return build.load_from(self.prebuilt, self.sources)

@@ -15,19 +15,11 @@ DIVERGENCES = ("tests/backends/cpp/test_cpp_divergence.py",)
 SURROGATES = ("tests/backends/cpp/test_cpp_surrogates.py",)
 ELEMENTARY = ("tests/backends/cpp/test_cpp_exp.py", "-m", "not slow")
 SANITIZED = ("tests/test_sanitize.py",)
-SPARSE_ROWS = ("tests/backends/test_sparse.py", "-k", "cpp")
 
-KERNELS, DIVERGENCE, HALVES, VECTOR, SPARSE = (
-    f"csrc/{name}.inl" for name in ("rows", "divergence", "halves", "vector", "sparse")
-)
+KERNELS, DIVERGENCE, HALVES, VECTOR = (f"csrc/{name}.inl" for name in ("rows", "divergence", "halves", "vector"))
 OPS, ARGUMENTS, STATS = (f"csrc/{name}" for name in ("ops.cpp", "arguments.h", "row_stats.h"))
 TOKEN, FORMULAS, PRIMITIVES = (f"csrc/{name}.h" for name in ("token_loss", "formulas", "primitives"))
 FAULTS = [
-    # rows with few entries
-    Fault("half of the draws", SPARSE, "chance * T(0x1p30)", "chance * T(0x1p29)", SPARSE_ROWS),
-    Fault("what is drawn has no sign", SPARSE, "std::copysign(smallest, x)", "smallest", SPARSE_ROWS),
-    Fault("columns far apart drawn alike", SPARSE, "(static_cast<uint32_t>(start) + first)", "first", SPARSE_ROWS),
-    Fault("norms of the first columns", SPARSE, "(norms + start,", "(norms,", SPARSE_ROWS),
     # the sums over a row
     Fault("a row's tail is not filled", KERNELS, "i = count; i <", "i = count + 1; i <", ROWS),
     Fault("sums as many as a vector has lanes", KERNELS, "kLanes = 32;", "kLanes = VECTOR_BYTES / 4;", ROWS),

@@ -214,10 +214,14 @@ def logit_bounds(
     dz = a * (hot - p) - b * p * away
     bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
     bound = bound + (d_b + unit.term * b.abs()) * p * away.abs() + b.abs() * p * (away.abs() * e + e + e_entropy)
+    least = torch.finfo(computed_in(case)).smallest_normal  # a probability below it may count as 0
+    bound = bound + least * (a.abs() + b.abs() * away.abs())
     if diverging is not None and want.d_divergences is not None:
         c = rows(want.d_divergences)
         dz = dz + torch.where(c == 0, 0.0, c * diverging.slope)
-        bound = bound + torch.where(c == 0, 0.0, c.abs() * (diverging.slope_bound + unit.term * diverging.slope.abs()))
+        lost = least * (diverging.slope / p).nan_to_num(0.0, 0.0, 0.0).abs()
+        slope_bound = diverging.slope_bound + unit.term * diverging.slope.abs() + lost
+        bound = bound + torch.where(c == 0, 0.0, c.abs() * slope_bound)
     chain = torch.full_like(dz, o.logit_scale / o.temperature)
     slack = torch.zeros_like(dz)
     cap = o.final_logit_softcapping

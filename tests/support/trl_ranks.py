@@ -22,7 +22,6 @@ import trl
 
 from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from tests.support.cheap_entries import entries_cost_nothing
 
 SEQUENCES = 8  # of all processes together, a micro-batch
 
@@ -66,10 +65,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one rank: what was logged (all that TRL means to log; what it did), and what the model has become."""
+    """What one rank has logged, all that TRL means to log, and what the model has become."""
 
     steps: list[dict[str, float]]
-    history: list[dict[str, float]]
     classes: list[str]  # of the wrapped model and its bases
     head: str
     counts: head_flops.Counts  # if the job is to be counted
@@ -126,11 +124,10 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[st
         GradientState._reset_state()
         counts = head_flops.Counts()
         counting = head_flops.watched(counts) if job.counted else nullcontext()
-        with counting as prepare, WRAPS[job.wrap]() as options, entries_cost_nothing():
+        with counting as prepare, WRAPS[job.wrap]() as options:
             logged, trainer = train(job, folders[job.kind], world_size, prepare, **options)
         found[name] = Found(
             steps=logged,
-            history=[x for x in trainer.state.log_history if "loss" in x],
             classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
             head=type(trainer.model.get_output_embeddings()).__name__,
             counts=counts,

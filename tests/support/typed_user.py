@@ -12,7 +12,6 @@ from grpo_kernels import (
     LMHeadLogProb,
     LossConfig,
     LossOutput,
-    SparseGradient,
     TokenInputs,
     advantages,
     attach,
@@ -37,7 +36,7 @@ loss_args = (x, x, ids, mask, rewards)
 flag = bool(mask.all())
 
 # the module
-loss_fn = GRPOLoss(loss_type="grpo", beta=0.04, epsilon_high=None, engine="one_pass", gradient=SparseGradient(0.1))
+loss_fn = GRPOLoss(loss_type="grpo", beta=0.04, epsilon_high=None, engine="one_pass")
 out = loss_fn(x, x, ids, None, rewards, bias=None, old_per_token_logps=ids, num_items_in_batch=3.0)
 assert_type(out, LossOutput)
 assert_type(loss_fn.forward(x, x, ids, None, rewards), LossOutput)
@@ -52,10 +51,8 @@ GRPOLoss(kl_estimator="k4")  # wrong
 GRPOLoss(beta="0.04")  # wrong
 GRPOLoss(engine="twopass")  # wrong
 GRPOLoss(backend="cuda")  # wrong
-GRPOLoss(gradient="spares")  # wrong
 loss_fn(x, x, ids, None)  # wrong
 loss_fn(x, x, ids, None, rewards, old_logps=ids)  # wrong
-loss_fn(x, x, ids, None, rewards, gradient="spares")  # wrong
 print(loss_fn(*loss_args).los)  # wrong
 
 # the config
@@ -71,10 +68,9 @@ LossConfig(epsilon_hi=1)  # wrong
 LossConfig.from_trl(object(), epsilon_hi=1)  # wrong
 
 # the functions
-assert_type(grpo_loss(*loss_args, config=config, engine="auto", backend="cpp", gradient="sparse"), LossOutput)
+assert_type(grpo_loss(*loss_args, config=config, engine="auto", backend="cpp"), LossOutput)
 grpo_loss(*loss_args, engine="twopass")  # wrong
 grpo_loss(*loss_args, backend="cuda")  # wrong
-grpo_loss(*loss_args, gradient="spares")  # wrong
 grpo_loss(*loss_args, config={"beta": 0.1})  # wrong
 assert_type(policy_loss_from_logps(ids, ids, mask, rewards, config=config), LossOutput)
 

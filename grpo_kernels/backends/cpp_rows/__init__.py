@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats
-from grpo_kernels.backends.sparse import STEPS, Entries, Thinned
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.token_loss.record import TokenLoss
 
@@ -83,6 +82,9 @@ class CppRows:
             out=out,
         )
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        torch.mul(x, factor, out=out)
+
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         new = _Results(chunk.logits)
         logps, max_logit, log_sum, entropies = new(), new(), new(), new()
@@ -119,41 +121,6 @@ class CppRows:
         )
         return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=diverged)
 
-    def largest(self, d_logits: Tensor) -> Tensor:
-        top = d_logits.new_empty(len(d_logits), dtype=torch.promote_types(d_logits.dtype, torch.float32))
-        torch.ops.grpo_kernels_cpp.largest(d_logits, top=top)
-        return top
-
-    def certain(self, d_logits: Tensor, top: Tensor, most: int) -> Entries:
-        entries, room = _room(len(d_logits), most, top)
-        torch.ops.grpo_kernels_cpp.certain(d_logits, top, **room)
-        return entries
-
-    def errors(self, d_logits: Tensor, norms: Tensor, top: Tensor) -> Tensor:
-        out = top.new_empty(len(top), STEPS)
-        torch.ops.grpo_kernels_cpp.errors(d_logits, norms, top, out=out)
-        return out
-
-    def thin(self, d_logits: Tensor, top: Tensor, k: Tensor, keys: Tensor, most: int, first_id: int = 0) -> Thinned:
-        entries, room = _room(len(d_logits), most, top)
-        found = Thinned(entries, torch.empty_like(top), torch.empty_like(top))
-        torch.ops.grpo_kernels_cpp.thin(
-            d_logits, top, k, keys, first_id, expected=found.expected, spread=found.spread, **room
-        )
-        return found
-
-    def combine(self, entries: Entries, source: Tensor, out: Tensor, targets: Tensor | None = None) -> None:
-        starts, counts, ids, values = entries
-        torch.ops.grpo_kernels_cpp.combine(starts, counts, ids, values, source, targets, out=out)
-
-
-def _room(m: int, most: int, like: Tensor) -> tuple[Entries, dict[str, Tensor]]:
-    """Uninitialised entries of `m` rows, and the tensors that an op writes them to."""
-    ids, values = torch.empty(m, most, dtype=torch.int32), like.new_empty(m, most)
-    counts = torch.empty(m, dtype=torch.int64)
-    entries = Entries(torch.arange(m) * most, counts, ids.view(-1), values.view(-1))
-    return entries, {"counts": counts, "ids": ids, "values": values}
-
 
 class _Results:
     """Makes uninitialised columns (n,) in the accumulator's dtype."""
@@ -169,12 +136,12 @@ class _Results:
 
 
 def _rows(chunk: Chunk) -> tuple[Any, ...]:
-    """What a chunk is to an op: logits, ids, and how they are transformed."""
+    """Arguments of an op that describe a chunk: logits, ids, and the logits' transform."""
     return chunk.logits, chunk.ids, *_numbers(chunk.transform)
 
 
 def _teacher(chunk: Chunk) -> tuple[Any, ...]:
-    """What its teacher is: logits or None, how they are transformed, and which divergence."""
+    """Arguments of an op that describe the chunk's teacher: logits or None, their transform, and the divergence."""
     if chunk.teacher is None:
         return None, *_numbers(LogitTransform()), 0.0
     return chunk.teacher.logits, *_numbers(chunk.teacher.transform), chunk.teacher.beta

@@ -32,11 +32,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
-    """Why the library cannot be had, and the way to fix that."""
+    """Reason why the library cannot be had, and the way to fix that, in one line."""
 
 
 def source_files(folder: Path) -> list[Path]:
-    """What is compiled and what that includes, in one order."""
+    """Return the files that are compiled and those that they include, sorted by name."""
     files = [path for path in sorted(folder.glob("*")) if path.suffix in (".cpp", ".h", ".inl")]
     if not any(path.suffix == ".cpp" for path in files):
         raise Unavailable(f"its sources are not in {folder}; install grpo_kernels again")
@@ -44,7 +44,7 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def compiler() -> list[str]:
-    """The command that runs the C++ compiler: $CXX, or one on PATH."""
+    """Return the command that runs the C++ compiler: $CXX, or the first of `COMPILERS` on PATH."""
     words = os.environ.get("CXX", "")
     try:
         named = shlex.split(words)
@@ -60,11 +60,11 @@ def compiler() -> list[str]:
 def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
     """Compile every .cpp in `sources` in one call to the shared library `output`, with `extra` flags after `FLAGS`.
 
-    The log says when it begins and ends, and at DEBUG the command and what the compiler said. After `SILENT_SECONDS`
+    The log says when it begins and ends, and at DEBUG the command and the compiler's output. After `SILENT_SECONDS`
     one line on stderr says that it is at work.
 
     Raises:
-        Unavailable: no compiler, one that fails, or one that takes too long; in one line.
+        Unavailable: no compiler, one that fails, or one that takes too long.
     """
     torch_folder = Path(torch.__file__).parent
     command = [
@@ -73,60 +73,52 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
         f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10",
         *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []),
     ]  # fmt: skip
-    fix = f"try another compiler (CXX), {OR_WHEEL}; `{BUILD}` shows the command and what the compiler says"
     _logger.info("compiling the C++ kernels with %s; once, unless torch or the sources change", command[0])
     _logger.debug("the command: %s", shlex.join(command))
     start = time.perf_counter()
-    told = Timer(SILENT_SECONDS, _say_that_it_compiles)
-    told.daemon = True
-    told.start()
+    line = "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached"
+    notice = Timer(SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})  # the log may have no reader
+    notice.daemon = True
+    notice.start()
     try:
-        status, said = _run(command)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"the compiler took more than {COMPILER_SECONDS:g} s; {fix}") from None
-    except OSError as error:
-        raise Unavailable(f"the compiler does not run ({error}); {fix}") from None
+        problem = _run(command, output)
     finally:
-        told.cancel()
-    if said:
-        _logger.debug("the compiler said:\n%s", said.rstrip())
-    if status != 0:
-        raise Unavailable(f"the compiler failed (exit status {status}); {fix}")
-    if not output.is_file():
-        raise Unavailable(f"the compiler {command[0]} wrote no library, although it ended well; {fix}")
+        notice.cancel()
+    if problem:
+        fix = f"try another compiler (CXX), {OR_WHEEL}; `{BUILD}` shows the command and what the compiler says"
+        raise Unavailable(f"the compiler {problem}; {fix}")
     _logger.info("compiled the C++ kernels in %.1f s", time.perf_counter() - start)
 
 
-def _say_that_it_compiles() -> None:
-    """One line for a user who waits: on stderr, since nobody may listen to the log."""
-    line = "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached"
-    print(line, file=sys.stderr, flush=True)
+def _run(command: Sequence[str], output: Path) -> str | None:
+    """Run the compiler; return the reason if `output` is not there afterwards.
 
-
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Its exit status and what it said; what it started ends with it, if it takes too long or we are interrupted."""
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            said = process.communicate(timeout=COMPILER_SECONDS)[1]
-        except BaseException:
-            if process.returncode is None:  # not waited for, so that its id is still its own
-                _end(process.pid)
-            raise
-    return process.returncode, said
-
-
-def _end(group: int) -> None:
-    """End all processes of `group`; at the first signal a compiler still removes its temporary files."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGTERM)
-        try:
-            time.sleep(0.2)
-        finally:
-            os.killpg(group, signal.SIGKILL)
+    Processes that it started end with it, if it takes too long or we are interrupted.
+    """
+    try:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+            try:
+                said = process.communicate(timeout=COMPILER_SECONDS)[1]
+            except BaseException:
+                if process.returncode is None:  # not waited for, so that its id is still its own
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGTERM)  # at which a compiler removes its temporary files
+                        time.sleep(0.2)
+                        os.killpg(process.pid, signal.SIGKILL)
+                raise
+    except subprocess.TimeoutExpired:
+        return f"took more than {COMPILER_SECONDS:g} s"
+    except OSError as error:
+        return f"does not run ({error})"
+    if said:
+        _logger.debug("the compiler said:\n%s", said.rstrip())
+    if process.returncode != 0:
+        return f"failed (exit status {process.returncode})"
+    return None if output.is_file() else f"{command[0]} wrote no library, although it ended well"

@@ -11,15 +11,13 @@ import triton
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.sparse import Entries, Thinned
-from grpo_kernels.backends.triton_rows import entries as lists
-from grpo_kernels.backends.triton_rows import sparse
-from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config, sparse_config
+from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
 from grpo_kernels.backends.triton_rows.device import arch_of, on
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.dot import score_dot
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.scale import launch_scale
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
@@ -60,6 +58,14 @@ class TritonRows:
             else:
                 launch_teacher_grad(chunk, stats, a, b, c, out, config)
 
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        """See `RowBackend`; torch has the rest, which is small: a factor for each row of d hidden."""
+        if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
+            torch.mul(x, factor, out=out)
+            return
+        with on(x.device):
+            launch_scale(x, factor, out)
+
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         config = _config("fused", chunk)
         with on(chunk.logits.device):
@@ -83,63 +89,19 @@ class TritonRows:
     ) -> RowStats:
         return score_dot(hidden, weight, ids, transform, entropy=entropy)
 
-    def largest(self, d_logits: Tensor) -> Tensor:
-        config = _sparse_config("largest", d_logits)
-        with on(d_logits.device):
-            return sparse.launch_largest(d_logits, config)
-
-    def certain(self, d_logits: Tensor, top: Tensor, most: int) -> Entries:
-        config = _sparse_config("certain", d_logits)
-        with on(d_logits.device):
-            return sparse.launch_certain(d_logits, top, most, config)
-
-    def errors(self, d_logits: Tensor, norms: Tensor, top: Tensor) -> Tensor:
-        config = _sparse_config("errors", d_logits)
-        with on(d_logits.device):
-            return sparse.launch_errors(d_logits, norms, top, config)
-
-    def thin(self, d_logits: Tensor, top: Tensor, k: Tensor, keys: Tensor, most: int, first_id: int = 0) -> Thinned:
-        config = _sparse_config("thin", d_logits)
-        with on(d_logits.device):
-            return sparse.launch_thin(d_logits, top, k, keys, most, first_id, config)
-
-    def combine(self, entries: Entries, source: Tensor, out: Tensor, targets: Tensor | None = None) -> None:
-        """See `SparseRowBackend`; no two `targets` are alike."""
-        _check("source", source)
-        config = lists.INTERPRETED if INTERPRETED else lists.ON_GPU[_is_aligned(source)]
-        with on(source.device):
-            lists.launch_combine_entries(entries, source, out, targets, config)
-
-
-def _sparse_config(kernel: str, d_logits: Tensor) -> RowConfig:
-    """The tile for rows of d logits, if this backend can serve them."""
-    if d_logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"backend: expected d logits of at most 32 bits for 'triton', got {d_logits.dtype}")
-    _check("d logits", d_logits)
-    wide = d_logits.dtype != torch.float32 and _is_aligned(d_logits)
-    return sparse_config(kernel, d_logits.shape[1], arch_of(d_logits.device), wide=wide)
-
 
 def _config(kernel: str, chunk: Chunk) -> RowConfig:
     """The tile for a chunk, if this backend can serve it."""
     for logits in (chunk.logits, *([] if chunk.teacher is None else [chunk.teacher.logits])):
         if logits.dtype != torch.float32:
             raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")
-        _check("logits", logits)
+        if logits.stride(1) != 1 and logits.shape[1] > 1:
+            raise ValueError(
+                f"backend: expected logits with contiguous rows for 'triton', got strides {logits.stride()}"
+            )
+        if not logits.is_cuda and not INTERPRETED:
+            raise ValueError(
+                "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
+                f"got {logits.device.type} tensors"
+            )
     return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))
-
-
-def _check(name: str, x: Tensor) -> None:
-    """That the rows of `x` (m, n) are contiguous, and where a kernel can read them."""
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        raise ValueError(f"backend: expected {name} with contiguous rows for 'triton', got strides {x.stride()}")
-    if not x.is_cuda and not INTERPRETED:
-        raise ValueError(
-            "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
-            f"got {x.device.type} tensors"
-        )
-
-
-def _is_aligned(x: Tensor) -> bool:
-    """Whether rows of `x` (m, n) start where a thread can read 16 bytes at a time, as far as the compiler can tell."""
-    return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0

@@ -51,7 +51,7 @@ class RowConfig:
         return {**self.arguments(), "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps))}
 
     def arguments(self) -> dict[str, Any]:
-        """What it is to a launch: the kernel's constants, and how to compile it."""
+        """Launch arguments: the kernel's constants, and how to compile it."""
         return {
             "BLOCK_N": self.block_n,
             "BLOCK_V": self.block_v,
@@ -59,17 +59,6 @@ class RowConfig:
             "num_warps": self.num_warps,
             "enable_fp_fusion": False,
         }
-
-
-# For rows of d logits with few entries: a thread reads 16 bytes at a time of 16-bit rows. `errors` has two rows to a
-# program, which share the norms.
-SPARSE_TILES = {
-    "largest": RowConfig(block_n=1, block_v=4096, num_warps=8, num_stages=1),
-    "certain": RowConfig(block_n=1, block_v=4096, num_warps=8, num_stages=1),
-    "errors": RowConfig(block_n=2, block_v=1024, num_warps=8, num_stages=1),
-    "thin": RowConfig(block_n=1, block_v=2048, num_warps=8, num_stages=1),
-}
-NARROW = 1024  # columns of a tile whose entries are written, where a thread reads less: more takes too many registers
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class DotConfig:
     use_tma: bool
 
     def tiles_per_split(self, vocab: int) -> int:
-        """How many tiles of `block_v` ids a part of the vocabulary has; the last one may have fewer."""
+        """Return the number of tiles of `block_v` ids in a part of the vocabulary; the last part may have fewer."""
         return _ceil_div(_ceil_div(vocab, self.block_v), self.splits)
 
 
@@ -103,21 +92,10 @@ def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
         if kernel in e["kernels"] and _holds(e["vocab_at_most"], vocab):
             config = _row_config(e)
             least = 4 * 32 * config.num_warps  # a lane of four columns for each thread
-            return replace(config, block_v=min(config.block_v, max(_power_of_2(vocab), least)))
+            block_v = min(config.block_v, max(_power_of_2(vocab), least))
+            maxnreg = None if arch.startswith("gfx") else config.maxnreg  # AMD's compiler knows no such option
+            return replace(config, block_v=block_v, maxnreg=maxnreg)
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
-
-
-def sparse_config(kernel: str, vocab: int, arch: str, *, wide: bool) -> RowConfig:
-    """The tile of one of `SPARSE_TILES` for d logits (n, vocab) on `arch`; the table has none, as none was timed.
-
-    Args:
-        wide: whether a thread can read eight numbers at a time: they have 16 bits, and their rows are aligned.
-    """
-    if family(arch) == "interpreter":
-        return RowConfig(block_n=16, block_v=min(1024, max(16, _power_of_2(vocab))), num_warps=1, num_stages=1)
-    config = SPARSE_TILES[kernel]
-    most = NARROW if kernel in ("certain", "thin") and not wide else config.block_v
-    return replace(config, block_v=min(most, max(_power_of_2(vocab), 4 * 32 * config.num_warps)))
 
 
 def dot_config(
@@ -148,7 +126,7 @@ def dot_configs(operand_bits: int, family_name: str, vocab: int, *, softcap: boo
 
 
 def splits_of(vocab: int, block_v: int, at_most: int) -> int:
-    """How many parts a vocabulary has, so that none is without a tile of `block_v` ids."""
+    """Return the number of parts of a vocabulary; each has a tile of `block_v` ids at least."""
     tiles = _ceil_div(vocab, block_v)
     return _ceil_div(tiles, _ceil_div(tiles, at_most))
 

@@ -4,8 +4,10 @@ The formulas are those of `backends.divergence`, whose text is compiled with wha
 functions. The offset that makes log p - log q of a difference of logits is taken from the stored statistics, in all
 kernels alike: equal rows have terms and k of exactly 0.
 
-What is known of a head travels as one tuple: (row pointers (R, 1), bias pointer, inner, outer), see `transform`. What a
-kernel is compiled for travels by itself: Triton makes run-time numbers of flags in a tuple, and none holds a dtype.
+What is known of a head travels as one tuple: (row pointers (R, 1), bias pointer, inner, outer), see `transform`. Each
+kernel makes it itself: in Triton 3.6 no function can return a tuple that holds None, as the pointer of no bias is.
+What a kernel is compiled for travels by itself: Triton makes run-time numbers of flags in a tuple, and none holds a
+dtype.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def terms_of(beta: float) -> Any:
 
 
 def pair_arguments(chunk: Chunk) -> dict[str, Any]:
-    """What a chunk with a teacher is to a row kernel, by the names of the kernel's arguments; without the ids."""
+    """Kernel arguments that describe a chunk with a teacher, without the ids."""
     teacher = chunk.teacher
     assert teacher is not None
     of_teacher = head_arguments(teacher.logits, teacher.transform).items()
@@ -150,11 +152,13 @@ def diverge_kernel(
 ):
     """The divergence of `BLOCK_N` rows, and the sum of their k."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    student = head_at(logits_ptr, rows, stride_n, bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP)
-    teacher = head_at(
-        teacher_logits_ptr, rows, teacher_stride_n, teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
-        TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    student = (logits_ptr + rows.to(tl.int64)[:, None] * stride_n, bias_ptr, inner, outer)
+    teacher_inner, teacher_outer = row_factors(
+        teacher_inv_t_ptr, rows[:, None], teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP
+    )
+    teacher_ptrs = teacher_logits_ptr + rows.to(tl.int64)[:, None] * teacher_stride_n
+    teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
     known = normalisers(
         tl.load(max_logit_ptr + rows)[:, None],
         tl.load(log_sum_ptr + rows)[:, None],
@@ -178,13 +182,6 @@ def diverge_kernel(
     )
     tl.store(value_ptr + rows, value, mask=counts)
     tl.store(slope_ptr + rows, slope, mask=counts)
-
-
-@triton.jit
-def head_at(logits_ptr, rows, stride_n, bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """A head's tuple for the rows (R,)."""
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    return logits_ptr + rows.to(tl.int64)[:, None] * stride_n, bias_ptr, inner, outer
 
 
 @triton.jit

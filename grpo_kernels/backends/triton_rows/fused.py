@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, target_gradient, write_gradient, write_target
 from grpo_kernels.backends.triton_rows.mathfn import exp
@@ -56,7 +57,7 @@ def launch_fused(
 
 
 def loss_arguments(loss: TokenLoss) -> dict[str, Any]:
-    """What `loss` is to a kernel, but for its KL term, by the names of the kernel's arguments."""
+    """Kernel arguments that describe `loss`, except its KL term."""
     return {
         "advantages_ptr": loss.advantages,
         "d_logps_ptr": loss.d_logps,
@@ -161,7 +162,7 @@ def fused_kernel(
             inner, outer, HAS_SOFTCAP,
         )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
-        tl.debug_barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        barrier()  # `out` may be `logits`: nobody writes before everybody has read
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
             write_gradient(
@@ -179,7 +180,7 @@ def fused_kernel(
 
 @triton.jit
 def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
-    """Of each row (R,): the loss without a KL term, d loss / d logp, the log-ratio, and the weight.
+    """Return for each row (R,): the loss without a KL term, d loss / d logp, the log-ratio, and the weight.
 
     `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the reference.
     """

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
@@ -104,7 +105,7 @@ def grad_kernel(
     if HAS_SOFTCAP:
         x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)
         if has_target:
-            tl.debug_barrier()  # `out` may be `logits`: that is read before anybody writes
+            barrier()  # `out` may be `logits`: that is read before anybody writes
 
     m = tl.load(max_logit_ptr + rows)[:, None]
     log_sum = tl.load(log_sum_ptr + rows)[:, None]
@@ -133,7 +134,7 @@ def grad_kernel(
 
 @triton.jit
 def row_terms(log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """What `write_gradient` needs of each row (R, 1), so that d x_j is e^(z_j - m) (level + tilt (z_j - m)).
+    """Return the row terms (R, 1) that `write_gradient` needs: d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
     d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. What p and d z / d x
     have in common in a row is in both.
@@ -226,7 +227,7 @@ def of_raw(d, x, inner, outer, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def store_target(out_ptrs, target, mask, d):
     """Overwrite one column of each row for which `mask` (R,) is set."""
-    tl.debug_barrier()  # another thread wrote that column
+    barrier()  # another thread wrote that column
     tl.store(out_ptrs + target[:, None], d.to(out_ptrs.dtype.element_ty), mask=mask[:, None])
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, store_rows, write_gradient
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
@@ -150,7 +151,7 @@ def single_pass_kernel(
         d_target *= bend(x_target, inner)
     tl.store(scale_ptr + rows[:, None], scale, mask=counts[:, None])
     again = tl.reshape(is_near == 0, rows.shape) & counts
-    tl.debug_barrier()  # before anybody writes what another has read or written
+    barrier()  # before anybody writes what another has read or written
     if tl.max(again.to(tl.int32), axis=0) > 0:
         one = tl.full(m.shape, 1.0, tl.float32)
         level, tilt = row_terms(log_sum, 0.0, one, 0.0, False, inner, outer, HAS_SOFTCAP)
@@ -165,7 +166,7 @@ def single_pass_kernel(
                 row_ptrs, out_ptrs, bias_ptr, whole, V, again, m, level, tilt,
                 False, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
-        tl.debug_barrier()
+        barrier()
     mask = (is_id & counts)[:, None]
     tl.store(out_ptrs + ids[:, None], d_target.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import diverge_rows, head_at, normalisers, pair_arguments
+from grpo_kernels.backends.triton_rows.divergence import diverge_rows, normalisers, pair_arguments
 from grpo_kernels.backends.triton_rows.fused import loss_arguments, policy_loss
 from grpo_kernels.backends.triton_rows.grad import store_target
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
@@ -23,7 +24,7 @@ from grpo_kernels.backends.triton_rows.teacher_grad import (
     teacher_target_gradient,
     write_teacher_gradient,
 )
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, row_factors, scaled
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -121,11 +122,13 @@ def teacher_fused_kernel(
 ):
     """`BLOCK_N` rows, from both raw projections to loss and, with `out_ptr`, gradient."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    student = head_at(logits_ptr, rows, stride_n, bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP)
-    teacher = head_at(
-        teacher_logits_ptr, rows, teacher_stride_n, teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
-        TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    student = (logits_ptr + rows.to(tl.int64)[:, None] * stride_n, bias_ptr, inner, outer)
+    teacher_inner, teacher_outer = row_factors(
+        teacher_inv_t_ptr, rows[:, None], teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP
+    )
+    teacher_ptrs = teacher_logits_ptr + rows.to(tl.int64)[:, None] * teacher_stride_n
+    teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
     m, rest, t, teacher_m, teacher_rest, teacher_t = reduce_both(
         student,
         teacher,
@@ -193,7 +196,7 @@ def teacher_fused_kernel(
             student, teacher, ids, mask, known, logp[:, None], entropy[:, None], slope, a, b, c, HAS_ENTROPY_GRADIENT,
             teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
-        tl.debug_barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        barrier()  # `out` may be `logits`: nobody writes before everybody has read
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
             write_teacher_gradient(

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import head_at, normalisers, pair_arguments, terms
+from grpo_kernels.backends.triton_rows.divergence import normalisers, pair_arguments, terms
 from grpo_kernels.backends.triton_rows.grad import (
     STEPS,
     gradient,
@@ -24,7 +25,7 @@ from grpo_kernels.backends.triton_rows.grad import (
 )
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.steps import load_at, load_step, row_block
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, row_slope, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, row_factors, row_slope, scaled
 
 
 def launch_teacher_grad(
@@ -115,11 +116,13 @@ def teacher_grad_kernel(
     rows, counts = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
     last = tl.minimum(first + STEPS * BLOCK_V, V)
-    student = head_at(logits_ptr, rows, stride_n, bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP)
-    teacher = head_at(
-        teacher_logits_ptr, rows, teacher_stride_n, teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
-        TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    student = (logits_ptr + rows.to(tl.int64)[:, None] * stride_n, bias_ptr, inner, outer)
+    teacher_inner, teacher_outer = row_factors(
+        teacher_inv_t_ptr, rows[:, None], teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP
+    )
+    teacher_ptrs = teacher_logits_ptr + rows.to(tl.int64)[:, None] * teacher_stride_n
+    teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
 
     known = normalisers(
@@ -146,7 +149,7 @@ def teacher_grad_kernel(
             student, teacher, target, is_here, known, logp, entropy, slope, a, b, c, b_ptr is not None,
             teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
-        tl.debug_barrier()  # `out` may be `logits`: that is read before anybody writes
+        barrier()  # `out` may be `logits`: that is read before anybody writes
     log_sum = tl.load(log_sum_ptr + rows)[:, None]
     coefficients = teacher_row_terms(student, log_sum, entropy, slope, a, b, c, b_ptr is not None, HAS_SOFTCAP)
     whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
@@ -174,7 +177,7 @@ def load_one(head, ids, mask, ROUNDED_TO: tl.constexpr):
 def teacher_row_terms(
     student, log_sum, entropy, slope, a, b, c, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):  # fmt: skip
-    """What `write_teacher_gradient` needs of each row (R, 1): d x_j = e^(z_j - m) (level + tilt (z_j - m)) + steep k_j.
+    """Row terms (R, 1) of `write_teacher_gradient`: d x_j = e^(z_j - m) (level + tilt (z_j - m)) + steep k_j.
 
     What the divergence takes off, c p_j sum k, is as much of each p_j as a is.
     """

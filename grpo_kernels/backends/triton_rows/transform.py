@@ -27,7 +27,7 @@ ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def arguments(transform: LogitTransform) -> dict[str, Any]:
-    """What `transform` is to a kernel, by the names of the kernel's arguments."""
+    """Kernel arguments that describe `transform`."""
     inv_t = transform.inv_temperature
     inner, outer = transform.factors()
     return {
@@ -41,12 +41,12 @@ def arguments(transform: LogitTransform) -> dict[str, Any]:
 
 
 def head_arguments(logits: Tensor, transform: LogitTransform) -> dict[str, Any]:
-    """What a head's logits (n, V) are to a row kernel, by the names of the kernel's arguments."""
+    """Kernel arguments that describe one head's logits (n, V)."""
     return {"logits_ptr": logits, "stride_n": logits.stride(0), **arguments(transform)}
 
 
 def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
-    """What `chunk` is to a row kernel, by the names of the kernel's arguments."""
+    """Kernel arguments that describe `chunk`."""
     n, vocab = chunk.logits.shape
     return {"ids_ptr": chunk.ids, "n": n, "V": vocab, **head_arguments(chunk.logits, chunk.transform)}
 

@@ -28,7 +28,7 @@ from grpo_kernels.head.lm_head import LMHead
 
 
 class Settings(NamedTuple):
-    """As in `linear_logprob`, except where said."""
+    """Arguments of the op; as in `linear_logprob`, except where said."""
 
     temperature: float  # where there are no `temperatures`
     final_logit_softcapping: float | None
@@ -41,12 +41,12 @@ class Settings(NamedTuple):
     wants: list[bool]  # gradients of hidden, weight, bias
 
     def options(self, temperatures: Tensor | None) -> HeadOptions:
-        """How the projection becomes logits."""
+        """Options that turn the projection into logits."""
         temperature = self.temperature if temperatures is None else temperatures
         return HeadOptions(temperature, self.final_logit_softcapping, self.logit_scale, self.logits_dtype)
 
     def execution(self) -> Execution:
-        """How the call is computed."""
+        """Options of how the call is computed."""
         needs_grad = NeedsGrad(*self.wants)
         return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
 

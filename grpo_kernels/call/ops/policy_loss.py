@@ -27,7 +27,7 @@ from grpo_kernels.objective.measure import metric_names
 
 
 class Arguments(NamedTuple):
-    """As in `grpo_loss`, except where said."""
+    """Arguments of the op; as in `grpo_loss`, except where said."""
 
     hidden: Tensor
     weight: Tensor
@@ -49,11 +49,11 @@ class Arguments(NamedTuple):
     wants: list[bool]  # gradients of hidden, weight, bias
 
     def inputs(self) -> LossInputs:
-        """What is per token or per sequence."""
+        """Per-token and per-sequence inputs."""
         return LossInputs(**{field.name: getattr(self, field.name) for field in fields(LossInputs)})
 
     def execution(self) -> Execution:
-        """How the loss is computed."""
+        """Options of how the loss is computed."""
         needs_grad = NeedsGrad(*self.wants)
         return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
 

@@ -1,4 +1,4 @@
-"""What the ops' results are made of."""
+"""Layout of the ops' results."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Probe:
-    """What the head's own forward makes of one row, and what we do."""
+    """Logits of one row by the head's own forward and by ours."""
 
     logits: Tensor  # (V,), before the model has scaled or capped them
     rungs: Tensor  # (V,)
@@ -133,7 +133,7 @@ class _Probe:
 
 
 class _HeadCall:
-    """What stands in for a head during one forward: it scores, and returns the scores in the place of logits.
+    """Stand-in for a head during one forward: it scores, and returns the scores in the place of logits.
 
     They are the rows of a (1, R, V) tensor, so that whatever the model does to logits finds a vocabulary to do it to.
     """
@@ -222,7 +222,7 @@ class _HeadCall:
         self.results = tuple(x.view(shape).clone() for x, (shape, _) in zip(parts, self.scores, strict=True))
 
     def _take(self, output: Any) -> dict[str, Any]:
-        """What the model returns in place of its own output."""
+        """Return what replaces the model's own output."""
         if self.results is None:
             raise RuntimeError(f"model: expected a forward that calls its head, {self._name()} was not called")
         if self.check:
@@ -249,7 +249,7 @@ class _HeadCall:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the probe says anything."""
+        """True if the probe has finite logits, so that it can be compared."""
         return self.probe is not None and bool(self.probe.logits.isfinite().all())
 
     def verified(self, base: nn.Module) -> HeadSpec:

@@ -18,11 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
-
-FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-DIVISORS = ("logits_scaling",)
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 # A wrapper's child: torch.compile, Lightning's Fabric, DDP, PEFT
 _WRAPPED = ("_orig_mod", "_forward_module", "module", "base_model", "model", "pretrained_model")
@@ -34,7 +31,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, tuple[Constants, Constants, bool]] 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """How a model's logits come from the hidden states that its head is given.
+    """Description of how a model turns its head's hidden states into logits.
 
     ``softcap(logit_scale * (hidden @ weight.T + bias + lora))[:vocab_size]``, ``softcap(x) = cap * tanh(x / cap)``.
     What is done to the hidden states before is the model's own affair: the head is given the result.
@@ -63,7 +60,7 @@ class HeadSpec:
 
     @property
     def constants(self) -> Constants:
-        """What turns the projection into logits."""
+        """Return the constants that turn the projection into logits."""
         return self.logit_scale, self.final_logit_softcapping, self.vocab_size
 
     @property
@@ -113,7 +110,7 @@ def describe_head(model: nn.Module) -> HeadSpec:
 
 
 def is_checked(model: nn.Module) -> bool:
-    """Whether the head has been held against the model's own logits, with the config it has now."""
+    """Return True if the head was compared with the model's own logits under its present config."""
     base = causal_lm(model)
     head = inner_head(base.get_output_embeddings())
     guess, _, compared = _known.get(head, (None, None, False))
@@ -163,15 +160,7 @@ def inner_head(head: nn.Module) -> nn.Module:
 
 def _from_config(base: PreTrainedModel, head: nn.Module) -> HeadSpec:
     config = base.config.get_text_config(decoder=True)
-
-    def first(names: tuple[str, ...]) -> float | None:
-        numbers = (getattr(config, name, None) for name in names)
-        return next((float(x) for x in numbers if isinstance(x, int | float) and x > 0), None)
-
-    scale, divisor = first(FACTORS), first(DIVISORS)
-    if scale is None:
-        scale = 1.0 if divisor is None else 1.0 / divisor
-    return HeadSpec(head, scale, first(CAPS))
+    return HeadSpec(head, *scale_and_cap(lambda name: getattr(config, name, None)))
 
 
 def ladder(vocab: int, like: Tensor) -> Tensor:
@@ -181,7 +170,7 @@ def ladder(vocab: int, like: Tensor) -> Tensor:
 
 
 def agrees(head: HeadSpec, rungs: Tensor, logits: Tensor) -> bool:
-    """Whether `head` makes of `rungs` (V,) what the model made of them, up to rounding."""
+    """Return True if `head` turns `rungs` (V,) into the model's own logits, up to rounding."""
     expected = head.logits(rungs.double())
     if expected.shape != logits.shape:
         return False

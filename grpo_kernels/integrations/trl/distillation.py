@@ -119,7 +119,7 @@ def _whole(x: Any) -> Any:
 
 
 def compatible() -> bool:
-    """Whether this TRL has the function with the parameters we know."""
+    """Return True if this TRL has the function with the parameters that are known here."""
     if getattr(trl_distillation, HOOK, None) is divergence_loss:
         return True
     try:

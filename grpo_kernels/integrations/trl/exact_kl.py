@@ -131,7 +131,7 @@ def check_trainer(trainer: Any, owner: type, compatible: bool) -> None:
 
 
 def is_reference(trainer: Any, model: Any) -> bool:
-    """Whether a scoring call of `model` is that of the reference: a model of its own, or adapters out of the way."""
+    """Return True if `model` is the reference in a scoring call: another model, or the same with its adapters off."""
     if trainer.ref_model is not None:
         return model is trainer.ref_model
     if torch.is_grad_enabled():

@@ -43,7 +43,7 @@ class ModelHead:
 
     @property
     def ds_status(self) -> Any:
-        """What TRL asks of a parameter under ZeRO-3: this one needs no gathering."""
+        """Tell TRL, which asks under ZeRO-3, that this parameter needs no gathering."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         return ZeroParamStatus.AVAILABLE
@@ -114,6 +114,6 @@ def check_head(model: nn.Module, args: Any) -> None:
 
 
 def _is_tuned(head: nn.Module) -> bool:
-    """Whether PEFT has put an adapter on it."""
+    """Return True if PEFT has put an adapter on the head."""
     layer = getattr(trl_grpo, _TUNED, None)
     return layer is not None and isinstance(head, layer)

@@ -21,8 +21,7 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
-from grpo_kernels.base.choices import GradientName, LogitsDtype, LogprobOutput
-from grpo_kernels.call.sparse import SparseGradient
+from grpo_kernels.base.choices import LogitsDtype, LogprobOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
@@ -54,7 +53,7 @@ Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 @dataclass
 class Rows:
-    """What a trainer knows of the rows of its head calls, as (B, T) tensors over the completion tokens.
+    """Facts of a trainer about the rows of its head calls, as (B, T) tensors over the completion tokens.
 
     Attributes:
         labelled: completion tokens that TRL labels; elsewhere TRL's result is 0 whatever the head returned.
@@ -64,7 +63,6 @@ class Rows:
         expected: the gradient to expect, for ids of shape (B, T).
         kept: where to leave the hidden states of the calls, whose log-probabilities are then 0.
         reference: what each token's distribution is to be compared with.
-        gradient: as in `grpo_loss`.
     """
 
     labelled: Tensor
@@ -74,7 +72,6 @@ class Rows:
     expected: Expectation | None = None
     kept: Kept | None = None
     reference: Reference | None = None
-    gradient: GradientName | SparseGradient = "exact"
     start: int = 0  # first sequence of the next call
     last_positions: int = 0  # completion positions of the sequences of the last call
 
@@ -162,7 +159,6 @@ def _score(
         "mask": mask,
         "expected": expected,
         "logits_dtype": _logits_dtype,
-        "gradient": "exact" if rows is None else rows.gradient,
     }
     with _operands_as_trls(hidden):
         if rows is not None and rows.reference is not None:
@@ -226,7 +222,7 @@ def rows(known: Rows | None) -> Iterator[None]:
 
 
 def compatible() -> bool:
-    """Whether this TRL has the hook with the signature we know."""
+    """Return True if this TRL has the hook with the signature that is known here."""
     theirs = getattr(trl_utils, HOOK, None)
     if theirs is FusedHead:
         return True

@@ -78,7 +78,7 @@ _current: ContextVar[RowCount] = ContextVar("grpo_kernels_trl_row_count", defaul
 
 
 def current() -> RowCount:
-    """What the running head call is counted by."""
+    """Return the counter of the running head call."""
     return _current.get()
 
 

@@ -19,7 +19,7 @@ from grpo_kernels.objective.sampler_correction import bounded_ratio, scored_diff
 
 
 def is_corrected(trainer: Any) -> bool:
-    """Whether `trainer` corrects for its sampler."""
+    """Return True if `trainer` corrects for its sampler."""
     return bool(getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
@@ -33,7 +33,7 @@ def check_correction(trainer: Any) -> None:
 
 
 def is_aligned(trainer: Any) -> bool:
-    """Whether every completion is trained on before the policy changes, so that it is the current policy's own."""
+    """Return True if every completion is trained on before the policy changes: it is then the current policy's own."""
     generate_every = trainer.args.steps_per_generation * trainer.num_iterations
     return bool(trainer.args.gradient_accumulation_steps % generate_every == 0)
 

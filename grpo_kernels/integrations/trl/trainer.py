@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_kernels.base.choices import GradientName, PaddingMode, ZeroAdvantage
-from grpo_kernels.call.sparse import SparseGradient, sparse_gradient
+from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
 from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.options import TrunkOptions
@@ -33,7 +32,7 @@ from grpo_kernels.objective.losses import loss_of
 
 
 class FusedLossMixin:
-    """What `FusedGRPOTrainer` adds, for subclasses of ``GRPOTrainer``: ``class Mine(FusedLossMixin, GMPOTrainer)``.
+    """Mixin that makes a ``GRPOTrainer`` subclass use the fused loss: ``class Mine(FusedLossMixin, GMPOTrainer)``.
 
     Args:
         fused_sampling_correction: where TRL would score the completions beforehand only to correct for the sampler
@@ -44,8 +43,6 @@ class FusedLossMixin:
             reference over the whole vocabulary, exact and of less variance, and so is the metric ``kl``.
             `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
             in the place of its log-probabilities.
-        gradient: ``"exact"``; ``"sparse"`` or a `SparseGradient`, as in `grpo_loss`: what it costs is logged as
-            ``gradient/...``. The loss and its other metrics are exact all the same.
         zero_advantage: what becomes of sequences in which no token has a gradient (advantage 0 without KL term and
             entropy bonus; masked whole). ``"score"``: the model runs them without graph, for the metrics, which stay
             TRL's; ``"skip"``: not at all, and the loss's metrics are those of the others; ``"train"``: like all others.
@@ -68,7 +65,6 @@ class FusedLossMixin:
         *args: Any,
         fused_sampling_correction: bool = False,
         kl_estimator: Literal["k3", "full"] = "k3",
-        gradient: GradientName | SparseGradient = "exact",
         zero_advantage: ZeroAdvantage = "score",
         padding: PaddingMode = "trim",
         shared_prompts: bool = False,
@@ -77,7 +73,6 @@ class FusedLossMixin:
         **kwargs: Any,
     ) -> None:
         exact_kl.check_estimator(kl_estimator)
-        self._sparse = sparse_gradient(gradient)
         self.trunk_options = TrunkOptions(zero_advantage, padding, shared_prompts, forward_overhead)
         if not isinstance(regroup, bool):
             raise TypeError(f"regroup: expected a bool, got {regroup!r}")
@@ -177,7 +172,7 @@ class FusedLossMixin:
         return exact_kl.add_term(self, config, loss, inputs, reference.divergences)
 
     def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
-        """Whether the batch came from TRL without the ratio that its loss is going to read."""
+        """Return True if TRL's batch lacks the ratio that its loss is going to read."""
         fused = self.fused_sampling_correction and sampling.is_corrected(self)
         return fused and "importance_sampling_ratio" not in inputs and "old_per_token_logps" not in inputs
 
@@ -186,8 +181,6 @@ class FusedLossMixin:
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         given = inspect.signature(score).bind(*args, **kwargs).arguments
         rows = self._rows_of_call(given)
-        if rows is not None and self._sparse is not None:
-            rows.gradient = self._sparse
         whole = heads.whole_heads(given["model"]) if hook.compatible() else nullcontext()
         trunk = self._trunk(given, rows) if rows is not None and hook.compatible() else nullcontext()
         with hook.hooked(), hook.rows(rows), counting(self._row_count), whole, trunk:
@@ -216,12 +209,9 @@ class FusedLossMixin:
         return expected.graded.any(dim=1)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, of all ranks; with this rank's rows and tokens, and what the sparse gradient cost, since the last."""
+        """TRL's, of all ranks; with this rank's rows and tokens since the last."""
         if self._trains:
             found = self._row_count.take() | self._token_count.take()
-            if self._sparse is not None:
-                found |= self._sparse.metrics(self.accelerator.gather)
-                self._sparse.reset()
             for name, mean in found.items():
                 self._metrics["train"][name].append(mean)  # type: ignore[attr-defined]
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -24,7 +24,7 @@ MODE = "forward_kl_topk"
 
 
 class TeacherLogprobs:
-    """What a forward is told of the teacher. No dataclass: FSDP rounds the tensors of those on the way in.
+    """Teacher's log-probabilities for a forward. No dataclass: FSDP rounds the tensors of a dataclass on the way in.
 
     Attributes:
         ids, logps: (1, N, K), of the packed tokens that this rank has.
@@ -37,7 +37,7 @@ class TeacherLogprobs:
 
 
 def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """What to replace in verl.workers.engine.fsdp.transformer_impl.
+    """Return the replacements for verl.workers.engine.fsdp.transformer_impl.
 
     Raises:
         LookupError: the engine has no ``prepare_model_inputs`` and ``forward_step`` as we know them.
@@ -77,7 +77,7 @@ def _asks(engine: Any, micro_batch: Any) -> bool:
 
 
 def _teacher(engine: Any, micro_batch: Any) -> TeacherLogprobs:
-    """What the micro-batch has of it, for the tokens of this rank.
+    """Return the teacher's part of the micro-batch, for the tokens of this rank.
 
     Raises:
         ValueError: a loss, or a layout of the batch, that verl's fused heads do not serve.

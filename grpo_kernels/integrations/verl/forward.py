@@ -32,7 +32,7 @@ KEPT = ("past_key_values", "hidden_states", "attentions")  # of the body's outpu
 
 @dataclass(frozen=True)
 class Family:
-    """How verl runs one family of models.
+    """Description of how verl runs one family of models.
 
     Attributes:
         module: its module below verl.models.transformers.
@@ -86,7 +86,7 @@ patches = Patches("verl")
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """What to replace in verl.models.transformers.monkey_patch.
+    """Return the replacements for verl.models.transformers.monkey_patch.
 
     Raises:
         LookupError: its ``patch_forward_with_backends`` is not the one we know.

@@ -32,7 +32,7 @@ MARK = "_grpo_kernels_head"
 
 @dataclass(frozen=True)
 class Head:
-    """What a marked weight's model is.
+    """Facts about the model of a marked weight.
 
     Attributes:
         sequence_parallel: whether a gather over the tensor parallel ranks stands before the head.
@@ -44,7 +44,7 @@ class Head:
 
 
 def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """What to replace in the modules of verl.models.mcore that have a fused forward.
+    """Return the replacements for the modules of verl.models.mcore that have a fused forward.
 
     Raises:
         LookupError: their function is not the one we know.
@@ -60,7 +60,7 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """What to replace in verl.workers.engine.megatron.transformer_impl.
+    """Return the replacements for verl.workers.engine.megatron.transformer_impl.
 
     Raises:
         LookupError: the engine has no ``_maybe_enable_fused_kernels`` as we know it.

@@ -64,7 +64,7 @@ class _Loader(Loader):
         self.theirs = theirs
 
     def __getattr__(self, name: str) -> Any:
-        """What theirs can do besides: `runpy` and others ask for a module's code or source before it is loaded."""
+        """Forward other attributes of the loader: `runpy` asks for a module's code or source before it is loaded."""
         if name == "theirs":  # not set yet, in a copy
             raise AttributeError(name)
         return getattr(self.theirs, name)

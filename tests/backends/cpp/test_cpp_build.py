@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grpo_kernels import backends
-from grpo_kernels.backends.cpp_rows import build, cache, compiler
+from grpo_kernels.backends.cpp_rows import build, compiler
 from grpo_kernels.base import checks
 from grpo_kernels.diagnostics import report
 from tests.support.acted_build import GOOD, LOAD, LOSS, World, lines, script, start
@@ -54,7 +54,7 @@ def test_prebuilt_that_does_not_load_is_passed_over(world):
     world.prebuilt.write_text("of another libc")
     found = world.find()
     assert found.origin.startswith("built in ")
-    assert found.warning.endswith(f"another was built: {world.prebuilt} does not load (invalid ELF header)")
+    assert found.warning == f"the C++ library was compiled again: {world.prebuilt} does not load (invalid ELF header)"
     assert world.find() == build.Library("cached", found.path)
     world.compiler("exit 1")
     (world.sources / "ops.cpp").write_text("// new")
@@ -74,7 +74,7 @@ def test_cached_file_that_does_not_load_is_built_again_once(world):
     assert "does not load (invalid ELF header); try another compiler" in world.refusal()
     assert len(world.attempts) == 1
     world.refusal()
-    assert len(world.attempts) == 3
+    assert len(world.attempts) == 4, "twice as it was found, since another process might have built meanwhile"
     world.compiler(f'printf "{GOOD}" > "$out"')
     assert world.find().origin.startswith("built in ")
 
@@ -135,7 +135,7 @@ def test_each_failure_names_its_reason_and_a_way_out(world, spoil, expected):
     assert "\n" not in said
     assert any(way in said for way in WAYS_OUT)
     assert not world.attempts
-    assert not list(world.folder.glob(f"cache/**/{cache.PREFIX}*")), "something was left"
+    assert not list(world.folder.glob("cache/*/*/*")), "something was left"
 
 
 def test_the_log_says_that_it_is_compiled_and_for_debugging_how(world, caplog):

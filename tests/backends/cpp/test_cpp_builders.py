@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from grpo_kernels.backends.cpp_rows import build, cache, compiler
-from tests.support.acted_build import GOOD, GOOD_NAME, World, at_most
+from tests.support.acted_build import GOOD, World, at_most
 
 
 @pytest.fixture
@@ -53,12 +53,10 @@ def test_many_processes_compile_once(world):
 @contextmanager
 def held_lock(world: World) -> Iterator[int]:
     """Another process has the lock of the build, and does nothing."""
-    folder = world.cache / "grpo_kernels" / build.cache_key(world.sources)
-    cache.make_folder(folder)
+    folder = world.version_folder()
 
     def hold() -> str:
-        with open(folder / "lock", "w") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX)
+        with cache.one_builder(folder):
             (folder / "held").touch()
             time.sleep(60)
         return ""
@@ -74,7 +72,7 @@ def held_lock(world: World) -> Iterator[int]:
 
 
 def test_lock_is_waited_for_so_long_and_no_longer(world):
-    world.patch.setattr(build, "LOCK_SECONDS", 0.3)
+    world.patch.setattr(cache, "LOCK_SECONDS", 0.3)
     with held_lock(world), at_most(20):
         begun = time.monotonic()
         assert world.find().origin.startswith("built in ")
@@ -93,7 +91,7 @@ def test_file_system_without_locks(world):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    world.patch.setattr(fcntl, "lockf", refuse)
+    world.patch.setattr(fcntl, "flock", refuse)
     assert world.find().origin.startswith("built in ")
 
 
@@ -115,8 +113,8 @@ class Nursery:
             time.sleep(0.01)
 
 
-def left(world: World) -> set[str]:
-    return {path.name for path in (world.cache / "grpo_kernels" / build.cache_key(world.sources)).iterdir()}
+def left(world: World) -> list[Path]:
+    return list(world.version_folder().iterdir())
 
 
 def test_compiler_out_of_time_takes_its_children_along(world):
@@ -126,7 +124,7 @@ def test_compiler_out_of_time_takes_its_children_along(world):
         assert "the compiler took more than 0.5 s" in world.refusal()
         assert nursery.said() == b"born\n"
         assert nursery.said() == b""
-    assert left(world) == {"lock"}
+    assert left(world) == []
 
 
 def test_interrupted_compiler_takes_its_children_along(world):
@@ -140,20 +138,9 @@ def test_interrupted_compiler_takes_its_children_along(world):
     with at_most(30), pytest.raises(KeyboardInterrupt):
         world.find()
     assert nursery.said() == b""
-    assert left(world) == {"lock"}
+    assert left(world) == []
     world.compiler(f'printf "{GOOD}" > "$out"')
     assert world.find().origin.startswith("built in ")
-
-
-def test_what_killed_processes_left_is_removed(world):
-    folder = world.cache / "grpo_kernels" / build.cache_key(world.sources)
-    old, new = (folder / f"{cache.PREFIX}{age}" for age in ("old", "new"))
-    for each in (old, new):
-        cache.make_folder(each)
-        (each / "part.so").write_text("x")
-    os.utime(old, (0, 0))
-    world.find()
-    assert left(world) == {"lock", GOOD_NAME, new.name}
 
 
 def test_fork_during_the_first_build(world):

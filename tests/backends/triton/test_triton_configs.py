@@ -17,7 +17,17 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import tune, tuned_table
-from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, dot_config, family, row_config, splits_of
+from grpo_kernels.backends.triton_rows.configs import (
+    FAMILIES,
+    ROW_KERNELS,
+    DotConfig,
+    RowConfig,
+    dot_config,
+    family,
+    row_config,
+    row_configs,
+    splits_of,
+)
 
 ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx950", "cpu")
 HEADS = tuple(product((896, 1024, 2048, 4096, 5120), (32000, 128256, 151936, 201088, 256000)))
@@ -57,6 +67,22 @@ def test_a_small_vocabulary_has_a_small_tile(vocab: int) -> None:
         config = row_config("stats", vocab, arch)
         assert config.block_v & (config.block_v - 1) == 0
         assert config.block_v < 2 * max(vocab, 128 * config.num_warps)
+
+
+def test_amd_is_not_told_of_registers() -> None:
+    """Its compiler refuses the option, which entries of the default family have for NVIDIA."""
+    given = {arch: row_config("fused", 151936, arch).arguments_within_registers() for arch in ("sm_86", "gfx90a")}
+    assert given["sm_86"]["maxnreg"] == 168
+    assert "maxnreg" not in given["gfx90a"]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "interpreter"])
+def test_a_thread_reads_16_bytes_at_a_time(name: str) -> None:
+    """Four fp32 logits of each quarter of a tile, or accesses are narrower."""
+    for kernel in ROW_KERNELS:
+        for config in row_configs(kernel, name):
+            threads = config.num_warps * (64 if name.startswith("gfx") else 32)
+            assert config.block_v // 4 >= 4 * threads, (name, kernel)
 
 
 def test_splits() -> None:

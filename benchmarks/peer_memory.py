@@ -1,25 +1,33 @@
-"""What other heads allocate, by formulas read off their source as released; a test holds them to what is counted.
+"""Memory that other heads allocate, by formulas read off their source as released; a test compares them with counts.
 
-A tile is what a head projects at a time, and it lives in several copies: each operation of torch on it makes one. All
-of it on a CPU, after ``loss.backward()`` without gradients of an earlier micro-batch.
+A tile is the part of the logits that a head projects at a time. It lives in several copies: each operation of torch on
+it makes one. All figures are of a CPU, after ``loss.backward()`` without gradients of an earlier micro-batch.
 """
 
 from __future__ import annotations
 
-from grpo_kernels.diagnostics.sizes import Need, Size
+from grpo_kernels.diagnostics.memory import FP32, Need, Size
 
-FP32 = 4
 TRL_ROWS, TRL_COLUMNS = 4096, 32768  # a tile of TRL 1.16's head
 LIGER_ROWS, LIGER_COLUMNS = 2048, 4096  # of Liger 0.8.5's loss, a sequence after the other
 
 
-def all_logits(size: Size) -> Need:
+def estimate(size: Size, *, softcap: bool = False, length: int = 1024) -> list[Need]:
+    """Return the needs of all logits, TRL and Liger, for sequences of `length` tokens; Liger has none where it cannot.
+
+    It has no soft-cap, and gives no log-probabilities without a loss.
+    """
+    liger_ = [] if size.score or softcap else [liger(size, min(length, size.rows))]
+    return [all_logits(size, softcap), trl(size, softcap), *liger_]
+
+
+def all_logits(size: Size, softcap: bool) -> Need:
     """``log_softmax`` of the logits in fp32, under autograd.
 
     It is kept for the backward, where its gradient and the gradient of the logits are beside it.
     """
     logits = size.rows * size.vocab
-    capped = logits * size.itemsize if size.softcap else 0  # kept by tanh
+    capped = logits * size.itemsize if softcap else 0  # kept by tanh
     forward, kept = 2 * FP32 * logits + capped, FP32 * logits + capped
     if size.score:
         return Need("all logits, log_softmax", forward, 0, 0)
@@ -27,7 +35,7 @@ def all_logits(size: Size) -> Need:
     return Need("all logits, log_softmax", max(3 * FP32 * logits + capped, of_weight), size.returned, kept)
 
 
-def trl(size: Size) -> Need:
+def trl(size: Size, softcap: bool) -> Need:
     """TRL 1.16's fused head, which projects again in the backward; every position, as its trainer does on a CPU.
 
     Of a tile there are the buffer of the product, and copies in fp32: three in the forward; in the backward seven and a
@@ -40,27 +48,24 @@ def trl(size: Size) -> Need:
         return Need("TRL 1.16 fused head", forward, 0, 0)
     accumulated = size.returned // size.itemsize * FP32
     narrow = size.itemsize < FP32
-    row_work = (8 if size.softcap else 7) * tile + tile // FP32
+    row_work = (8 if softcap else 7) * tile + tile // FP32
     converted = tile + max(columns, rows) * size.hidden * FP32 if narrow else 0  # operands of d hidden, d weight
     backward = buffer + accumulated + max(row_work, converted, size.returned if narrow else 0)
     return Need("TRL 1.16 fused head", max(forward, backward), size.returned, 0)
 
 
-def liger(size: Size) -> Need | None:
+def liger(size: Size, length: int) -> Need:
     """Liger 0.8.5's fused GRPO loss, which has the gradients in the forward; every position, masked or not.
 
     Each sequence has gradients of its own in fp32, that of the weight too, which are added to those that are returned.
-    None: it does not do the case.
     """
-    if size.score or size.softcap:
-        return None
-    rows, columns = min(size.length, LIGER_ROWS), min(size.vocab, LIGER_COLUMNS)
+    rows, columns = min(length, LIGER_ROWS), min(size.vocab, LIGER_COLUMNS)
     tile, slab = rows * columns * FP32, columns * size.hidden * FP32  # a slab of the weight, or of its gradient
     narrow, of_rows = size.itemsize < FP32, rows * size.hidden * FP32
     products = 3 * tile + (slab if narrow or not size.frozen else 0) + (of_rows if narrow or size.frozen else 0)
-    of_sequence = (size.length + (0 if size.frozen else size.vocab)) * size.hidden
+    of_sequence = (length + (0 if size.frozen else size.vocab)) * size.hidden
     rounded = of_sequence * size.itemsize if narrow else 0
-    alone = size.vocab <= LIGER_COLUMNS and size.length <= LIGER_ROWS  # else two are there while the next is made
+    alone = size.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS  # else two are there while the next is made
     row_work = (3 if alone else 5) * tile
     in_sequence = size.returned + of_sequence * FP32 + max(row_work, products, rounded)
     joined = size.returned + size.rows * size.hidden * size.itemsize  # d hidden of all sequences, concatenated

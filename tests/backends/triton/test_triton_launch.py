@@ -1,0 +1,91 @@
+"""Where Triton is installed and can launch nothing: said once, and the torch backend in its place.
+
+Triton's own code fails here, as it would in such an image: its driver is told that there is a GPU, and compiles what it
+launches with.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+BEFORE = """
+import sysconfig, warnings
+import torch
+from triton.backends.nvidia import driver as nvidia
+
+nvidia.CudaDriver.is_active = staticmethod(lambda: True)
+started, start = [], nvidia.CudaUtils.__init__
+
+def counted(self):
+    started.append(self)
+    start(self)
+
+nvidia.CudaUtils.__init__ = counted
+"""
+AFTER = """
+from grpo_kernels.backends import choose_backend
+device = torch.device("cuda")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")
+    for _ in range(3):
+        backend, why = choose_backend("auto", device)
+    print(backend.name, "|", why)
+    print(len(caught), "|", *(str(x.message) for x in caught))
+try:
+    print(choose_backend("triton", device)[0].name)
+except ValueError as error:
+    print(error)
+print(choose_backend("torch", device)[0].name, choose_backend("auto", device, torch.float64)[1])
+print(len(started))
+"""
+NO_DRIVER_LIBRARY = "nvidia.library_dirs = lambda: []\n"  # of which this machine need not have any
+NO_HEADERS = "paths = sysconfig.get_paths; sysconfig.get_paths = lambda *a, **k: {**paths(*a, **k), 'include': '/no'}\n"
+
+
+def run(folder: Path, change: str, **more: str) -> list[str]:
+    """The lines that the code prints, after a `change` of the machine."""
+    env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
+    env |= {"TRITON_CACHE_DIR": str(folder), **more}
+    code = BEFORE + change + AFTER
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("change", "env", "reason"),
+    [
+        (NO_DRIVER_LIBRARY, {"PATH": "/no"}, "Triton needs a C compiler, and there is no gcc or clang: install gcc"),
+        (
+            NO_DRIVER_LIBRARY,
+            {"CC": "/no/cc"},
+            "Triton cannot start: FileNotFoundError: [Errno 2] No such file",
+        ),
+        (NO_DRIVER_LIBRARY + NO_HEADERS, {}, "Triton needs Python's headers, and there is no Python.h in /no: install"),
+        ("nvidia.libcuda_dirs = lambda: [][0]\n", {}, "Triton cannot start: IndexError: list index out of range"),
+    ],
+)
+def test_it_is_said_once_and_torch_serves(tmp_path: Path, change: str, env: dict[str, str], reason: str) -> None:
+    auto, warned, named, torch, started = run(tmp_path, change, **env)
+    assert auto.startswith(f"torch | not triton: {reason}")
+    assert warned.startswith("1 | grpo_kernels: on the GPU, losses and log-probabilities run in torch operations")
+    assert reason in warned
+    assert named.startswith(f"backend: expected one that can serve here, got 'triton': {reason}")
+    assert torch == "torch not triton: its kernels compute in float32, and these inputs ask for float64"
+    assert started == "1"
+
+
+def test_where_it_starts_it_serves(tmp_path: Path) -> None:
+    change = "from types import SimpleNamespace; import triton\n"
+    change += "triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: None))\n"
+    auto, warned, named, _, _ = run(tmp_path, change)
+    assert auto == "triton | cuda tensors and Triton is installed"
+    assert warned == "0 |"
+    assert named == "triton"
