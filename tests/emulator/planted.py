@@ -33,13 +33,8 @@ PRODUCT = re.compile(r"(mul\.lo\.[sub]64|mul\.wide\.[su]32|mad\.wide\.[su]32|mad
 # Faults that have an effect and that nothing can notice: patterns of the kernel's and the fault's name, and the reason.
 REASONS = (
     (
-        "fused_kernel",
-        r"barrier .*\(fused.py",
-        "reductions with barriers of their own lie between the reads and the writes",
-    ),
-    (
-        "single_pass_kernel",
-        r"barrier .*\(single_pass.py",
+        "(fused|single_pass)_kernel",
+        r"barrier [^(]*\((barrier\.py:\d+ @ )?(fused|single_pass)\.py:\d+\)$",
         "reductions with barriers of their own lie between the reads and the writes",
     ),
     (".*", r".*setp.* moved by \+1 \(standard.py", "a lane more of a reduction adds up what nobody reads"),
@@ -67,7 +62,9 @@ def barriers_taken_out(kernel: Kernel) -> Iterator[Planted]:
     """Each by itself."""
     places = [place for place, step in enumerate(kernel.code) if step.opcode == "bar.sync"]
     for number, place in enumerate(places):
-        name = f"barrier {number} of {len(places)} taken out ({kernel.code[place].line})"
+        step = kernel.code[place]
+        where = " @ ".join((step.line, *step.callers))
+        name = f"barrier {number} of {len(places)} taken out ({where})"
         yield Planted(name, rewritten(kernel, {place: []}))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.combine import launch_combine
+from grpo_kernels.backends.triton_rows.scale import launch_scale
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
 from tests.support.row_cases import EXTRAS, assert_same, make_loss, make_transform, same
@@ -166,6 +167,16 @@ def test_combine(splits: int, entropy: bool) -> None:
     torch.testing.assert_close(stats.log_sum.double(), -logs.amax(1), rtol=1e-5, atol=1e-6)
     if entropy:
         torch.testing.assert_close(stats.entropies.double(), -(logs.exp() * logs).sum(1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=quick), torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [7 * 9001, 2 * TILE])
+def test_scale(n: int, dtype: torch.dtype) -> None:
+    """A gradient times a number, as torch would round it; in fp32 in place."""
+    x, factor = torch.randn(n), torch.tensor(0.37)
+    out = x.clone() if dtype == torch.float32 else torch.empty(n, dtype=dtype)
+    launch_scale(out if dtype == torch.float32 else x, factor, out)
+    assert torch.equal(out, (x * factor).to(dtype))
 
 
 @pytest.mark.parametrize(
