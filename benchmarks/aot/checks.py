@@ -34,9 +34,12 @@ TENSOR_CORES = {
     "sm_120": r"\bmma\.sync",
     "gfx942": r"\bv_mfma_",
 }
-# Bytes of a thread that Triton 3.9 spills, by target and kernel: none in an inner loop, so that they are written and
-# read once a row (`diverge`) or once a tile (`dot`). docs/design.md says what they cost.
-SPILLS = {("sm_90", "diverge_kernel"): 16, ("sm_90", "dot_kernel"): 56}
+# Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so that they are
+# written and read once a row, or once a tile (`dot`). docs/design.md says what they cost.
+SPILLS = {
+    "3.8": {("sm_80", "dot_kernel"): 264, ("sm_90", "stats_kernel"): 8},
+    "3.9": {("sm_90", "diverge_kernel"): 16, ("sm_90", "dot_kernel"): 56},
+}
 ARGUMENTS_OF_ROWS = re.compile(r"%((teacher_)?stride_\w+|splits)$")
 SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 
@@ -73,7 +76,7 @@ def compile_launch(launch: Launch, arch: str) -> Result:
     registers, spilled = _amd_usage(text) if arch.startswith("gfx") else nvidia_usage(compiled.asm)
     shared = compiled.metadata.shared
     broken = [*broken_by_code(text, arch), *narrow_products(compiled.asm["ttir"])]
-    if spilled > SPILLS.get((arch, launch.kernel.__name__), 0):
+    if spilled > may_spill(arch, launch.kernel.__name__):
         broken.append(f"{spilled} {'registers' if arch.startswith('gfx') else 'bytes'} spilled")
     elif spilled and spills_in_inner_loops(Flow(disassembled(compiled.asm["cubin"]))):
         broken.append(f"{spilled} bytes spilled, some in an inner loop")
@@ -91,6 +94,11 @@ def nvidia_usage(asm: dict[str, Any]) -> tuple[int, int]:
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return _number(r"\bREG:(\d+)", usage), _number(r"\bSTACK:(\d+)", usage)
+
+
+def may_spill(arch: str, kernel: str) -> int:
+    """How many bytes of a thread a kernel may spill by the Triton that is imported."""
+    return SPILLS.get(triton.__version__.rpartition(".")[0], {}).get((arch, kernel), 0)
 
 
 def spills_in_inner_loops(flow: Flow) -> bool:
