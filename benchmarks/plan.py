@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case
+from benchmarks.figures import is_ours
 from benchmarks.harness.timing import ROUNDS
-from benchmarks.report.figures import is_ours
 
 # There liger_torch is what liger_ce chooses, and eager/selective another form of eager.
 ON_CPU = (

@@ -24,8 +24,8 @@ from benchmarks.harness.results import Results
 from benchmarks.harness.suite import Watch
 from benchmarks.harness.timing import order
 from benchmarks.providers import MIB
-from benchmarks.report.step import SHARES, STOCK
 from benchmarks.step_run import SCENES, VARIANTS, Scene, policy, train
+from benchmarks.tables import SHARES, STOCK
 
 REGROUPED_TOLERANCE = 2e-5  # sums in another order; without regrouping: `parity.TOLERANCE`
 SGD_STEPS = 20

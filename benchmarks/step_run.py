@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from benchmarks import tiny_models, tiny_run
-from benchmarks.report.step import STOCK
+from benchmarks.tables import STOCK
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 # name: options of FusedGRPOTrainer

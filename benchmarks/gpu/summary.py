@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.gpu.verdict import derive, judge
 from benchmarks.harness.results import Results
-from benchmarks.report import figures
 
 
 def conclude(results: Results) -> bool:

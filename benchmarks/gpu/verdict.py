@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.report import figures
+from benchmarks import figures
 
 FAMILIES = {  # the fastest of those that ran stands for all of a peer's
     "liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "liger_ce", "liger_jsd", "liger_jsd/fused"),

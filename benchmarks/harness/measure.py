@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.cases import Inputs
 from benchmarks.harness.flops import counter
 from benchmarks.harness.reference import Reference, errors, is_right
 from benchmarks.harness.timing import quantiles
 from benchmarks.providers import Forward, Outcome, named
-from benchmarks.report import figures
 
 
 class Step:

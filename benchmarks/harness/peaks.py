@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import figures
 from benchmarks.cases import BenchCase, Inputs, make_inputs
 from benchmarks.harness.events import Absence, describe
 from benchmarks.harness.measure import Step
@@ -15,7 +16,6 @@ from benchmarks.harness.memory import Peak, available_bytes, give_back_what_is_f
 from benchmarks.harness.reference import Reference, errors, is_right, reference
 from benchmarks.harness.results import Results
 from benchmarks.providers import MIB, build
-from benchmarks.report import figures
 
 CPU = torch.device("cpu")
 ROOM = 0.85  # of the memory that is free, that a step may take

@@ -1,4 +1,4 @@
-"""What tables, comparison and plots read out of the results: a case's figures, and whose they are."""
+"""Figures that tables and plots read out of the results, and whose they are."""
 
 from __future__ import annotations
 
@@ -63,14 +63,23 @@ def timed_modes(case: Case) -> list[str]:
     return [mode for mode in MODES if any(timing(x, mode) for x in providers(case).values())]
 
 
-def in_seconds(cases: dict[str, Case], mode: str | None = None) -> bool:
+def mode(case: Case) -> str:
+    """The case's leading mode: what its providers are compared in."""
+    return (timed_modes(case) or ["full"])[0]
+
+
+def over(case: Case, name: str, other: str) -> float | None:
+    """The time of a provider over that of another one, in the leading mode."""
+    return ratio(median(case, name, mode(case)), median(case, other, mode(case)))
+
+
+def in_seconds(cases: dict[str, Case]) -> bool:
     """Whether the times of these cases read better in seconds: the typical one takes a second or more."""
     found = sorted(
         timed["median"]
         for case in cases.values()
         for provider in providers(case).values()
-        for which in ([mode] if mode else timed_modes(case)[:1])
-        if (timed := timing(provider, which))
+        if (timed := timing(provider, mode(case)))
     )
     return bool(found) and found[len(found) // 2] >= 1e3
 

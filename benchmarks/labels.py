@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from benchmarks.report.figures import Case
-from benchmarks.teacher import words as divergence_words
+from benchmarks.figures import Case
 
 # name: (label, "{}" being the version of the distribution that follows, that distribution)
 PROVIDERS: dict[str, tuple[str, str | None]] = {
@@ -71,6 +70,7 @@ MODES = {
     "backward": "backward",
 }
 WORDS = (("sequence", "ratio of the sequence"), ("peaked", "peaked"), ("autocast", "under autocast to bf16"))
+DIVERGENCES = {0.0: "forward KL", 1.0: "reverse KL"}  # by TRL's beta
 PATH = re.compile(
     r"(?<![\w./])(?:"
     r"[A-Za-z]:\\(?:[^\\\s'\"]+\\)*(?P<windows>[^\\\s'\"]+)"
@@ -125,11 +125,6 @@ def count(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
-def slug(name: str) -> str:
-    """Fit for the name of a file."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def share(value: float) -> str:
     """0.5 as 50 %."""
     return f"{100 * value:.3g} %"
@@ -146,7 +141,9 @@ def shape(case: Case) -> str:
 
 def features(case: Case) -> str:
     """What kind of loss it is, as far as the keys there are tell; what is usual is not said."""
-    found = [f"{divergence_words(case['divergence'])} from a teacher"] if case.get("divergence") is not None else []
+    found = []
+    if (beta := case.get("divergence")) is not None:
+        found.append(f"{DIVERGENCES.get(beta, f'JSD of beta {beta:g}')} from a teacher")
     if case.get("teacher_h"):
         found.append(f"whose H is {case['teacher_h']}")
     if case.get("score"):
