@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow demo bench docs lint aot roofline faults sanitize fuzz soak peers gpu tune parity wheel dist format clean
+.PHONY: help test test-slow test-torch demo bench docs lint aot emulate roofline faults sanitize fuzz soak peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -23,6 +23,7 @@ NEW_ENOUGH  := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON      ?= $(shell for p in python3.11 python3; do "$$p" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$p" && break; done)
 
 PIP         := $(PY) -m pip --disable-pip-version-check --no-input
+TORCH       ?=
 TEST_WORKERS ?= 2
 TEST_SECONDS ?= 2700
 PYTEST_ARGS ?=
@@ -30,6 +31,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 PARITY_ARGS ?=
 AOT_ARGS    ?=
+EMULATE_ARGS ?=
 ROOFLINE_ARGS ?=
 FAULTS      ?=
 SANITIZE_ARGS ?=
@@ -52,7 +54,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONUNBUFFERED := 1
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS) $(ZERO3)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
@@ -83,6 +85,14 @@ test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of the
 test-slow: $(STAMP)  ## the tests that compile for every target, run whole commands, or repeat others in Triton's interpreter
 	$(PYTEST) -m slow $(PYTEST_ARGS) </dev/null
 
+test-torch:  ## the tests with another release of torch and the Triton it brings (TORCH=2.15.0 PYTEST_ARGS="tests/call")
+	@test -n "$(TORCH)" || { echo "error: TORCH: expected a release, as in make test-torch TORCH=2.15.0" >&2; exit 1; }
+	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) CONSTRAINTS=.venv-torch-$(TORCH).txt
+
+# The pinned packages but for torch, Triton, and those that this torch needs older: requirements/torch-<minor>.txt.
+.venv-torch-%.txt: requirements/constraints.txt $(wildcard requirements/torch-*.txt)
+	@echo "torch==$*" | awk -F '[<=>]' '$$1 != "triton" && !seen[$$1]++' - $(wildcard requirements/torch-$(basename $*).txt) $< > $@
+
 demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
 	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
 
@@ -102,6 +112,9 @@ docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning
 aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, no GPU (AOT_ARGS="--quick --triton 3.6.0 3.9.0")
 	$(PY) -m benchmarks.aot $(AOT_ARGS) </dev/null
 
+emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, executed without a GPU, every access watched (EMULATE_ARGS="-k grad")
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.emulator -n $(TEST_WORKERS) --dist worksteal $(EMULATE_ARGS) </dev/null
+
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, and docs/roofline.md (ROOFLINE_ARGS=--update)
 	$(PY) -m benchmarks.roofline $(ROOFLINE_ARGS) </dev/null
 
@@ -120,7 +133,7 @@ soak: $(STAMP)  ## 2,000 calls a workload with a flat count of tensors, threads,
 peers: $(STAMP)  ## the GRPO tests of TRL, Liger and verl, with theirs and with ours (TRL_SOURCE=DIR LIGER_SOURCE=DIR VERL_SOURCE=DIR)
 	$(PY) -m tests.peers $(PEERS_ARGS) </dev/null
 
-gpu:  ## GPU tests, benchmarks and sanitizers (GPU_ARGS="--only bench --wheels DIR"; docs/gpu.md; --dry-run needs no GPU)
+gpu:  ## smoke test, GPU tests, benchmarks and sanitizers (GPU_ARGS="--only bench --wheels DIR"; docs/gpu.md; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null
 
 tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS="--budget-seconds 300"; --dry-run needs none)
@@ -150,5 +163,5 @@ format: $(STAMP)  ## rewrites the sources as `make lint` wants them
 	$(PY) -m ruff format .
 
 clean:  ## removes the environment, caches and everything built
-	rm -rf $(VENV) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

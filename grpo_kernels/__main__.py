@@ -1,6 +1,7 @@
 """`python -m grpo_kernels`: what a bug report needs, then a short check of the results against float64.
 
 `python -m grpo_kernels memory`: how much memory a loss needs, without computing it.
+`python -m grpo_kernels warmup`: compiles what the first calls of a head would compile.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-from grpo_kernels.diagnostics import memory, report, selfcheck
+from grpo_kernels.diagnostics import memory, report, selfcheck, warmup
 
-SAYS_MEMORY = "how much memory a loss needs with each engine"
+SUBCOMMANDS = {
+    "memory": (memory, "how much memory a loss needs with each engine"),
+    "warmup": (warmup, "compile what the first calls of a head would compile"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,14 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--no-check", action="store_true", help="the environment only")
-    about = memory.__doc__
-    of_memory = parser.add_subparsers(dest="command").add_parser("memory", help=SAYS_MEMORY, description=about)
-    memory.add_arguments(of_memory)
+    commands = parser.add_subparsers(dest="command")
+    parsers = {
+        name: commands.add_parser(name, help=says, description=module.__doc__)
+        for name, (module, says) in SUBCOMMANDS.items()
+    }
+    for name, (module, _) in SUBCOMMANDS.items():
+        module.add_arguments(parsers[name])
     options = parser.parse_args(arguments)
-    if options.command == "memory":
+    if options.command is not None:
         if options.json or options.no_check:
-            parser.error("memory: expected neither --json nor --no-check before it")
-        return memory.run(of_memory, options)
+            parser.error(f"{options.command}: expected neither --json nor --no-check before it")
+        return SUBCOMMANDS[options.command][0].run(parsers[options.command], options)
 
     environment = report.collect()
     if not options.json:

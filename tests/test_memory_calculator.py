@@ -85,7 +85,7 @@ def size_of(fields: dict[str, Any], workspace_mib: int | None) -> Size:
 
 
 def needs_of(fields: dict[str, Any], workspace_mib: int | None) -> list[Need]:
-    """Ours and the peers'."""
+    """Needs of our engines, then of the peers."""
     size, softcap = size_of(fields, workspace_mib), fields.get("softcap") is not None
     return estimate(size) + peer_memory.estimate(size, softcap=softcap, length=fields["t"])
 

@@ -1,11 +1,11 @@
-"""Quantiles of as many numbers as there are: torch's own take 2^24, beyond which fp32 misses some of their places."""
+"""Quantiles of as many numbers as there are: up to torch 2.13 its own take 2^24, beyond which fp32 misses places."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-MOST = 2**24  # elements that torch.quantile and torch.nanquantile take
+MOST = 2**24  # elements that torch.quantile and torch.nanquantile take in every release
 
 
 def quantile(x: Tensor, q: float) -> Tensor:

@@ -1,9 +1,9 @@
 """A few seconds of checks against float64, for an installation one does not trust yet.
 
-Small random cases of every loss type, of `linear_logprob` and of `linear_divergence`, in float32, against a full-logits
-evaluation of the published formulas in float64 under autograd. It is written apart from objective and engines on
-purpose: what it compares with shares no line with what it checks. The thorough tests are in tests/; this one needs the
-package only.
+Small random cases of every loss type, of `linear_logprob` and of `linear_divergence`, in float32, and some of them with
+a larger vocabulary, in float32 and bfloat16, against a full-logits evaluation of the published formulas in float64
+under autograd. It is written apart from objective and engines on purpose: what it compares with shares no line with
+what it checks. The thorough tests are in tests/; this one needs the package only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from grpo_kernels.loss import grpo_loss
 
 Pairs = dict[str, tuple[Any, Any]]  # name of a result -> ours, the float64 one
 
-TOLERANCE = 2e-5  # of the largest element of each result; float32 comes to about 1e-6 at these sizes
+# By the dtype of a result, of its largest element: float32 comes to about 1e-6 at these sizes. Of a bfloat16 head the
+# gradients alone are bfloat16: d logits are rounded, and the gradient is.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 9, 16, 67
+WIDE_VOCAB = 9001  # several steps of a GPU kernel's tile, and a tail
 DIVERGENCES: tuple[DivergenceName, ...] = get_args(DivergenceName)
 
 # name -> what differs from: dapo, token ratios, old log-probabilities given, a trainable head
@@ -43,11 +46,42 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo, on-policy, frozen head": {"on_policy": True, "frozen": True},
     "grpo, sequence ratios, frozen head": {"importance_sampling_level": "sequence", "frozen": True},
 }
+# Of those, what the wide vocabulary is run with: each way through the engines.
+WIDE = (
+    "dapo, on-policy",
+    "dapo, KL and entropy bonus",
+    "grpo, sequence ratios",
+    "dapo, on-policy, frozen head",
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Size of the vocabulary, and dtype of hidden states and weight."""
+
+    vocab: int = VOCAB
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        """Nothing for the small head, so that most names stay short."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return "" if self == SMALL else f", V {self.vocab}, {dtype}"
+
+    def draw(self, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden (B, T, H), weight (V, H), ids (B, T)."""
+        hidden = torch.randn(BATCH, TIME, HIDDEN, generator=draw)
+        weight = torch.randn(self.vocab, HIDDEN, generator=draw) / HIDDEN**0.5
+        return hidden.to(self.dtype), weight.to(self.dtype), torch.randint(self.vocab, (BATCH, TIME), generator=draw)
+
+
+SMALL = Head()
+WIDE_HEADS = (Head(WIDE_VOCAB), Head(WIDE_VOCAB, torch.bfloat16))
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: the largest error over its results, each relative to that result's largest element."""
+    """One comparison: the error of the result that is nearest to its tolerance, over that result's largest element."""
 
     name: str
     device: str
@@ -62,16 +96,23 @@ class Check:
 
 def run(devices: Sequence[torch.device]) -> list[Check]:
     """Every check on every device. An exception is a failed check, not a traceback."""
-    checks = []
-    for device in devices:
-        for seed, (name, options) in enumerate(CASES.items()):
-            checks.append(_check(f"grpo_loss: {name}", device, partial(_loss_case, options, seed, device)))
-        checks.append(_check("linear_logprob: bias, soft-cap, scale", device, partial(_logprob_case, device)))
-        checks += [
-            _check(f"linear_divergence: {name}", device, partial(_divergence_case, name, device))
-            for name in DIVERGENCES
-        ]
-    return checks
+    return [
+        _check(name + head.name, device, partial(case, head, device))
+        for device in devices
+        for head in (SMALL, *WIDE_HEADS)
+        for name, case in _cases(head).items()
+    ]
+
+
+def _cases(head: Head) -> dict[str, Callable[[Head, torch.device], Pairs]]:
+    """The cases that a head is run with, by name."""
+    losses = {
+        f"grpo_loss: {name}": partial(_loss_case, options, seed)
+        for seed, (name, options) in enumerate(CASES.items())
+        if head == SMALL or name in WIDE
+    }
+    divergences = {f"linear_divergence: {name}": partial(_divergence_case, name) for name in DIVERGENCES}
+    return {**losses, "linear_logprob: bias, soft-cap, scale": _logprob_case, **divergences}
 
 
 def render(checks: Sequence[Check]) -> str:
@@ -84,17 +125,20 @@ def render(checks: Sequence[Check]) -> str:
         for check in checks
     ]
     failed = sum(not check.ok for check in checks)
-    return "\n".join([*lines, f"{len(checks) - failed} of {len(checks)} checks OK, tolerance {TOLERANCE:.0e}"])
+    tolerances = f"tolerance {TOLERANCES[torch.float32]:.0e}, of bfloat16 gradients {TOLERANCES[torch.bfloat16]:.0e}"
+    return "\n".join([*lines, f"{len(checks) - failed} of {len(checks)} checks OK, {tolerances}"])
 
 
 def _check(name: str, device: torch.device, case: Callable[[], Pairs]) -> Check:
     """Runs one case, and compares."""
     try:
-        errors = {what: _error(got, want) for what, (got, want) in case().items()}
+        pairs = case()
+        errors = {what: _error(got, want) for what, (got, want) in pairs.items()}
     except Exception as exception:
         return Check(name, str(device), None, False, f"{type(exception).__name__}: {exception}")
-    worst = max(errors, key=lambda what: errors[what])
-    ok = errors[worst] <= TOLERANCE
+    allowed = {what: TOLERANCES[got.dtype] for what, (got, _) in pairs.items()}
+    worst = max(errors, key=lambda what: errors[what] / allowed[what])
+    ok = errors[worst] <= allowed[worst]
     finite = errors[worst] if math.isfinite(errors[worst]) else None
     return Check(name, str(device), finite, ok, "" if ok else f"in {worst}")
 
@@ -106,12 +150,12 @@ def _error(got: Tensor, want: Tensor) -> float:
     return float(error.nan_to_num(nan=math.inf))
 
 
-def _loss_case(options: Mapping[str, Any], seed: int, device: torch.device) -> Pairs:
-    """`grpo_loss` in float32 and the formula in float64, of the same float32 values."""
+def _loss_case(options: Mapping[str, Any], seed: int, head: Head, device: torch.device) -> Pairs:
+    """`grpo_loss`, and the formula in float64 of the same values."""
     fields = {name: value for name, value in options.items() if name not in ("on_policy", "frozen")}
     config = LossConfig(temperature=0.9, max_completion_length=2 * TIME, **fields)
     draw = torch.Generator().manual_seed(seed)
-    hidden, weight, ids = _head(draw)
+    hidden, weight, ids = head.draw(draw)
     mask = torch.arange(TIME) < torch.tensor([[TIME], [1], [TIME - 2], [TIME // 2]])
     advantages = torch.tensor([1.3, -0.7, 0.0, -1.1])
     exact, _ = _full_logits(hidden.double(), weight.double(), ids, config.temperature)
@@ -141,11 +185,11 @@ def _loss_case(options: Mapping[str, Any], seed: int, device: torch.device) -> P
     return pairs if options.get("frozen") else pairs | {"gradient of weight": (w.grad, w64.grad)}
 
 
-def _logprob_case(device: torch.device) -> Pairs:
+def _logprob_case(head: Head, device: torch.device) -> Pairs:
     """`linear_logprob` with everything a head may have, and a gradient through both of its results."""
     draw = torch.Generator().manual_seed(0)
-    hidden, weight, ids = _head(draw)
-    bias = torch.randn(VOCAB, generator=draw)
+    hidden, weight, ids = head.draw(draw)
+    bias = torch.randn(head.vocab, generator=draw).to(head.dtype)
     upstream = torch.randn(2, BATCH, TIME, generator=draw)
     temperature, cap, scale = 0.7, 4.0, 1.5
 
@@ -170,13 +214,6 @@ def _leaf(x: Tensor, device: torch.device | str = "cpu", trains: bool = True) ->
     return x.detach().to(device, copy=True).requires_grad_(trains)
 
 
-def _head(draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden (B, T, H), weight (V, H), ids (B, T)."""
-    hidden = torch.randn(BATCH, TIME, HIDDEN, generator=draw)
-    weight = torch.randn(VOCAB, HIDDEN, generator=draw) / HIDDEN**0.5
-    return hidden, weight, torch.randint(VOCAB, (BATCH, TIME), generator=draw)
-
-
 def _full_logits(
     hidden: Tensor,  # (B, T, H)
     weight: Tensor,  # (V, H)
@@ -193,10 +230,11 @@ def _full_logits(
     return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
-def _divergence_case(name: DivergenceName, device: torch.device) -> Pairs:
-    """`linear_divergence` in float32 and in float64, of the same float32 values."""
+def _divergence_case(name: DivergenceName, head: Head, device: torch.device) -> Pairs:
+    """`linear_divergence`, and the formula in float64 of the same values."""
     draw = torch.Generator().manual_seed(len(CASES))
-    given = [torch.randn(shape, generator=draw) for shape in ((TIME, HIDDEN), (VOCAB, HIDDEN)) * 2]
+    shapes = ((TIME, HIDDEN), (head.vocab, HIDDEN)) * 2
+    given = [torch.randn(shape, generator=draw).to(head.dtype) for shape in shapes]
 
     def leaves(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
         return [change(x.detach()).requires_grad_(i < 2) for i, x in enumerate(given)]

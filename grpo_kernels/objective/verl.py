@@ -251,7 +251,7 @@ class gspo(_Objective):
     def __call__(self, tokens: TokenInputs) -> Tensor:
         own = tokens.logps - tokens.logps.detach()
         mean = _sequence_mean(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
-        log_ratio = (own + mean).clamp(max=LARGEST_SEQUENCE_LOG_RATIO)
+        log_ratio = _at_most(LARGEST_SEQUENCE_LOG_RATIO, own + mean)
         loss, _ = _clipped(log_ratio, tokens.advantages, 1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
         return _corrected(loss, tokens)
 
@@ -270,7 +270,7 @@ class geo_mean(_Objective):
 
     def __call__(self, tokens: TokenInputs) -> Tensor:
         log_ratio, up = tokens.logps - tokens.old_per_token_logps, tokens.advantages > 0
-        bounded = torch.where(up, log_ratio.clamp(max=self.clip_ratio_high), log_ratio.clamp(min=-self.clip_ratio_low))
+        bounded = torch.where(up, _at_most(self.clip_ratio_high, log_ratio), -_at_most(self.clip_ratio_low, -log_ratio))
         exponent = _sequence_mean(torch.where(tokens.advantages == 0, 0.0, bounded), tokens.mask)
         if tokens.importance_sampling_ratio is not None:
             log_weight = torch.log(tokens.importance_sampling_ratio + 1e-10)  # verl's: a ratio may be 0
@@ -297,6 +297,11 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> 
     beyond = torch.where(advantages > 0, ratio > bound, ratio < bound) & (advantages != 0)
     inside = _times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
     return -torch.where(beyond, bound * advantages, inside), beyond
+
+
+def _at_most(bound: float, x: Tensor) -> Tensor:
+    """`x`, or the bound where it is larger. Where both are equal the gradient passes, in any release of torch."""
+    return torch.where(x > bound, bound, x)
 
 
 def _covariance(tokens: TokenInputs) -> Tensor:

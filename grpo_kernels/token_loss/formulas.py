@@ -23,8 +23,7 @@ type_as = Tensor.type_as  # of a condition: 1 where it holds, else 0
 def clipped(log_ratio, advantage, logp, low, high, delta):
     """``-min(min(r, delta) A, clip(r, low, high) A)`` (PPO, https://arxiv.org/abs/1707.06347).
 
-    At a tie each branch gets half of the gradient, and a bound that is met exactly still passes it, as in torch's min
-    and clamp.
+    At a tie each branch gets half of the gradient, as in torch's min, and a bound that is met exactly still passes it.
     """
     ratio = exp(log_ratio)
     free = times(clamp_max(ratio, delta), advantage)

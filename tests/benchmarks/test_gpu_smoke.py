@@ -30,13 +30,13 @@ CPU = torch.device("cpu")
 GROUPS = smoke.checks(smoke.DRY_RUN, CPU)
 CHECKS = {name: check for group in GROUPS for name, check in group.items()}
 ABSENT = [name for name in CHECKS if "out_dtype" in name]
-SPARSE = ("sparse", "sparse_tiles", "entries")  # modules that are about to go
 
 
 def kernels() -> set[str]:
     """What is launched: every function of the backend that Triton compiles and that is named a kernel."""
-    names = [x.name for x in pkgutil.iter_modules(triton_rows.__path__) if x.name not in SPARSE]
-    modules = [importlib.import_module(f"{triton_rows.__name__}.{name}") for name in names]
+    modules = [
+        importlib.import_module(f"{triton_rows.__name__}.{x.name}") for x in pkgutil.iter_modules(triton_rows.__path__)
+    ]
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 

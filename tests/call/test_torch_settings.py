@@ -21,7 +21,6 @@ from grpo_kernels import LoRA, grpo_loss, linear_logprob
 from grpo_kernels.call import projection
 from grpo_kernels.diagnostics import report
 from grpo_kernels.engine import probe
-from tests.support.measure import count_flops
 
 NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
 N, H, V = 256, 8, 300
@@ -178,7 +177,7 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlopCounterMode's own raises where groups of rows add to d weight; the one of docs/numerics.md counts them."""
+    """The formula of docs/numerics.md counts rows in several groups, where torch's own raises up to 2.13."""
     code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)
@@ -190,9 +189,6 @@ def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
         logps = call(BRAIN, BRAIN, **several, **options)
         torch.autograd.backward(logps, torch.ones_like(logps))
 
-    with pretended(monkeypatch):
-        with pytest.raises(TypeError, match="out_shape"):
-            count_flops(lambda: step(expected=OnGPU(torch.ones(N))))
-        with counter:
-            step(expected=OnGPU(torch.ones(N)))
+    with pretended(monkeypatch), counter:
+        step(expected=OnGPU(torch.ones(N)))
     assert counter.get_total_flops() == 6 * N * V * H

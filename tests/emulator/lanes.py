@@ -19,6 +19,8 @@ from tests.emulator.numbers import TYPES, UNSIGNED, Values, constant
 from tests.emulator.ptx import Instruction, Kernel
 from tests.emulator.races import WARP, Who
 
+ANYTHING = 0x7FC0DEAD_7FC0DEAD  # in a register that nobody wrote: a NaN, or an address that leads nowhere
+
 
 class Lanes:
     """`count` programs of `threads` from program `first` on, of a grid of `programs`."""
@@ -115,7 +117,8 @@ class Lanes:
         found = self.registers.get(name)
         if found is None:
             bits = self.kernel.bits(name)
-            found = self.registers[name] = np.zeros(self.count, UNSIGNED[bits] if bits else bool)
+            dtype = UNSIGNED[bits] if bits else np.dtype(bool)
+            found = self.registers[name] = np.full(self.count, ANYTHING % 2**bits if bits else True, dtype)
         return found
 
     # -- running

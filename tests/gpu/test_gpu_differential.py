@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_kernels import linear_logprob
 from tests.support.case_builder import Case
-from tests.support.cases import fixed_cases
+from tests.support.cases import fixed_cases, wide_cases
 from tests.support.on_device import BACKENDS, move, report, run_on
 from tests.support.reference import on_grid, reference_loss
 from tests.support.reference_terms import settings
@@ -57,6 +57,14 @@ def test_fixed_cases(device: torch.device, part: int, backend: str) -> None:
         tried += check(case, device, backend, failures)
     assert tried or device.type == "cpu"
     report(failures, tried)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wide_cases(device: torch.device, backend: str) -> None:
+    """The kernels' main loops."""
+    failures: dict[str, Exception] = {}
+    cases = chosen(list(wide_cases()), device, 0, 1, every=len(wide_cases()))
+    report(failures, sum(check(case, device, backend, failures) for case in cases))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -245,6 +245,18 @@ def test_gspo_has_no_gradient_above_a_ratio_of_e_to_the_10() -> None:
     torch.testing.assert_close(losses.mean(), loss)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_bound_that_is_met_exactly_passes_the_gradient(advantage: float) -> None:
+    """In any release of torch, whose clamp has a derivative there that is 1 up to 2.13 and then 0."""
+    old = -1.0 - advantage * 0.25
+    at_bound = single("geo_mean", [-1.0], [old], [advantage])
+    _, gradient = per_token(objectives.geo_mean(clip_ratio_low=0.25, clip_ratio_high=0.25), at_bound)
+    torch.testing.assert_close(gradient, -advantage * torch.exp(at_bound["logps"] - old))
+    largest = single("gspo", [-1.0], [-11.0], [advantage])
+    _, gradient = per_token(objectives.gspo(clip_ratio_low=0.0, clip_ratio_high=float(torch.e**11)), largest)
+    torch.testing.assert_close(gradient, torch.full((1, 1), -advantage * torch.e**10))
+
+
 @pytest.mark.parametrize("kind", ["ppo_clip", "reinforce"])
 def test_bypass_mode_is_what_it_dispatches_to(kind: str) -> None:
     """PPO with the sampler's logps as the old ones, or `gpg` weighted by the ratio to them, at most 2."""

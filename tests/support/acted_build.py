@@ -86,7 +86,6 @@ class World:
     folder: Path
     patch: pytest.MonkeyPatch
     attempts: list[Path] = field(default_factory=list)  # what was loaded, or tried
-    objection: str = "invalid ELF header"  # the loader's
 
     def __post_init__(self) -> None:
         self.sources, self.cache, self.temporary = (self.folder / name for name in ("csrc", "cache", "temporary"))
@@ -113,7 +112,7 @@ class World:
     def load(self, path: str) -> None:
         self.attempts.append(Path(path))
         if Path(path).read_text() not in (GOOD, EMPTY):
-            raise OSError(f"Could not load this library: {path}") from OSError(self.objection)
+            raise OSError(f"Could not load this library: {path}") from OSError("invalid ELF header")
 
     def find(self) -> build.Library:
         return build.load_from(self.prebuilt, self.sources)

@@ -1,7 +1,8 @@
 """The fixed cases, by group: `fixed_cases()`. The random ones: `random_case(seed)`.
 
 A random and on-policy, B head and loss options, C shapes and chunk edges, D masks and counts, E garbage where masked,
-F extremes where counted, G layouts and dtypes, H the KL term over the vocabulary, from another head.
+F extremes where counted, G layouts and dtypes, H the KL term over the vocabulary, from another head. Large
+vocabularies: `wide_cases()`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.random_cases import TYPES, random_case
 
-__all__ = ["LOSSES", "Case", "fixed_cases", "random_case"]
+__all__ = ["LOSSES", "Case", "fixed_cases", "random_case", "wide_cases"]
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # (loss type, level): GMPO has one level only.
@@ -278,6 +280,28 @@ def group_h() -> Iterator[Case]:
         yield poison(case, "teacher_hidden", math.nan) if name == "garbage" else case
     for short, kind in DTYPES.items():
         yield full_kl(f"{short}", dtype=kind, teacher_h=24, bias=True)
+
+
+def wide_cases() -> tuple[Case, ...]:
+    """A dozen with vocabularies of several steps of a kernel's tile, for a GPU: in the interpreter they take long."""
+    kinds: dict[str, dict[str, Any]] = {
+        "on-policy": {"old": False, "zero_adv": True, "dtype": torch.bfloat16},
+        "everything": {
+            "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0, "temperature": 0.9,
+        },
+        "frozen": {
+            "loss_type": "grpo", "importance_sampling_level": "sequence", "dtype": torch.float16, "frozen": ("weight",),
+        },
+    }  # fmt: skip
+    shape = {"b": 2, "t": 5, "mask": "ragged"}
+    return tuple(
+        case
+        for v in (9001, 8192, 4096)
+        for case in (
+            *(make_case(f"wide/{v}/{name}", v=v, **shape, **kind) for name, kind in kinds.items()),
+            full_kl(f"wide/{v}/full-kl", v=v, **shape),
+        )
+    )
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -71,11 +72,16 @@ def pick(x: Tensor, counted: Tensor, other: float = 0.0) -> Tensor:
     return torch.where(counted, x, torch.full((), other, dtype=x.dtype))
 
 
+def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+    """`x` within the bounds. One that is met exactly passes the gradient, which torch's clamp does up to 2.13 only."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def surrogate(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
     """The per-token policy loss (B, T) before masks and weights."""
     if o.loss_type in CLIPPED:
-        bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
-        return -torch.min(bounded * adv, ratio.clamp(1 - o.epsilon, 1 + o.epsilon_high) * adv)
+        bounded = ratio if o.delta is None else clip(ratio, high=o.delta)
+        return -torch.min(bounded * adv, clip(ratio, 1 - o.epsilon, 1 + o.epsilon_high) * adv)
     if o.loss_type == "cispo":
         return -ratio.detach().clamp(max=o.epsilon_high) * adv * logps
     if o.loss_type == "sapo":
@@ -106,7 +112,7 @@ def geometric_mean(
     o: SimpleNamespace, log_ratio: Tensor, adv: Tensor, counted: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor]:
     """GMPO: -A * exp(mean of the one-sidedly clipped log-ratios over the active tokens), (B, 1); those, (B, T)."""
-    clamped = log_ratio.clamp(-o.epsilon, o.epsilon_high)
+    clamped = clip(log_ratio, -o.epsilon, o.epsilon_high)
     clipped = torch.where(adv > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
     clipped = pick(clipped.clamp(max=LOG_RATIO_LIMIT[log_ratio.dtype]), active)
     mean = clipped.sum(1, keepdim=True) / active.sum(1, keepdim=True).clamp(min=1)

@@ -16,6 +16,7 @@ from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
+from tests.support.reference_terms import clip
 from tests.support.row_cases import DEVICE, ON_POLICY
 from tests.support.row_truth import U, check
 
@@ -84,7 +85,7 @@ def differentiated(name: str, constants: Constants, log_ratio: Tensor, advantage
 
     if name == "clipped":
         low, high, delta = constants
-        loss = -torch.minimum(ratio.clamp(max=delta) * advantages, ratio.clamp(low, high) * advantages)
+        loss = -torch.minimum(clip(ratio, high=delta) * advantages, clip(ratio, low, high) * advantages)
     elif name == "cispo":
         loss = -ratio.clamp(max=constants[0]).detach() * advantages * logps
     elif name == "sapo":

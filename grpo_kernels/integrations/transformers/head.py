@@ -18,11 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
-
-FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-DIVISORS = ("logits_scaling",)
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 # A wrapper's child: torch.compile, Lightning's Fabric, DDP, PEFT
 _WRAPPED = ("_orig_mod", "_forward_module", "module", "base_model", "model", "pretrained_model")
@@ -163,15 +160,7 @@ def inner_head(head: nn.Module) -> nn.Module:
 
 def _from_config(base: PreTrainedModel, head: nn.Module) -> HeadSpec:
     config = base.config.get_text_config(decoder=True)
-
-    def first(names: tuple[str, ...]) -> float | None:
-        numbers = (getattr(config, name, None) for name in names)
-        return next((float(x) for x in numbers if isinstance(x, int | float) and x > 0), None)
-
-    scale, divisor = first(FACTORS), first(DIVISORS)
-    if scale is None:
-        scale = 1.0 if divisor is None else 1.0 / divisor
-    return HeadSpec(head, scale, first(CAPS))
+    return HeadSpec(head, *scale_and_cap(lambda name: getattr(config, name, None)))
 
 
 def ladder(vocab: int, like: Tensor) -> Tensor:

@@ -1,0 +1,239 @@
+"""Compile what the first calls of a head would compile, so that no training step waits for it.
+
+That is the C++ library for CPU tensors, and on a GPU Triton's kernels, which Triton keeps for all later processes
+(TRITON_CACHE_DIR says where). A small batch of each kind is computed with a head of the size; a kernel is the same for
+all batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.cpp_rows import build
+from grpo_kernels.base.choices import BackendName, LossTypeName, choices
+from grpo_kernels.config import LossConfig
+from grpo_kernels.diagnostics.memory import DTYPES
+from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.head.config_numbers import scale_and_cap
+from grpo_kernels.head.reference import ReferenceHead
+from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.loss import grpo_loss
+
+BATCH, TIME = 2, 8
+NAME_WIDTH = 44
+# What a loss is given besides the batch, by the name of its line; and of the config.
+LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
+    "loss, on-policy": ((), {}, {}),
+    "loss, old log-probabilities": (("old",), {}, {}),
+    "loss, old log-probabilities and a reference": (("old", "ref"), {"beta": 0.04}, {}),
+    "loss, two passes": (("old",), {}, {"engine": "two_pass"}),
+    "loss, entropy bonus": (("old",), {"entropy_coef": 0.01}, {}),
+    "loss, entropy bonus, two passes": (("old",), {"entropy_coef": 0.01}, {"engine": "two_pass"}),
+}
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """A head, and the losses that it is to be ready for."""
+
+    vocab: int
+    hidden: int
+    dtype: torch.dtype = torch.bfloat16
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    bias: bool = False
+    loss_type: LossTypeName = "dapo"
+    teacher: bool = False  # divergences from another head, too
+
+    def describe(self) -> str:
+        """In one line."""
+        parts = [f"V {self.vocab:,}", f"H {self.hidden:,}", str(self.dtype).removeprefix("torch."), self.loss_type]
+        parts += ["bias"] if self.bias else []
+        parts += [] if self.logit_scale == 1.0 else [f"logit scale {self.logit_scale:g}"]
+        parts += [] if self.softcap is None else [f"soft-cap {self.softcap:g}"]
+        return ", ".join(parts)
+
+    def steps(self, device: torch.device, backend: BackendName) -> dict[str, Callable[[], None]]:
+        """The calls to make with tensors on `device`, by the names of their lines."""
+        found: dict[str, Callable[[], None]] = {"log-probabilities": partial(self._logps, device, backend, "score")}
+        found["log-probabilities, frozen head"] = partial(self._logps, device, backend, "frozen")
+        for name, (given, config, options) in LOSSES.items():
+            found[name] = partial(self._loss, device, backend, given, config, **options)
+        if self.teacher:
+            found["divergence from a teacher"] = partial(self._divergence, device, backend)
+            exact, given = {"beta": 0.04, "kl_estimator": "full"}, ("old", "reference")
+            for suffix, engine in (("", "auto"), (", two passes", "two_pass")):
+                name = f"loss, exact KL to a reference{suffix}"
+                found[name] = partial(self._loss, device, backend, given, exact, engine=engine)
+        return found
+
+    def _head(self, device: torch.device, *, trains: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """hidden (B, T, H), weight (V, H), ids (B, T), bias (V,); all of them zeros."""
+        new = partial(torch.zeros, device=device)
+        hidden = new(BATCH, TIME, self.hidden, dtype=self.dtype, requires_grad=True)
+        weight = new(self.vocab, self.hidden, dtype=self.dtype, requires_grad=trains)
+        bias = new(self.vocab, dtype=self.dtype, requires_grad=trains) if self.bias else None
+        return hidden, weight, new(BATCH, TIME, dtype=torch.int64), bias
+
+    def _constants(self) -> dict[str, Any]:
+        return {"final_logit_softcapping": self.softcap, "logit_scale": self.logit_scale}
+
+    def _logps(self, device: torch.device, backend: BackendName, engine: Any) -> None:
+        hidden, weight, ids, bias = self._head(device, trains=False)
+        with torch.set_grad_enabled(engine != "score"):
+            logps, _ = linear_logprob(
+                hidden, weight, ids, bias=bias, engine=engine, backend=backend, **self._constants()
+            )
+        if logps.requires_grad:
+            logps.sum().backward()
+
+    def _divergence(self, device: torch.device, backend: BackendName) -> None:
+        hidden, weight, _, bias = self._head(device)
+        found = linear_divergence(
+            hidden,
+            weight,
+            hidden.detach(),
+            weight.detach(),
+            bias=bias,
+            teacher_bias=None if bias is None else bias.detach(),
+            final_logit_softcapping=self.softcap,
+            logit_scale=self.logit_scale,
+            teacher_final_logit_softcapping=self.softcap,
+            teacher_logit_scale=self.logit_scale,
+            backend=backend,
+        )
+        (found * torch.arange(TIME, device=device)).sum().backward()  # not all alike, which would take one pass
+
+    def _loss(
+        self, device: torch.device, backend: BackendName, given: tuple[str, ...], config: dict[str, Any], **options: Any
+    ) -> None:
+        hidden, weight, ids, bias = self._head(device)
+        logps = torch.full((BATCH, TIME), -math.log(self.vocab), device=device)  # what zeros give: no ratio is clipped
+        if "reference" in given:
+            other = None if bias is None else bias.detach()
+            options["reference"] = ReferenceHead(hidden.detach(), weight.detach(), other)
+        out = grpo_loss(
+            hidden,
+            weight,
+            ids,
+            None,
+            torch.arange(BATCH, dtype=torch.float32, device=device),  # the first has no gradient
+            bias=bias,
+            old_per_token_logps=logps if "old" in given else None,
+            ref_per_token_logps=logps if "ref" in given else None,
+            config=LossConfig(loss_type=self.loss_type, **self._constants(), **config),
+            backend=backend,
+            **options,
+        )
+        torch.autograd.backward(2.0 * out.loss)  # as a trainer's loss, which is scaled
+
+
+def compile_library() -> str:
+    """Build or find the C++ library; returns where it came from.
+
+    Raises:
+        RuntimeError: there is none; the message says why.
+    """
+    library = build.load()
+    if library.refusal is not None:
+        raise RuntimeError(library.refusal)
+    return library.origin
+
+
+def timed(name: str, step: Callable[[], object]) -> bool:
+    """Print a line with the seconds that `step` takes and what it returns; whether it went well."""
+    print(f"  {name:<{NAME_WIDTH}}", end="", flush=True)
+    start = time.perf_counter()
+    try:
+        said = step() or ""
+        failed = False
+    except Exception as error:
+        said, failed = f"FAILED {type(error).__name__}: {error}", True
+    print(f"{time.perf_counter() - start:7.1f} s  {said}".rstrip(), flush=True)
+    return not failed
+
+
+def on_gpu(step: Callable[[], None]) -> None:
+    """`step`, to its end on the device."""
+    step()
+    torch.cuda.synchronize()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a model's config.json says of its head, as fields of `Warmup`; of a file, or of the folder that it is in.
+
+    Raises:
+        ValueError: it is not there, or says nothing of that.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        whole = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"expected a model's folder or its config.json, got {path}: {error}") from error
+    config = whole.get("text_config", whole) if isinstance(whole, dict) else {}
+    sizes = [config.get(name) if isinstance(config, dict) else None for name in ("vocab_size", "hidden_size")]
+    if not all(isinstance(x, int) and x > 0 for x in sizes):
+        raise ValueError(f"expected vocab_size and hidden_size in {file}, got {sizes[0]} and {sizes[1]}")
+    scale, cap = scale_and_cap(config.get)
+    return {"vocab": sizes[0], "hidden": sizes[1], "logit_scale": scale, "softcap": cap}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``python -m grpo_kernels warmup``."""
+    parser.add_argument("--config", type=Path, metavar="DIR", help="a model's folder, or its config.json")
+    parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
+    parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
+    parser.add_argument("--softcap", type=float, help="of the logits, as in Gemma 2")
+    parser.add_argument("--bias", action="store_true", help="the head has one")
+    parser.add_argument("--loss-type", choices=choices(LossTypeName), default="dapo", help="default: dapo")
+    parser.add_argument("--teacher", action="store_true", help="divergences from another head, too: the slowest of all")
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Compile, a line for each step; 0 if nothing failed, else 1."""
+    if (options.config is None) == (options.vocab is None and options.hidden is None):
+        parser.error("expected --config, or --vocab and --hidden")
+    if options.config is not None:
+        try:
+            fields = read_config(options.config)
+        except ValueError as error:
+            parser.error(f"--config: {error}")
+    else:
+        fields = {"vocab": options.vocab, "hidden": options.hidden}
+        for name, value in fields.items():
+            if value is None or value < 1:
+                parser.error(f"--{name}: expected at least 1, got {value}")
+    if options.softcap is not None:
+        if not options.softcap > 0.0:
+            parser.error(f"--softcap: expected more than 0, got {options.softcap}")
+        fields["softcap"] = options.softcap
+    warmup = Warmup(
+        **fields,
+        dtype=DTYPES[options.dtype],
+        bias=options.bias,
+        loss_type=options.loss_type,
+        teacher=options.teacher,
+    )
+    print(warmup.describe(), flush=True)
+    done = [timed("C++ library, for CPU tensors", compile_library)]
+    if torch.cuda.is_available():
+        print(f"Triton's kernels, on {torch.cuda.get_device_name()}", flush=True)
+        steps = warmup.steps(torch.device("cuda", torch.cuda.current_device()), "triton")
+        done += [timed(name, partial(on_gpu, step)) for name, step in steps.items()]
+    else:
+        print("Triton's kernels: none compiled; that needs the GPU that they are for, and there is none here")
+    failed = done.count(False)
+    print(f"{failed} of {len(done)} steps FAILED" if failed else "done")
+    return 1 if failed else 0

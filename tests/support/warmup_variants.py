@@ -1,0 +1,112 @@
+"""The variants of kernels that a warm-up compiles, and those that real batches need: run as a module.
+
+Nothing is compiled: CPU tensors stand for a GPU's, the engines do with them what they do there, and launches are
+caught. What they would have written is NaN, so that no row is without a gradient for its values. Prints how many
+variants of each kernel the warm-up has, and which launches of the batches are of none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.aot.launches import Launch, caught
+from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels.backends import triton_rows
+from grpo_kernels.diagnostics.warmup import Warmup
+from grpo_kernels.engine import device
+
+H, CPU = 32, torch.device("cpu")
+
+
+def converted(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
+    found = left.to(out.dtype) @ right.to(out.dtype)
+    out.copy_(out + found if add else found)
+
+
+@contextmanager
+def like_a_gpu() -> Iterator[list[Launch]]:
+    kind = replace(device.CUDA, mixed_mm=converted, free=None, is_capturing=lambda: False)
+    with (
+        mock.patch.dict(device._KINDS, cpu=kind),
+        mock.patch.object(triton_rows, "INTERPRETED", True),
+        mock.patch.object(triton_rows, "arch_of", return_value="sm_90"),
+        caught() as launches,
+    ):
+        yield launches
+
+
+def variants(launches: list[Launch]) -> dict[str, str]:
+    """The kernel of each variant, by all that it is compiled for."""
+    described = ((x.kernel.__name__, x.signature, x.constexprs, x.attrs, x.options) for x in launches)
+    return {repr(x): x[0] for x in described}
+
+
+def batches(vocab: int, softcap: float | None, *, teacher: bool) -> None:
+    """Several chunks, a mask, and rows without gradient; old and reference log-probabilities that begin anywhere."""
+    b, t = 7, 61
+    hidden = torch.randn(b, t, H).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, H).bfloat16().requires_grad_()
+    ids, mask = torch.randint(vocab, (b, t)), torch.arange(t) < torch.randint(1, t, (b, 1))
+    logps = torch.randn(2 * b * t + 3)
+    old, ref = logps[1 : b * t + 1].view(b, t), logps[b * t + 3 :].view(b, t)
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, 2.0, -0.1])
+    options: dict[str, Any] = {"backend": "triton", "workspace_bytes": 2**20}
+    calls: tuple[tuple[dict[str, Any], dict[str, Any], Any], ...] = (
+        ({}, {}, "auto"),
+        ({"epsilon": 0.1, "temperature": 0.7}, {"old_per_token_logps": old}, "auto"),
+        ({"beta": 0.1}, {"old_per_token_logps": old, "ref_per_token_logps": ref}, "auto"),
+        ({"importance_sampling_level": "sequence"}, {"old_per_token_logps": old}, "auto"),
+        ({"entropy_coef": 0.1}, {"old_per_token_logps": old}, "two_pass"),
+        ({"entropy_coef": 0.1}, {"old_per_token_logps": old}, "auto"),
+        *([({}, {"old_per_token_logps": old}, "lean")] if vocab % 128 == 0 else []),  # else its slices differ
+    )
+    for config, given, engine in calls:
+        fields = LossConfig(final_logit_softcapping=softcap, logit_scale=1.5, **config)
+        out = grpo_loss(hidden, weight, ids, mask, advantages, config=fields, engine=engine, **given, **options)
+        torch.autograd.backward(out.loss * 0.3)
+    with torch.no_grad():
+        linear_logprob(hidden, weight, ids, mask=mask, final_logit_softcapping=softcap, **options)
+    found, _ = linear_logprob(hidden, weight.detach(), ids, final_logit_softcapping=softcap, **options)
+    found.sum().backward()
+    if not teacher:
+        return
+    other = torch.randn(b, t, 2 * H).bfloat16(), torch.randn(vocab, 2 * H).bfloat16()
+    caps: dict[str, Any] = {"final_logit_softcapping": softcap, "teacher_final_logit_softcapping": softcap}
+    (linear_divergence(hidden, weight, *other, **caps, **options) * torch.randn(b, t)).sum().backward()
+    given = {"old_per_token_logps": old, "reference": ReferenceHead(*other)}
+    for level in ("token", "sequence"):
+        exact = LossConfig(
+            final_logit_softcapping=softcap, beta=0.1, kl_estimator="full", importance_sampling_level=level
+        )
+        (2.0 * grpo_loss(hidden, weight, ids, mask, advantages, config=exact, **given, **options).loss).backward()
+
+
+def compared(vocab: int, softcap: float | None, *, teacher: bool) -> dict[str, Any]:
+    warmup = Warmup(vocab=vocab, hidden=H, softcap=softcap, teacher=teacher)
+    with like_a_gpu() as launches:
+        for step in warmup.steps(CPU, "triton").values():
+            step()
+        warm = variants(launches)
+        launches.clear()
+        batches(vocab, softcap, teacher=teacher)
+        needed = variants(launches)
+    kernels = [*warm.values()]
+    return {
+        "warm": {name: kernels.count(name) for name in sorted({*kernels})},
+        "needed": sorted({*needed.values()}),
+        "missing": [x for x in needed if x not in warm],
+    }
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not initialised
+    print(json.dumps([compared(1024, None, teacher=True), compared(9001, 30.0, teacher=False)]))
