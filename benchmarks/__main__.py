@@ -21,11 +21,11 @@ import torch
 
 from benchmarks import figures, labels, tables
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase
-from benchmarks.harness.child import ROOT
-from benchmarks.harness.machine import describe_cpu, git_commit, peer_versions
-from benchmarks.harness.results import Results
+from benchmarks.machine import describe_cpu, git_commit, peer_versions
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
+from benchmarks.process import ROOT
 from benchmarks.providers import PROVIDERS, named
+from benchmarks.run import How, Results, measure_case, measure_peaks
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 MODES = ("forward", "backward", "full", "score")
@@ -108,8 +108,6 @@ def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     """Run what was asked for."""
-    from benchmarks.harness import peaks, suite  # pytest is not needed to draw plots
-
     torch.set_num_threads(options.threads)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     results = Results(
@@ -126,17 +124,17 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         versions=peer_versions(),
         cases={},
     )
-    cases = [x for x in chosen(options) if x.part != APART]
-    peaks.measure([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
-    status = 0
-    if cases:
-        forward_only = options.modes is not None and set(options.modes) <= {"forward", "score"}
-        status = suite.run(suite.Suite(cases, results, backend=options.backend, forward_only=forward_only))
+    measure_peaks([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
+    forward_only = options.modes is not None and set(options.modes) <= {"forward", "score"}
+    how = How(backend=options.backend, forward_only=forward_only)
+    for case in (x for x in chosen(options) if x.part != APART):
+        print(f"{case.name}: {', '.join(case.providers)}", flush=True)
+        measure_case(case, case.providers, results, how)
     if STEP in (options.parts or ()):
         from benchmarks.step import measure_all
 
         measure_all(results, toy=options.smoke, rounds=options.rounds)
-    results.merge(status="complete" if status in (0, 5) else f"pytest ended with {status}")
+    results.merge(status="complete")
     return results
 
 

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.events import Absence
-from benchmarks.teacher import Teacher, make_teacher
-
 SEED = 20240203
 SCALE = 11.0  # standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small probabilities
 DRIFT = 0.25  # of the policy since it generated: at epsilon 0.2 two ratios in five are outside, half of them stopped
@@ -20,6 +17,10 @@ EPSILON = 0.2
 BETA = 0.04
 SLICE_ROWS = 1024
 TOY_V = 70
+
+
+class Absence(Exception):
+    """Something that cannot run here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,14 @@ def case(name: str, model: str = "Qwen3-0.6B", workload: str = "all tokens", **f
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """A policy near the student's with a head of its own; constants, at the student's positions."""
+
+    hidden: Tensor  # (B, T, H')
+    weight: Tensor  # (V, H')
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What every provider is given; hidden states, and the weight unless frozen, are leaves that want a gradient."""
 
@@ -202,6 +211,23 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
         ref,
         teacher,
     )
+
+
+def make_teacher(hidden: Tensor, weight: Tensor, width: int, drift: float, g: torch.Generator) -> Teacher:
+    """A teacher of `width` H' >= H for hidden states (B, T, H) and weight (V, H).
+
+    What it has of the student's hidden states is moved by `drift` of their standard deviation, 1, and what it has
+    beside them has that size: its logits are off by `drift` times their spread, and by more the wider it is.
+    """
+    h, vocab = hidden.shape[-1], len(weight)
+    own = drift * torch.randn((*hidden.shape[:-1], width), generator=g, device=hidden.device)
+    own[..., :h] += hidden
+    head = weight.new_empty(vocab, width)
+    head[:, :h] = weight
+    for start in range(h, width, h):  # the next row's, so that no direction says what another one does
+        columns = head[:, start : start + h]
+        columns[:-1], columns[-1] = weight[1:, : columns.shape[1]], weight[0, : columns.shape[1]]
+    return Teacher(own.to(torch.bfloat16).to(hidden.dtype), head)
 
 
 def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) -> Tensor:

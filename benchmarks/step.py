@@ -18,14 +18,12 @@ import torch
 from torch import nn
 
 from benchmarks import parity, tiny_run
-from benchmarks.harness.events import describe
-from benchmarks.harness.memory import freed_memory_kept
-from benchmarks.harness.results import Results
-from benchmarks.harness.suite import Watch
-from benchmarks.harness.timing import order
-from benchmarks.providers import MIB
+from benchmarks.machine import Watch
+from benchmarks.memory import MIB, freed_memory_kept
+from benchmarks.run import Results, describe
 from benchmarks.step_run import SCENES, VARIANTS, Scene, policy, train
 from benchmarks.tables import SHARES, STOCK
+from benchmarks.timing import order
 
 REGROUPED_TOLERANCE = 2e-5  # sums in another order; without regrouping: `parity.TOLERANCE`
 SGD_STEPS = 20

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import peer_memory
 from benchmarks.cases import HEADS, case, make_inputs
-from benchmarks.harness.measure import Step
 from benchmarks.providers import build
+from benchmarks.run import Step
 from grpo_kernels.__main__ import main
 from grpo_kernels.diagnostics.memory import MIB, MODELS, Need, Size, estimate
 from grpo_kernels.engine import mixed_mm

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.child import environment, start, stop
-from benchmarks.harness.events import Absence, describe
-from benchmarks.harness.results import Results
-from benchmarks.harness.timing import Clock
+from benchmarks.process import environment, start, stop
+from benchmarks.run import Absence, Results, describe
+from benchmarks.timing import Clock
 from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
 from grpo_kernels.engine.engines import ENGINES
 from grpo_kernels.token_loss.record import TokenLoss

@@ -12,12 +12,11 @@ pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
 
 from benchmarks import labels
-from benchmarks.cases import BenchCase, Inputs, case, make_inputs
-from benchmarks.harness.events import Absence
-from benchmarks.harness.measure import Step, check
-from benchmarks.harness.reference import divergence_terms, errors, is_right, reference
+from benchmarks.cases import Absence, BenchCase, Inputs, case, make_inputs
 from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import DISTILLERS, build
+from benchmarks.reference import divergence_terms, errors, is_right, reference
+from benchmarks.run import Step, check
 
 CPU = torch.device("cpu")
 TOY = case("toy", workload="distill", part="distill", n=16, h=32, v=70, t=4)

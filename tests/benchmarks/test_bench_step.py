@@ -13,12 +13,11 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-pytest.importorskip("pytest_benchmark")
+
 
 from benchmarks import __main__ as command
-from benchmarks import step, step_run, tables
-from benchmarks.harness import peaks
-from benchmarks.harness.results import Results
+from benchmarks import run, step, step_run, tables
+from benchmarks.run import Results
 from benchmarks.step_run import SCENES, VARIANTS, Scene, completion, saved_bytes
 from tests.support.bench_results import parsed, results
 
@@ -208,6 +207,6 @@ def test_steps_measured_alone_stand_beside_the_newest_other_results(tmp_path: Pa
 def test_no_case_of_the_part_memory_slows_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Blocks that go back to the system when freed come back as page faults, in what is timed next."""
     called: list[bool] = []
-    monkeypatch.setattr(peaks, "give_back_what_is_freed", lambda: called.append(True))
-    peaks.measure([], Results(tmp_path / "found.json"))
+    monkeypatch.setattr(run, "give_back_what_is_freed", lambda: called.append(True))
+    run.measure_peaks([], Results(tmp_path / "found.json"))
     assert not called

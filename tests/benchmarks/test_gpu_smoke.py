@@ -22,8 +22,8 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from benchmarks.gpu import sanitized, smoke, summary
-from benchmarks.harness.child import ROOT
-from benchmarks.harness.results import Results
+from benchmarks.process import ROOT
+from benchmarks.run import Results
 from grpo_kernels.backends import triton_rows
 
 CPU = torch.device("cpu")

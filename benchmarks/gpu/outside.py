@@ -1,7 +1,8 @@
-"""The tests that need a GPU, and their results as plain values.
+"""The tests that need a GPU, and compute-sanitizer over every kernel, by processes of their own.
 
 Several processes share the GPU where pytest-xdist is there: most of the time goes into compiling kernels. What needs
-a large part of the memory runs by itself afterwards.
+a large part of the memory runs by itself afterwards. The sanitizers look for accesses out of bounds, and for races in
+shared memory, at small and ragged shapes.
 """
 
 from __future__ import annotations
@@ -9,20 +10,32 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.child import Ran, environment, run
-from benchmarks.harness.results import Results
+from benchmarks.process import ROOT, Ran, environment, run
+from benchmarks.run import Results
 
 FOLDER = "tests/gpu"
 ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")
 MOST_WORKERS = 12
 ONE_TEST_SECONDS = 150
 KEPT = 40  # failures whose text is kept
+TOOLS = ("memcheck", "racecheck")
+SCRIPT = [sys.executable, "-m", "benchmarks.gpu.sanitized"]
+FOUND = 99  # exit status if the tool found something
+OPTIONS = (
+    f"--error-exitcode={FOUND}",
+    "--print-limit=50",
+    "--target-processes=application-only",
+    "--launch-timeout=120",
+)
+PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/bin")
+KERNELS = ROOT / "grpo_kernels" / "backends" / "triton_rows"
 
 
 def run_tests(results: Results, *, seconds: float, folder: Path, toy: bool) -> None:
@@ -52,10 +65,10 @@ def _run(name: str, arguments: list[str], seconds: float, folder: Path, toy: boo
     if importlib.util.find_spec("pytest_timeout") is not None:
         command.append(f"--timeout={ONE_TEST_SECONDS}")
     ran = run(command, env=environment(toy=toy), seconds=seconds, log=folder / f"tests-{name}.log")
-    return summary(ran, xml)
+    return tests_summary(ran, xml)
 
 
-def summary(ran: Ran, xml: Path) -> dict[str, Any]:
+def tests_summary(ran: Ran, xml: Path) -> dict[str, Any]:
     """Counts and failures, from pytest's XML, or from its output if it did not live to write that."""
     status = (
         "out of time" if ran.code is None else {0: "passed", 1: "failed", 5: "nothing selected"}.get(ran.code, "error")
@@ -94,3 +107,69 @@ def _from_output(text: str) -> dict[str, int]:
     """Of the lines of ``-v``, with xdist or without; each has the progress in percent."""
     outcomes = re.findall(r"^(?=.*\[ *\d+%\]).*?\b(PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
     return {name.lower(): outcomes.count(name) for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+
+
+def run_sanitizer(results: Results, *, seconds: float, folder: Path, toy: bool) -> None:
+    """Run each tool within its share of `seconds`; the findings go into ``sanitizer``."""
+    until = time.time() + seconds
+    if toy:  # there is no tool for an interpreter; that the script runs is what can be shown
+        ran = run([*SCRIPT, "dry run"], env=environment(toy=True), seconds=seconds, log=folder / "sanitized.log")
+        results.merge("sanitizer", status="absent", reason="dry run", script_exit=ran.code, script=ran.output[-1500:])
+        return
+    tool = shutil.which("compute-sanitizer") or next(
+        (str(path) for place in PLACES if (path := Path(place) / "compute-sanitizer").exists()), None
+    )
+    if tool is None:
+        results.merge("sanitizer", status="absent", reason="compute-sanitizer is not on the path")
+        return
+    for i, check in enumerate(TOOLS):
+        left = (until - time.time()) / (len(TOOLS) - i)
+        if left < 5:
+            results.merge("sanitizer", check, status="skipped", reason="no time left")
+            continue
+        results.merge("sanitizer", check, status="running")
+        command = [tool, f"--tool={check}", *OPTIONS]
+        # without a pool, an access past the end of a tensor is one past the end of an allocation
+        env = environment(toy=False) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        ran = run([*command, *SCRIPT, check], env=env, seconds=left, log=folder / f"{check}.log")
+        results.merge("sanitizer", check, **sanitizer_summary(ran))
+
+
+def sanitizer_summary(ran: Ran) -> dict[str, Any]:
+    """What the tool said, and how much of it is about our kernels; the vendor's own are not ours to judge."""
+    reports = [
+        x for x in re.split(r"(?m)^(?==+ (?:Invalid|Error|Warning|Race|Program hit))", ran.output) if x.startswith("=")
+    ]
+    ours = [x for x in reports if any(re.search(rf"\b{name}\b", x) for name in kernel_names())]
+    total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", ran.output)
+    done = re.findall(r"^sanitized: (.*)$", ran.output, re.MULTILINE)
+    failed = re.findall(r"^failed: (.*)$", ran.output, re.MULTILINE)
+    status = "clean"
+    if ran.code is None:
+        status = "out of time"
+    elif "all done" not in done or total is None:
+        status = "error"  # the tool or the script did not get through
+    elif ours:
+        status = "found"
+    elif int(total.group(1)) > 0:
+        status = "found elsewhere"
+    elif failed:
+        status = "parts failed"
+    return {
+        "status": status,
+        "exit_status": ran.code,
+        "seconds": ran.seconds,
+        "reports": len(reports),
+        "in_our_kernels": len(ours),
+        "summary": total.group(0) if total else "",
+        "ran": done,
+        "failed": failed,
+        "first": [x[:600] for x in (ours or reports)[:3]],
+        **({"output": ran.output[-2000:]} if status in ("error", "out of time") else {}),
+    }
+
+
+def kernel_names() -> list[str]:
+    """The functions that Triton compiles, by their decorator in the source."""
+    text = "\n".join(path.read_text() for path in sorted(KERNELS.glob("*.py")))
+    return re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", text)

@@ -1,12 +1,13 @@
-"""What the results were measured on."""
+"""The machine that the results were measured on, and how busy it was."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
-import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from grpo_kernels.diagnostics import report
 
 PACKAGES = (
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
-    "quack-kernels", "nvidia-cutlass-dsl", "pytest-benchmark", "numpy",
+    "quack-kernels", "nvidia-cutlass-dsl", "numpy",
 )  # fmt: skip
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu")
 
@@ -64,36 +65,12 @@ def clocks() -> dict[str, str]:
 
 def git_commit(root: Path) -> str | None:
     """The commit of the checkout, with "-dirty" if files differ from it; None where nothing tells."""
-    if shutil.which("git"):
-        try:
-            named = _output("git", "-C", str(root), "rev-parse", "HEAD")
-            changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-            return named + ("-dirty" if changed else "")
-        except (OSError, subprocess.SubprocessError):
-            pass
-    return _commit_from_files(root / ".git")
-
-
-def _commit_from_files(git: Path) -> str | None:
     try:
-        if git.is_file():  # a worktree: "gitdir: PATH"
-            git = (git.parent / git.read_text().split(":", 1)[1].strip()).resolve()
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        common = git / "commondir"
-        folders = [git, *([(git / common.read_text().strip()).resolve()] if common.exists() else [])]
-        for folder in folders:
-            if (folder / name).exists():
-                return (folder / name).read_text().strip()
-            packed = folder / "packed-refs"
-            for line in packed.read_text().splitlines() if packed.exists() else []:
-                if line.endswith(" " + name):
-                    return line.split()[0]
-    except (OSError, IndexError):
-        pass
-    return None
+        named = _output("git", "-C", str(root), "rev-parse", "HEAD")
+        changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+        return named + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _version(name: str) -> str | None:
@@ -113,3 +90,27 @@ def _nvidia_smi(*fields: str) -> dict[str, str]:
 
 def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+
+class Watch:
+    """Counts how much of the machine other processes use while this one measures."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def others(self) -> float | None:
+        """Share of all cores since the start; None where the system does not tell."""
+        if self._before is None or (now := self._read()) is None:
+            return None
+        wall, busy, own = (b - a for a, b in zip(self._before, now, strict=True))
+        return round(max(0.0, busy - own) / max(wall, 1e-9) / (os.cpu_count() or 1), 3)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: on the wall, of all cores at work, of this process's."""
+        try:
+            user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        except (OSError, ValueError):
+            return None
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy, time.process_time()

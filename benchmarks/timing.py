@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-ROUNDS = 25
 LEAST_ROUNDS = 5
 SLOW_SECONDS = 3.0  # of one provider in one case: slower ones are timed less often, but `LEAST_ROUNDS` times at least
 FLUSH_BYTES = 256 * 2**20  # a few times the L2 of any GPU there is
@@ -115,7 +114,7 @@ def interleaved(
     before: Callable[[str], None],
     failed: Callable[[str, Exception], None],
     until: float,
-    rounds: int = ROUNDS,
+    rounds: int,
     after: Callable[[str], None] = lambda name: None,
 ) -> Iterator[dict[str, list[float]]]:
     """Run the steps in turn, in another order each round, and yield all samples so far after each round.
