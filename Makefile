@@ -116,7 +116,7 @@ emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, execut
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.emulator -n $(TEST_WORKERS) --dist worksteal $(EMULATE_ARGS) </dev/null
 
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, and docs/roofline.md (ROOFLINE_ARGS=--update)
-	$(PY) -m benchmarks.roofline $(ROOFLINE_ARGS) </dev/null
+	$(PY) -m benchmarks.aot.roofline $(ROOFLINE_ARGS) </dev/null
 
 faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must notice each (FAULTS="name ...")
 	$(PY) -m tests.kernel_faults $(FAULTS) </dev/null

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.diagnostics.memory import MODELS
+
 SEED = 20240203
 SCALE = 11.0  # standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small probabilities
 DRIFT = 0.25  # of the policy since it generated: at epsilon 0.2 two ratios in five are outside, half of them stopped
@@ -32,14 +34,8 @@ class Head:
     softcap: float | None = None
 
 
-HEADS = {  # from the models' published configurations
-    "Qwen3-0.6B": Head(1024, 151936),
-    "Qwen3-1.7B": Head(2048, 151936),
-    "Qwen3-8B": Head(4096, 151936),
-    "Llama-3-8B": Head(4096, 128256),
-    "Gemma-2-2B": Head(2304, 256000, softcap=30.0),
-    "gpt-oss-20B": Head(2880, 201088),
-}
+SOFTCAPS = {"Gemma-2-2B": 30.0}  # of the logits
+HEADS = {name: Head(h, v, SOFTCAPS.get(name)) for name, (v, h) in MODELS.items()}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "all tokens": {},
     "padding": {"padding": 0.5},

@@ -13,9 +13,17 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from importlib.metadata import version
 from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.aot import releases
+if TYPE_CHECKING:
+    from benchmarks.aot.matrix import Case
+
+FOLDER = Path(__file__).resolve().parents[2] / ".venv"  # where other releases of Triton are put
+HEADER = f"{'target':8} {'kernel':11} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
 
 
 def main() -> int:
@@ -32,8 +40,6 @@ def main() -> int:
     if arguments.triton:
         return max([by_release(release, arguments) for release in arguments.triton])
     import triton
-
-    from benchmarks.aot.table import HEADER, all_cases, line_of
 
     start = time.monotonic()
     places = [
@@ -63,7 +69,51 @@ def by_release(release: str, arguments: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "benchmarks.aot", "--workers", str(arguments.workers)]
     command += ["--quick"] if arguments.quick else []
     command += [f"--target={x}" for x in arguments.target or ()] + [f"--kernel={x}" for x in arguments.kernel or ()]
-    return subprocess.run(command, env=releases.environment(release)).returncode
+    return subprocess.run(command, env=environment(release)).returncode
+
+
+def environment(release: str) -> dict[str, str]:
+    """The environment of a process that imports `release` of Triton, which is installed if it is not there."""
+    if version("triton") == release:
+        return dict(os.environ)
+    path = [str(installed(release)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def installed(release: str) -> Path:
+    """The folder of `release`, without what it depends on: that is installed already."""
+    folder = FOLDER / f"triton-{release}"
+    stamp = folder / ".installed"
+    if not stamp.exists():
+        print(f"installing Triton {release} into {folder}", flush=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
+        options = ["--no-deps", "--no-compile", "--upgrade", "--target", str(folder)]
+        subprocess.run([*pip, *options, f"triton=={release}"], check=True)
+        stamp.touch()
+    return folder
+
+
+@cache
+def all_cases(quick: bool) -> list[Case]:
+    from benchmarks.aot.matrix import cases
+
+    return cases(quick=quick)
+
+
+def line_of(place: int, quick: bool) -> tuple[str, bool]:
+    """The line of the case at a place, and whether it breaks a rule."""
+    from benchmarks.aot.checks import Result, compile_launch
+
+    case = all_cases(quick)[place]
+    try:
+        result = compile_launch(case.caught(), case.arch)
+    except Exception as error:  # it is one more thing to report, next to what else breaks
+        result = Result(broken=(f"{type(error).__name__}: {error}",))
+    line = (
+        f"{case.arch:8} {case.kernel:11} {case.variant:50} "
+        f"{result.registers:9} {result.spilled:7} {result.shared:6} {result.warps:5}"
+    )
+    return line + "".join(f"\n  BROKEN: {reason}" for reason in result.broken), bool(result.broken)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.aot.launches import Launch
-from benchmarks.roofline.flow import Flow
-from benchmarks.roofline.sass import disassembled
+from benchmarks.aot.sass import Flow, disassembled
 from grpo_kernels.backends.triton_rows.configs import SHARED_BYTES, family
 
 # The PTX or assembly of the instructions that the tensor cores are for.

@@ -16,9 +16,9 @@ pytest.importorskip("trl")
 
 
 from benchmarks import __main__ as command
-from benchmarks import run, step, step_run, tables
+from benchmarks import run, step, tables
 from benchmarks.run import Results
-from benchmarks.step_run import SCENES, VARIANTS, Scene, completion, saved_bytes
+from benchmarks.step import SCENES, VARIANTS, Scene, completion, saved_bytes
 from tests.support.bench_results import parsed, results
 
 REGROUPED = ("shared, regrouped", "skip, split, shared, regrouped")
@@ -88,9 +88,9 @@ def test_saved_bytes_are_those_of_graphs_that_live_without_parameters() -> None:
 
 def test_the_clock_leaves_generation_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr(step_run, "time", SimpleNamespace(process_time=lambda: now[0]))
+    monkeypatch.setattr(step, "time", SimpleNamespace(process_time=lambda: now[0]))
     trainer: Any = SimpleNamespace(given_seconds=0.0)
-    clock = step_run.StepClock(trainer)
+    clock = step.StepClock(trainer)
     for work, given in ((1.0, 4.0), (2.0, 0.0), (3.0, 8.0)):
         clock.on_step_begin(None, None, None)
         now[0] += work + given

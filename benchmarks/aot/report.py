@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.roofline import budget
-from benchmarks.roofline.devices import DEVICES, DRAM_REACHED, PRODUCTS_REACHED, Device, ctas_per_sm
-from benchmarks.roofline.parts import PRODUCT
-from benchmarks.roofline.pins import Pins, Taken
-from benchmarks.roofline.predict import instructions, loops, moved, products_ms, specials, times
+from benchmarks.aot import budget
+from benchmarks.aot.costs import PRODUCT, Pins, Taken
+from benchmarks.aot.predict import (
+    DEVICES,
+    DRAM_REACHED,
+    PRODUCTS_REACHED,
+    Device,
+    ctas_per_sm,
+    instructions,
+    loops,
+    moved,
+    products_ms,
+    specials,
+    times,
+)
 
 FILE = Path(__file__).parents[2] / "docs" / "roofline.md"
 ROWS, WIDTH = 8192, 4096
@@ -19,7 +29,7 @@ INTRODUCTION = """\
 Made by `make roofline`, which needs no GPU: it compiles the kernels for sm_90 with Triton {triton}, takes their machine
 code apart, and counts what an element of a row costs. **No time here was measured.** Counts are exact; milliseconds are
 predictions from them, to be trusted to 15 % at best. `make roofline` fails if a count is not what
-`benchmarks/roofline/pins.json` says; after a change to a kernel, `make roofline ROOFLINE_ARGS=--update` writes both.
+`benchmarks/aot/pins.json` says; after a change to a kernel, `make roofline ROOFLINE_ARGS=--update` writes both.
 
 ## What the compiler made
 
@@ -53,7 +63,7 @@ BUDGET = """
 ## What a step should take
 
 Forward and backward on an H200, in ms, from what a step launches and how many bytes that moves, noted down at real
-sizes on tensors that have no data (`benchmarks/roofline/budget.py`). bf16, N {rows}, H {width}, V 151936, trainable,
+sizes on tensors that have no data (`benchmarks/aot/budget.py`). bf16, N {rows}, H {width}, V 151936, trainable,
 on-policy dapo with a mask, the default workspace, save for what the name says. *Products alone*: those that the case
 cannot do without. *Rows*: the row kernels. *Other*: all other launches, by their bytes, at least 2.5 µs each; of a
 trainable head nearly all of it is d weight, which the backward scales and casts (6 bytes an element). *Host*: what the

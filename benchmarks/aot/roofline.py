@@ -1,4 +1,4 @@
-"""``python -m benchmarks.roofline``: count, hold against the pins, print the table and write docs/roofline.md.
+"""``python -m benchmarks.aot.roofline``: count, hold against the pins, print the table and write docs/roofline.md.
 
 Exit status: 1 if a count is not as pinned, 2 if it could not start.
 """
@@ -15,11 +15,11 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.roofline.pins import Taken
+    from benchmarks.aot.costs import Taken
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.aot.roofline", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only hold the counts against the pins; writes nothing")
     parser.add_argument("--update", action="store_true", help="write the pins anew, and with them the document")
     parser.add_argument("--case", metavar="TEXT", help="check only those whose kernel and variant contain this")
@@ -34,7 +34,7 @@ def main() -> int:
     if arguments.case and not arguments.check:
         print("error: --case goes with --check: what is written has all cases", file=sys.stderr)
         return 2
-    from benchmarks.roofline.cases import cases, taken_at
+    from benchmarks.aot.cases import cases, taken_at
 
     places = [i for i, case in enumerate(cases()) if (arguments.case or "") in f"{case.kernel} {case.variant}"]
     if not places:
@@ -59,7 +59,7 @@ def _compare(counted: list[Taken]) -> int:
     """How many differ from their pins; says how."""
     import triton
 
-    from benchmarks.roofline.pins import differences, read
+    from benchmarks.aot.costs import differences, read
 
     pins = read()
     broken = 0
@@ -78,11 +78,11 @@ def _compare(counted: list[Taken]) -> int:
 def _write(counted: list[Taken], *, with_pins: bool) -> None:
     import triton
 
-    from benchmarks.roofline import pins, report
+    from benchmarks.aot import costs, report
 
-    now = pins.Pins(triton.__version__, tuple(counted))
+    now = costs.Pins(triton.__version__, tuple(counted))
     if with_pins:
-        pins.write(now)
+        costs.write(now)
     text = report.report(now)
     report.FILE.write_text(text)
     print(text)

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.roofline.devices import DEVICES, Device
-from benchmarks.roofline.predict import predicted_ms
-from benchmarks.roofline.pretend_gpu import OnGPU
-from benchmarks.roofline.tape import Event, Tape, taped, tensor
+from benchmarks.aot.predict import DEVICES, Device, predicted_ms
+from benchmarks.aot.pretend_gpu import OnGPU
+from benchmarks.aot.tape import Event, Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 
 SMALL_MS = 0.0025  # of a launch that moves next to nothing

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.roofline import pretend_gpu
+from benchmarks.aot import pretend_gpu
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.call import projection
 from grpo_kernels.token_loss.record import TokenLoss

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.aot.checks import compile_for, nvidia_usage
+from benchmarks.aot.costs import Layout, Taken, parts_of
 from benchmarks.aot.launches import Launch
 from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, pair_statistics, row_statistics, token_loss
-from benchmarks.roofline.parts import Layout, parts_of
-from benchmarks.roofline.pins import Taken
-from benchmarks.roofline.sass import disassembled
+from benchmarks.aot.sass import disassembled
 from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform, Teacher
 from grpo_kernels.backends.triton_rows import (
     divergence,
