@@ -6,13 +6,15 @@ a bool tensor), or a copy to or from the host that blocks.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as symbolic
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,6 +29,11 @@ READS = {  # ops whose result the host needs, or whose size it does
     aten._unique2.default,
 }
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+READ = 1  # the number that the host reads of a tensor without data
+HOPPER = types.SimpleNamespace(
+    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32, total_memory=80 * 2**30,
+    shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448, gcnArchName="",
+)  # fmt: skip
 WIDE_PRODUCTS = {aten.mm.dtype_out, aten.addmm.dtype_out}  # 16-bit operands, fp32 results: CUDA only
 
 
@@ -70,7 +77,7 @@ class OnGPU(Tensor):
 
     def tolist(self) -> Any:
         WAITS.add("tolist")
-        return self.data_here.tolist()
+        return [READ] * self.numel() if self.data_here.is_meta else self.data_here.tolist()
 
     def cpu(self, *_: Any) -> Tensor:
         return self.to("cpu")
@@ -83,7 +90,9 @@ class OnGPU(Tensor):
         kwargs = kwargs or {}
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         # (quantile makes its numbers on the device that C++ sees)
-        assert all(isinstance(x, OnGPU) or x.numel() == 1 for x in inputs), f"{func} of tensors on two devices"
+        if not all(isinstance(x, OnGPU) or x.numel() == 1 for x in inputs):
+            assert func in INDEXING, f"{func} of tensors on two devices"
+            WAITS.add("an index to the device")
         by_mask = func in INDEXING and any(x.dtype == torch.bool for x in args[1] if x is not None)
         unknown_size = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
         if func in READS or by_mask or unknown_size:
@@ -91,6 +100,10 @@ class OnGPU(Tensor):
         here_args, here_kwargs = tree_map(here, args), tree_map(here, kwargs)
         if any(x.data_here.is_meta for x in inputs if isinstance(x, OnGPU)):
             here_args, here_kwargs = tree_map(_without_data, here_args), tree_map(_without_data, here_kwargs)
+            if "device" in here_kwargs:
+                here_kwargs = {**here_kwargs, "device": "meta"}
+        if func is aten._local_scalar_dense.default and here_args[0].is_meta:
+            return False if here_args[0].dtype == torch.bool else READ
         if func in WIDE_PRODUCTS:
             result = _wide_product(*here_args, **here_kwargs)
         else:
@@ -118,7 +131,7 @@ def _wide_product(*operands: Any, out: Tensor, **_: Any) -> Tensor:
     return out.copy_(product if not start else start[0] + product)
 
 
-def _makes_there(make: Callable[..., Tensor], *, copies: bool) -> Callable[..., Tensor]:
+def _makes_there(make: Callable[..., Tensor], *, copies: bool, memory: bool) -> Callable[..., Tensor]:
     """A function that makes tensors, with ``device="cuda"``; `copies` if it takes its data from the host."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -126,7 +139,7 @@ def _makes_there(make: Callable[..., Tensor], *, copies: bool) -> Callable[..., 
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         if copies:
             WAITS.add(f"{make.__name__} to the device")
-        result = make(*args, **kwargs)
+        result = make(*args, **kwargs, **({} if memory else {"device": "meta"}))
         if WAITS.tape is not None:
             WAITS.tape.made(make.__name__, result)
         return OnGPU(result)
@@ -151,18 +164,29 @@ def _to(move: Callable[..., Tensor], x: Tensor, *args: Any, non_blocking: bool =
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape: Any = None) -> Iterator[Waits]:
+def pretended(
+    monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape: Any = None, memory: bool = True
+) -> Iterator[Waits]:
     """Within, tensors may be `OnGPU`, and the waits are listed; while `capturing` a graph, each is an error.
 
-    A tensor whose data is on torch's "meta" device has none, and nor has what comes of it.
+    A tensor whose data is on torch's "meta" device has none, and nor has what comes of it. Without `memory` all that is
+    made on the GPU is such a tensor, and the GPU is one of Hopper's, for which Triton's kernels can be launched.
     """
     plenty = 2**40
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (plenty, plenty))
     nothing = {f"{name}_bytes": {"all": {"current": 0}} for name in ("reserved", "active", "inactive_split")}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device=None: nothing)
-    for name in ("arange", "empty", "full", "ones", "zeros", "tensor"):
-        monkeypatch.setattr(torch, name, _makes_there(getattr(torch, name), copies=name == "tensor"))
+    made = ("arange", "empty", "full", "ones", "zeros", "tensor", *(() if memory else ("linspace", "randint", "randn")))
+    for name in made:
+        monkeypatch.setattr(torch, name, _makes_there(getattr(torch, name), copies=name == "tensor", memory=memory))
+    if not memory:
+        monkeypatch.setattr(symbolic, "meta_nonzero_assume_all_nonzero", True)
+        monkeypatch.setattr(torch.cuda, "device", lambda device=None: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU.index)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: HOPPER)
     move = Tensor.to
     monkeypatch.setattr(Tensor, "to", lambda x, *args, **kwargs: _to(move, x, *args, **kwargs))
     WAITS.clear()

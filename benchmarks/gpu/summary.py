@@ -128,7 +128,6 @@ def is_well(data: dict[str, Any]) -> bool:
     providers = [x.get("providers", {}) for _, x in _tables(data.get("cases"))]
     ours = {x["ours"].get("status") for x in providers if "ours" in x}
     found = any(isinstance(x, dict) and x.get("in_our_kernels") for x in sanitizer.values())
-    found |= sanitizer.get("script_exit", 0) != 0
     missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
     no_smoke = data.get("smoke", {}).get("status", "passed") != "passed"
     return not (no_smoke or bad_tests or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}

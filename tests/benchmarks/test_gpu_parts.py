@@ -114,28 +114,33 @@ def test_interleaving() -> None:
     assert quantiles([]) == {"samples": 0}
 
 
-MEMCHECK = """sanitized: one_pass 5x64x1031 torch.bfloat16
+CHECKED = '{"name": "stats, V 9001, float32", "status": "ok"}'
+MEMCHECK = """{checked}
 ========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
 =========     at {kernel}+0x1d0 in stats.py:40
 =========     by thread (0,0,0) in block (1,0,0)
 =========
-sanitized: all done
 ========= ERROR SUMMARY: 1 error
 """
 
 
 def test_sanitizer_output() -> None:
+    def summed(code: int | None, output: str, *more: str) -> dict[str, Any]:
+        return outside.sanitizer_summary(Ran(code, 1.0, output), ["stats, V 9001, float32", *more])
+
     names = outside.kernel_names()
     assert names
-    ours = outside.sanitizer_summary(Ran(99, 1.0, MEMCHECK.format(kernel=names[-1])))
+    ours = summed(99, MEMCHECK.format(checked=CHECKED, kernel=names[-1]))
     assert (ours["status"], ours["in_our_kernels"], ours["reports"]) == ("found", 1, 1)
-    theirs = outside.sanitizer_summary(Ran(99, 1.0, MEMCHECK.format(kernel="cublas_gemm")))
+    theirs = summed(99, MEMCHECK.format(checked=CHECKED, kernel="cublas_gemm"))
     assert (theirs["status"], theirs["in_our_kernels"]) == ("found elsewhere", 0)
-    clean = "sanitized: all done\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
-    assert outside.sanitizer_summary(Ran(0, 1.0, clean))["status"] == "clean"
-    assert outside.sanitizer_summary(Ran(None, 1.0, "sanitized: score"))["status"] == "out of time"
-    assert outside.sanitizer_summary(Ran(255, 1.0, "========= Error: Device not supported"))["status"] == "error"
+    clean = CHECKED + "\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    assert summed(0, clean)["status"] == "clean"
+    assert summed(0, clean, "grad, V 9001, float32")["status"] == "error"  # it ended before the last check
+    assert summed(0, clean.replace('"ok"', '"wrong"'))["status"] == "checks failed"
+    assert summed(None, CHECKED)["status"] == "out of time"
+    assert summed(255, "========= Error: Device not supported")["status"] == "error"
 
 
 def test_pytest_results(tmp_path: Path) -> None:
