@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import figures, labels, tables
-from benchmarks.cases import HEADS, WORKLOADS, BenchCase
+from benchmarks.cases import HEADS, BenchCase
 from benchmarks.machine import describe_cpu, git_commit, peer_versions
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
 from benchmarks.process import ROOT
@@ -28,7 +28,6 @@ from benchmarks.providers import PROVIDERS, named
 from benchmarks.run import How, Results, measure_case, measure_peaks
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-MODES = ("forward", "backward", "full", "score")
 STEP = "step"  # the part that trains with TRL; only where asked for, it takes ten minutes
 KEPT = ("training", STEP)  # of the results, from runs of their own
 
@@ -40,9 +39,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, STEP), help="only these parts")
     parser.add_argument("--cases", nargs="+", help="only the cases of these names")
     parser.add_argument("--shapes", nargs="+", choices=HEADS, help="only the heads of these models")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="only these workloads")
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="forward alone, backward and full, or scoring")
-    parser.add_argument("--head", choices=("trainable", "frozen"), help="only cases with such a head")
     parser.add_argument("--rounds", type=int, help="how often each provider is timed")
     parser.add_argument("--rows", type=int, help="tokens, N")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -70,30 +66,14 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
     """The cases that were asked for."""
-    found = []
-    for case in [*cpu_cases(), *(memory_cases() if APART in (options.parts or ()) else ())]:
-        modes = ("score",) if case.score else ("full", "forward", "backward")
-        if options.parts and case.part not in options.parts:
-            continue
-        if options.cases and case.name not in options.cases:
-            continue
-        if options.shapes and case.model not in options.shapes:
-            continue
-        if options.workloads and not any(_is_workload(case, name) for name in options.workloads):
-            continue
-        if options.modes and not set(options.modes) & set(modes):
-            continue
-        if options.head and (options.head == "frozen") != case.frozen:
-            continue
-        found.append(_changed(case, options))
-    return found
-
-
-def _is_workload(case: BenchCase, name: str) -> bool:
-    plain = BenchCase("")
-    traits = ("padding", "zero_share", "drift", "top_entropy", "sequence", "beta")
-    distils = case.divergence is not None, "divergence" in WORKLOADS[name]  # whichever divergence it is
-    return len(set(distils)) == 1 and all(getattr(case, x) == WORKLOADS[name].get(x, getattr(plain, x)) for x in traits)
+    parts = options.parts or ()
+    return [
+        _changed(case, options)
+        for case in [*cpu_cases(), *(memory_cases() if APART in parts else ())]
+        if (not parts or case.part in parts)
+        and (not options.cases or case.name in options.cases)
+        and (not options.shapes or case.model in options.shapes)
+    ]
 
 
 def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
@@ -125,8 +105,7 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         cases={},
     )
     measure_peaks([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
-    forward_only = options.modes is not None and set(options.modes) <= {"forward", "score"}
-    how = How(backend=options.backend, forward_only=forward_only)
+    how = How(backend=options.backend)
     for case in (x for x in chosen(options) if x.part != APART):
         print(f"{case.name}: {', '.join(case.providers)}", flush=True)
         measure_case(case, case.providers, results, how)
@@ -180,13 +159,13 @@ def _conditions(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(options: argparse.Namespace) -> str:
-    """What a file of results is called that does not hold all of them."""
+    """Return the end of the name of a file of results that does not hold all of them."""
     if options.smoke:
         return "-smoke"
     if options.parts in ([STEP], [APART]):
         return f"-{options.parts[0]}"
-    chosen = (options.providers, options.parts, options.cases, options.shapes, options.workloads, options.modes)
-    return "-part" if any((*chosen, options.head, options.rounds, options.rows)) else ""
+    some = (options.providers, options.parts, options.cases, options.shapes, options.rounds, options.rows)
+    return "-part" if any(some) else ""
 
 
 def is_wrong(data: dict[str, Any]) -> bool:

@@ -131,7 +131,6 @@ class How:
     Attributes:
         device: where.
         backend: of ours.
-        forward_only: time forwards without their backward.
         one_by_one: time each provider with ours and the products alone, so that one that crashes costs no other one,
             and a ratio is of the same minute; else all in the same rounds.
         flush: overwrite the L2 cache before each step.
@@ -142,7 +141,6 @@ class How:
 
     device: torch.device = CPU
     backend: str = "auto"
-    forward_only: bool = False
     one_by_one: bool = False
     flush: bool = False
     once: bool = False
@@ -151,14 +149,14 @@ class How:
 
 
 class Step:
-    """A forward, and unless it is `forward_only` the backward of its loss if that has one; `lap` is called between."""
+    """A forward, and the backward of its loss if that has one; `lap` is called between."""
 
-    def __init__(self, forward: Forward, *, forward_only: bool = False, lap: Callable[[], None] | None = None) -> None:
-        self._forward, self._forward_only, self._lap = forward, forward_only, lap
+    def __init__(self, forward: Forward, *, lap: Callable[[], None] | None = None) -> None:
+        self._forward, self._lap = forward, lap
 
     def __call__(self) -> Outcome:
         outcome = self._forward()
-        if outcome.loss is not None and outcome.loss.requires_grad and not self._forward_only:
+        if outcome.loss is not None and outcome.loss.requires_grad:
             if self._lap is not None:
                 self._lap()
             outcome.loss.backward()
@@ -208,15 +206,14 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
     gc.collect()
     gc.freeze()  # what was imported is not looked through again at every step
     try:
-        results.merge(*top, **case.about(), forward_only=how.forward_only, status="running")
+        results.merge(*top, **case.about(), status="running")
         results.at(*top, "providers")
         task = _Task(case, results, how)
-        names = [x for x in providers if case.score or not (how.forward_only and figures.is_products(x))]
-        groups = [names]
+        groups = [list(providers)]
         if how.one_by_one:
-            anchors = [x for x in names if x in ANCHORS]
+            anchors = [x for x in providers if x in ANCHORS]
             task.turn(anchors, are_anchors=True)
-            groups = [[x] for x in names if x not in anchors]
+            groups = [[x] for x in providers if x not in anchors]
         late = []
         for group in groups:
             if time.time() > how.until:
@@ -246,7 +243,7 @@ class _Task:
         self._inputs: Inputs = make_inputs(case, how.device)
         self._want: Reference = reference(self._inputs)
         self._clock = Clock(how.device, flush=how.flush)
-        self._mode = "score" if case.score else "forward" if how.forward_only else "full"
+        self._mode = "score" if case.score else "full"
         self._limit = FIRST_CALL_SECONDS if self._clock.on_gpu else None
         self._anchors: dict[str, _Ready] = {}
         self.watch = Watch()
@@ -284,7 +281,7 @@ class _Task:
                 self._results.merge(*path, **{**found, "status": status})
             if not right or not self._case.rounds:
                 return None
-            step = Step(forward, forward_only=self._how.forward_only, lap=self._clock.lap)
+            step = Step(forward, lap=self._clock.lap)
             ms = 1e3 * found["first_call_s"]
             if self._clock.on_gpu:
                 self._results.merge(*path, extra_mib=self._extra_mib(step))

@@ -218,12 +218,9 @@ def test_choices() -> None:
     def names(*given: str) -> set[str]:
         return {x.name for x in chosen(arguments(given))}
 
-    assert names("--modes", "score") == {"score", "reverse KL, score"}
-    assert "score" not in names("--modes", "full")
-    assert names("--head", "frozen") == {"frozen", "reverse KL, frozen", *HEADS} - {"Qwen3-0.6B"}
     assert "Gemma-2-2B" in names("--shapes", "Gemma-2-2B") and "main" not in names("--shapes", "Gemma-2-2B")
-    assert names("--workloads", "gspo") == {"gspo"}
-    assert names("--workloads", "distill") == names("--parts", "distill") > {"reverse KL", "forward KL", "JSD"}
+    assert names("--cases", "gspo", "kl") == {"gspo", "kl"}
+    assert names("--parts", "distill") > {"reverse KL", "forward KL", "JSD"}
     assert names("--parts", "accuracy") == {"logits 10", "logits 20", "logits 40", "peaked"}
     (only,) = {x.providers for x in chosen(arguments(["--providers", "ours@64", "trl"]))}
     assert only == ("ours@64", "trl")
