@@ -182,7 +182,7 @@ def _teacher_fused(arch: str, config: RowConfig) -> Iterator[Case]:
         launch = partial(teacher_fused.launch_teacher_fused, chunk, full, out, config)
         variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g} {loss[0]} {_short(loss[4])}"
         # the largest takes half a minute to compile: where it is tightest, and elsewhere what the loss needs
-        quick = ("all", V, 0.5) if arch == "sm_80" else ("plain", V, 1.0)
+        quick = ("all", V, 0.5) if arch in ("sm_80", FALLBACK) else ("plain", V, 1.0)
         yield Case("teacher_fused", variant, arch, launch, (student, vocab, beta) == quick)
 
 

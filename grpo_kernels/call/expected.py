@@ -72,8 +72,8 @@ def read_expected(
     entropy: bool,
     divergence: bool = False,
 ) -> ExpectedRows:
-    """What is expected of the rows at `positions` (n,) of `ids`, in `dtype`; `entropy`, `divergence`: whether there is
-    one.
+    """Read the gradient that is expected at `positions` (n,) of `ids`, in `dtype`; `entropy` and `divergence` say
+    whether the call has one.
 
     Raises:
         TypeError, ValueError: it does not fit the ids, or is a tuple that is not (a, b).

@@ -101,8 +101,8 @@ class PlannedHead:
 
 
 def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta: float = 1.0) -> PlannedHead:
-    """How rows of `head`, which is checked, are projected; `beta` says which divergence from its reference, if it has
-    one (`backends.interface.Teacher`). Does not wait for the device.
+    """Plan the projection of the rows of `head`, which is checked; `beta` names the divergence from its reference, if
+    it has one (`backends.interface.Teacher`). Does not wait for the device.
 
     Raises:
         TypeError, ValueError: a wrong budget or backend.
@@ -134,7 +134,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
 
 
 def _plan_reference(reference: ReferenceHead, config: HeadConfig, dtype: torch.dtype) -> HeadConfig:
-    """How its rows are projected, given how those of the policy are, whose products take operands of `dtype`."""
+    """Plan the reference's projection, given `config` of the policy, whose products take operands of `dtype`."""
     own, prefix = reference.compute_dtype(dtype), reference.prefix
     _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, own)
     scale, cap = reference.logit_scale, reference.final_logit_softcapping

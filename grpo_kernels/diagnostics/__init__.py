@@ -1,1 +1,1 @@
-"""What `python -m grpo_kernels` says: the environment, the plans, and whether results are right."""
+"""`python -m grpo_kernels`: the environment, the plans, and a check of the results."""

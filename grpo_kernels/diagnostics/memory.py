@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
+from grpo_kernels.diagnostics.model_config import read_config
 from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import default_workspace
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
@@ -195,31 +196,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workspace", type=int, metavar="MIB", help="workspace_bytes, in MiB; default: the library's")
 
 
-def read_config(folder: Path) -> tuple[int, int]:
-    """Return V and H of the model whose config.json is in `folder`; transformers knows the fields that it leaves out.
-
-    Raises:
-        ValueError: no config.json there, or none that the installed transformers knows, if it is installed at all.
-    """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"expected a folder with config.json, got {folder}")
-    try:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
-        return config.vocab_size, config.hidden_size
-    except (ImportError, OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder / 'config.json'} cannot be read ({error}); give --vocab and --hidden") from error
-
-
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the table for `options`."""
     vocab, hidden = MODELS[options.model] if options.model else (None, None)
     if options.config:
         try:
-            vocab, hidden = read_config(options.config)
+            configured = read_config(options.config)
         except ValueError as error:
             parser.error(f"--config: {error}")
+        vocab, hidden = configured.vocab, configured.hidden
     vocab, hidden = options.vocab or vocab, options.hidden or hidden
     if vocab is None or hidden is None:
         parser.error("expected --model, --config, or --vocab and --hidden")

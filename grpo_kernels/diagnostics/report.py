@@ -93,7 +93,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _backend(device: torch.device) -> str:
-    """What backend="auto" means for tensors on this device."""
+    """Return the backend that "auto" chooses for tensors on this device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what the report itself says
         backend, reason = choose_backend("auto", device)
@@ -110,7 +110,7 @@ def _library() -> str:
 
 
 def _default_workspace() -> str:
-    """What `workspace_bytes=None` stands for."""
+    """Return the bytes that `workspace_bytes=None` stands for."""
     least, most = (f"{size / 2**20:.0f} MiB" for size in (CUDA.workspaces[0], CUDA.workspaces[-1]))
     return f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, up to {most}, as far as it is free)"
 

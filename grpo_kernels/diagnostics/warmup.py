@@ -8,11 +8,10 @@ all batches.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,15 @@ from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base.choices import BackendName, LossTypeName, choices
 from grpo_kernels.config import LossConfig
 from grpo_kernels.diagnostics.memory import DTYPES
+from grpo_kernels.diagnostics.model_config import read_config
 from grpo_kernels.divergence import linear_divergence
-from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
 
 BATCH, TIME = 2, 8
 NAME_WIDTH = 44
-# What a loss is given besides the batch, by the name of its line; and of the config.
+# Name of a line -> what the loss is given besides the batch, fields of its config, other arguments.
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "loss, on-policy": ((), {}, {}),
     "loss, old log-probabilities": (("old",), {}, {}),
@@ -170,28 +169,11 @@ def on_gpu(step: Callable[[], None]) -> None:
     torch.cuda.synchronize()
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """What a model's config.json says of its head, as fields of `Warmup`; of a file, or of the folder that it is in.
-
-    Raises:
-        ValueError: it is not there, or says nothing of that.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        whole = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"expected a model's folder or its config.json, got {path}: {error}") from error
-    config = whole.get("text_config", whole) if isinstance(whole, dict) else {}
-    sizes = [config.get(name) if isinstance(config, dict) else None for name in ("vocab_size", "hidden_size")]
-    if not all(isinstance(x, int) and x > 0 for x in sizes):
-        raise ValueError(f"expected vocab_size and hidden_size in {file}, got {sizes[0]} and {sizes[1]}")
-    scale, cap = scale_and_cap(config.get)
-    return {"vocab": sizes[0], "hidden": sizes[1], "logit_scale": scale, "softcap": cap}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``python -m grpo_kernels warmup``."""
-    parser.add_argument("--config", type=Path, metavar="DIR", help="a model's folder, or its config.json")
+    """Add the options of ``python -m grpo_kernels warmup``."""
+    parser.add_argument(
+        "--config", type=Path, metavar="DIR", help="take the head from the config.json of transformers in DIR"
+    )
     parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
     parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
@@ -207,7 +189,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("expected --config, or --vocab and --hidden")
     if options.config is not None:
         try:
-            fields = read_config(options.config)
+            fields = asdict(read_config(options.config))
         except ValueError as error:
             parser.error(f"--config: {error}")
     else:

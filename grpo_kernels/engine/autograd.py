@@ -25,7 +25,7 @@ from grpo_kernels.engine.request import Request, Stored
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward; None where that does not read it."""
+    """Tensors that a forward keeps for its backward; None where the backward does not read them."""
 
     head: Any = None  # Head
     stored: Any = None  # Gradients
@@ -45,7 +45,7 @@ class Saved(NamedTuple):
 
     @staticmethod
     def of(ctx: Any) -> Saved:
-        """What `save` handed over."""
+        """Return what `save` handed over."""
         saved = iter(ctx.saved_tensors)
         head, stored, stats, divergence = (tuple(itertools.islice(saved, count)) for count in (8, 5, 4, 4))
         diverged = None if divergence[0] is None else DivergenceStats(*divergence)
@@ -170,7 +170,7 @@ def _gradient(request: Request, like: Like, saved: Saved, *upstream: Tensor | No
 
 
 def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
-    """Those of all rows of a loss that is fused."""
+    """Return the coefficients of all rows of a loss that is fused."""
     assert request.coefficients is not None
     return request.coefficients(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
 
@@ -185,7 +185,7 @@ def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Like:
-    """How many positions there are, and the dtypes of the gradients to return."""
+    """Number of positions, and dtypes of the gradients to return."""
 
     positions: int
     dtypes: tuple[torch.dtype | None, ...]  # hidden, weight, bias, lora_u, lora_b
@@ -214,7 +214,7 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
 
 
 def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor) -> Gradients:
-    """What is stored, of the rows `grad_rows`, and a second sweep of `indices` together; row by row for all n rows.
+    """Add what is stored, of the rows `grad_rows`, to a second sweep of `indices`; row by row for all n rows.
 
     With one coefficient alone a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the
     row is then taken from there alone, so that the difference of two numbers does not stand in for a small one. NaN
@@ -269,6 +269,6 @@ def returned(
 
 
 def _graph_is_kept() -> bool:
-    """Whether this backward may be called again (``retain_graph``); True if torch does not tell."""
+    """Return True if this backward may be called again (``retain_graph``), or torch does not tell."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())

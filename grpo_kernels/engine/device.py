@@ -1,4 +1,4 @@
-"""What kinds of devices differ in, for the engines: one entry for each kind, and no other file asks which one it is."""
+"""Differences between kinds of devices, for the engines: one entry for each kind; no other file asks for the kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Device:
     is_capturing: Callable[[], bool]  # a graph, in which nothing can wait for the device, nor depend on what is free
 
     def padded_rows(self, n: int) -> int:
-        """How many rows the products of `n` rows are done with.
+        """Return the number of rows that the products of `n` rows are padded to.
 
         The vendor library picks its kernel by the number of rows, and the bits of a row must not depend on how many
         others there are. On a CPU the choice matters below `fewest_rows`. On a GPU a whole tile costs no more than a
@@ -39,7 +39,7 @@ class Device:
         return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
 
     def row_width(self, vocab: int) -> int:
-        """How far apart rows of logits lie, in elements.
+        """Return the distance between rows of logits, in elements.
 
         On a GPU they start at multiples of 128 bytes, d logits of 16 bits too: with rows that do not, the vendor
         library's products are slower by a factor, and the row kernels have to go element by element.

@@ -1,4 +1,4 @@
-"""How much temporary memory a call may use, and whether the device has it."""
+"""Temporary memory that a call may use, and whether the device has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_kernels.engine.products import accumulator_of, converted_dtype
 
 @dataclass(frozen=True)
 class Room:
-    """What a device has room for, besides the gradients themselves."""
+    """Free memory of a device, besides the gradients themselves, as decisions."""
 
     tight: bool  # too little for an accumulator of d weight: `lean`
     converts: bool  # enough for a copy of the weight in the operands' dtype
@@ -32,7 +32,7 @@ class Room:
         asks_tight: bool,
         reference: tuple[Tensor, torch.dtype] | None = None,
     ) -> Room:
-        """That of the device of `weight`. A CPU is not asked.
+        """Ask the device of `weight`. A CPU is not asked.
 
         Nor is a GPU while a CUDA graph is captured, which must not depend on what is free now.
 
@@ -80,8 +80,8 @@ def default_workspace(weight: Tensor, needs_grad: NeedsGrad, room: Room = AMPLE,
 
 
 def large_workspace(weight: Tensor, needs_grad: NeedsGrad, heads: int = 1) -> int:
-    """What chunks of `LARGE_CHUNK_ROWS` rows take, within the device's `workspaces`; `heads` is how many rows of logits
-    a token has at a time.
+    """Return the bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`; `heads` is the number of
+    rows of logits that a token has at a time.
 
     On a GPU a product with fewer rows waits for the weight that it reads. On a CPU it is slow enough for that not to
     matter.

@@ -1,4 +1,4 @@
-"""Whether a GPU's library multiplies 16-bit operands into fp32 results: tried once with a small product.
+"""Probe of a GPU's library: does it multiply 16-bit operands into fp32 results? Tried once with a small product.
 
 torch has ``mm(..., out_dtype=)`` in its ROCm builds too; whether it is implemented there depends on the release. Where
 it is not, or is not right, operands are converted to fp32 first, which takes several times as long.
@@ -20,7 +20,7 @@ _works: dict[torch.dtype, bool] = {}
 
 
 def multiplies(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> bool:
-    """Whether `mixed_mm` (left, right, out, *, add) is there and right for operands of `dtype` on the current GPU.
+    """Return True if `mixed_mm` (left, right, out, *, add) works and is right for `dtype` on the current GPU.
 
     The first call for a dtype waits for the device, and logs the answer. While a CUDA graph is captured nothing can
     wait: the answer is then no, if it is not known yet.
@@ -39,7 +39,7 @@ def multiplies(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> bool:
 
 
 def _trouble(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> str | None:
-    """What is wrong with `mixed_mm` for operands of `dtype`; None: nothing."""
+    """Return what is wrong with `mixed_mm` for operands of `dtype`; None if nothing is."""
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
         left, right = (_integers(rows, columns).to("cuda") for rows, columns in ((M, K), (K, N)))
         want = left @ right

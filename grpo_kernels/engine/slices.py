@@ -159,8 +159,8 @@ class _Slice:
 
 
 def plan_slices(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int, int]:
-    """How many of `rows` and how many columns to take at a time, so that the workspace stays within its budget, and the
-    bytes that they take; of tensors with or without data.
+    """Return the rows and the columns to take at a time, so that the workspace stays within its budget, and the bytes
+    that they take; works on meta tensors too.
 
     A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
     together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.

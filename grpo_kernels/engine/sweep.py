@@ -101,8 +101,8 @@ def matrix_of_logits(like: Tensor, rows: int, columns: int, dtype: torch.dtype) 
 
 
 def planned_bytes(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad | None) -> int:
-    """What the chunks of `sweep` take at most, of tensors with or without data: `config.workspace_bytes` or less, if
-    that allows the fewest rows.
+    """Return the peak bytes of the chunks that `sweep` will allocate: `config.workspace_bytes` or less, if that allows
+    the fewest rows. Works on meta tensors too.
     """
     costs = _costs(rows, head, config, needs_grad)
     return max((costs.taken(group) for group in _groups(rows, head, config, needs_grad)), default=0)

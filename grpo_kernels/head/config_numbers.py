@@ -1,4 +1,4 @@
-"""What a model's config says of its logits: transformers' models name the same two numbers in many ways."""
+"""Scale and soft-cap from a model's config: transformers' models name the same two numbers in many ways."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert found["machine"]["torch"] == torch.__version__
     assert found["tests"]["together"]["counts"]["failed"] == 0
     assert found["tests"]["together"]["counts"]["skipped"] > 0  # loudly, in a file of their own reasons
+    assert found["smoke"]["status"] == "passed"
     assert found["sanitizer"]["status"] == "absent"
     skipped = found["tests"]["counts"]["skipped"]
     for words in (

@@ -74,7 +74,7 @@ class Space:
         return self.data.view(f"u{size}")
 
     def _where(self, addresses: Places, wrong: NDArray[np.bool_]) -> str:
-        return f"at {hex(int(addresses[wrong][0]))}, which is one of {int(wrong.sum())} such lanes"
+        return f"at {hex(int(addresses[wrong][0]))}, and {int(wrong.sum()) - 1} more such lanes"
 
 
 class Shared(Space):

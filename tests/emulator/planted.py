@@ -33,13 +33,8 @@ PRODUCT = re.compile(r"(mul\.lo\.[sub]64|mul\.wide\.[su]32|mad\.wide\.[su]32|mad
 # Faults that have an effect and that nothing can notice: patterns of the kernel's and the fault's name, and the reason.
 REASONS = (
     (
-        "fused_kernel",
-        r"barrier .*\(fused.py",
-        "reductions with barriers of their own lie between the reads and the writes",
-    ),
-    (
-        "single_pass_kernel",
-        r"barrier .*\(single_pass.py",
+        "(fused|single_pass)_kernel",
+        r"barrier [^(]*\((barrier\.py:\d+ @ )?(fused|single_pass)\.py:\d+\)$",
         "reductions with barriers of their own lie between the reads and the writes",
     ),
     (".*", r".*setp.* moved by \+1 \(standard.py", "a lane more of a reduction adds up what nobody reads"),
@@ -67,7 +62,9 @@ def barriers_taken_out(kernel: Kernel) -> Iterator[Planted]:
     """Each by itself."""
     places = [place for place, step in enumerate(kernel.code) if step.opcode == "bar.sync"]
     for number, place in enumerate(places):
-        name = f"barrier {number} of {len(places)} taken out ({kernel.code[place].line})"
+        step = kernel.code[place]
+        where = " @ ".join((step.line, *step.callers))
+        name = f"barrier {number} of {len(places)} taken out ({where})"
         yield Planted(name, rewritten(kernel, {place: []}))
 
 
@@ -225,6 +222,7 @@ def main() -> int:
     )
     parser.add_argument("kernels", nargs="*", help="kernels whose name contains one of these; all without")
     parser.add_argument("--arch", action="append", choices=ARCHES)
+    parser.add_argument("--verbose", action="store_true", help="print every fault")
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     for arch in options.arch or ARCHES:
@@ -241,11 +239,9 @@ def main() -> int:
                 f"{time.perf_counter() - begun:.0f} s", flush=True,
             )  # fmt: skip
             for x in found:
-                if not x.noticed and not x.reason.startswith("no effect"):
-                    print(
-                        f"  {'NOT NOTICED' if not x.reason else 'unnoticed'}: {x.fault}{x.reason and ': '}{x.reason}",
-                        flush=True,
-                    )
+                if options.verbose or not (x.noticed or x.reason.startswith("no effect")):
+                    told = x.noticed or (f"unnoticed: {x.reason}" if x.reason else "NOT NOTICED")
+                    print(f"  {x.fault}: {told}", flush=True)
     unexplained = [x for x in outcomes if not x.noticed and not x.reason]
     for kind in ("taken out", "moved", "cut"):
         of_kind = [x for x in outcomes if kind in x.fault]

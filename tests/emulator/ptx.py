@@ -11,7 +11,7 @@ ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)[^{]*\{(.*?)\n\}", re.DOTAL
 STATEMENT = re.compile(
     r"""\s*(?:
     (?P<label>\$?\w+):(?!:)
-    | \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*
+    | \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)(?P<callers>[^\n]*)
     | \.reg\s+\.(?P<kind>\w+)\s+(?P<registers>[^;]*);
     | (?P<directive>\.\w[^;]*);
     | (?P<brace>[{}])
@@ -34,6 +34,7 @@ class Instruction:
     guard: str | None = None  # a predicate: lanes where it is false do nothing
     negated: bool = False  # lanes where it is true do nothing
     line: str = ""  # of the source: "steps.py:93"
+    callers: tuple[str, ...] = ()  # the lines that call the function of that line, the nearest first
 
     def __str__(self) -> str:
         return f"{self.opcode} {', '.join(self.operands)}" + (f" ({self.line})" if self.line else "")
@@ -65,11 +66,11 @@ def parse(text: str) -> Kernel:
         raise UnknownInstruction("expected PTX with a .visible .entry, got none")
     name, parameters, body = entry.groups()
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]*)"', text, re.MULTILINE))
-    body = re.sub(r"//[^\n]*", "", body)
+    body = re.sub(r"//(?![^\n]* @\[)[^\n]*", "", body)  # but for the callers of a line
     registers: dict[str, int] = {}
     labels: dict[str, int] = {}
     code: list[Instruction] = []
-    line, at = "", 0
+    line, callers, at = "", (), 0
     end = len(body.rstrip())
     while at < end:
         found = STATEMENT.match(body, at)
@@ -80,12 +81,13 @@ def parse(text: str) -> Kernel:
             labels[found["label"]] = len(code)
         elif found["file"]:
             line = f"{files.get(found['file'], '?')}:{found['line']}"
+            callers = tuple(re.findall(r"@\[ ([^\s:]+:\d+)", found["callers"]))
         elif found["kind"]:
             prefixes = (re.sub(r"<\d+>$|\d*$", "", each.strip()) for each in found["registers"].split(","))
             registers |= dict.fromkeys(prefixes, BITS[found["kind"]])
         elif found["opcode"]:
             operands = split(found["operands"])
-            code.append(Instruction(found["opcode"], operands, found["guard"], found["negated"] == "!", line))
+            code.append(Instruction(found["opcode"], operands, found["guard"], found["negated"] == "!", line, callers))
     return Kernel(name, tuple(re.findall(r"(\w+_param_\d+)", parameters)), registers, tuple(code), labels)
 
 

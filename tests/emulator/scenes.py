@@ -17,7 +17,7 @@ from tests.support.row_cases import EXTRAS, make_loss
 
 VOCAB = 11_769  # two tiles, and a tail that reaches into its last quarter
 BEFORE = 200_000  # rows: times the vocabulary it is more than 2^31
-IDS = (0, 4095, 8191, VOCAB - 1)
+IDS = (0, -1, VOCAB, 4095, 8191, VOCAB - 1)  # the second and the third are none
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Scene:
 
 
 def chunk_of(*, teacher: bool = False, layout: Callable[[Tensor], Tensor] = apart) -> Chunk:
-    """Rows with a target in the first tile, at its end, in another, and in the tail; all that a transform can be.
+    """Rows with a target in the first tile, at its end, in another, in the tail, and none; all of a transform.
 
-    The last row has a logit so large that `single_pass` reads it again.
+    The last row has a logit so large that `single_pass` reads it again, and the last column counts in every sum.
     """
     n = len(IDS)
     inv_t, bias = torch.rand(n, 1) + 1.0, torch.randn(VOCAB)
     transform = LogitTransform(scale=1.5, softcap=60.0, inv_temperature=inv_t, bias=bias)
     other = Teacher(layout(3 * torch.randn(n, VOCAB)), LogitTransform(scale=0.8), 1.0) if teacher else None
     raw = 3 * torch.randn(n, VOCAB)
-    raw[-1, 5000] = 200.0
+    raw[:, -1], raw[-1, 5000] = 9.0, 200.0
     return Chunk(layout(raw), torch.tensor(IDS), transform, teacher=other)
 
 

@@ -113,7 +113,7 @@ def test_bfloat16_is_rounded_to_the_nearest() -> None:
 def test_text_is_read_as_written() -> None:
     """Labels, guards, source lines, comments, blocks, and vectors among operands."""
     body = """
-    .loc 1 12 5 // steps.py:12:5
+    .loc 1 12 5 // steps.py:12:5 @[ grad.py:3:4 @[ fused.py:177:86 ] ]
     // begin inline asm
     { .reg .pred %q; setp.eq.s32 %q, %r0, 3; }
     // end inline asm
@@ -125,6 +125,7 @@ def test_text_is_read_as_written() -> None:
     assert kernel.parameters == ("written_param_0",)
     compare, branch, load, _ret = kernel.code[-4:]
     assert (compare.opcode, compare.line) == ("setp.eq.s32", "steps.py:12")
+    assert compare.callers == ("grad.py:3", "fused.py:177")
     assert (branch.guard, branch.negated, branch.operands) == ("%p1", True, ("$L__BB0_2",))
     assert load.operands == ("{ %r2, %r3 }", "[%rd0+16]")
     assert kernel.labels == {"$L__BB0_2": len(kernel.code) - 2}

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from grpo_kernels.backends import choose_backend
-from tests.gpu.test_gpu_sizes import needs
 from tests.support.on_device import same_bits
 
 
@@ -26,7 +25,8 @@ def test_bits_are_those_of_torch(device: torch.device, shape: tuple[int, ...], d
 
 
 def test_beyond_2_to_the_31_numbers(gpu: torch.device) -> None:
-    needs(gpu, 20)
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB of free device memory")
     n = 2**31 + 5000
     x = torch.arange(n, dtype=torch.float32, device=gpu)
     backend, out = choose_backend("triton", gpu)[0], torch.zeros(n, dtype=torch.bfloat16, device=gpu)

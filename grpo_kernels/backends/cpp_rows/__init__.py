@@ -136,12 +136,12 @@ class _Results:
 
 
 def _rows(chunk: Chunk) -> tuple[Any, ...]:
-    """What a chunk is to an op: logits, ids, and how they are transformed."""
+    """Arguments of an op that describe a chunk: logits, ids, and the logits' transform."""
     return chunk.logits, chunk.ids, *_numbers(chunk.transform)
 
 
 def _teacher(chunk: Chunk) -> tuple[Any, ...]:
-    """What its teacher is: logits or None, how they are transformed, and which divergence."""
+    """Arguments of an op that describe the chunk's teacher: logits or None, their transform, and the divergence."""
     if chunk.teacher is None:
         return None, *_numbers(LogitTransform()), 0.0
     return chunk.teacher.logits, *_numbers(chunk.teacher.transform), chunk.teacher.beta

@@ -92,7 +92,9 @@ def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
         if kernel in e["kernels"] and _holds(e["vocab_at_most"], vocab):
             config = _row_config(e)
             least = 4 * 32 * config.num_warps  # a lane of four columns for each thread
-            return replace(config, block_v=min(config.block_v, max(_power_of_2(vocab), least)))
+            block_v = min(config.block_v, max(_power_of_2(vocab), least))
+            maxnreg = None if arch.startswith("gfx") else config.maxnreg  # AMD's compiler knows no such option
+            return replace(config, block_v=block_v, maxnreg=maxnreg)
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
 
 

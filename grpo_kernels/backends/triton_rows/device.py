@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
-import shutil
+import subprocess
 import sysconfig
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,19 +39,20 @@ def launch_trouble() -> str | None:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:  # whatever it is: a launch would meet it too
         first_line = str(error).strip().partition("\n")[0]
-        return _missing() or f"Triton cannot start: {type(error).__name__}: {first_line}"
+        return _missing(error) or f"Triton cannot start: {type(error).__name__}: {first_line}"
     return None
 
 
-def _missing() -> str | None:
-    """Which part of a C compiler is not there; None: all are."""
-    compiler = os.environ.get("CC")
-    if not any(shutil.which(name) for name in ([compiler] if compiler else ["gcc", "clang"])):
-        named = f"CC names {compiler!r}, which is not there" if compiler else "there is no gcc or clang"
-        return f"Triton needs a C compiler, and {named}: install gcc (Debian, Ubuntu: apt-get install gcc), or set CC"
+def _missing(error: Exception) -> str | None:
+    """Return what is missing, if `error` comes from compiling; None if something else is wrong."""
+    if "C compiler" in str(error):
+        return (
+            "Triton needs a C compiler, and there is no gcc or clang: install gcc (Debian, Ubuntu: apt-get install "
+            "gcc), or set CC"
+        )
     scheme = sysconfig.get_default_scheme()
-    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
-    if not os.path.isfile(os.path.join(headers, "Python.h")):
+    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    if isinstance(error, subprocess.CalledProcessError) and not (headers / "Python.h").is_file():
         return (
             f"Triton needs Python's headers, and there is no Python.h in {headers}: install them (Debian, Ubuntu: "
             "apt-get install python3-dev)"

