@@ -13,17 +13,11 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from benchmarks.aot.matrix import Case
 
 FOLDER = Path(__file__).resolve().parents[2] / ".venv"  # where other releases of Triton are put
-HEADER = f"{'target':8} {'kernel':11} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
 
 
 def main() -> int:
@@ -40,6 +34,8 @@ def main() -> int:
     if arguments.triton:
         return max([by_release(release, arguments) for release in arguments.triton])
     import triton
+
+    from benchmarks.aot.matrix import HEADER, all_cases, line_of
 
     start = time.monotonic()
     places = [
@@ -91,29 +87,6 @@ def installed(release: str) -> Path:
         subprocess.run([*pip, *options, f"triton=={release}"], check=True)
         stamp.touch()
     return folder
-
-
-@cache
-def all_cases(quick: bool) -> list[Case]:
-    from benchmarks.aot.matrix import cases
-
-    return cases(quick=quick)
-
-
-def line_of(place: int, quick: bool) -> tuple[str, bool]:
-    """The line of the case at a place, and whether it breaks a rule."""
-    from benchmarks.aot.checks import Result, compile_launch
-
-    case = all_cases(quick)[place]
-    try:
-        result = compile_launch(case.caught(), case.arch)
-    except Exception as error:  # it is one more thing to report, next to what else breaks
-        result = Result(broken=(f"{type(error).__name__}: {error}",))
-    line = (
-        f"{case.arch:8} {case.kernel:11} {case.variant:50} "
-        f"{result.registers:9} {result.spilled:7} {result.shared:6} {result.warps:5}"
-    )
-    return line + "".join(f"\n  BROKEN: {reason}" for reason in result.broken), bool(result.broken)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.aot.checks import Result, compile_launch
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
 from grpo_kernels.backends.triton_rows import (
@@ -45,6 +46,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick
 N, V, H = 4, 151936, 4096
 RAGGED_V, RAGGED_H = 50257, 1008  # 1008 is no multiple of a tile, 1009 of nothing
+HEADER = f"{'target':8} {'kernel':11} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -70,6 +72,25 @@ def cases(*, quick: bool = False) -> list[Case]:
     return [case for case in made if (case.is_quick or not quick) and case.arch in TARGETS] + [
         case for case in made if case.is_quick and not quick and case.arch == FALLBACK
     ]
+
+
+@cache
+def all_cases(quick: bool) -> list[Case]:
+    return cases(quick=quick)
+
+
+def line_of(place: int, quick: bool) -> tuple[str, bool]:
+    """The line of the case at a place, and whether it breaks a rule."""
+    case = all_cases(quick)[place]
+    try:
+        result = compile_launch(case.caught(), case.arch)
+    except Exception as error:  # it is one more thing to report, next to what else breaks
+        result = Result(broken=(f"{type(error).__name__}: {error}",))
+    line = (
+        f"{case.arch:8} {case.kernel:11} {case.variant:50} "
+        f"{result.registers:9} {result.spilled:7} {result.shared:6} {result.warps:5}"
+    )
+    return line + "".join(f"\n  BROKEN: {reason}" for reason in result.broken), bool(result.broken)
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
