@@ -131,8 +131,8 @@ class How:
     Attributes:
         device: where.
         backend: of ours.
-        one_by_one: time each provider with ours and the products alone, so that one that crashes costs no other one,
-            and a ratio is of the same minute; else all in the same rounds.
+        one_by_one: time each provider with ours and the products alone, so that one that crashes costs none
+            that was measured before, and a ratio is of the same minute; else all in the same rounds.
         flush: overwrite the L2 cache before each step.
         once: one round, and no step to warm up.
         seconds: of the rounds of one provider, after the first few.
@@ -270,15 +270,16 @@ class _Task:
     def _checked(self, name: str) -> _Ready | None:
         """Build and check a provider, and run it till it is warm; None if it has nothing to time."""
         path = self._path(name)
-        is_known = figures.ran(self._results.at(*path))  # an anchor of an earlier call for the same case
+        is_known = figures.ran(self._results.at(*path))  # an anchor, which keeps what an earlier call found
+        path = (*path, "again") if is_known else path
         ready = None
+        self._results.merge(*path, status="running")  # what it stays if the process ends here
         with self._results.noting(*path, seconds=self._limit):
             forward = build(name, self._inputs, self._how.backend)
             found = check(name, forward, self._inputs, self._want)
             right = found["status"] == "checked"
-            if not is_known:
-                status = "ok" if right and not self._case.rounds else found["status"]
-                self._results.merge(*path, **{**found, "status": status})
+            status = "ok" if right and not self._case.rounds else found["status"]
+            self._results.merge(*path, **{**found, "status": status})
             if not right or not self._case.rounds:
                 return None
             step = Step(forward, lap=self._clock.lap)

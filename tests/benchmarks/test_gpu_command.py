@@ -130,6 +130,7 @@ def test_results_before_a_crash_stay(tmp_path: Path) -> None:
     found = json.loads(out.read_text())["cases"]["main"]["providers"]
     assert {name for name, x in found.items() if x.get("status") == "ok"} == {"ours", "trl"}
     assert found["trl"]["anchors"]["ours"]["samples"] == 1
+    assert found["eager"] == {"status": "running"}
     again = command("--report", str(out))
     said = subprocess.run(again, cwd=ROOT, env=environment(toy=True), capture_output=True, text=True)
     assert said.returncode == 0, said.stdout + said.stderr
