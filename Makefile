@@ -116,7 +116,7 @@ emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, execut
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.emulator -n $(TEST_WORKERS) --dist worksteal $(EMULATE_ARGS) </dev/null
 
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, and docs/roofline.md (ROOFLINE_ARGS=--update)
-	$(PY) -m benchmarks.roofline $(ROOFLINE_ARGS) </dev/null
+	$(PY) -m benchmarks.aot.roofline $(ROOFLINE_ARGS) </dev/null
 
 faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must notice each (FAULTS="name ...")
 	$(PY) -m tests.kernel_faults $(FAULTS) </dev/null
@@ -133,7 +133,7 @@ soak: $(STAMP)  ## 2,000 calls a workload with a flat count of tensors, threads,
 peers: $(STAMP)  ## the GRPO tests of TRL, Liger and verl, with theirs and with ours (TRL_SOURCE=DIR LIGER_SOURCE=DIR VERL_SOURCE=DIR)
 	$(PY) -m tests.peers $(PEERS_ARGS) </dev/null
 
-gpu:  ## smoke test, GPU tests, benchmarks and sanitizers (GPU_ARGS="--only bench --wheels DIR"; docs/gpu.md; --dry-run needs no GPU)
+gpu:  ## smoke test, GPU tests, sanitizers and benchmarks (GPU_ARGS="--only bench"; docs/gpu.md; --dry-run needs no GPU)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) </dev/null
 
 tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS="--budget-seconds 300"; --dry-run needs none)

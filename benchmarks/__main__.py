@@ -1,9 +1,8 @@
 """``python -m benchmarks``: the head of a policy loss on a CPU, ours and every peer in one run.
 
 Writes a JSON file, complete after every single result, and prints tables in markdown; with --plot they go into
-docs/benchmarks.md, with plots. Exit status: 1 if ours was wrong, or slower than in the results compared with; 2 if it
-could not start, or not compare. Let nothing else run meanwhile: the tables say how much of the machine other processes
-used. On a GPU: ``python -m benchmarks.gpu``.
+docs/benchmarks.md, with plots. Exit status: 1 if ours was wrong; 2 if it could not start. Let nothing else run
+meanwhile: the tables say how much of the machine other processes used. On a GPU: ``python -m benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -20,35 +19,31 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import HEADS, WORKLOADS, BenchCase
-from benchmarks.harness.child import ROOT
-from benchmarks.harness.machine import describe_cpu, git_commit, peer_versions
-from benchmarks.harness.results import Results
+from benchmarks import figures, labels, tables
+from benchmarks.cases import HEADS, BenchCase
+from benchmarks.machine import describe_cpu, git_commit, peer_versions
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
+from benchmarks.process import ROOT
 from benchmarks.providers import PROVIDERS, named
-from benchmarks.report import compare, figures, labels, plots, step, tables
+from benchmarks.run import How, Results, measure_case, measure_peaks
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-MODES = ("forward", "backward", "full", "score")
-STEPS = ("training", "step")  # parts that train with TRL; only where asked for, they take minutes
+STEP = "step"  # the part that trains with TRL; only where asked for, it takes ten minutes
+KEPT = ("training", STEP)  # of the results, from runs of their own
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--providers", nargs="+", help=f"only these: {' '.join(PROVIDERS)}; ours@MIB: that workspace")
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, *STEPS), help="only these parts")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, STEP), help="only these parts")
     parser.add_argument("--cases", nargs="+", help="only the cases of these names")
     parser.add_argument("--shapes", nargs="+", choices=HEADS, help="only the heads of these models")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="only these workloads")
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="forward alone, backward and full, or scoring")
-    parser.add_argument("--head", choices=("trainable", "frozen"), help="only cases with such a head")
     parser.add_argument("--rounds", type=int, help="how often each provider is timed")
     parser.add_argument("--rows", type=int, help="tokens, N")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--backend", default="auto", help='of "ours"')
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)")
-    parser.add_argument("--compare", type=Path, metavar="OLD", help="results to compare with")
     parser.add_argument("--plot", action="store_true", help="tables and plots into docs/benchmarks.md, docs/plots/")
     parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: show these results")
     parser.add_argument("--docs", type=Path, default=DOCS, help="where --plot writes")
@@ -57,9 +52,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         for name in options.providers or ():
             named(name)
-        for file in (options.compare, options.report):
-            if file is not None:
-                json.loads(file.read_text())
+        if options.report is not None:
+            json.loads(options.report.read_text())
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if options.smoke and options.plot and options.docs == DOCS:
@@ -72,30 +66,14 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
     """The cases that were asked for."""
-    found = []
-    for case in [*cpu_cases(), *(memory_cases() if APART in (options.parts or ()) else ())]:
-        modes = ("score",) if case.score else ("full", "forward", "backward")
-        if options.parts and case.part not in options.parts:
-            continue
-        if options.cases and case.name not in options.cases:
-            continue
-        if options.shapes and case.model not in options.shapes:
-            continue
-        if options.workloads and not any(_is_workload(case, name) for name in options.workloads):
-            continue
-        if options.modes and not set(options.modes) & set(modes):
-            continue
-        if options.head and (options.head == "frozen") != case.frozen:
-            continue
-        found.append(_changed(case, options))
-    return found
-
-
-def _is_workload(case: BenchCase, name: str) -> bool:
-    plain = BenchCase("")
-    traits = ("padding", "zero_share", "drift", "top_entropy", "sequence", "beta")
-    distils = case.divergence is not None, "divergence" in WORKLOADS[name]  # whichever divergence it is
-    return len(set(distils)) == 1 and all(getattr(case, x) == WORKLOADS[name].get(x, getattr(plain, x)) for x in traits)
+    parts = options.parts or ()
+    return [
+        _changed(case, options)
+        for case in [*cpu_cases(), *(memory_cases() if APART in parts else ())]
+        if (not parts or case.part in parts)
+        and (not options.cases or case.name in options.cases)
+        and (not options.shapes or case.model in options.shapes)
+    ]
 
 
 def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
@@ -110,8 +88,6 @@ def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     """Run what was asked for."""
-    from benchmarks.harness import peaks, suite  # pytest is not needed to draw plots
-
     torch.set_num_threads(options.threads)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     results = Results(
@@ -128,21 +104,16 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         versions=peer_versions(),
         cases={},
     )
-    cases = [x for x in chosen(options) if x.part != APART]
-    peaks.measure([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
-    status = 0
-    if cases:
-        forward_only = options.modes is not None and set(options.modes) <= {"forward", "score"}
-        status = suite.run(suite.Suite(cases, results, backend=options.backend, forward_only=forward_only))
-    if "training" in (options.parts or ()):
-        from benchmarks import training  # needs transformers and TRL
-
-        results.merge("training", **training.measure_all(device="cpu", toy=options.smoke, threads=options.threads))
-    if "step" in (options.parts or ()):
+    measure_peaks([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
+    how = How(backend=options.backend)
+    for case in (x for x in chosen(options) if x.part != APART):
+        print(f"{case.name}: {', '.join(case.providers)}", flush=True)
+        measure_case(case, case.providers, results, how)
+    if STEP in (options.parts or ()):
         from benchmarks.step import measure_all
 
         measure_all(results, toy=options.smoke, rounds=options.rounds)
-    results.merge(status="complete" if status in (0, 5) else f"pytest ended with {status}")
+    results.merge(status="complete")
     return results
 
 
@@ -153,7 +124,7 @@ def with_apart(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     if data.get("smoke") or data.get("dry_run"):
         return data
     runs, cases = dict(data.get("runs") or {}), dict(data.get("cases") or {})
-    for part in STEPS:
+    for part in KEPT:
         if part not in data and (found := _newest(data, folder, part)):
             data = {**data, part: found[part]}
             runs[part] = _conditions(figures.of_run(found, part))
@@ -169,7 +140,7 @@ def for_page(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     if data.get("smoke") or not whole or data["cases"].keys() - figures.of_part(data, APART).keys():
         return data
     base = json.loads(whole[-1].read_text())
-    found = {part: data[part] for part in STEPS if part in data}
+    found = {part: data[part] for part in KEPT if part in data}
     runs = {part: _conditions(figures.of_run(data, part)) for part in (*found, APART)}
     return with_apart({**base, **found, "cases": base["cases"] | data["cases"], "runs": runs}, folder)
 
@@ -188,13 +159,13 @@ def _conditions(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(options: argparse.Namespace) -> str:
-    """What a file of results is called that does not hold all of them."""
+    """Return the end of the name of a file of results that does not hold all of them."""
     if options.smoke:
         return "-smoke"
-    if options.parts in (*([x] for x in STEPS), [APART]):
+    if options.parts in ([STEP], [APART]):
         return f"-{options.parts[0]}"
-    chosen = (options.providers, options.parts, options.cases, options.shapes, options.workloads, options.modes)
-    return "-part" if any((*chosen, options.head, options.rounds, options.rows)) else ""
+    some = (options.providers, options.parts, options.cases, options.shapes, options.rounds, options.rows)
+    return "-part" if any(some) else ""
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
@@ -202,7 +173,7 @@ def is_wrong(data: dict[str, Any]) -> bool:
     cases = (data.get("cases") or {}).values()
     ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
     wrong = any(x["status"] not in ("ok", "partial", "absent") for x in ours)
-    return wrong or step.is_wrong(data) or data["status"] != "complete"
+    return wrong or tables.step_is_wrong(data) or data["status"] != "complete"
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -218,19 +189,12 @@ def main(given: Sequence[str] | None = None) -> int:
     data = with_apart(data, RESULTS)
     print("\n".join(tables.lines(data)))
     if options.plot:
+        from benchmarks import plots
+
         data = for_page(data, RESULTS)
         drawn = plots.render(data, options.docs / "plots")
         tables.write(data, options.docs / "benchmarks.md", drawn)
-    regressed = False
-    if options.compare:
-        try:
-            findings = compare.compare(json.loads(options.compare.read_text()), data)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        print("\n".join(compare.lines(findings)))
-        regressed = compare.has_regressed(findings)
-    return int(regressed or is_wrong(data))
+    return int(is_wrong(data))
 
 
 if __name__ == "__main__":

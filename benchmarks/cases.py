@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.events import Absence
-from benchmarks.teacher import Teacher, make_teacher
+from grpo_kernels.diagnostics.memory import MODELS
 
 SEED = 20240203
 SCALE = 11.0  # standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small probabilities
@@ -20,6 +19,10 @@ EPSILON = 0.2
 BETA = 0.04
 SLICE_ROWS = 1024
 TOY_V = 70
+
+
+class Absence(Exception):
+    """Something that cannot run here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,8 @@ class Head:
     softcap: float | None = None
 
 
-HEADS = {  # from the models' published configurations
-    "Qwen3-0.6B": Head(1024, 151936),
-    "Qwen3-1.7B": Head(2048, 151936),
-    "Qwen3-8B": Head(4096, 151936),
-    "Llama-3-8B": Head(4096, 128256),
-    "Gemma-2-2B": Head(2304, 256000, softcap=30.0),
-    "gpt-oss-20B": Head(2880, 201088),
-}
+SOFTCAPS = {"Gemma-2-2B": 30.0}  # of the logits
+HEADS = {name: Head(h, v, SOFTCAPS.get(name)) for name, (v, h) in MODELS.items()}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "all tokens": {},
     "padding": {"padding": 0.5},
@@ -144,6 +141,14 @@ def case(name: str, model: str = "Qwen3-0.6B", workload: str = "all tokens", **f
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """A policy near the student's with a head of its own; constants, at the student's positions."""
+
+    hidden: Tensor  # (B, T, H')
+    weight: Tensor  # (V, H')
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What every provider is given; hidden states, and the weight unless frozen, are leaves that want a gradient."""
 
@@ -202,6 +207,23 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
         ref,
         teacher,
     )
+
+
+def make_teacher(hidden: Tensor, weight: Tensor, width: int, drift: float, g: torch.Generator) -> Teacher:
+    """A teacher of `width` H' >= H for hidden states (B, T, H) and weight (V, H).
+
+    What it has of the student's hidden states is moved by `drift` of their standard deviation, 1, and what it has
+    beside them has that size: its logits are off by `drift` times their spread, and by more the wider it is.
+    """
+    h, vocab = hidden.shape[-1], len(weight)
+    own = drift * torch.randn((*hidden.shape[:-1], width), generator=g, device=hidden.device)
+    own[..., :h] += hidden
+    head = weight.new_empty(vocab, width)
+    head[:, :h] = weight
+    for start in range(h, width, h):  # the next row's, so that no direction says what another one does
+        columns = head[:, start : start + h]
+        columns[:-1], columns[-1] = weight[1:, : columns.shape[1]], weight[0, : columns.shape[1]]
+    return Teacher(own.to(torch.bfloat16).to(hidden.dtype), head)
 
 
 def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) -> Tensor:

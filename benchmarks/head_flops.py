@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.harness.flops import counter as operations
+from benchmarks.flops import counter as operations
 
 
 @dataclass

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case
-from benchmarks.harness.timing import ROUNDS
-from benchmarks.report.figures import is_ours
+from benchmarks.figures import is_ours
 
 # There liger_torch is what liger_ce chooses, and eager/selective another form of eager.
 ON_CPU = (
@@ -29,6 +28,7 @@ OTHERS = ("all tokens", "distill")  # workloads with a place of their own
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
 LIMITED = {"rounds": 3}  # where the products are timed: what is called a limit has to be one
 PARTS = ("main", "workloads", "distill", "shapes", "scaling", "accuracy")
+ROUNDS = 25  # on a GPU
 APART = "memory"  # a part that is measured only where it is asked for: it needs some 20 GB
 COMPLETIONS = 8  # of one prompt, in the part "memory"
 TOKENS = (128, 512, 2048, 8192, 16384)

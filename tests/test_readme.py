@@ -64,13 +64,12 @@ def test_links_lead_to_files_of_the_checkout() -> None:
 def test_the_figure_says_in_words_what_it_shows() -> None:
     """Its title, computed from the newest measurement, stands in its place where no image is shown."""
     pytest.importorskip("matplotlib")
-    from benchmarks.report import step as results
-    from benchmarks.report.plots import step
+    from benchmarks import plots, tables
 
     newest = max((ROOT / "benchmarks" / "results").glob("cpu-step-*.json"))
     (shown,) = re.findall(r"!\[([^\]]+)\]\(docs/plots/step.png\)", TEXT)
-    scene, *_ = results.scenes(json.loads(newest.read_text())).values()
-    assert shown == step.claim(scene)
+    scene, *_ = tables.scenes(json.loads(newest.read_text())).values()
+    assert shown == plots.step_claim(scene)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from multiprocessing import get_context
+from pathlib import Path
 
-from benchmarks.aot import releases
+FOLDER = Path(__file__).resolve().parents[2] / ".venv"  # where other releases of Triton are put
 
 
 def main() -> int:
@@ -33,7 +35,7 @@ def main() -> int:
         return max([by_release(release, arguments) for release in arguments.triton])
     import triton
 
-    from benchmarks.aot.table import HEADER, all_cases, line_of
+    from benchmarks.aot.matrix import HEADER, all_cases, line_of
 
     start = time.monotonic()
     places = [
@@ -63,7 +65,28 @@ def by_release(release: str, arguments: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "benchmarks.aot", "--workers", str(arguments.workers)]
     command += ["--quick"] if arguments.quick else []
     command += [f"--target={x}" for x in arguments.target or ()] + [f"--kernel={x}" for x in arguments.kernel or ()]
-    return subprocess.run(command, env=releases.environment(release)).returncode
+    return subprocess.run(command, env=environment(release)).returncode
+
+
+def environment(release: str) -> dict[str, str]:
+    """The environment of a process that imports `release` of Triton, which is installed if it is not there."""
+    if version("triton") == release:
+        return dict(os.environ)
+    path = [str(installed(release)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def installed(release: str) -> Path:
+    """The folder of `release`, without what it depends on: that is installed already."""
+    folder = FOLDER / f"triton-{release}"
+    stamp = folder / ".installed"
+    if not stamp.exists():
+        print(f"installing Triton {release} into {folder}", flush=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
+        options = ["--no-deps", "--no-compile", "--upgrade", "--target", str(folder)]
+        subprocess.run([*pip, *options, f"triton=={release}"], check=True)
+        stamp.touch()
+    return folder
 
 
 if __name__ == "__main__":

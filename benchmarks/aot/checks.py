@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.aot.launches import Launch
-from benchmarks.roofline.flow import Flow
-from benchmarks.roofline.sass import disassembled
+from benchmarks.aot.sass import Flow, disassembled
 from grpo_kernels.backends.triton_rows.configs import SHARED_BYTES, family
 
 # The PTX or assembly of the instructions that the tensor cores are for.
@@ -35,7 +34,7 @@ TENSOR_CORES = {
     "gfx942": r"\bv_mfma_",
 }
 # Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so that they are
-# written and read once a row, or once a tile (`dot`). docs/design.md says what they cost.
+# written and read once a row, or once a tile (`dot`). docs/kernels.md says what they cost.
 SPILLS = {
     "3.8": {("sm_80", "dot_kernel"): 264, ("sm_90", "stats_kernel"): 8},
     "3.9": {("sm_90", "diverge_kernel"): 16, ("sm_90", "dot_kernel"): 56},

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.aot.checks import Result, compile_launch
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
 from grpo_kernels.backends.triton_rows import (
@@ -44,6 +46,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick
 N, V, H = 4, 151936, 4096
 RAGGED_V, RAGGED_H = 50257, 1008  # 1008 is no multiple of a tile, 1009 of nothing
+HEADER = f"{'target':8} {'kernel':11} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -69,6 +72,25 @@ def cases(*, quick: bool = False) -> list[Case]:
     return [case for case in made if (case.is_quick or not quick) and case.arch in TARGETS] + [
         case for case in made if case.is_quick and not quick and case.arch == FALLBACK
     ]
+
+
+@cache
+def all_cases(quick: bool) -> list[Case]:
+    return cases(quick=quick)
+
+
+def line_of(place: int, quick: bool) -> tuple[str, bool]:
+    """The line of the case at a place, and whether it breaks a rule."""
+    case = all_cases(quick)[place]
+    try:
+        result = compile_launch(case.caught(), case.arch)
+    except Exception as error:  # it is one more thing to report, next to what else breaks
+        result = Result(broken=(f"{type(error).__name__}: {error}",))
+    line = (
+        f"{case.arch:8} {case.kernel:11} {case.variant:50} "
+        f"{result.registers:9} {result.spilled:7} {result.shared:6} {result.warps:5}"
+    )
+    return line + "".join(f"\n  BROKEN: {reason}" for reason in result.broken), bool(result.broken)
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -118,16 +140,9 @@ def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
 def _stats(arch: str, config: RowConfig) -> Iterator[Case]:
     for vocab, extras in product((V, RAGGED_V), ((), STATISTICS)):
         for name, transform in transforms(vocab).items():
-
-            def launch(
-                vocab: int = vocab,
-                transform: LogitTransform = transform,
-                extras: tuple[str, ...] = extras,
-            ) -> None:
-                chunk = Chunk(empty(N, vocab), ids(), transform)
-                stats.launch_stats(chunk, config, entropy=bool(extras), extras=extras)
-
             if vocab == V or name == "all":
+                chunk = Chunk(empty(N, vocab), ids(), transform)
+                launch = partial(stats.launch_stats, chunk, config, entropy=bool(extras), extras=extras)
                 variant = f"{_row(config)} V {vocab} {name}{' extras' if extras else ''}"
                 yield Case("stats", variant, arch, launch, name == "all" and (vocab == V) == bool(extras))
 
@@ -135,18 +150,10 @@ def _stats(arch: str, config: RowConfig) -> Iterator[Case]:
 def _grad(arch: str, config: RowConfig) -> Iterator[Case]:
     for vocab, dtype, has_b in product((V, RAGGED_V), (FP32, BF16, FP16), (False, True)):
         for name, transform in transforms(vocab).items():
-
-            def launch(
-                vocab: int = vocab,
-                transform: LogitTransform = transform,
-                dtype: torch.dtype = dtype,
-                has_b: bool = has_b,
-            ) -> None:
-                b = empty(N) if has_b else None
-                chunk, out = Chunk(empty(N, vocab), ids(), transform), empty(N, vocab, dtype=dtype)
-                grad.launch_grad(chunk, row_statistics(), empty(N), b, out, config)
-
             if name in ("plain", "all") if vocab == V else (name == "all" and dtype == BF16):
+                chunk, out = Chunk(empty(N, vocab), ids(), transform), empty(N, vocab, dtype=dtype)
+                b = empty(N) if has_b else None
+                launch = partial(grad.launch_grad, chunk, row_statistics(), empty(N), b, out, config)
                 variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{' b' if has_b else ''}"
                 yield Case("grad", variant, arch, launch, (name, dtype, has_b, vocab) == ("all", BF16, True, V))
 
@@ -170,10 +177,8 @@ def with_teacher(names: tuple[str, str], vocab: int, beta: float) -> Chunk:
 
 def _diverge(arch: str, config: RowConfig) -> Iterator[Case]:
     for student, teacher, vocab, beta in PAIRS:
-
-        def launch(names: tuple[str, str] = (student, teacher), vocab: int = vocab, beta: float = beta) -> None:
-            divergence.launch_diverge(with_teacher(names, vocab, beta), row_statistics(), row_statistics(), config)
-
+        chunk, known = with_teacher((student, teacher), vocab, beta), (row_statistics(), row_statistics())
+        launch = partial(divergence.launch_diverge, chunk, *known, config)
         variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g}"
         yield Case("diverge", variant, arch, launch, (student, vocab) == ("all", V))
 
@@ -181,19 +186,10 @@ def _diverge(arch: str, config: RowConfig) -> Iterator[Case]:
 def _teacher_grad(arch: str, config: RowConfig) -> Iterator[Case]:
     for student, teacher, vocab, beta in PAIRS:
         for dtype, has_b in ((FP32, False), (BF16, True), (FP16, True)):
-
-            def launch(
-                names: tuple[str, str] = (student, teacher),
-                vocab: int = vocab,
-                beta: float = beta,
-                dtype: torch.dtype = dtype,
-                has_b: bool = has_b,
-            ) -> None:
-                b, out = empty(N) if has_b else None, empty(N, vocab, dtype=dtype)
-                chunk = with_teacher(names, vocab, beta)
-                teacher_grad.launch_teacher_grad(chunk, pair_statistics(), empty(N), b, empty(N), out, config)
-
             if dtype == BF16 or (student, beta) == ("plain", 1.0):
+                chunk, out = with_teacher((student, teacher), vocab, beta), empty(N, vocab, dtype=dtype)
+                slopes = (empty(N), empty(N) if has_b else None, empty(N))
+                launch = partial(teacher_grad.launch_teacher_grad, chunk, pair_statistics(), *slopes, out, config)
                 variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g} {_short(dtype)}"
                 yield Case("teacher_grad", variant, arch, launch, (student, vocab) == ("all", V))
 
@@ -201,14 +197,10 @@ def _teacher_grad(arch: str, config: RowConfig) -> Iterator[Case]:
 def _teacher_fused(arch: str, config: RowConfig) -> Iterator[Case]:
     for student, teacher, vocab, beta in PAIRS:
         off_policy = ("clipped", None, False, True, BF16, 0.01)
-        loss = ("linear", None, False, False, FP32, 0.0) if student == "bias" else off_policy
-
-        def launch(
-            names: tuple[str, str] = (student, teacher), vocab: int = vocab, beta: float = beta, loss: Any = loss
-        ) -> None:
-            full, out = replace(token_loss(*loss), kl="full"), empty(N, vocab, dtype=loss[4])
-            teacher_fused.launch_teacher_fused(with_teacher(names, vocab, beta), full, out, config)
-
+        loss: Any = ("linear", None, False, False, FP32, 0.0) if student == "bias" else off_policy
+        full, out = replace(token_loss(*loss), kl="full"), empty(N, vocab, dtype=loss[4])
+        chunk = with_teacher((student, teacher), vocab, beta)
+        launch = partial(teacher_fused.launch_teacher_fused, chunk, full, out, config)
         variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g} {loss[0]} {_short(loss[4])}"
         # the largest takes half a minute to compile: where it is tightest, and elsewhere what the loss needs
         quick = ("all", V, 0.5) if arch in ("sm_80", FALLBACK) else ("plain", V, 1.0)
@@ -225,18 +217,9 @@ def _single_pass(arch: str, config: RowConfig) -> Iterator[Case]:
         (RAGGED_V, "all", BF16, STATISTICS),
     ):
         for in_place in (False, True) if dtype == FP32 else (False,):
-
-            def launch(
-                vocab: int = vocab,
-                name: str = name,
-                dtype: torch.dtype = dtype,
-                extras: tuple[str, ...] = extras,
-                in_place: bool = in_place,
-            ) -> None:
-                raw, out = (empty(N, -(-vocab // 64) * 64, dtype=kind)[:, :vocab] for kind in (FP32, dtype))
-                chunk, entropy = Chunk(raw, ids(), transforms(vocab)[name]), bool(extras)
-                single_pass.launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)
-
+            raw, out = (empty(N, -(-vocab // 64) * 64, dtype=kind)[:, :vocab] for kind in (FP32, dtype))
+            chunk, options = Chunk(raw, ids(), transforms(vocab)[name]), {"entropy": bool(extras), "extras": extras}
+            launch = partial(single_pass.launch_single_pass, chunk, out, config, in_place=in_place, **options)
             suffix = f"{' in place' if in_place else ''}{' extras' if extras else ''}"
             variant = f"{_row(config)} V {vocab} {name} {_short(dtype)}{suffix}"
             yield Case("single_pass", variant, arch, launch, bool(extras) and vocab == V)
@@ -260,18 +243,10 @@ def _fused(arch: str, config: RowConfig) -> Iterator[Case]:
     for vocab, loss in product((V, RAGGED_V), LOSSES):
         for name, transform in transforms(vocab).items():
             surrogate, kl, _, _, out, _ = loss
-
-            def launch(
-                vocab: int = vocab,
-                transform: LogitTransform = transform,
-                loss: Any = loss,
-                out: torch.dtype | None = out,
-            ) -> None:
-                written = None if out is None else empty(N, vocab, dtype=out)
-                fused.launch_fused(Chunk(empty(N, vocab), ids(), transform), token_loss(*loss), written, config)
-
             picked = name == "plain" or (name == "all" and loss in LOSSES[1:6:2])
             if picked if vocab == V else (name == "all" and surrogate == "sapo"):
+                chunk, gradient = Chunk(empty(N, vocab), ids(), transform), out and empty(N, vocab, dtype=out)
+                launch = partial(fused.launch_fused, chunk, token_loss(*loss), gradient, config)
                 written = "-" if out is None else _short(out)
                 variant = f"{_row(config)} V {vocab} {name} {surrogate} {kl or '-'} {written}"
                 yield Case("fused", variant, arch, launch, name == "all" and kl == "k3" and vocab == V)
@@ -299,14 +274,11 @@ def _dot(arch: str) -> Iterator[Case]:
 
 def dot_cases(arch: str, config: DotConfig, dtype: torch.dtype, *, softcap: bool, aligned: bool) -> Iterator[Case]:
     """The variants of the scoring kernel by the tiles of `config`."""
-    for name, width in product(transforms(V), (H, RAGGED_H) if aligned else (RAGGED_H + 1,)):
-
-        def launch(name: str = name, width: int = width) -> None:
-            hidden, weight = empty(N, width, dtype=dtype), empty(V, width, dtype=dtype)
-            dot.launch_dot(hidden, weight, ids(), transforms(V)[name], config, entropy=True)
-
+    for (name, transform), width in product(transforms(V).items(), (H, RAGGED_H) if aligned else (RAGGED_H + 1,)):
         is_wanted = dtype != FP16 or (name, width) in (("plain", H), ("all", RAGGED_H))
-        if is_wanted and softcap == (transforms(V)[name].softcap is not None):
+        if is_wanted and softcap == (transform.softcap is not None):
+            hidden, weight = empty(N, width, dtype=dtype), empty(V, width, dtype=dtype)
+            launch = partial(dot.launch_dot, hidden, weight, ids(), transform, config, entropy=True)
             tile = f"{config.block_n}x{config.block_v}x{config.block_h}"
             loads = "descriptors" if config.use_tma and aligned else "pointers"
             is_quick = width != H and (name, dtype) in (("bias", BF16), ("all", BF16), ("all", FP32))
@@ -315,20 +287,14 @@ def dot_cases(arch: str, config: DotConfig, dtype: torch.dtype, *, softcap: bool
 
 def _combine(arch: str) -> Iterator[Case]:
     for splits, entropy in product((1, 200, 256), (False, True)):
-
-        def launch(splits: int = splits, entropy: bool = entropy) -> None:
-            parts = empty(N, splits)
-            combine.launch_combine(parts, parts, parts, empty(N), ids(), V, entropy=entropy)
-
+        parts = empty(N, splits)
+        launch = partial(combine.launch_combine, parts, parts, parts, empty(N), ids(), V, entropy=entropy)
         yield Case("combine", f"{splits} splits{' entropy' if entropy else ''}", arch, launch, splits == 200)
 
 
 def _scale(arch: str) -> Iterator[Case]:
     for dtype in (FP32, BF16, FP16):
-
-        def launch(dtype: torch.dtype = dtype) -> None:
-            scale.launch_scale(empty(V, H), empty(), empty(V, H, dtype=dtype))
-
+        launch = partial(scale.launch_scale, empty(V, H), empty(), empty(V, H, dtype=dtype))
         yield Case("scale", _short(dtype), arch, launch, dtype == BF16)
 
 

@@ -1,12 +1,108 @@
-"""The results in a few lines, for a reader who has only the end of the output."""
+"""The results of a GPU in a few lines, with the figures that follow from the times, and whether the goals are met."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.verdict import derive, judge
-from benchmarks.harness.results import Results
-from benchmarks.report import figures
+from benchmarks import figures
+from benchmarks.run import Results
+
+FAMILIES = {  # the fastest of those that ran stands for all of a peer's
+    "liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "liger_ce", "liger_jsd", "liger_jsd/fused"),
+    "verl": ("verl_triton", "verl_torch"),
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio of two providers' times in one case, and its limit."""
+
+    case: str
+    over: str
+    under: str
+    limit: float
+    at_least: bool = False
+
+
+GOALS = (
+    Goal("main", "ours", "products", 1.20),
+    Goal("main", "trl", "ours", 1.25, at_least=True),
+    Goal("main", "liger", "ours", 1.25, at_least=True),
+    Goal("frozen", "ours", "products", 1.20),
+    Goal("frozen", "trl", "ours", 1.7, at_least=True),
+    Goal("frozen", "liger", "ours", 1.7, at_least=True),
+    Goal("half_zero", "trl", "ours", 1.7, at_least=True),
+    Goal("half_zero", "liger", "ours", 1.7, at_least=True),
+)
+
+
+def median(case: dict[str, Any], provider: str) -> float | None:
+    """Milliseconds of a whole step of a provider that ran and was right, or of its scoring."""
+    return figures.median(case, provider, "score" if case.get("score") else "full")
+
+
+def over_ours(case: dict[str, Any], name: str) -> float | None:
+    """How many times ours the provider takes: both from the rounds of its own turn, where it had one."""
+    provider = figures.providers(case).get(name, {})
+    anchor = (provider.get("anchors") or {}).get(figures.OURS, {})
+    return figures.ratio(median(case, name), anchor.get("median") or median(case, figures.OURS))
+
+
+def fastest(case: dict[str, Any], *providers: str) -> tuple[str, float] | None:
+    """(name, times ours) of the fastest that ran."""
+    timed = [(times, name) for name in providers if (times := over_ours(case, name)) is not None]
+    return (min(timed)[1], min(timed)[0]) if timed else None
+
+
+def derive(case: dict[str, Any]) -> dict[str, Any]:
+    """Rates on the case's own count of operations, and ratios of ours to the others."""
+    derived: dict[str, Any] = {}
+    for name in case.get("providers", {}):
+        ms = median(case, name)
+        if ms:
+            flops = case["products_nvh"] * case["counted"] * case["v"] * case["h"]
+            derived.setdefault("tflops", {})[name] = round(flops / 1e9 / ms, 1)
+    ours, products = median(case, figures.OURS), median(case, figures.PRODUCTS)
+    if not ours:
+        return derived
+    if products:
+        derived["ours_over_products"] = round(ours / products, 3)
+    alone = [name for name in case["providers"] if not any(name in x for x in FAMILIES.values())]
+    peers = {name: (name,) for name in alone if not figures.is_ours(name) and not figures.is_products(name)}
+    for peer, names in {**peers, **FAMILIES}.items():
+        best = fastest(case, *names)
+        if best:
+            derived[f"{peer}_over_ours"] = round(best[1], 3)
+            if best[0] != peer:
+                derived[f"{peer}_was"] = best[0]
+    return derived
+
+
+def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry a goal: what was wanted, what came, and "pass", "fail" or "not measured"."""
+    found = []
+    for goal in GOALS:
+        case = cases.get(goal.case, {})
+        value = _value(case, goal)
+        met = None if value is None else value >= goal.limit if goal.at_least else value <= goal.limit
+        found.append(
+            {
+                "case": goal.case,
+                "figure": f"time, {goal.over} / {goal.under}",
+                "goal": f"{'>=' if goal.at_least else '<='} {goal.limit:.3g}",
+                "value": None if value is None else round(value, 3),
+                "verdict": "not measured" if met is None else "pass" if met else "fail",
+            }
+        )
+    return found
+
+
+def _value(case: dict[str, Any], goal: Goal) -> float | None:
+    if goal.under == figures.OURS:
+        best = fastest(case, *FAMILIES.get(goal.over, (goal.over,)))
+        return None if best is None else best[1]
+    return figures.ratio(median(case, goal.over), median(case, goal.under))
 
 
 def conclude(results: Results) -> bool:
@@ -32,7 +128,6 @@ def is_well(data: dict[str, Any]) -> bool:
     providers = [x.get("providers", {}) for _, x in _tables(data.get("cases"))]
     ours = {x["ours"].get("status") for x in providers if "ours" in x}
     found = any(isinstance(x, dict) and x.get("in_our_kernels") for x in sanitizer.values())
-    found |= sanitizer.get("script_exit", 0) != 0
     missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
     no_smoke = data.get("smoke", {}).get("status", "passed") != "passed"
     return not (no_smoke or bad_tests or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}
@@ -82,8 +177,6 @@ def did_not_run(data: dict[str, Any]) -> list[str]:
     counts = data.get("tests", {}).get("counts", {})
     if "tests" in data and not counts.get("passed") and not counts.get("failed"):
         text.append(f"not run: GPU tests, {counts.get('skipped', 0)} of them skipped: {_reasons(data['tests'])}")
-    problems = data.get("peers", {}).get("installed", {}).get("problems", {})
-    text += [f"not installed: {name}: {problem[-300:]}" for name, problem in problems.items()]
     for what, x in (("compute-sanitizer", data.get("sanitizer", {})), *_tables(data.get("sanitizer"))):
         if x.get("status") in ("absent", "skipped", "out of time"):
             text.append(f"not run: {what}: {x['status']}, {x.get('reason', '')}")
@@ -92,16 +185,10 @@ def did_not_run(data: dict[str, Any]) -> list[str]:
         f"not run: smoke, {name}: {x.get('reason', '')}" for name, x in checks if x["status"] in ("absent", "not run")
     ]
     cases = _tables(data.get("cases"))
-    skipped = [name for name, case in cases if case.get("status") == "skipped"]
-    skipped += [f"{name}, pass {i}" for name, case in cases for i, x in _skipped(case)]
-    if skipped:
-        text.append(f"not run: no time for {len(skipped)} cases or passes: {', '.join(skipped)}")
+    if late := data.get("not_begun"):
+        text.append(f"not run: no time for {', '.join(late)}")
     text += [f"not run: {name} in any case: {reason}" for name, reason in _never_ran(cases).items()]
     return text
-
-
-def _skipped(case: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(index, x) for index, x in case.get("passes", {}).items() if x.get("status") == "skipped"]
 
 
 def _reasons(tests: dict[str, Any]) -> str:
@@ -145,9 +232,6 @@ def _case_lines(name: str, case: dict[str, Any]) -> list[str]:
             f"  {provider:13s} {ms['median']:9.3f} ms [{ms['p20']:.2f}, {ms['p80']:.2f}] {rate} TFLOP/s "
             f"{x.get('extra_mib')} MiB {x.get('note', '')[:48]} {_errors(x)}"
         )
-    for index, x in case.get("passes", {}).items():
-        if x.get("status") != "complete":
-            text.append(f"  pass {index}: {x.get('status')} {x.get('reason', '')}")
     ratios = {k: x for k, x in case.get("derived", {}).items() if k != "tflops"}
     return [*text, f"  {ratios}"]
 

@@ -17,10 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Inputs, policy_loss
-from benchmarks.harness.events import Absence
-
-MIB = 2**20
+from benchmarks.cases import Absence, Inputs, policy_loss
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,7 @@ class Outcome:
 
 
 Forward = Callable[[], Outcome]
+Rows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (n, H), (n,) -> log-probabilities, entropies (n,)
 
 
 @dataclass(frozen=True)
@@ -65,16 +63,16 @@ PROVIDERS = {
     "ours/no_mask": Provider("ours", "ours", ("mask=none",)),
     "ours/expected": Provider("ours", "expected"),
     "products": Provider("products", "products", compared=False),
-    "eager": Provider("eager", "eager"),
-    "eager/selective": Provider("eager", "selective"),
-    "compiled": Provider("compiled", "compiled", counted=False),
-    "linear_ce": Provider("linear_ce", "linear_ce", counted=False),
-    "linear_ce/chunked": Provider("linear_ce", "chunked", counted=False),
+    "eager": Provider("torch_heads", "eager"),
+    "eager/selective": Provider("torch_heads", "selective"),
+    "compiled": Provider("torch_heads", "compiled", counted=False),
+    "linear_ce": Provider("torch_heads", "linear_ce", counted=False),
+    "linear_ce/chunked": Provider("torch_heads", "chunked", counted=False),
     "trl": Provider("trl", "trl"),
-    "liger_grpo": Provider("liger_grpo", "liger_grpo"),
-    "liger_grpo/uncompiled": Provider("liger_grpo", "uncompiled"),
-    "liger_ce": Provider("liger_ce", "liger_ce", counted=False),
-    "liger_torch": Provider("liger_ce", "liger_torch"),
+    "liger_grpo": Provider("liger", "liger_grpo"),
+    "liger_grpo/uncompiled": Provider("liger", "uncompiled"),
+    "liger_ce": Provider("liger", "liger_ce", counted=False),
+    "liger_torch": Provider("liger", "liger_torch"),
     "verl_torch": Provider("verl", "verl_torch"),
     "verl_triton": Provider("verl", "verl_triton", counted=False),
     "unsloth": Provider("unsloth", "unsloth", counted=False),
@@ -166,6 +164,29 @@ def check_dtypes(inputs: Inputs) -> None:
             f"takes hidden states and weight of one dtype, under autocast too; got {inputs.hidden.dtype} and"
             f" {inputs.weight.dtype}"
         )
+
+
+def packed(inputs: Inputs, function: Rows) -> tuple[Tensor, Tensor | None]:
+    """Apply `function` to the tokens that count, as trainers do that pack sequences.
+
+    Returns:
+        Log-probabilities (B, T), 0 where the mask is, and entropies (B, T) or None.
+    """
+    if not inputs.case.padding:
+        logps, entropies = function(inputs.hidden.reshape(-1, inputs.case.h), inputs.ids.reshape(-1))
+        return logps.view(inputs.ids.shape), None if entropies is None else entropies.view(inputs.ids.shape)
+    counted = inputs.mask.bool()
+    logps, entropies = function(inputs.hidden[counted], inputs.ids[counted])
+    return _whole(logps, counted), None if entropies is None else _whole(entropies, counted)
+
+
+def without_masked(inputs: Inputs, ignore_index: int) -> Tensor:
+    """`ids` (B, T) with `ignore_index` where the mask is 0."""
+    return inputs.ids.masked_fill(inputs.mask == 0, ignore_index) if inputs.case.padding else inputs.ids
+
+
+def _whole(values: Tensor, counted: Tensor) -> Tensor:
+    return values.new_zeros(counted.shape).masked_scatter(counted, values)
 
 
 @contextmanager

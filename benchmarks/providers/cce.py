@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from benchmarks.cases import Inputs
-from benchmarks.harness.events import Absence
-from benchmarks.providers import Forward, from_logps
-from benchmarks.providers.packing import without_masked
+from benchmarks.cases import Absence, Inputs
+from benchmarks.providers import Forward, from_logps, without_masked
 
 IGNORE = -100
 

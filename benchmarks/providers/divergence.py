@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, linear
 
-from benchmarks.cases import Inputs, capped, counted_mean
-from benchmarks.harness.events import Absence
-from benchmarks.providers import MIB, Forward, Outcome
-from benchmarks.providers.packing import without_masked
+from benchmarks.cases import Absence, Inputs, Teacher, capped, counted_mean
+from benchmarks.memory import MIB
+from benchmarks.providers import Forward, Outcome, without_masked
 from benchmarks.providers.products import gradient_products, project
-from benchmarks.teacher import Teacher
 from grpo_kernels import linear_divergence
 from grpo_kernels.backends import choose_backend
 

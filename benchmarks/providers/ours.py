@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from benchmarks.cases import EPSILON, Inputs
-from benchmarks.harness.events import Absence
-from benchmarks.providers import MIB, Forward, Outcome, from_logps
+from benchmarks.cases import EPSILON, Absence, Inputs
+from benchmarks.memory import MIB
+from benchmarks.providers import Forward, Outcome, from_logps
 from grpo_kernels import GRPOLoss, linear_logprob
 from grpo_kernels.backends import choose_backend
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.cases import BenchCase, Inputs
-from benchmarks.harness.events import Absence
+from benchmarks.cases import Absence, BenchCase, Inputs
 from benchmarks.providers import Forward, Outcome
 
 SLICE = 1024

@@ -13,10 +13,8 @@ import inspect
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Inputs
-from benchmarks.harness.events import Absence
-from benchmarks.providers import Forward, Outcome, from_logps
-from benchmarks.providers.packing import without_masked
+from benchmarks.cases import Absence, Inputs
+from benchmarks.providers import Forward, Outcome, from_logps, without_masked
 
 IGNORE = -100
 HOPPER = (9, 0)

@@ -14,10 +14,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from benchmarks.cases import Inputs
-from benchmarks.harness.events import Absence
-from benchmarks.providers import Forward, check_dtypes, empty_package, forgotten, from_logps, without_init
-from benchmarks.providers.packing import packed
+from benchmarks.cases import Absence, Inputs
+from benchmarks.providers import Forward, check_dtypes, empty_package, forgotten, from_logps, packed, without_init
 
 TEMPERATURE = 1.0
 APART = "verl_apart"  # stays in sys.modules, where verl does not

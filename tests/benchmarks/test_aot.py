@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.aot import releases
+from benchmarks.aot import __main__ as aot_command
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
-from benchmarks.roofline.flow import Flow
-from benchmarks.roofline.sass import parsed
+from benchmarks.aot.sass import Flow, parsed
 
 KERNELS = (
     *("stats", "grad", "fused", "single_pass", "diverge", "teacher_grad", "teacher_fused"),
@@ -121,12 +120,12 @@ def test_spills_in_inner_loops_are_noticed(place: int, found: bool) -> None:
 
 
 def test_a_child_imports_the_release_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "FOLDER", tmp_path)
-    assert releases.environment(version("triton")).get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    monkeypatch.setattr(aot_command, "FOLDER", tmp_path)
+    assert aot_command.environment(version("triton")).get("PYTHONPATH") == os.environ.get("PYTHONPATH")
     package = tmp_path / "triton-0.0.1" / "triton"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = '0.0.1'")
     (package.parent / ".installed").touch()
     command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
-    done = subprocess.run(command, capture_output=True, text=True, env=releases.environment("0.0.1"))
+    done = subprocess.run(command, capture_output=True, text=True, env=aot_command.environment("0.0.1"))
     assert done.stdout.strip() == "0.0.1", done.stderr

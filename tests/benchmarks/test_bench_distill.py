@@ -11,13 +11,12 @@ from torch.nn.functional import kl_div, softmax
 pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
 
-from benchmarks.cases import BenchCase, Inputs, case, make_inputs
-from benchmarks.harness.events import Absence
-from benchmarks.harness.measure import Step, check
-from benchmarks.harness.reference import divergence_terms, errors, is_right, reference
+from benchmarks import labels
+from benchmarks.cases import Absence, BenchCase, Inputs, case, make_inputs
 from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import DISTILLERS, build
-from benchmarks.report import labels
+from benchmarks.reference import divergence_terms, errors, is_right, reference
+from benchmarks.run import Step, check
 
 CPU = torch.device("cpu")
 TOY = case("toy", workload="distill", part="distill", n=16, h=32, v=70, t=4)

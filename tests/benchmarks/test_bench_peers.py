@@ -21,11 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cases import BenchCase, Inputs, make_inputs
-from benchmarks.harness.child import ROOT, environment
-from benchmarks.harness.events import Absence
-from benchmarks.harness.reference import errors, is_right, reference
-from benchmarks.providers import PROVIDERS, Forward, Outcome, build, forgotten, linear_ce, verl
+from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
+from benchmarks.process import ROOT, environment
+from benchmarks.providers import PROVIDERS, Forward, Outcome, build, forgotten, torch_heads, verl
+from benchmarks.reference import errors, is_right, reference
 
 CPU = torch.device("cpu")
 TOY = BenchCase("toy").toy()
@@ -128,7 +127,7 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase):
 @pytest.mark.parametrize("case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1])
 def test_linear_ce_in_chunks(case: BenchCase):
     inputs = make_inputs(case, CPU)
-    assert_right(run(linear_ce.chunked(inputs)), inputs)
+    assert_right(run(torch_heads.chunked(inputs)), inputs)
 
 
 @pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")

@@ -13,12 +13,11 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from benchmarks.report import labels, plots, tables
-from benchmarks.report.plots import cases, memory, step, style, time, training
-from tests.support.bench_results import TRAINING, results, sparse
+from benchmarks import labels, plots, tables
+from tests.support.bench_results import results, sparse
 
 Data = dict[str, Any]
-NAMES = ["step", "memory", "time", "cases", "training"]
+NAMES = ["step", "memory", "time", "cases"]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -32,9 +31,11 @@ def rendered(data: Data, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     return plots.render(data, tmp_path_factory.mktemp("plots"))
 
 
-def drawn(module: Any, data: Data) -> Figure:
-    with style.looks():
-        return module.draw(data)
+def drawn(name: str, data: Data) -> Figure:
+    with plots.looks():
+        figure = plots.DRAWN[name](data)
+    assert figure is not None
+    return figure
 
 
 def words(figure: Figure) -> str:
@@ -60,28 +61,28 @@ def test_figures_are_the_same_bytes_again(rendered: list[Path], tmp_path: Path) 
 
 def test_a_figure_stays_within_its_card(data: Data) -> None:
     """Nothing that is written runs over an edge, and the card is light and solid: it is legible on any page."""
-    for module in (step, memory, time, cases, training):
-        figure = drawn(module, data)
+    for name in NAMES:
+        figure = drawn(name, data)
         figure.draw_without_rendering()
         box = figure.bbox
         for text in figure.findobj(lambda x: hasattr(x, "get_text") and x.get_text() and x.get_visible()):
             extent = text.get_window_extent()
             if extent.width:
                 assert extent.x0 >= box.x0 - 1 and extent.x1 <= box.x1 + 1, text.get_text()
-        assert to_hex(figure.get_facecolor()) == style.CARD
+        assert to_hex(figure.get_facecolor()) == plots.CARD
 
 
 def test_step_bars_are_the_figures_of_the_variants_that_ran(data: Data) -> None:
-    figure = drawn(step, data)
+    figure = drawn("step", data)
     variants = [x for x in data["step"]["scenes"]["short prompts"]["variants"].values() if x["status"] == "ok"]
     for axes, wanted in zip(
         figure.axes, ([x["seconds"] for x in variants], [x["saved_mib"]["max"] for x in variants]), strict=True
     ):
         assert [bar.get_width() for bar in axes.patches] == wanted
         assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [
-            style.COLORS["trl"].lower(), *[style.OURS.lower()] * (len(wanted) - 1)
+            plots.COLORS["trl"].lower(), *[plots.BLUE.lower()] * (len(wanted) - 1)
         ]  # fmt: skip
-    assert step.claim(data["step"]["scenes"]["short prompts"]) == (
+    assert plots.step_claim(data["step"]["scenes"]["short prompts"]) == (
         "Stock TRL's training step takes 4.0 times our CPU time"
     )
     said = words(figure)
@@ -91,32 +92,32 @@ def test_step_bars_are_the_figures_of_the_variants_that_ran(data: Data) -> None:
 
 
 def test_memory_lines_are_the_figures_of_the_cases(data: Data) -> None:
-    figure = drawn(memory, data)
+    figure = drawn("memory", data)
     (axes,) = figure.axes
     found = {to_hex(line.get_color()): list(zip(*line.get_data(), strict=True)) for line in axes.lines[:1]}
     wanted = [(n, data["cases"][f"tokens {n}"]["providers"]["ours"]["extra_mib"]) for n in (512, 4096, 16384)]
-    assert found == {style.OURS.lower(): wanted}
+    assert found == {plots.BLUE.lower(): wanted}
     assert len(axes.lines) == 4
     said = words(figure)
     for part in ("H is 64", "all logits", "would need about 28 GiB", "2026-11-22", "fedcba9876", "V 151936", "16,384"):
         assert part in said
     trl, ours = (data["cases"]["tokens 16384"]["providers"][name]["extra_mib"] for name in ("trl", "ours"))
-    assert memory.claim(data) == f"At 16,384 tokens TRL's fused head takes {trl / ours:.1f} times our memory"
+    assert plots.memory_claim(data) == f"At 16,384 tokens TRL's fused head takes {trl / ours:.1f} times our memory"
 
 
 def test_memory_claim_is_of_who_reached_the_most_tokens(data: Data) -> None:
     changed = copy.deepcopy(data)
     changed["cases"]["tokens 16384"]["providers"]["trl"] = {"status": "absent", "reason": "no room"}
-    assert memory.claim(changed).startswith("At 4,096 tokens TRL's fused head takes")
+    assert plots.memory_claim(changed).startswith("At 4,096 tokens TRL's fused head takes")
     del changed["cases"]["tokens 4096"]["providers"]["trl"], changed["cases"]["tokens 512"]["providers"]["trl"]
-    assert memory.claim(changed).startswith("At 4,096 tokens all logits take")
+    assert plots.memory_claim(changed).startswith("At 4,096 tokens all logits take")
 
 
 def test_time_bars_are_the_figures_of_the_case(data: Data) -> None:
     case = data["cases"]["main"]
     shown = {x: p["ms"]["full"] for x, p in case["providers"].items() if "ms" in p and "/" not in x and "@" not in x}
     limit = shown.pop("products")["median"]
-    figure = drawn(time, data)
+    figure = drawn("time", data)
     (axes,) = figure.axes
     ordered = sorted(shown.values(), key=lambda ms: ms["median"])
     assert [bar.get_width() for bar in axes.patches] == [ms["median"] / 1e3 for ms in ordered]
@@ -125,7 +126,7 @@ def test_time_bars_are_the_figures_of_the_case(data: Data) -> None:
     fastest = ordered[0]["median"]
     assert (axes.lines[-1].get_xdata()[0] == limit / 1e3) == (limit < fastest)
     over = case["providers"]["trl"]["ms"]["full"]["median"] / shown["ours"]["median"]
-    assert time.claim(data) == f"TRL's fused head takes {over:.1f} times our time"
+    assert plots.time_claim(data) == f"TRL's fused head takes {over:.1f} times our time"
     for part in ("N 512", "V 151936", "fp32", "AMD EPYC", "2 threads", "TRL 1.16", "0123456789", "2026-11-21"):
         assert part in words(figure)
 
@@ -135,13 +136,13 @@ def test_a_limit_is_never_drawn_as_slower_than_the_whole(data: Data) -> None:
     for slower, said in ((1.2, True), (0.5, False)):
         ours = changed["cases"]["main"]["providers"]["ours"]["ms"]["full"]["median"]
         changed["cases"]["main"]["providers"]["products"]["ms"]["full"]["median"] = slower * ours
-        figure = drawn(time, changed)
+        figure = drawn("time", changed)
         assert ("within noise" in words(figure)) is said
         assert ("matrix products alone:" in words(figure)) is not said
 
 
 def test_cases_say_how_many_times_faster_ours_is(data: Data) -> None:
-    figure = drawn(cases, data)
+    figure = drawn("cases", data)
     shown = {name: x for name, x in data["cases"].items() if x["part"] in ("main", "shapes", "workloads")}
     points = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     wanted = []
@@ -150,28 +151,23 @@ def test_cases_say_how_many_times_faster_ours_is(data: Data) -> None:
         trl, ours = (case["providers"][x]["ms"][mode]["median"] for x in ("trl", "ours"))
         wanted.append(trl / ours)
     assert [line.get_xdata()[0] for line in points] == wanted
-    assert {to_hex(line.get_color()) for line in points} == {style.COLORS["trl"].lower()}
-    assert cases.claim(data) == f"Faster than TRL's fused head in {sum(x > 1 for x in wanted)} of {len(wanted)} cases"
+    assert {to_hex(line.get_color()) for line in points} == {plots.COLORS["trl"].lower()}
+    assert (
+        plots.cases_claim(data)
+        == f"Faster than TRL's fused head in {sum(x > 1 for x in wanted)} of {len(wanted)} cases"
+    )
     assert "GSPO" in words(figure) and "Llama-3.2-1B" in words(figure)
 
 
-def test_training_bars_are_the_shares_of_the_head(data: Data) -> None:
-    figure = drawn(training, data)
-    pairs = [model for model in TRAINING["models"] if model["model"] in ("tiny Qwen3", "Qwen3-8B")]
-    widths = sorted(bar.get_width() for bar in figure.axes[0].patches)
-    assert widths == pytest.approx(sorted(100 * model["head_share"] for model in pairs))
-    assert training.claim(TRAINING) == "tiny Qwen3: the head is 12 % of a step with TRL, 4 % with ours"
-
-
 def test_a_provider_has_one_colour() -> None:
-    colours = {name: style.color(name) for name in labels.PROVIDERS}
-    assert {colours[name] for name in colours if name.startswith("ours")} == {style.OURS}
-    assert style.color("ours@64") == style.OURS
+    colours = {name: plots.color(name) for name in labels.PROVIDERS}
+    assert {colours[name] for name in colours if name.startswith("ours")} == {plots.BLUE}
+    assert plots.color("ours@64") == plots.BLUE
     others = {name: x for name, x in colours.items() if not name.startswith("ours")}
-    assert style.OURS not in others.values()
+    assert plots.BLUE not in others.values()
     assert colours["trl"] not in {x for name, x in others.items() if name != "trl"}
     text = (ROOT / "examples" / "demo_report.py").read_text()
-    assert f'THEIRS, OURS, INK, CARD = "{colours["trl"]}", "{style.OURS}", "{style.INK}", "{style.CARD}"' in text
+    assert f'THEIRS, OURS, INK, CARD = "{colours["trl"]}", "{plots.BLUE}", "{plots.INK}", "{plots.CARD}"' in text
 
 
 def test_missing_parts_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +190,7 @@ def test_page_has_each_figure_once_above_its_table(data: Data, rendered: list[Pa
         section = text[at : next(i for i in range(at, len(text)) if text[i].startswith("Conditions: "))]
         assert any(line.startswith("| ---") for line in section)
     titles = [line.removeprefix("## ") for line in text if line.startswith("## ")]
-    assert [line for line in text if line.startswith("- [")] == [f"- [{x}](#{labels.slug(x)})" for x in titles]
+    assert len(titles) == len(set(titles))
     assert sum(line.startswith("Conditions: AMD EPYC") for line in text) == sum(x.startswith("## ") for x in text)
 
 

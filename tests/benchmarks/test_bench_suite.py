@@ -13,20 +13,18 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-pytest.importorskip("pytest_benchmark")
 
+
+from benchmarks import run
 from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_apart
-from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case, make_inputs, policy_loss
-from benchmarks.harness import peaks, suite
-from benchmarks.harness.child import ROOT, environment
-from benchmarks.harness.events import Absence
-from benchmarks.harness.flops import counter
-from benchmarks.harness.measure import Step, check, times
-from benchmarks.harness.memory import Peak, is_measured
-from benchmarks.harness.reference import Reference, errors, is_right, reference
-from benchmarks.harness.results import Results
+from benchmarks.cases import HEADS, WORKLOADS, Absence, BenchCase, Inputs, case, make_inputs, policy_loss
+from benchmarks.flops import counter
+from benchmarks.memory import Peak, is_measured
 from benchmarks.plan import TOKENS, cpu_cases, gpu_cases, memory_cases
-from benchmarks.providers import Outcome, build, named
+from benchmarks.process import ROOT, environment
+from benchmarks.providers import Outcome, build, named, torch_heads
+from benchmarks.reference import Reference, errors, is_right, reference
+from benchmarks.run import How, Results, Step, check, check_room, measure_case, measure_peaks, times
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -119,18 +117,55 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr("benchmarks.providers.policy_loss", lambda *given: 1.001 * policy_loss(*given))
     given = replace(BenchCase("x", providers=("eager", "ours", "quack")).toy(), rounds=2)
     results = Results(tmp_path / "found.json", cases={})
-    status = suite.run(suite.Suite([given], results, backend="torch", forward_only=False))
-    assert status == 0
+    measure_case(given, given.providers, results, How(backend="torch"))
     found = results.data["cases"]["x"]["providers"]
     assert found["eager"]["status"] == "wrong" and "ms" not in found["eager"]
     assert found["quack"]["status"] == "absent" and found["quack"]["reason"]
     assert found["ours"]["status"] == "ok" and found["ours"]["ms"]["full"]["samples"] == 2
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In its first call, or in a timed step; what was timed before is in the file when it fails."""
+    path = tmp_path / "found.json"
+    before: list[dict[str, Any]] = []
+
+    def breaking(calls: int) -> Any:
+        def built(inputs: Inputs) -> Any:
+            forward, left = torch_heads.eager(inputs), [calls]
+
+            def step() -> Outcome:
+                if not left[0]:
+                    before.append(json.loads(path.read_text())["cases"]["x"]["providers"])
+                    raise RuntimeError("broken")
+                left[0] -= 1
+                return forward()
+
+            return step
+
+        return built
+
+    monkeypatch.setattr(torch_heads, "selective", breaking(0))
+    monkeypatch.setattr(torch_heads, "compiled", breaking(2))
+    names = ("ours", "ours/torch", "eager/selective", "compiled", "eager")
+    results = Results(path, cases={})
+    measure_case(replace(BenchCase("x").toy(), rounds=3), names, results, How(one_by_one=one_by_one, backend="torch"))
+    found = results.data["cases"]["x"]["providers"]
+    assert {x: found[x]["status"] for x in names} == {
+        "ours": "ok", "ours/torch": "ok", "eager/selective": "error", "compiled": "error", "eager": "ok",
+    }  # fmt: skip
+    assert "RuntimeError: broken" in found["compiled"]["reason"]
+    assert all(found[x]["ms"]["full"]["samples"] == 3 for x in ("ours", "ours/torch", "eager"))
+    assert found["compiled"]["ms"]["full"]["samples"] == 1
+    assert [x for x in names if "anchors" in found[x]] == (["ours/torch", "compiled", "eager"] if one_by_one else [])
+    assert ("ms" in before[0]["ours"]) is one_by_one
+    assert "ms" in before[1]["ours"]
+
+
 def test_backend_that_cannot_serve_is_absent(tmp_path: Path) -> None:
     given = replace(BenchCase("x", providers=("ours",)).toy(), rounds=1)
     results = Results(tmp_path / "found.json", cases={})
-    suite.run(suite.Suite([given], results, backend="triton", forward_only=False))
+    measure_case(given, given.providers, results, How(backend="triton"))
     assert results.data["cases"]["x"]["providers"]["ours"]["status"] in ("absent", "ok")
 
 
@@ -183,12 +218,9 @@ def test_choices() -> None:
     def names(*given: str) -> set[str]:
         return {x.name for x in chosen(arguments(given))}
 
-    assert names("--modes", "score") == {"score", "reverse KL, score"}
-    assert "score" not in names("--modes", "full")
-    assert names("--head", "frozen") == {"frozen", "reverse KL, frozen", *HEADS} - {"Qwen3-0.6B"}
     assert "Gemma-2-2B" in names("--shapes", "Gemma-2-2B") and "main" not in names("--shapes", "Gemma-2-2B")
-    assert names("--workloads", "gspo") == {"gspo"}
-    assert names("--workloads", "distill") == names("--parts", "distill") > {"reverse KL", "forward KL", "JSD"}
+    assert names("--cases", "gspo", "kl") == {"gspo", "kl"}
+    assert names("--parts", "distill") > {"reverse KL", "forward KL", "JSD"}
     assert names("--parts", "accuracy") == {"logits 10", "logits 20", "logits 40", "peaked"}
     (only,) = {x.providers for x in chosen(arguments(["--providers", "ours@64", "trl"]))}
     assert only == ("ours@64", "trl")
@@ -227,7 +259,7 @@ def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypat
     shape = {"part": "memory", "t": 8, "h": 8, "v": 32768, "rounds": 0}
     cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (256, 64)]
     results = Results(tmp_path / "found.json", cases={})
-    peaks.measure(cases, results, backend="torch")
+    measure_peaks(cases, results, backend="torch")
     assert list(results.data["cases"]) == ["tokens 64", "tokens 256"]
     small, large = (results.data["cases"][f"tokens {n}"]["providers"] for n in (64, 256))
     assert {x["status"] for x in (*small.values(), *large.values())} == {"ok", "absent"}
@@ -235,15 +267,15 @@ def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypat
     assert large["eager"]["extra_mib"] > 60 > 12 > large["ours@4"]["extra_mib"]
     assert not any("ms" in x for x in (*small.values(), *large.values()))
 
-    monkeypatch.setattr(peaks, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(run, "available_bytes", lambda: 2**20)
     with pytest.raises(Absence, match="would need about 0 GiB, and 0 GiB are free"):
-        peaks.check_room("eager", replace(cases[0], n=1024), results.data)
-    peaks.check_room("never measured", replace(cases[0], n=1024), results.data)
+        check_room("eager", replace(cases[0], n=1024), results.data)
+    check_room("never measured", replace(cases[0], n=1024), results.data)
 
 
 @pytest.mark.parametrize(
     "given",
-    [["--smoke", "--plot"], ["--rows", "100"], ["--compare", "nowhere.json"], ["--providers", "ours/expected@64"]],
+    [["--smoke", "--plot"], ["--rows", "100"], ["--report", "nowhere.json"], ["--providers", "ours/expected@64"]],
 )
 def test_wrong_options_are_refused_before_anything_runs(given: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -262,7 +294,7 @@ def test_exit_status() -> None:
 
 @pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
-    """The whole command at toy size: every part, table and plot; and against itself, nothing got worse."""
+    """The whole command at toy size: every part, table and plot."""
     out, docs = tmp_path / "found.json", tmp_path / "docs"
     command = [
         sys.executable,
@@ -295,17 +327,4 @@ def test_smoke(tmp_path: Path) -> None:
     assert all(f"plots/{plot.name}" in page for plot in (docs / "plots").iterdir())
     assert {plot.name for plot in (docs / "plots").iterdir()} == {"cases.png", "time.png"}
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
-    assert main(["--report", str(out), "--compare", str(out)]) == 0
-
-
-def test_results_of_other_work_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def saved(name: str, n: int) -> str:
-        case = {"part": "main", "n": n, "h": 32, "v": 70, "t": 4, "dtype": "float32", "providers": {}}
-        (tmp_path / name).write_text(
-            json.dumps({"format": 2, "device": "cpu", "status": "complete", "smoke": True, "cases": {"main": case}})
-        )
-        return str(tmp_path / name)
-
-    assert main(["--report", saved("new", 8), "--compare", saved("old", 4)]) == 2
-    assert "main, n: 4 and 8" in capsys.readouterr().err
-    assert main(["--report", saved("new", 8), "--compare", saved("old", 8)]) == 0
+    assert main(["--report", str(out)]) == 0

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.roofline import budget
-from benchmarks.roofline.budget import SHAPES, Shape
-from benchmarks.roofline.devices import DEVICES
-from benchmarks.roofline.tape import Event
+from benchmarks.aot import budget
+from benchmarks.aot.budget import SHAPES, Shape
+from benchmarks.aot.predict import DEVICES
+from benchmarks.aot.tape import Event
 from grpo_kernels.engine import device
 
 H200 = DEVICES["H200"]

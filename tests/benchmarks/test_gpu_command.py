@@ -8,18 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.cases import make_inputs
-from benchmarks.gpu.__main__ import STEPS, arguments, plan_items
-from benchmarks.gpu.supervise import supervise
-from benchmarks.gpu.verdict import FAMILIES, GOALS
-from benchmarks.harness.child import ROOT, environment
-from benchmarks.harness.results import Results
+from benchmarks.gpu import bench
+from benchmarks.gpu.__main__ import STEPS
+from benchmarks.gpu.summary import FAMILIES, GOALS
 from benchmarks.plan import GOAL_CASES, gpu_cases
+from benchmarks.process import ROOT, environment
 from benchmarks.providers import Outcome, under_autocast
 
 
@@ -58,7 +56,7 @@ def test_dry_run(tmp_path: Path) -> None:
         assert any(line.startswith(words) for line in found["did_not_run"])
     logs = {x.name: x.read_text(errors="replace") for x in (tmp_path / "results.json.logs").iterdir()}
     assert "SKIPPED" in logs["tests-together.log"]
-    assert {"sanitized.log", "worker-0.log", "tests-together.xml"} <= logs.keys()
+    assert {"tests-together.log", "tests-together.xml"} <= logs.keys()
     assert list(found["cases"])[:3] == ["main", "frozen", "score"]
     assert sorted(found["cases"]) == sorted(CASES)
     for case in (case for case in gpu_cases() if case.name in CASES):
@@ -79,9 +77,6 @@ def test_dry_run(tmp_path: Path) -> None:
         assert case.rounds == 0 or found["cases"][case.name]["derived"]["eager_over_ours"] > 0
     main = found["cases"]["main"]
     assert main["status"] == "complete"
-    assert {i: x["status"] for i, x in main["passes"].items()} == {"0": "complete", "1": "complete", "2": "complete"}
-    assert [main["providers"][name]["pass"] for name in ("ours", "trl", "linear_ce", "ours/lean")] == [0, 0, 1, 2]
-    assert main["passes"]["1"]["anchors"]["ours"]["status"] == "ok"
     assert found["cases"]["fp32 weight, autocast"]["providers"]["trl"]["status"] == "ok"
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
     assert set(found["micro"]["scoring"]["16x32x70"]) == {"score", "score_dot", "difference"}
@@ -116,137 +111,56 @@ def test_what_is_known_survives_an_interrupt(tmp_path: Path) -> None:
     assert "main" in found["cases"]
 
 
-WORKER = """
-import json, os, sys, time
-plan, events = json.load(open(sys.argv[1])), open(sys.argv[2], "a", buffering=1)
-say = lambda item, **event: events.write(json.dumps({"item": item, **event}) + "\\n")
-begin = lambda item, path, limit=60: say(item, event="begin", path=path, limit=limit, at=time.time())
-for i in range(plan["first"], len(plan["items"])):
-    item = plan["items"][i]
-    if item["kind"] == "other":
-        begin(i, ["other"])
-        if item.get("dies"):
-            os._exit(3)
-        say(i, event="result", path=["other"], value={"status": "ok"})
-    for name in item.get("providers", []):
-        if name in (*item.get("excluded", []), *item.get("done", [])):
-            continue
-        path = ["cases", item["case"], "providers", name]
-        begin(i, path, 0.5 if name == "hangs" else 60)
-        if name == "crashes":
-            os.kill(os.getpid(), 11)
-        if name == "hangs":
-            time.sleep(60)
-        say(i, event="result", path=path, value={"status": "ok", "pid": os.getpid()})
-    say(i, event="done")
-"""
-
-
-def supervised(tmp_path: Path, items: list[dict[str, Any]], seconds: float = 60.0) -> dict[str, Any]:
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    results = Results(tmp_path / "results.json")
-    plan = {"toy": True, "until": time.time() + seconds}
-    supervise(items, plan, results, folder=tmp_path, worker=[sys.executable, str(worker)])
-    return json.loads((tmp_path / "results.json").read_text())
-
-
-def one_pass(name: str, providers: list[str], index: int = 0, last: bool = True) -> dict[str, Any]:
-    return {"kind": "case", "case": name, "pass": index, "last": last, "seconds": 1.0, "providers": providers}
-
-
-def test_a_crash_or_a_hang_costs_one_provider(tmp_path: Path) -> None:
-    """What was timed before stays; the case goes on without it, as do the cases after it."""
-    found = supervised(
-        tmp_path,
-        [
-            one_pass("one", ["a", "crashes", "b", "hangs", "c"], last=False),
-            {"kind": "other"},
-            one_pass("two", ["a", "crashes"]),
-            one_pass("one", ["d", "hangs"], index=1),
-        ],
-    )
-    one = found["cases"]["one"]["providers"]
-    assert {name: x["status"] for name, x in one.items()} == {
-        "a": "ok", "crashes": "crashed", "b": "ok", "hangs": "hung", "c": "ok", "d": "ok",
-    }  # fmt: skip
-    assert len({one[name]["pid"] for name in "abc"}) == 3  # a process each: none of them was timed again
-    two = found["cases"]["two"]["providers"]
-    assert found["other"]["status"] == two["a"]["status"] == "ok"
-    assert two["crashes"]["status"] == "left out"
-
-
 CRASHING = """
-import os, sys
-from benchmarks.gpu import worker
-from benchmarks.providers import eager
-eager.eager = lambda inputs: os.kill(os.getpid(), 11)
-worker.main(*sys.argv[1:3])
+import os, signal, sys
+from benchmarks.gpu import bench, __main__ as command
+from benchmarks.providers import torch_heads
+torch_heads.eager = lambda inputs: os.kill(os.getpid(), signal.SIGSEGV)
+given = "--dry-run --only bench --cases main --providers trl eager --no-micro --out"
+command.main([*given.split(), sys.argv[1]])
 """
 
 
 @pytest.mark.slow
 def test_results_before_a_crash_stay(tmp_path: Path) -> None:
-    """With the worker itself: ours and a peer keep their times; the one after the crash has anchors of its own."""
-    results = Results(tmp_path / "results.json")
-    plan = {"toy": True, "until": time.time() + 120, "peers": [], "flush": False}
-    seen: list[dict[str, Any]] = []
-    merge = results.merge
-
-    def watched(*path: str, **value: Any) -> None:
-        merge(*path, **value)
-        if value.get("status") == "crashed":
-            seen.append(json.loads((tmp_path / "results.json").read_text())["cases"]["main"]["providers"])
-
-    results.merge = watched  # type: ignore[method-assign]
-    items = [one_pass("main", ["ours", "eager/selective", "eager", "ours/torch"])]
-    supervise(items, plan, results, folder=tmp_path, worker=[sys.executable, "-c", CRASHING])
-    case = results.data["cases"]["main"]
-    now = case["providers"]
-    assert {name: x["status"] for name, x in now.items()} == {
-        "ours": "ok", "eager/selective": "ok", "eager": "crashed", "ours/torch": "ok",
-    }  # fmt: skip
-    assert len(seen) == 1
-    for name in ("ours", "eager/selective"):
-        assert seen[0][name]["samples_ms"] == now[name]["samples_ms"]
-    assert now["ours/torch"]["anchors"]["ours"]["samples"] == 1
-    assert case["passes"]["0"]["anchors"]["ours"]["status"] == "ok"
-    assert case["status"] == "complete"
-
-
-def test_nothing_is_done_again_when_the_last_provider_crashes(tmp_path: Path) -> None:
-    found = supervised(tmp_path, [one_pass("one", ["a", "crashes"], last=False), {"kind": "other"}])
-    assert found["cases"]["one"]["status"] == "partial"
-    assert found["cases"]["one"]["passes"]["0"]["status"] == "complete"
-    assert found["other"]["status"] == "ok"
-    assert not (tmp_path / "worker-2.log").exists()
+    """A peer that brings the process down: ours, and the peer before it, keep their times, and can be summed up."""
+    out = tmp_path / "results.json"
+    done = subprocess.run([sys.executable, "-c", CRASHING, str(out)], cwd=ROOT, env=environment(toy=True))
+    assert done.returncode == -signal.SIGSEGV
+    found = json.loads(out.read_text())["cases"]["main"]["providers"]
+    assert {name for name, x in found.items() if x.get("status") == "ok"} == {"ours", "trl"}
+    assert found["trl"]["anchors"]["ours"]["samples"] == 1
+    assert found["eager"] == {"status": "running"}
+    again = command("--report", str(out))
+    said = subprocess.run(again, cwd=ROOT, env=environment(toy=True), capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "trl " in said.stdout
 
 
 def test_goals_come_first() -> None:
     """Smoke, tests, then the goals' cases with all that is compared there; other peers with the anchors; the rest."""
-    assert STEPS == ("smoke", "tests", "bench", "sanitizer")
+    assert STEPS == ("smoke", "tests", "sanitizer", "bench")
     assert tuple(dict.fromkeys([*(goal.case for goal in GOALS), "score"])) == GOAL_CASES
-    items = plan_items(arguments(["--profile"]))
+    items = bench.plan(None, None, profiles=True)
     first = items[: len(GOAL_CASES)]
-    assert [(x["case"], x["pass"]) for x in first] == [(name, 0) for name in GOAL_CASES]
+    assert [x.case for x in first] == list(GOAL_CASES)
     for goal in GOALS:
-        providers = next(x["providers"] for x in first if x["case"] == goal.case)
+        providers = next(x.providers for x in first if x.case == goal.case)
         assert {goal.under} <= set(providers)
         names = FAMILIES.get(goal.over, (goal.over,))
         assert set(names) & set(providers)
         if goal.over == "liger":  # one that needs nothing but torch, and Liger's own choice
             assert {"liger_torch", "liger_ce"} <= set(providers)
-    of_score = next(x["providers"] for x in first if x["case"] == "score")
+    of_score = next(x.providers for x in first if x.case == "score")
     assert {"trl", "liger_torch", "liger_ce"} <= set(of_score)
-    assert [x["kind"] for x in items[4:9]] == ["profile", "profile", "ceilings", "rows", "scoring"]
+    assert [x.kind for x in items[4:9]] == ["profile", "profile", "ceilings", "rows", "scoring"]
     for case in gpu_cases():
-        of_case = [x for x in items if x["kind"] == "case" and x["case"] == case.name]
-        assert sorted({name for x in of_case for name in x["providers"]}) == sorted(case.providers)
-        assert [x["last"] for x in of_case] == [False] * (len(of_case) - 1) + [True]
+        of_case = [x for x in items if x.kind == "case" and x.case == case.name]
+        assert sorted({name for x in of_case for name in x.providers}) == sorted(case.providers)
         for x in of_case:
-            assert case.rounds == 0 or x["providers"][:2] == ["ours", "products"]
-    chosen = plan_items(arguments(["--providers", "quack", "--cases", "main", "--no-micro"]))
-    assert [x["providers"] for x in chosen] == [["ours", "products"], ["ours", "products", "quack"]]
+            assert case.rounds == 0 or x.providers[:2] == ("ours", "products")
+    chosen = bench.plan(["main"], ["quack"], parts=False)
+    assert [x.providers for x in chosen] == [("ours", "products"), ("ours", "products", "quack")]
 
 
 def test_cases_that_users_have() -> None:
@@ -263,19 +177,3 @@ def test_cases_that_users_have() -> None:
     inputs = make_inputs(mixed.toy(), torch.device("cpu"))
     assert (inputs.hidden.dtype, inputs.weight.dtype) == (torch.bfloat16, torch.float32)
     assert under_autocast(lambda: Outcome(note=str(torch.is_autocast_enabled("cpu"))), "cpu")().note == "True"
-
-
-def test_a_crash_outside_a_provider_costs_its_item(tmp_path: Path) -> None:
-    found = supervised(tmp_path, [{"kind": "other", "dies": True}, one_pass("two", ["a"])])
-    assert found["other"]["status"] == "crashed"
-    assert found["cases"]["two"]["providers"]["a"]["status"] == "ok"
-
-
-def test_a_worker_that_cannot_start_is_reported(tmp_path: Path) -> None:
-    results = Results(tmp_path / "results.json")
-    plan = {"toy": True, "until": time.time() + 60}
-    supervise(
-        [{"kind": "other"}] * 2, plan, results, folder=tmp_path, worker=[sys.executable, "-c", "raise Exception(1)"]
-    )
-    assert results.data["worker"]["status"] == "crashed"
-    assert "Exception: 1" in results.data["worker"]["log"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import micro
-from benchmarks.harness.events import Events
-from benchmarks.harness.timing import Clock, TooLongToQueue
+from benchmarks.gpu import bench
+from benchmarks.run import Results
+from benchmarks.timing import Clock, TooLongToQueue
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) 
     assert device.asked == ["synchronize", "flush", "synchronize", "event", "launch", "event", "wait"]
 
 
-@pytest.mark.parametrize("measure", [micro.measure_ceilings, micro.measure_rows])
+@pytest.mark.parametrize("measure", [bench.measure_ceilings, bench.measure_rows])
 def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks: list[dict[str, Any]] = []
 
@@ -87,7 +87,7 @@ def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.Mo
         clocks.append(options)
         return Clock(device)
 
-    monkeypatch.setattr(micro, "Clock", clock)
-    measure(CPU, Events(tmp_path / "events.jsonl"), toy=True)
+    monkeypatch.setattr(bench, "Clock", clock)
+    measure(CPU, Results(tmp_path / "found.json"), toy=True)
     assert clocks
     assert all(options == {"flush": True, "queued": True} for options in clocks)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.roofline import pins, predict, report
-from benchmarks.roofline.devices import DEVICES, ctas_per_sm
-from benchmarks.roofline.flow import Flow
-from benchmarks.roofline.parts import Layout, Part, parts_of
-from benchmarks.roofline.sass import WIDE_COMPARE, Instruction, counted, parsed
+from benchmarks.aot import costs, predict, report
+from benchmarks.aot.costs import Layout, Part, parts_of
+from benchmarks.aot.predict import DEVICES, ctas_per_sm
+from benchmarks.aot.sass import WIDE_COMPARE, Flow, Instruction, counted, parsed
 from tests.support.planted import ROOT, Fault, plant
 
 SELECT = Fault(
@@ -27,7 +26,7 @@ SELECT = Fault(
 
 def roofline(*arguments: str, folder: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.roofline", *arguments]
+    command = [sys.executable, "-m", "benchmarks.aot.roofline", *arguments]
     environment = {**plain, "PYTHONPATH": os.pathsep.join([str(folder), plain.get("PYTHONPATH", "")]), **more}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
 
@@ -37,7 +36,7 @@ def test_every_kernel_costs_what_is_pinned() -> None:
     pytest.importorskip("triton")
     done = roofline("--check")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("as pinned") == len(pins.read().cases) + 1  # and the line that sums up
+    assert done.stdout.count("as pinned") == len(costs.read().cases) + 1  # and the line that sums up
 
 
 @pytest.mark.slow
@@ -61,12 +60,12 @@ def test_it_refuses_what_it_cannot_do() -> None:
 
 
 def test_the_document_is_what_the_pins_say() -> None:
-    assert report.FILE.read_text() == report.report(pins.read())
+    assert report.FILE.read_text() == report.report(costs.read())
 
 
 def test_pins_are_read_as_they_were_written(tmp_path: Path) -> None:
-    pins.write(pins.read(), tmp_path / "pins.json")
-    assert (tmp_path / "pins.json").read_text() == pins.FILE.read_text()
+    costs.write(costs.read(), tmp_path / "pins.json")
+    assert (tmp_path / "pins.json").read_text() == costs.FILE.read_text()
 
 
 def sass(*lines: str) -> list[Instruction]:
@@ -214,7 +213,7 @@ def test_programs_of_a_multiprocessor(registers: int, threads: int, shared: int,
     assert ctas_per_sm(registers, threads, shared) == ctas
 
 
-STATS = pins.Taken(
+STATS = costs.Taken(
     kernel="stats", variant="x", vocab=1000, products=1, loaded=4, stored=0, programs=1, threads=32, registers=40,
     shared=0, parts=(
         Part("reads", 8, 160, {"FSEL": 24, "MUFU": 8, "BAR": 2}),
@@ -224,7 +223,7 @@ STATS = pins.Taken(
 )  # fmt: skip
 
 
-def changed(place: int, **to: object) -> pins.Taken:
+def changed(place: int, **to: object) -> costs.Taken:
     parts = list(STATS.parts)
     parts[place] = replace(parts[place], **to)
     return replace(STATS, parts=tuple(parts))
@@ -247,8 +246,8 @@ def changed(place: int, **to: object) -> pins.Taken:
         (replace(STATS, parts=STATS.parts[::2]), "3.6.0", "its parts: expected reads+rest+once, got reads+once"),
     ],
 )
-def test_what_is_held_against_the_pins(now: pins.Taken, triton: str, said: str | None) -> None:
-    found = pins.differences(STATS, now, pinned_triton="3.7.1", triton=triton)
+def test_what_is_held_against_the_pins(now: costs.Taken, triton: str, said: str | None) -> None:
+    found = costs.differences(STATS, now, pinned_triton="3.7.1", triton=triton)
     assert found == ([] if said is None else [said])
 
 
@@ -266,7 +265,7 @@ def test_predictions_follow_the_counts() -> None:
     second, largest = sorted((found.issue, found.special, found.dram))[1:]
     assert found.predicted == largest + second / 8
     assert found.dram == pytest.approx(4 * 8192 * 1000 / device.dram * 1e3)
-    for taken in pins.read().cases:
+    for taken in costs.read().cases:
         small, large = (predict.predicted_ms(taken.kernel, taken.variant, n, 151936) for n in (1024, 8192))
         assert 0 < 7.9 * small < large < 8.1 * small
     fp32 = predict.predicted_ms("fused", "constant", 8192, 151936, 4)

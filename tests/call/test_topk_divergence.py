@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.roofline.pretend_gpu import OnGPU, here, pretended
+from benchmarks.aot.pretend_gpu import OnGPU, here, pretended
 from grpo_kernels import LoRA, linear_divergence, topk_divergence, topk_divergence_with
 from grpo_kernels.base.distributed import gather_uneven
 from tests.support.measure import AllocationWatcher, count_flops

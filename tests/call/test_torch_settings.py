@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.roofline.pretend_gpu import OnGPU, pretended
+from benchmarks.aot.pretend_gpu import OnGPU, pretended
 from grpo_kernels import LoRA, grpo_loss, linear_logprob
 from grpo_kernels.call import projection
 from grpo_kernels.diagnostics import report

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.roofline.pretend_gpu import OnGPU, here, pretended
+from benchmarks.aot.pretend_gpu import OnGPU, here, pretended
 from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_divergence_with
 from grpo_kernels.config import LossConfig as Config
 from tests.support.measure import AllocationWatcher, count_flops

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.roofline.budget import Shape, noted
-from benchmarks.roofline.pretend_gpu import OnGPU
-from benchmarks.roofline.tape import Tape, taped, tensor
+from benchmarks.aot.budget import Shape, noted
+from benchmarks.aot.pretend_gpu import OnGPU
+from benchmarks.aot.tape import Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine import memory
 from grpo_kernels.engine.device import CUDA

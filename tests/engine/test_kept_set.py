@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from benchmarks.roofline.pretend_gpu import OnGPU, here, pretended
+from benchmarks.aot.pretend_gpu import OnGPU, here, pretended
 from grpo_kernels import LossConfig, kept_set_logprob, linear_logprob, policy_loss_from_logps
 from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import make_case

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from benchmarks.roofline.pretend_gpu import OnGPU, Waits, here, pretended
+from benchmarks.aot.pretend_gpu import OnGPU, Waits, here, pretended
 from grpo_kernels import Expectation, LoRA, LossConfig, grpo_loss, linear_logprob
 from grpo_kernels.base import checks
 

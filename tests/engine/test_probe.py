@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.roofline import pretend_gpu
-from benchmarks.roofline.pretend_gpu import OnGPU, Waits, pretended
+from benchmarks.aot import pretend_gpu
+from benchmarks.aot.pretend_gpu import OnGPU, Waits, pretended
 from grpo_kernels import linear_logprob
 from grpo_kernels.engine import probe
 from grpo_kernels.engine.device import CUDA, ROCM, device_of

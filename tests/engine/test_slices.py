@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from benchmarks.roofline.pretend_gpu import OnGPU, pretended
+from benchmarks.aot.pretend_gpu import OnGPU, pretended
 from grpo_kernels import LoRA, linear_logprob
 from tests.support.measure import AllocationWatcher
 

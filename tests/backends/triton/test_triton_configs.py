@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import tune, tuned_table
+from benchmarks import tune
 from grpo_kernels.backends.triton_rows.configs import (
     FAMILIES,
     ROW_KERNELS,
@@ -97,10 +97,10 @@ def test_unknown() -> None:
 
 
 def test_the_table_is_whole_and_says_what_was_measured() -> None:
-    text = tuned_table.own_table().read_text()
+    text = tune.own_table().read_text()
     table = json.loads(text)
-    tuned_table.check_table(table)
-    assert text == tuned_table.text_of(table), "as the tuner would write it"
+    tune.check_table(table)
+    assert text == tune.text_of(table), "as the tuner would write it"
     for entry in table["rows"] + table["dot"]:
         measured = entry["measured"]
         assert measured is False or set(measured) == {"device", "torch", "triton"}
@@ -113,8 +113,8 @@ def test_every_candidate_can_be_made() -> None:
 
 
 def test_neighbours_that_agree_are_one_entry() -> None:
-    assert tuned_table.joined([(1, "a"), (2, "a"), (3, "b"), (4, "b")]) == [(2, "a"), (None, "b")]
-    assert tuned_table.joined([(1, "a")]) == [(None, "a")]
+    assert tune.joined([(1, "a"), (2, "a"), (3, "b"), (4, "b")]) == [(2, "a"), (None, "b")]
+    assert tune.joined([(1, "a")]) == [(None, "a")]
 
 
 def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +127,9 @@ def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_new_entries_replace_those_of_their_family_only() -> None:
-    table = json.loads(tuned_table.own_table().read_text())
+    table = json.loads(tune.own_table().read_text())
     entry = {**next(e for e in table["dot"] if e["family"] == "sm_90"), "num_warps": 4}
-    merged = tuned_table.merged(table, [entry])
+    merged = tune.merged(table, [entry])
     key = ("family", "operand_bits", "aligned")
     assert merged["rows"] == table["rows"]
     assert merged["dot"][0] == entry
@@ -138,7 +138,7 @@ def test_new_entries_replace_those_of_their_family_only() -> None:
 
 @pytest.mark.slow
 def test_dry_run() -> None:
-    before = tuned_table.own_table().read_text()
+    before = tune.own_table().read_text()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tune", "--dry-run"],
         capture_output=True,
@@ -148,7 +148,7 @@ def test_dry_run() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("candidate: ") == len(tune.REAL.rows) + len(tune.REAL.dot)
     assert "entries of family interpreter written to" in done.stdout
-    assert tuned_table.own_table().read_text() == before
+    assert tune.own_table().read_text() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -181,8 +181,8 @@ def test_the_tuner_writes_after_each_part(
     said = capsys.readouterr().out
     assert "stats and fused: " in said
     assert "no time for: grad; they stay as they were" in said
-    own, table = json.loads(tuned_table.own_table().read_text()), json.loads(out.read_text())
-    tuned_table.check_table(table)
+    own, table = json.loads(tune.own_table().read_text()), json.loads(out.read_text())
+    tune.check_table(table)
     assert of_kernel(table, "stats") != of_kernel(own, "stats")
     assert of_kernel(table, "grad") == of_kernel(own, "grad")
     assert table["dot"] == own["dot"]
@@ -192,7 +192,7 @@ def test_the_tuner_writes_after_each_part(
 def test_the_tuner_does_a_subset(tmp_path: Path) -> None:
     out = tmp_path / "table.json"
     assert tune.main(["--dry-run", "--out", str(out), "--kernels", "grad", "--vocabs", "48"]) == 0
-    own, table = json.loads(tuned_table.own_table().read_text()), json.loads(out.read_text())
+    own, table = json.loads(tune.own_table().read_text()), json.loads(out.read_text())
     assert [e["vocab_at_most"] for e in of_kernel(table, "grad")] == [None]
     assert of_kernel(table, "stats") == of_kernel(own, "stats")
     assert list(tune.parts(["dot"])) == [

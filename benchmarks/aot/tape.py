@@ -1,0 +1,211 @@
+"""What a call would do on a GPU, in order: products, row kernels, other launches, waits, and the bytes that each moves.
+
+The call runs on tensors that say they are on a GPU (`pretend_gpu.py`). Large ones have no data (torch's "meta"
+device), so that the real sizes fit any machine; small ones do, so that what depends on their values is as it would be.
+In the place of the row kernels stands a backend that notes them down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.aot import pretend_gpu
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.call import projection
+from grpo_kernels.token_loss.record import TokenLoss
+
+WITHOUT_DATA = 2**18  # elements: larger tensors have none
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm}
+# what allocates, or makes a view, and launches nothing; views are known by their aliases
+NOTHING = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.detach}
+NOTHING |= {aten.lift_fresh, aten.alias, aten._local_scalar_dense}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happens.
+
+    Attributes:
+        kind: "product", "rows" (a row kernel), "launch" (any other), "view" (host work alone) or "wait".
+        name: of the operation or kernel.
+        flops: of a product.
+        shape: (m, n, k) of a product, (rows, V) of a row kernel; of others that of the result.
+        read, written: bytes.
+        aligned: whether the rows of all matrices of a product start at multiples of 16 bytes.
+    """
+
+    kind: str
+    name: str
+    flops: int = 0
+    shape: tuple[int, ...] = ()
+    read: int = 0
+    written: int = 0
+    aligned: bool = True
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
+@dataclass
+class Tape:
+    """The events of a call."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, kind: str, name: str = "") -> list[Event]:
+        """Those of a kind, and if given with `name` in their name."""
+        return [x for x in self.events if x.kind == kind and name in x.name]
+
+    @property
+    def launches(self) -> int:
+        """All that the device does."""
+        return sum(x.kind in ("product", "rows", "launch") for x in self.events)
+
+    def after_last_wait(self) -> list[Event]:
+        """What the host does between the last wait and the first product after it, for which the device waits."""
+        places = [i for i, x in enumerate(self.events) if x.kind == "wait"]
+        rest = self.events[places[-1] + 1 :] if places else self.events
+        first = next(i for i, x in enumerate(rest) if x.kind == "product")
+        return rest[:first]
+
+    def made(self, name: str, result: Tensor) -> None:
+        """A tensor was made on the device."""
+        kind = "view" if name == "empty" or result.numel() == 0 else "launch"
+        self.events.append(Event(kind, name, 0, tuple(result.shape), 0, result.nbytes if kind == "launch" else 0))
+
+    def wait(self, name: str) -> None:
+        """The host waits for the device."""
+        self.events.append(Event("wait", name))
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operation on tensors of the device."""
+        packet = func.overloadpacket
+        if packet in NOTHING:
+            self.events.append(Event("view", str(func)))
+            return
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if outputs and all(x.numel() == 0 for x in outputs):
+            self.events.append(Event("view", str(func)))
+            return
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            self.events.append(Event("view", str(func)))
+            return
+        written = sum(x.nbytes for x in outputs)
+        read = sum(_touched(x, outputs) for x in inputs if not _is_only_written(x, func, args, kwargs))
+        if packet in PRODUCTS:
+            left, right = [x for x in inputs if x.dim() == 2 and x is not outputs[0]][-2:]
+            (m, k), n = left.shape, right.shape[1]
+            aligned = all(_is_aligned(x) for x in (left, right, outputs[0]))
+            self.events.append(Event("product", str(func), 2 * m * n * k, (m, n, k), read, written, aligned))
+            return
+        shape = tuple(outputs[0].shape) if outputs else ()
+        self.events.append(Event("launch", str(func), 0, shape, read, written))
+
+    def rows(self, name: str, logits: Tensor, out: Tensor | None, *, reads: int = 1) -> None:
+        """A row kernel that reads each logit `reads` times."""
+        n, vocab = logits.shape
+        aligned = all(_is_aligned(pretend_gpu.here(x)) for x in (logits, out) if x is not None)
+        read, written = reads * n * vocab * logits.element_size(), 0 if out is None else n * vocab * out.element_size()
+        self.events.append(Event("rows", name, 0, (n, vocab), read, written, aligned))
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether the rows, or columns, of `x` (m, n) start at multiples of 16 bytes."""
+    apart = max(x.stride())
+    return (
+        min(x.stride()) == 1 and apart * x.element_size() % 16 == 0 and x.storage_offset() * x.element_size() % 16 == 0
+    )
+
+
+def _touched(x: Tensor, outputs: list[Tensor]) -> int:
+    """Bytes read of an input: of a gather no more than what comes out of it."""
+    return min(x.nbytes, max((y.numel() for y in outputs), default=math.inf) * x.element_size())
+
+
+def _is_only_written(x: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
+    named = kwargs.get("out")
+    if x is named:
+        return not (func.overloadpacket == aten.addmm and args and args[0] is x)
+    return func.overloadpacket in (aten.copy_, aten.fill_, aten.zero_) and bool(args) and x is args[0]
+
+
+class NotedRows:
+    """The row backend that a GPU would have, which computes nothing."""
+
+    name = "triton"
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
+        return 0
+
+    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
+        pass
+
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        self._tape.rows("stats", chunk.logits, None)
+        return self._statistics(chunk.logits, extras)
+
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        self._tape.rows("diverge", chunk.logits, None)
+        return stats.logps, stats.logps
+
+    def grad(
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+    ) -> None:
+        self._tape.rows("grad", chunk.logits, out)
+
+    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
+        self._tape.events.append(Event("launch", "scale", 0, tuple(x.shape), x.nbytes + factor.nbytes, out.nbytes))
+
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
+        return self._statistics(chunk.logits, terms=token_loss.terms)
+
+    def single_pass(
+        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
+    ) -> tuple[RowStats, Tensor]:
+        self._tape.rows("single_pass", chunk.logits, out)
+        found = self._statistics(chunk.logits, extras)
+        return found, found.logps
+
+    def _statistics(self, logits: Tensor, extras: tuple[str, ...] = (), terms: tuple[str, ...] = ()) -> RowStats:
+        new = lambda: pretend_gpu.OnGPU(torch.zeros(logits.shape[0]))  # noqa: E731
+        more = ({name: new() for name in names} for names in (extras, terms))
+        return RowStats(new(), new(), new(), new(), *more)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One on the GPU that is not there: random numbers, or nothing if it is large."""
+    if math.prod(shape) > WITHOUT_DATA:
+        return pretend_gpu.OnGPU(torch.empty(shape, dtype=dtype, device="meta"))
+    return pretend_gpu.OnGPU(torch.randn(shape).to(dtype))
+
+
+@contextmanager
+def taped(*, autocast: torch.dtype | None = None) -> Iterator[Tape]:
+    """Within, calls on `tensor`s are noted down, as they would be within autocast to that dtype."""
+    tape, before = Tape(), (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+    with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, tape=tape):
+        patch.setattr(projection, "choose_backend", lambda *_: (NotedRows(tape), "noted"))
+        try:
+            if autocast is not None:  # torch.autocast would look for the device
+                torch.set_autocast_enabled("cuda", True)
+                torch.set_autocast_dtype("cuda", autocast)
+            yield tape
+        finally:
+            torch.set_autocast_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])

@@ -1,0 +1,129 @@
+"""Figures that tables and plots read out of the results, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+OURS, PRODUCTS = "ours", "products"
+MODES = ("full", "score", "forward", "backward")
+RAN = ("ok", "partial")  # partial: right, and stopped before its last round
+
+Case = dict[str, Any]
+Provider = dict[str, Any]
+
+
+def is_ours(name: str) -> bool:
+    """Whether the provider is this library, in whatever variant: ours, ours@128, ours/torch."""
+    return name.replace("@", "/").split("/")[0] == OURS
+
+
+def is_products(name: str) -> bool:
+    """Whether it is the matrix products alone: a limit, and nobody's loss."""
+    return name.split("@")[0] == PRODUCTS
+
+
+def providers(case: Case) -> dict[str, Provider]:
+    """The case's providers, in the order they were run in."""
+    return case.get("providers") or {}
+
+
+def ran(provider: Provider) -> bool:
+    """Whether it ran and was right."""
+    return provider.get("status") in RAN
+
+
+def timing(provider: Provider, mode: str) -> dict[str, Any] | None:
+    """Quantiles of the mode in milliseconds; None: it was not timed."""
+    found = (provider.get("ms") or {}).get(mode) or {}
+    return found if found.get("median") is not None else None
+
+
+def median(case: Case, name: str, mode: str) -> float | None:
+    """Milliseconds of a provider that ran and was right."""
+    provider = providers(case).get(name, {})
+    found = timing(provider, mode)
+    return found["median"] if found and ran(provider) else None
+
+
+def extra_mib(case: Case, name: str) -> float | None:
+    """Memory beyond the inputs and the returned gradients, of a provider that ran and was right."""
+    provider = providers(case).get(name, {})
+    return provider.get("extra_mib") if ran(provider) else None
+
+
+def error(case: Case, name: str, which: str) -> float | None:
+    """One of the errors of a provider that ran and was right."""
+    provider = providers(case).get(name, {})
+    return (provider.get("errors") or {}).get(which) if ran(provider) else None
+
+
+def timed_modes(case: Case) -> list[str]:
+    """The modes in which somebody was timed, the most telling first."""
+    return [mode for mode in MODES if any(timing(x, mode) for x in providers(case).values())]
+
+
+def mode(case: Case) -> str:
+    """The case's leading mode: what its providers are compared in."""
+    return (timed_modes(case) or ["full"])[0]
+
+
+def over(case: Case, name: str, other: str) -> float | None:
+    """The time of a provider over that of another one, in the leading mode."""
+    return ratio(median(case, name, mode(case)), median(case, other, mode(case)))
+
+
+def in_seconds(cases: dict[str, Case]) -> bool:
+    """Whether the times of these cases read better in seconds: the typical one takes a second or more."""
+    found = sorted(
+        timed["median"]
+        for case in cases.values()
+        for provider in providers(case).values()
+        if (timed := timing(provider, mode(case)))
+    )
+    return bool(found) and found[len(found) // 2] >= 1e3
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    """None where there is nothing to divide."""
+    return None if over is None or not under else over / under
+
+
+def of_part(data: dict[str, Any], part: str) -> dict[str, Case]:
+    """The cases of one part, by name."""
+    return {name: case for name, case in (data.get("cases") or {}).items() if case.get("part") == part}
+
+
+def compared(data: dict[str, Any]) -> dict[str, Case]:
+    """The cases of policy losses that are timed: main ones, shapes, workloads."""
+    return {name: case for part in ("main", "shapes", "workloads") for name, case in of_part(data, part).items()}
+
+
+def of_run(data: dict[str, Any], part: str) -> dict[str, Any]:
+    """`data` with the conditions of the run that the part's figures are from, if that was another."""
+    return {**data, **(data.get("runs") or {}).get(part, {})}
+
+
+def names(cases: dict[str, Case]) -> list[str]:
+    """Every provider of these cases, in the order met."""
+    return list(dict.fromkeys(name for case in cases.values() for name in providers(case)))
+
+
+def series(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Case]]]:
+    """(axis, its cases from the smallest value to the largest), each with the providers that all of them have."""
+    for axis in ("n", "v", "share"):
+        found = [(x, c) for x, c in (data.get("cases") or {}).items() if axis in (c.get("series") or "").split()]
+        found.sort(key=lambda item: along(item[1], axis))
+        shared = [name for name in names(dict(found)) if all(name in providers(case) for _, case in found)]
+        if found:
+            yield axis, {x: {**c, "providers": {name: c["providers"][name] for name in shared}} for x, c in found}
+
+
+def by_logits(case: Case) -> tuple[bool, float]:
+    """Key that sorts the cases of the part "accuracy": by the size of the logits, peaked last."""
+    return bool(case.get("peaked")), case.get("scale") or 0.0
+
+
+def along(case: Case, axis: str) -> float:
+    """Where the case stands on the axis: N, V, or the share of rows that carry gradient."""
+    return 1.0 - case.get("zero_share", 0.0) if axis == "share" else case[axis]

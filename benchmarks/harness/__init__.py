@@ -1,1 +1,0 @@
-"""How anything is measured: processes, clocks, memory, operations, float64 truth."""

@@ -1,0 +1,116 @@
+"""The machine that the results were measured on, and how busy it was."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_kernels.diagnostics import report
+
+PACKAGES = (
+    "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
+    "quack-kernels", "nvidia-cutlass-dsl", "numpy",
+)  # fmt: skip
+CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu")
+
+
+def describe(root: Path, commit: str | None = None) -> dict[str, Any]:
+    """Device, driver and versions; `commit` where the caller knows it better than the checkout does."""
+    has_gpu = torch.cuda.is_available()
+    found: dict[str, Any] = {
+        "device": platform.processor() or platform.machine(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "commit": commit or git_commit(root),
+        "driver": _nvidia_smi("driver_version").get("driver_version"),
+    }
+    if has_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+        }
+    return found
+
+
+def describe_cpu() -> report.Report:
+    """The environment as a bug report gives it, without places on this machine."""
+    found = report.collect()
+    found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[0]
+    return found
+
+
+def peer_versions() -> dict[str, str]:
+    """Of torch, of what the providers are made of, and of what measures; "absent" where not installed."""
+    return {name: _version(name) or "absent" for name in PACKAGES}
+
+
+def clocks() -> dict[str, str]:
+    """Clocks, power and temperature at this moment, where nvidia-smi tells."""
+    return _nvidia_smi(*CLOCKS)
+
+
+def git_commit(root: Path) -> str | None:
+    """The commit of the checkout, with "-dirty" if files differ from it; None where nothing tells."""
+    try:
+        named = _output("git", "-C", str(root), "rev-parse", "HEAD")
+        changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+        return named + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nvidia_smi(*fields: str) -> dict[str, str]:
+    try:
+        line = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader").splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return {}
+    return dict(zip(fields, (x.strip() for x in line.split(",")), strict=False))
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+
+class Watch:
+    """Counts how much of the machine other processes use while this one measures."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def others(self) -> float | None:
+        """Share of all cores since the start; None where the system does not tell."""
+        if self._before is None or (now := self._read()) is None:
+            return None
+        wall, busy, own = (b - a for a, b in zip(self._before, now, strict=True))
+        return round(max(0.0, busy - own) / max(wall, 1e-9) / (os.cpu_count() or 1), 3)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: on the wall, of all cores at work, of this process's."""
+        try:
+            user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+        except (OSError, ValueError):
+            return None
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy, time.process_time()

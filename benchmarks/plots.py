@@ -1,0 +1,470 @@
+"""Figures of the results, read from the JSON and from nothing else: the same results give the same bytes.
+
+Every figure is a light card that any page can carry, has a claim as its title, and one colour for a provider.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from benchmarks import figures, labels, tables
+from benchmarks.figures import OURS, Case, ratio
+from benchmarks.tables import DEFAULTS, STOCK, Scene
+
+WIDTH, DPI = 11.0, 120  # inches
+CARD, INK, SOFT, GRID = "#fbfbf9", "#1f2328", "#57606a", "#d8dee4"
+BLUE = "#0072B2"  # of ours
+# Okabe and Ito's colours and some greys, which the colour-blind can tell apart; what is drawn has its name beside it.
+COLORS = {
+    "ours": BLUE,
+    "eager": "#6E7781",
+    "compiled": "#9AA5B1",
+    "linear_ce": "#7B5EA7",
+    "trl": "#D55E00",
+    "liger_grpo": "#009E73",
+    "liger_ce": "#009E73",
+    "liger_torch": "#009E73",
+    "verl_torch": "#CC79A7",
+    "verl_triton": "#CC79A7",
+    "unsloth": "#E69F00",
+    "cce": "#7A5C00",
+    "quack": "#56B4E9",
+}
+TEXT, SMALL = 17, 11  # points
+MARGIN, TITLE, LINE, FOOT = 0.3, 0.43, 0.31, 0.2  # inches
+
+
+@contextmanager
+def looks() -> Iterator[None]:
+    """Matplotlib's defaults and ours, whatever the user's own settings are."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(
+            {
+                "font.family": "DejaVu Sans",
+                "font.size": TEXT,
+                "figure.facecolor": CARD,
+                "savefig.facecolor": CARD,
+                "axes.facecolor": CARD,
+                "text.color": INK,
+                "axes.labelcolor": SOFT,
+                "axes.labelsize": TEXT - 2,
+                "axes.edgecolor": GRID,
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+                "axes.axisbelow": True,
+                "grid.color": GRID,
+                "grid.linewidth": 1.0,
+                "xtick.color": SOFT,
+                "ytick.color": INK,
+                **{f"{axis}tick.{which}.size": 0 for axis in "xy" for which in ("major", "minor")},
+                "svg.hashsalt": "grpo_kernels",
+            }
+        )
+        yield
+
+
+def sheet(data: dict[str, Any], claim: str, subtitle: str, body: float, notes: Sequence[str] = ()) -> Figure:
+    """A figure with `body` inches for its axes, under the claim and what was measured.
+
+    Below stand `notes`, what has to be known of this figure, and the conditions of the run.
+    """
+    titles = textwrap.wrap(claim, 54)
+    about = textwrap.wrap(re.sub(r"\b([NTHV]) (?=\d)", "\\1\u00a0", subtitle), 90)
+    small = [line for text in (*notes, labels.footer(data)) for line in textwrap.wrap(text, 130)]
+    top = MARGIN + TITLE * len(titles) + LINE * len(about) + 0.15
+    bottom = MARGIN + FOOT * len(small) + 0.1
+    height = top + body + bottom
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI)
+    at, left = MARGIN, MARGIN / WIDTH
+    figure.text(left, 1 - at / height, "\n".join(titles), size=24, weight="bold", va="top", linespacing=1.15)
+    at += TITLE * len(titles)
+    figure.text(left, 1 - at / height, "\n".join(about), size=15, color=SOFT, va="top", linespacing=1.25)
+    figure.text(left, MARGIN / height, "\n".join(small), size=SMALL, color=SOFT, va="bottom", linespacing=1.25)
+    rect = (left, bottom / height, 1 - 2 * left, body / height)
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.04, h_pad=0.04))
+    return figure
+
+
+def color(name: str) -> str:
+    """Of a provider, the same in every figure."""
+    if figures.is_ours(name):
+        return BLUE
+    return COLORS.get(name, COLORS.get(name.split("/")[0], INK))
+
+
+def rows(axes: Axes, words: Sequence[str], ours: Sequence[bool] = ()) -> None:
+    """One row for each of `words`, the first on top; those of ours in its colour."""
+    axes.set_yticks(range(len(words)), list(words))
+    axes.set_ylim(len(words) - 0.45, -0.55)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    for text, is_ours in zip(axes.get_yticklabels(), ours, strict=False):
+        if is_ours:
+            text.set(color=BLUE, fontweight="bold")
+
+
+def three(value: float) -> str:
+    """Three digits, zeros at the end included."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def multiple(value: float) -> str:
+    """How many times: 1.6, 16, 1,600."""
+    return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a PNG, the same bytes for the same results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    return path
+
+
+# The whole optimizer step.
+
+STEP_BAR = 0.56  # inches a variant
+OPTIONS = (
+    "Fused head alone: zero_advantage='train', padding='keep'. Defaults: 'score', 'trim'. Free, split: padding. Skip: "
+    "zero_advantage. Shared, regrouped: shared_prompts, regroup. Saved activations: of the largest micro-batch."
+)
+
+
+def draw_step(data: dict[str, Any]) -> Figure | None:
+    """None: the step of stock TRL or of ours was not timed."""
+    found = tables.scenes(data)
+    scene = next(iter(found.values()), None)
+    if scene is None or tables.faster(scene, DEFAULTS) is None:
+        return None
+    names = list(tables.timed(scene))
+    run = figures.of_run(data, "step")
+    subtitle = f"An optimizer step without generation, one thread; {scene['about']}"
+    figure = sheet(run, step_claim(scene), subtitle, STEP_BAR * len(names) + 0.8, _step_notes(found))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _bars(left, tables.timed(scene), "s", {name: tables.faster(scene, name) for name in names})
+    _bars(right, {name: scene["variants"][name]["saved_mib"]["max"] for name in names}, "MiB", {})
+    rows(left, [textwrap.fill(name, 18) for name in names], [name == DEFAULTS for name in names])
+    right.spines[["left", "bottom"]].set_visible(False)
+    left.set_xlabel("CPU seconds, times as fast")
+    right.set_xlabel("saved activations")
+    return figure
+
+
+def step_claim(scene: Scene) -> str:
+    """The title: stock TRL's time over ours with default options."""
+    found = tables.faster(scene, DEFAULTS)
+    return "" if found is None else f"Stock TRL's training step takes {multiple(found[0])} times our CPU time"
+
+
+def _step_notes(found: dict[str, Scene]) -> list[str]:
+    """The options, and the other scenes: stock TRL's seconds over those of each variant."""
+    said = [OPTIONS]
+    for name, scene in list(found.items())[1:]:
+        over = {x: times[0] for x in tables.timed(scene) if x != STOCK and (times := tables.faster(scene, x))}
+        said.append(f"Times as fast, {name}: {'; '.join(f'{x} {multiple(y)}' for x, y in over.items())}.")
+    return said
+
+
+def _bars(axes: Axes, found: dict[str, float], unit: str, over: dict[str, Any]) -> None:
+    """A bar for each variant, its value at its end, and how many times as fast as stock TRL it is."""
+    colours = [color("trl" if name == STOCK else OURS) for name in found]
+    axes.barh(range(len(found)), list(found.values()), height=0.68, color=colours)
+    for y, (name, value) in enumerate(found.items()):
+        times = "" if name == STOCK or not over.get(name) else f"   {multiple(over[name][0])}x"
+        axes.annotate(
+            f"{three(value)} {unit}{times}", (value, y), (9, 0), textcoords="offset points", va="center",
+            weight="bold" if name == DEFAULTS else "normal",
+        )  # fmt: skip
+    axes.set_xlim(0, 1.45 * max(found.values()))
+    axes.set_xticks([])
+
+
+# Extra memory of one loss against tokens: a line for each provider, its name at its end.
+
+MIB = {64: "64 MiB", 256: "256 MiB", 1024: "1 GiB", 4096: "4 GiB", 16384: "16 GiB", 65536: "64 GiB"}
+APART = 0.3  # least distance of two labels, in factors of e on an axis of some 6 of them
+
+
+def draw_memory(data: dict[str, Any]) -> Figure | None:
+    """None: memory was not measured on several numbers of tokens."""
+    cases = _memory_cases(data)
+    lines = {name: line for name in figures.names(cases) if len(line := _memory_along(cases, name)) > 1}
+    if len(cases) < 2 or OURS not in lines:
+        return None
+    about = {key: x for key, x in labels.common(cases).items() if key != "model"}  # of which there is the V only
+    subtitle = f"Peak memory of one loss beyond its inputs and gradients; {labels.shape(about)}"
+    figure = sheet(figures.of_run(data, "memory"), memory_claim(data), subtitle, 5.3, _memory_notes(data, about))
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log")
+    for name, line in lines.items():
+        dashes = (0, (2.5, 1.5)) if figures.is_ours(name) and name != OURS else "solid"
+        width = 5.0 if name == OURS else 3.5
+        axes.plot(
+            *zip(*line, strict=True), color=color(name), linewidth=width, linestyle=dashes, marker="o",
+            markersize=8, zorder=4 if figures.is_ours(name) else 3,
+        )  # fmt: skip
+    _memory_scales(axes, [case["n"] for case in cases.values()], [y for line in lines.values() for _, y in line])
+    _name_lines(axes, lines)
+    axes.set_xlabel("tokens")
+    return figure
+
+
+def memory_claim(data: dict[str, Any]) -> str:
+    """The title: how much leaner ours is than the fullest peer at the most tokens that it could be measured with."""
+    cases = _memory_cases(data)
+    last = max(case["n"] for case in cases.values())
+    found = []
+    for name in ("trl", "eager"):
+        line = dict(_memory_along(cases, name))
+        if line and (over := ratio(line[max(line)], dict(_memory_along(cases, OURS)).get(max(line)))):
+            found.append((max(line), over, f"{labels.brief_name(name)} {'takes' if name == 'trl' else 'take'}"))
+    if not found:
+        return f"Extra memory of one loss, up to {last:,} tokens"
+    tokens, over, who = max(found, key=lambda x: x[:2])
+    return f"At {tokens:,} tokens {who} {multiple(over)} times our memory"
+
+
+def _memory_notes(data: dict[str, Any], about: Case) -> list[str]:
+    """What the figure does not show: why H is small, what hides there, and who no longer fitted."""
+    said = [f"H is {about.get('h')} to make it cheap: logits do not depend on H."]
+    main = figures.of_part(data, "main").get("main", {})
+    theirs, ours = (figures.extra_mib(main, name) for name in ("liger_grpo", OURS)) if main else (None, None)
+    if theirs and ours:
+        said[0] += (
+            f" Copies of the weight's gradient do, and hardly show: at H {main['h']} and {main['n']} tokens Liger takes"
+            f" {theirs:.0f} MiB, grpo_kernels {ours:.0f} MiB."
+        )
+    for case in _memory_cases(data).values():
+        for name, x in figures.providers(case).items():
+            if not figures.ran(x):
+                said.append(f"No point of {labels.brief_name(name)} at {case['n']:,}: {labels.tidy(x.get('reason'))}.")
+    return said
+
+
+def _memory_cases(data: dict[str, Any]) -> dict[str, Case]:
+    """The cases of the part, the fewest tokens first."""
+    return dict(sorted(figures.of_part(data, "memory").items(), key=lambda item: item[1]["n"]))
+
+
+def _memory_along(cases: dict[str, Case], name: str) -> list[tuple[int, float]]:
+    """(tokens, MiB) of a provider, where it was measured."""
+    found = [(case["n"], figures.extra_mib(case, name)) for case in cases.values()]
+    return [(n, mib) for n, mib in found if mib]
+
+
+def _memory_scales(axes: Axes, tokens: list[int], mib: list[float]) -> None:
+    axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
+    axes.set_xlim(0.85 * min(tokens), 5.5 * max(tokens))
+    shown = {y: words for y, words in MIB.items() if 0.5 * min(mib) <= y <= 1.5 * max(mib)}
+    axes.set_yticks(list(shown), list(shown.values()))
+    axes.set_ylim(0.6 * min(mib), 1.6 * max(mib))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(FixedLocator(list(shown)))
+    axes.grid(axis="y")
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _name_lines(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
+    """At the end of each line; those that would lie on each other are moved up."""
+    height = 0.0
+    for name, line in sorted(lines.items(), key=lambda item: item[1][-1][1]):
+        n, mib = line[-1]
+        place = max(mib, height)
+        height = place * (1 + APART)
+        set_to = name.partition("@")[2] if figures.is_ours(name) else ""
+        words = f"set to {set_to} MiB: {_size(mib)}" if set_to else f"{labels.brief_name(name)}: {_size(mib)}"
+        axes.annotate(
+            words, (n, place), (12, 0), textcoords="offset points", va="center", color=color(name),
+            weight="bold" if figures.is_ours(name) else "normal", size=TEXT - 1,
+            bbox={"facecolor": CARD, "edgecolor": "none", "pad": 2},
+        )  # fmt: skip
+
+
+def _size(mib: float) -> str:
+    return f"{mib / 1024:.1f} GiB" if mib >= 1000 else f"{mib:.0f} MiB"
+
+
+# The main case: the time of each provider with the quantiles, and how many times faster ours is.
+
+TIME_BAR = 0.52  # inches a provider
+
+
+def draw_time(data: dict[str, Any]) -> Figure | None:
+    """None: nobody but ours was timed in the main case."""
+    case, mode = main_case(data), "full"
+    shown = [x for x in figures.providers(case) if not figures.is_products(x) and ("/" not in x and "@" not in x)]
+    found = {x: ms / 1e3 for x in shown if (ms := figures.median(case, x, mode)) is not None}
+    if len(found) < 2 or OURS not in found:
+        return None
+    names = sorted(found, key=lambda x: found[x])
+    subtitle = f"Forward and backward of one loss; {labels.brief(case)}"
+    figure = sheet(data, time_claim(data), subtitle, TIME_BAR * len(names) + 0.75, _time_notes(case))
+    axes = figure.subplots()
+    axes.barh(range(len(names)), [found[x] for x in names], height=0.68, color=[color(x) for x in names])
+    for y, name in enumerate(names):
+        spread = figures.timing(figures.providers(case)[name], mode) or {}
+        low, high = ((spread.get(q) or 1e3 * found[name]) / 1e3 for q in ("p20", "p80"))
+        axes.plot([low, high], [y, y], color=INK, linewidth=2, marker="|", markersize=12)
+        over = found[name] / found[OURS]
+        words = "" if name == OURS else f"   {multiple(over)}x"
+        axes.annotate(
+            f"{three(found[name])} s{words}", (max(high, found[name]), y), (9, 0), textcoords="offset points",
+            va="center", weight="bold" if name == OURS else "normal",
+        )  # fmt: skip
+    rows(axes, [labels.brief_name(x) for x in names], [x == OURS for x in names])
+    _draw_limit(axes, _limit(case), min(found.values()))
+    axes.set_xlim(0, 1.28 * max(found.values()))
+    axes.set_xticks([])
+    axes.set_xlabel("seconds, and times ours; lines: 20 to 80 % of the rounds")
+    return figure
+
+
+def time_claim(data: dict[str, Any]) -> str:
+    """The title."""
+    case = main_case(data)
+    over = ratio(figures.median(case, "trl", "full"), figures.median(case, OURS, "full"))
+    if over is None:
+        return "Time of one loss"
+    return f"{labels.brief_name('trl')} takes {multiple(over)} times our time"
+
+
+def _time_notes(case: Case) -> list[str]:
+    """Where the limit cannot be told from ours."""
+    ours, products = figures.median(case, OURS, "full"), _limit(case)
+    if products is None or ours is None or 1e3 * products < ours:
+        return []
+    return ["The case's matrix products alone take as long as ours, within noise."]
+
+
+def _limit(case: Case) -> float | None:
+    """Seconds of the case's matrix products alone."""
+    ms = figures.median(case, figures.PRODUCTS, "full")
+    return None if ms is None else ms / 1e3
+
+
+def main_case(data: dict[str, Any]) -> Case:
+    """The first of the main part that has forward and backward."""
+    cases = figures.of_part(data, "main").values()
+    return next((x for x in cases if "full" in figures.timed_modes(x)), {})
+
+
+def _draw_limit(axes: Any, seconds: float | None, fastest: float) -> None:
+    """A line, where it is below whatever does more."""
+    if seconds is None or seconds >= fastest:
+        return
+    axes.axvline(seconds, color=INK, linewidth=2, linestyle=(0, (3, 2)), ymax=0.97)
+    axes.annotate(
+        f"its matrix products alone: {three(seconds)} s", (seconds, -0.75), (8, 0), textcoords="offset points",
+        va="center", color=INK, size=TEXT - 2,
+    )  # fmt: skip
+    bottom, _ = axes.get_ylim()
+    axes.set_ylim(bottom, -1.1)
+
+
+# A row for each case: how many times faster ours is than the head of TRL, and than all logits at once.
+
+CASE_ROW = 0.43  # inches
+OTHERS = ("trl", "eager")
+MARKS = {"trl": ("o", "●"), "eager": ("s", "■")}
+TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
+Spread = tuple[float, float, float]  # of the median, and between the quantiles
+
+
+def draw_cases(data: dict[str, Any]) -> Figure | None:
+    """None: there are fewer than two cases in which ours and one of the others were timed."""
+    cases = figures.compared(data)
+    found = {name: {x: over for x in OTHERS if (over := case_spread(case, x))} for name, case in cases.items()}
+    found = {name: x for name, x in found.items() if x}
+    if len(found) < 2:
+        return None
+    names = [x for x in OTHERS if any(x in over for over in found.values())]
+    notes = ["Lines: what the 20 and 80 % quantiles of the rounds of both allow."]
+    figure = sheet(
+        data,
+        cases_claim(data),
+        f"Time over that of grpo_kernels, case by case{_kind_of_device(data, found)}",
+        CASE_ROW * len(found) + 1.1,
+        notes,
+    )
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.axvline(1.0, color=BLUE, linewidth=4)
+    for y, over in enumerate(found.values()):
+        for name, (middle, low, high) in over.items():
+            axes.plot([low, high], [y, y], color=color(name), linewidth=2.5, alpha=0.6)
+            axes.plot(middle, y, MARKS[name][0], color=color(name), markersize=12)
+    rows(axes, [labels.case_name(name, cases[name]) for name in found])
+    ends = [x for over in found.values() for spread in over.values() for x in spread]
+    low, high = 0.85 * min(*ends, 1.0), 1.15 * max(ends)
+    axes.set_xlim(low, high)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks([x for x in TICKS if low <= x <= high])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
+    axes.grid(axis="x")
+    axes.set_xlabel("how many times faster grpo_kernels is")
+    axes.annotate(
+        "grpo_kernels", (1.0, 1.0), (0, 6), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center",
+        color=BLUE, weight="bold",
+    )  # fmt: skip
+    for name, at, side in zip(names, (1.0, 0.0), ("right", "left"), strict=False):
+        words = f"{MARKS[name][1]} {labels.brief_name(name)}"
+        axes.text(at, 1.012, words, transform=axes.transAxes, color=color(name), weight="bold", ha=side)
+    return figure
+
+
+def _kind_of_device(data: dict[str, Any], found: dict[str, Any]) -> str:
+    """The kind of device, and the dtype of most cases; those of another one carry it in their name."""
+    dtypes = [figures.compared(data)[name].get("dtype") for name in found]
+    most = max({x for x in dtypes if x}, key=dtypes.count, default=None)
+    parts = ["on a CPU" if data.get("device") == "cpu" else "", labels.DTYPES.get(most or "", "")]
+    said = ", ".join(x for x in parts if x)
+    return f"; {said} where no other dtype is named" if said else ""
+
+
+def case_spread(case: Case, name: str) -> Spread | None:
+    """The time of `name` over ours: of the medians, and from the least to the most that the quantiles allow."""
+    mode = (figures.timed_modes(case) or ["full"])[0]
+    if figures.median(case, name, mode) is None or figures.median(case, OURS, mode) is None:
+        return None
+    theirs, ours = (figures.timing(figures.providers(case)[x], mode) or {} for x in (name, OURS))
+    middle = theirs["median"] / ours["median"]
+    low, high = (
+        (theirs.get(a) or theirs["median"]) / (ours.get(b) or ours["median"])
+        for a, b in (("p20", "p80"), ("p80", "p20"))
+    )
+    return middle, low, high
+
+
+def cases_claim(data: dict[str, Any]) -> str:
+    """The title: in how many cases ours is faster than TRL's head."""
+    found = [over for case in figures.compared(data).values() if (over := case_spread(case, "trl"))]
+    won = sum(middle > 1 for middle, *_ in found)
+    return f"Faster than {labels.brief_name('trl')} in {won} of {len(found)} cases"
+
+
+DRAWN = {"step": draw_step, "memory": draw_memory, "time": draw_time, "cases": draw_cases}
+
+
+def render(data: dict[str, Any], folder: Path) -> list[Path]:
+    """The figures of which there are results, as PNG files in `folder`; which ones are not made is said on stderr."""
+    made = []
+    for name, draw in DRAWN.items():
+        with looks():
+            figure = draw(data)
+            if figure is None:
+                print(f"plots: no figures for {name}", file=sys.stderr)
+            else:
+                made.append(save(figure, folder / f"{name}.png"))
+    return made

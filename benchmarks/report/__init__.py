@@ -1,1 +1,0 @@
-"""What is made of results: figures, tables, plots, comparisons."""

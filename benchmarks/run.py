@@ -1,0 +1,426 @@
+"""Measure cases: each provider is held against float64, then timed in turn with others; and the peaks of memory.
+
+The results are in their file after every round, so that whatever happens next loses nothing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import math
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import figures
+from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
+from benchmarks.flops import counter
+from benchmarks.machine import Watch
+from benchmarks.memory import MIB, Peak, available_bytes, give_back_what_is_freed
+from benchmarks.plan import ANCHORS
+from benchmarks.providers import Forward, Outcome, build, named
+from benchmarks.reference import Reference, errors, is_right, reference
+from benchmarks.timing import Clock, interleaved, quantiles
+
+FIRST_CALL_SECONDS = 180.0  # Liger's kernels for Hopper take up to 55 to import and 30 to compile
+WARM_UP = 2  # steps on a GPU before the first that is timed
+ROOM = 0.85  # of the memory that is free, that a step may take
+WARM_TOKENS = 8  # a sequence, in the step before the first, after which libraries have the scratch space that they keep
+CPU = torch.device("cpu")
+
+
+class Results:
+    """A tree of plain values that is always on disk, whatever happens next."""
+
+    def __init__(self, path: Path, **data: Any) -> None:
+        self.path, self.data = path, data
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.save()
+
+    def at(self, *path: str) -> dict[str, Any]:
+        """The dictionary at `path`, made if it is not there."""
+        here = self.data
+        for key in path:
+            here = here.setdefault(key, {})
+        return here
+
+    def merge(self, *path: str, **value: Any) -> None:
+        """Put `value` into the dictionary at `path`, and save."""
+        self.at(*path).update(value)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file anew; whoever reads it sees the old one or the new one, whole."""
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(finite(self.data), indent=1) + "\n")
+        os.replace(part, self.path)
+
+    @contextmanager
+    def noting(self, *path: str, seconds: float | None = None) -> Iterator[None]:
+        """Write whatever goes wrong within at `path`, and no more; after `seconds` the process ends with a traceback.
+
+        Raises:
+            DeviceLost: an error such as an illegal address, which stays with the process.
+        """
+        if seconds is not None:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+        try:
+            yield
+        except Exception as error:
+            self.merge(*path, **failure(error))
+            check_device()
+        finally:
+            if seconds is not None:
+                faulthandler.cancel_dump_traceback_later()
+
+
+class DeviceLost(RuntimeError):
+    """The GPU no longer answers this process; another one may go on."""
+
+
+def check_device() -> None:
+    """Raise `DeviceLost` if the GPU no longer answers."""
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception as error:
+            raise DeviceLost(f"the device is lost to this process: {error}") from error
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """``status`` and ``reason`` of something that went wrong."""
+    if isinstance(error, Absence):
+        return {"status": "absent", "reason": str(error)}
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"status": "out of memory", "reason": str(error)[:300]}
+    return {"status": "error", "reason": describe(error)}
+
+
+def describe(error: Exception) -> str:
+    """The error and where it was raised, in a few lines."""
+    where = traceback.extract_tb(error.__traceback__)[-3:]
+    places = " < ".join(f"{Path(x.filename).name}:{x.lineno}" for x in reversed(where))
+    return f"{type(error).__name__}: {str(error)[:1500]} [{places}]"
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON can hold it: no NaN, no infinity, nothing but plain types."""
+    if isinstance(value, dict):
+        return {str(k): finite(x) for k, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+@dataclass(frozen=True)
+class How:
+    """How cases are measured.
+
+    Attributes:
+        device: where.
+        backend: of ours.
+        one_by_one: time each provider with ours and the products alone, so that one that crashes costs none
+            that was measured before, and a ratio is of the same minute; else all in the same rounds.
+        flush: overwrite the L2 cache before each step.
+        once: one round, and no step to warm up.
+        seconds: of the rounds of one provider, after the first few.
+        until: ``time.time()`` after which no provider is begun.
+    """
+
+    device: torch.device = CPU
+    backend: str = "auto"
+    one_by_one: bool = False
+    flush: bool = False
+    once: bool = False
+    seconds: float = math.inf
+    until: float = math.inf
+
+
+class Step:
+    """A forward, and the backward of its loss if that has one; `lap` is called between."""
+
+    def __init__(self, forward: Forward, *, lap: Callable[[], None] | None = None) -> None:
+        self._forward, self._lap = forward, lap
+
+    def __call__(self) -> Outcome:
+        outcome = self._forward()
+        if outcome.loss is not None and outcome.loss.requires_grad:
+            if self._lap is not None:
+                self._lap()
+            outcome.loss.backward()
+        return outcome
+
+
+def check(name: str, forward: Forward, inputs: Inputs, want: Reference) -> dict[str, Any]:
+    """Run the first call: ``status`` "checked" or "wrong", the errors, counted operations in NVH, and its time.
+
+    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large.
+    """
+    provider = named(name, distils=inputs.teacher is not None)
+    inputs.clear_gradients()
+    operations = counter()
+    started = time.perf_counter()
+    with operations if provider.counted else nullcontext():
+        outcome = Step(forward)()
+    seconds = time.perf_counter() - started
+    found = errors(outcome, inputs, want) if provider.compared else {}
+    shown_as_it_is = inputs.case.part == "accuracy" and not figures.is_ours(name)
+    right = not provider.compared or shown_as_it_is or is_right(found, inputs.case)
+    inputs.clear_gradients()
+    return {
+        "status": "checked" if right else "wrong",
+        "errors": found,
+        "note": outcome.note,
+        "flops_nvh": round(operations.get_total_flops() / inputs.case.nvh, 3) if provider.counted else None,
+        "first_call_s": round(seconds, 3),
+    }
+
+
+def times(full: Sequence[float], forward: Sequence[float], *, mode: str = "full") -> dict[str, Any]:
+    """``ms`` and ``samples_ms`` of the results, from milliseconds of whole steps (of `mode`) and of their forwards."""
+    samples: Mapping[str, Sequence[float]] = {mode: full}
+    if len(forward) == len(full):
+        backward = [a - b for a, b in zip(full, forward, strict=True)]
+        samples = {mode: full, "forward": forward, "backward": backward}
+    return {
+        "ms": {k: quantiles(list(x)) for k, x in samples.items()},
+        "samples_ms": {k: [round(ms, 4) for ms in x] for k, x in samples.items()},
+    }
+
+
+def measure_case(case: BenchCase, providers: Sequence[str], results: Results, how: How) -> None:
+    """Measure `providers` of `case`; what was found of others before stays in the results."""
+    top = ("cases", case.name)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again at every step
+    try:
+        results.merge(*top, **case.about(), status="running")
+        results.at(*top, "providers")
+        task = _Task(case, results, how)
+        groups = [list(providers)]
+        if how.one_by_one:
+            anchors = [x for x in providers if x in ANCHORS]
+            task.turn(anchors, are_anchors=True)
+            groups = [[x] for x in providers if x not in anchors]
+        late = []
+        for group in groups:
+            if time.time() > how.until:
+                late += group
+            else:
+                task.turn(group)
+        for name in late:
+            results.merge(*top, "providers", name, status="skipped", reason="no time left")
+        results.merge(*top, status="partial" if late else "complete", cpu_of_others=task.watch.others())
+    finally:
+        gc.unfreeze()
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A provider whose result is right: its step, and the milliseconds of the last one."""
+
+    step: Callable[[], object]
+    ms: float
+
+
+class _Task:
+    """The inputs of a case and their truth, and the anchors' steps."""
+
+    def __init__(self, case: BenchCase, results: Results, how: How) -> None:
+        self._case, self._results, self._how = case, results, how
+        self._inputs: Inputs = make_inputs(case, how.device)
+        self._want: Reference = reference(self._inputs)
+        self._clock = Clock(how.device, flush=how.flush)
+        self._mode = "score" if case.score else "full"
+        self._limit = FIRST_CALL_SECONDS if self._clock.on_gpu else None
+        self._anchors: dict[str, _Ready] = {}
+        self.watch = Watch()
+
+    def turn(self, names: Sequence[str], *, are_anchors: bool = False) -> None:
+        """Check the providers `names`, and time those that are right, with the anchors."""
+        found = {name: ready for name in names if (ready := self._checked(name)) is not None}
+        if not self._anchors:
+            self.watch = Watch()  # what the first checks compile is not other processes' work
+        if found:
+            with self._results.noting(*self._path(next(iter(found))), seconds=self._limit):
+                self._rounds(found)
+        if are_anchors:
+            self._anchors = found
+        self._inputs.clear_gradients()
+        if self._how.device.type == "cuda":
+            del found
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _path(self, name: str) -> tuple[str, ...]:
+        return ("cases", self._case.name, "providers", name)
+
+    def _checked(self, name: str) -> _Ready | None:
+        """Build and check a provider, and run it till it is warm; None if it has nothing to time."""
+        path = self._path(name)
+        is_known = figures.ran(self._results.at(*path))  # an anchor, which keeps what an earlier call found
+        path = (*path, "again") if is_known else path
+        ready = None
+        self._results.merge(*path, status="running")  # what it stays if the process ends here
+        with self._results.noting(*path, seconds=self._limit):
+            forward = build(name, self._inputs, self._how.backend)
+            found = check(name, forward, self._inputs, self._want)
+            right = found["status"] == "checked"
+            status = "ok" if right and not self._case.rounds else found["status"]
+            self._results.merge(*path, **{**found, "status": status})
+            if not right or not self._case.rounds:
+                return None
+            step = Step(forward, lap=self._clock.lap)
+            ms = 1e3 * found["first_call_s"]
+            if self._clock.on_gpu:
+                self._results.merge(*path, extra_mib=self._extra_mib(step))
+                for _ in range(0 if self._how.once else WARM_UP):
+                    self._inputs.clear_gradients()
+                    ms = self._clock.time(step)
+            ready = _Ready(step, ms)
+        return ready
+
+    def _extra_mib(self, step: Callable[[], object]) -> float | None:
+        self._inputs.clear_gradients()
+        peak = Peak(self._how.device)
+        step()
+        return self._beyond(peak)
+
+    def _beyond(self, peak: Peak) -> float | None:
+        returned = sum(x.grad.nbytes for x in self._inputs.leaves if x.grad is not None)
+        extra = peak.extra_bytes(returned)
+        return None if extra is None else round(max(0, extra) / MIB, 1)
+
+    def _rounds(self, found: dict[str, _Ready]) -> None:
+        """Time the steps of `found` and of the anchors, interleaved; after each round the results have all of them."""
+        steps = {**self._anchors, **found}
+        laps: dict[str, list[float]] = {name: [] for name in steps}
+        mib: dict[str, list[float]] = {name: [] for name in steps}
+        peaks: list[Peak] = []
+        known = {name for name in found if figures.timing(self._results.at(*self._path(name)), self._mode)}
+
+        def before(_: str) -> None:
+            self._inputs.clear_gradients()
+            if not self._clock.on_gpu:
+                peaks[:] = [Peak(self._how.device)]
+
+        def after(name: str) -> None:
+            if self._clock.forward_ms is not None:
+                laps[name].append(self._clock.forward_ms)
+            if peaks and (extra := self._beyond(peaks[0])) is not None:
+                mib[name].append(extra)
+
+        def failed(name: str, error: Exception) -> None:
+            one = next(iter(found))
+            self._results.merge(*(self._path(name) if name in found else (*self._path(one), "failures", name)),
+                                **failure(error))  # fmt: skip
+            steps.pop(name)
+            check_device()
+
+        for samples in interleaved(
+            {name: x.step for name, x in steps.items()},
+            self._clock,
+            expected_ms={name: x.ms for name, x in steps.items()},
+            before=before,
+            after=after,
+            failed=failed,
+            until=min(self._how.until, time.time() + self._how.seconds),
+            rounds=1 if self._how.once else self._case.rounds,
+        ):
+            ms = {name: times(samples[name], laps[name], mode=self._mode) for name in steps if samples[name]}
+            of_anchors = {name: ms[name]["ms"][self._mode] for name in self._anchors if name in ms}
+            for name in [x for x in ms if x in found and x not in known]:
+                beside = {"anchors": of_anchors} if of_anchors else {}
+                memory = {"extra_mib": statistics.median(mib[name])} if mib[name] else {}
+                self._results.merge(*self._path(name), status="ok", **beside, **memory, **ms[name])
+        self._inputs.clear_gradients()
+
+
+def measure_runs(
+    runs: dict[str, Callable[[], Any]], clock: Clock, results: Results, top: tuple[str, ...], *, once: bool
+) -> dict[str, float]:
+    """Median milliseconds of each of `runs`, warmed up and interleaved; written under `top` too."""
+    expected = {}
+    for name, run in runs.items():
+        with results.noting(*top, name):
+            run()
+            expected[name] = clock.time(run)
+    samples: dict[str, list[float]] = {}
+    for so_far in interleaved(
+        {name: run for name, run in runs.items() if name in expected},
+        clock,
+        expected_ms=expected,
+        before=lambda name: None,
+        failed=lambda name, error: results.merge(*top, name, **failure(error)),
+        until=time.time() + 5.0,
+        rounds=1 if once else 20,
+    ):
+        samples.update(so_far)
+    found = {name: quantiles(values) for name, values in samples.items() if values}
+    for name, ms in found.items():
+        results.merge(*top, name, status="ok", ms=ms)
+    return {name: ms["median"] for name, ms in found.items()}
+
+
+def measure_peaks(cases: Iterable[BenchCase], results: Results, *, backend: str = "auto") -> None:
+    """Measure the part "memory": the peak of one step of each provider, on more and more tokens, which run once.
+
+    The fewest tokens come first, which tell who still has room for more.
+    """
+    ordered = sorted(cases, key=lambda x: x.n)
+    if ordered:  # else what is timed next pays for it
+        give_back_what_is_freed()
+    for case in ordered:
+        results.merge("cases", case.name, **case.about(), providers={})
+        inputs = make_inputs(case, CPU)
+        want = reference(inputs)
+        for name in case.providers:
+            try:
+                found = _peak(name, inputs, want, results.data, backend)
+            except Exception as error:
+                found = failure(error)
+            inputs.clear_gradients()
+            results.merge("cases", case.name, "providers", name, **found)
+
+
+def _peak(name: str, inputs: Inputs, want: Reference, data: dict[str, Any], backend: str) -> dict[str, Any]:
+    """Status, errors and ``extra_mib`` of one provider."""
+    check_room(name, inputs.case, data)
+    few = make_inputs(replace(inputs.case, n=len(inputs.ids) * WARM_TOKENS, t=WARM_TOKENS), CPU)
+    Step(build(name, few, backend))()
+    step = Step(build(name, inputs, backend))
+    peak = Peak(CPU)
+    outcome = step()
+    extra = peak.extra_bytes(sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None))
+    if extra is None:
+        raise Absence("nothing measures memory here")
+    found = errors(outcome, inputs, want)
+    status = "ok" if is_right(found, inputs.case) else "wrong"
+    return {"status": status, "errors": found, "note": outcome.note, "extra_mib": round(max(0, extra) / MIB, 1)}
+
+
+def check_room(name: str, case: BenchCase, data: dict[str, Any]) -> None:
+    """Refuse a provider that, growing with the tokens, would take more memory than there is.
+
+    Raises:
+        Absence: it would.
+    """
+    smaller = [x for x in figures.of_part(data, case.part).values() if x["n"] < case.n]
+    known = [(x["n"], mib) for x in smaller if (mib := figures.extra_mib(x, name)) is not None]
+    if not known or (room := available_bytes()) is None:
+        return
+    n, mib = max(known)
+    if (needed := mib * MIB * case.n / n) > ROOM * room:
+        raise Absence(f"would need about {needed / 2**30:.0f} GiB, and {room / 2**30:.0f} GiB are free")

@@ -1,0 +1,146 @@
+"""Time and memory of steps that are interleaved: clocks and temperature drift, and must drift for all alike."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+LEAST_ROUNDS = 5
+SLOW_SECONDS = 3.0  # of one provider in one case: slower ones are timed less often, but `LEAST_ROUNDS` times at least
+FLUSH_BYTES = 256 * 2**20  # a few times the L2 of any GPU there is
+FIRST_SLEEP, LONGEST_SLEEP = 2**20, 2**26  # cycles: from half a millisecond to some 35
+
+
+class TooLongToQueue(Exception):
+    """A step's launch takes longer than the device may sleep."""
+
+
+class Clock:
+    """Milliseconds of a step: CUDA events on a GPU, the wall clock on a CPU.
+
+    Args:
+        device: where the step runs.
+        flush: overwrite the L2 cache before each step.
+        queued: leave the time the host takes to launch out of it: while the device sleeps, the step is put behind the
+            first event. For steps of which the host knows all beforehand, such as one kernel.
+
+    Attributes:
+        forward_ms: of the last step, up to where it called `lap`; None if it did not.
+        flushed: what is overwritten before each step.
+    """
+
+    def __init__(self, device: torch.device, *, flush: bool = False, queued: bool = False) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._cycles = FIRST_SLEEP if queued else 0
+        self.forward_ms: float | None = None
+        self._lap: Any = None
+        flushes = flush and self.on_gpu
+        self.flushed: Any = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flushes else None
+
+    def lap(self) -> None:
+        """The forward is done."""
+        if self.on_gpu:
+            self._lap = torch.cuda.Event(enable_timing=True)
+            self._lap.record()
+        else:
+            self._lap = time.perf_counter()
+
+    def time(self, step: Callable[[], Any]) -> float:
+        """Run `step` once, by itself on the device."""
+        self._lap = self.forward_ms = None
+        if not self.on_gpu:
+            started = time.perf_counter()
+            step()
+            ended = time.perf_counter()
+            self.forward_ms = None if self._lap is None else 1e3 * (self._lap - started)
+            return 1e3 * (ended - started)
+        start, stop, in_time = self._on_gpu(step)
+        while not in_time and self._cycles < LONGEST_SLEEP:
+            self._cycles *= 2
+            start, stop, in_time = self._on_gpu(step)
+        if not in_time:
+            raise TooLongToQueue(f"the host takes longer to launch the step than {self._cycles} cycles of the device")
+        self.forward_ms = None if self._lap is None else float(start.elapsed_time(self._lap))
+        return float(start.elapsed_time(stop))
+
+    def _on_gpu(self, step: Callable[[], Any]) -> tuple[Any, Any, bool]:
+        """The events around one step, and whether all of it was launched before the first of them came."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        if self.flushed is not None:
+            self.flushed.zero_()
+            if not self._cycles:
+                torch.cuda.synchronize()
+        if self._cycles:
+            torch.cuda._sleep(self._cycles)
+        start.record()
+        step()
+        in_time = not (self._cycles and start.query())
+        stop.record()
+        stop.synchronize()
+        return start, stop, in_time
+
+
+def order(names: Sequence[str], i: int) -> list[str]:
+    """`names` for round `i`: shuffled, the same in every run."""
+    return random.Random(i).sample(list(names), len(names))
+
+
+def quantiles(samples: list[float]) -> dict[str, Any]:
+    """Median and 20 and 80 % quantiles of milliseconds."""
+    if not samples:
+        return {"samples": 0}
+    at = sorted(samples)
+    pick = lambda q: at[min(len(at) - 1, round(q * (len(at) - 1)))]  # noqa: E731
+    return {
+        "samples": len(at),
+        "median": round(statistics.median(at), 4),
+        "p20": round(pick(0.2), 4),
+        "p80": round(pick(0.8), 4),
+        "min": round(at[0], 4),
+    }
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], Any]],
+    clock: Clock,
+    *,
+    expected_ms: Mapping[str, float],
+    before: Callable[[str], None],
+    failed: Callable[[str, Exception], None],
+    until: float,
+    rounds: int,
+    after: Callable[[str], None] = lambda name: None,
+) -> Iterator[dict[str, list[float]]]:
+    """Run the steps in turn, in another order each round, and yield all samples so far after each round.
+
+    Args:
+        steps: by name.
+        expected_ms: of each step: one that would take more than `SLOW_SECONDS` in all is left out of some rounds.
+        before, after: called with the name before and after each step, outside the measured time.
+        failed: called with the name and the error of a step that raised; it is left out from then on.
+        until: ``time.time()`` after which no round is begun, once there have been `LEAST_ROUNDS`.
+        rounds: the most rounds.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    wanted = {x: max(LEAST_ROUNDS, min(rounds, int(1e3 * SLOW_SECONDS / max(expected_ms[x], 1e-3)))) for x in names}
+    for i in range(rounds):
+        if i >= min(LEAST_ROUNDS, rounds) and time.time() > until:
+            return
+        for name in order(names, i):
+            if len(samples[name]) * rounds > i * wanted[name]:  # ahead of its share of the rounds
+                continue
+            before(name)
+            try:
+                samples[name].append(clock.time(steps[name]))
+                after(name)
+            except Exception as error:
+                names.remove(name)
+                failed(name, error)
+        yield samples
