@@ -37,7 +37,7 @@ TENSOR_CORES = {
 # written and read once a row, or once a tile (`dot`). docs/kernels.md says what they cost.
 SPILLS = {
     "3.8": {("sm_80", "dot_kernel"): 264, ("sm_90", "stats_kernel"): 8},
-    "3.9": {("sm_90", "diverge_kernel"): 16, ("sm_90", "dot_kernel"): 56},
+    "3.9": {("sm_90", "diverge_kernel"): 16, ("sm_90", "teacher_fused_kernel"): 24, ("sm_90", "dot_kernel"): 56},
 }
 ARGUMENTS_OF_ROWS = re.compile(r"%((teacher_)?stride_\w+|splits)$")
 SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
