@@ -14,6 +14,7 @@ from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES
+from tests.support.reference_terms import clip
 from tests.support.run_case import arguments, run
 
 NAN, INF = math.nan, math.inf
@@ -351,14 +352,14 @@ def test_kl_gradient_crosses_tokens_of_a_sequence(corrected: bool) -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("edge", ["on-policy", "low", "high", "delta"])
 def test_ties_get_torchs_subgradient(advantage: float, edge: str) -> None:
-    """At a clip edge and at A = 0 the gradient is that of torch's min and clamp."""
+    """At a clip edge and at A = 0 the gradient is that of torch's min, and of a clamp whose bounds pass it."""
     from grpo_kernels.token_loss.formulas import clipped
 
     ratio = torch.tensor({"on-policy": 1.0, "low": 0.5, "high": 2.0, "delta": 4.0}[edge], dtype=F64)
     log_ratio = ratio.log().requires_grad_()
     assert float(log_ratio.detach().exp()) == float(ratio)
     r = log_ratio.exp()
-    (-torch.minimum(r.clamp(max=4.0) * advantage, r.clamp(0.5, 2.0) * advantage)).backward()
+    (-torch.minimum(clip(r, high=4.0) * advantage, clip(r, 0.5, 2.0) * advantage)).backward()
     loss, slope, through_logp = clipped(
         log_ratio.detach(), torch.tensor(advantage, dtype=F64), ratio.log(), 0.5, 2.0, 4.0
     )

@@ -87,6 +87,8 @@ class Lanes:
             return
         target = self._register(register)
         values = np.asarray(values)
+        if values.dtype.kind == "f":  # a GPU has one NaN: what it was made of does not show
+            values = np.where(np.isnan(values), np.asarray(np.nan, values.dtype), values)
         if target.dtype != bool and values.dtype != target.dtype:
             if values.dtype.kind != "i":
                 values = values.view(UNSIGNED[8 * values.itemsize])

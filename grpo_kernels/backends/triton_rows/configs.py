@@ -39,10 +39,14 @@ class RowConfig:
     maxnreg: int | None = None  # registers of a thread that the fused kernel for two heads may have; None: not said
 
     def for_two_heads(self, vocab: int) -> RowConfig:
-        """The same tile, and so the same bits. Two rows of a vocabulary that is no multiple of 16, whose elements are
-        read one by one, take more registers than a thread has: there twice the threads.
+        """Return the same tile, and so the same bits, with twice the threads where the vocabulary is no multiple of 16.
+
+        Elements are then read one by one, and two rows take more registers than a thread has. A step of a small
+        vocabulary has one column for each thread at most: with more threads, several would hold the same column, and
+        one would write in place what another still reads.
         """
-        return replace(self, num_warps=2 * self.num_warps) if vocab % 16 else self
+        has_columns = self.block_v >= 4 * 32 * 2 * self.num_warps
+        return replace(self, num_warps=2 * self.num_warps) if vocab % 16 and has_columns else self
 
     def arguments_within_registers(self) -> dict[str, Any]:
         """`arguments`, and the registers of a thread where the assembler, left alone, keeps to fewer and spills."""
