@@ -253,7 +253,8 @@ def test_what_is_computed_is_counted() -> None:
             out, _ = loss_of(model, given, **options)
         computed, gradient = (out.metrics[f"tokens/{name}"].item() * 6 * 18 for name in ("computed", "gradient"))
         assert 0 < gradient <= computed <= 6 * 18
-        counted = sum(counter.get_flop_counts()["LlamaForCausalLM.model"].values())
+        counts = counter.get_flop_counts()["LlamaForCausalLM.model"]  # in torch 2.15 of attention too
+        counted = sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
         assert counted == round(2 * weights * (computed + 2 * gradient)), options
 
 
