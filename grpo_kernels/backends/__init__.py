@@ -113,7 +113,7 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, *, interpreted: bo
 
 
 def _cannot_launch(device: torch.device) -> str | None:
-    """Why Triton, which is installed, can launch nothing on a GPU; None: it can."""
+    """Return why Triton, which is installed, can launch nothing on a GPU; None if it can."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None or _is_interpreted():
         return None
     from grpo_kernels.backends.triton_rows.device import launch_trouble

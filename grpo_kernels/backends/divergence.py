@@ -81,7 +81,7 @@ def mixed(d, lead, beta):
 
 
 def powers(d):
-    """Of x = |d|, an inf of which becomes a large number: x, e^-x, e^-x - 1, phi(x) and chi(x), which see above."""
+    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x), which see above."""
     x = clamp_max(magnitude(d), FAR)
     e = exp(-x)
     near = x < NEAR

@@ -55,7 +55,7 @@ def _trouble(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> str | None:
 
 
 def _integers(rows: int, columns: int) -> Tensor:
-    """From 0 to 15, without a pattern: (rows, columns) in fp32."""
+    """Integers from 0 to 15 without a pattern, (rows, columns) in fp32."""
     place = torch.arange(rows * columns, dtype=torch.int64)
     return ((place * 2654435761 >> 13) % 16).to(torch.float32).view(rows, columns)
 

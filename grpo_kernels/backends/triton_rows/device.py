@@ -15,7 +15,7 @@ import triton
 
 @functools.cache
 def arch_of(device: torch.device) -> str:
-    """Such as sm_90 or gfx942; "cpu" in the interpreter."""
+    """Return the architecture, such as sm_90 or gfx942; "cpu" in the interpreter."""
     if device.type != "cuda":
         return device.type
     with on(device):
@@ -30,7 +30,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def launch_trouble() -> str | None:
-    """Why nothing can be launched, and what to install; None: all is there.
+    """Return why nothing can be launched, and what to install; None if all is there.
 
     Before its first launch Triton compiles a module in C, for the release of Python that it runs in. The question does
     the same, once in a process; Triton keeps the result.

@@ -186,7 +186,7 @@ def diverge_kernel(
 
 @triton.jit
 def normalisers(m, log_sum, teacher_m, teacher_log_sum):
-    """What the terms of a row take of both heads' statistics, all (R, 1): the last is by how much z - y exceeds d."""
+    """Return what a row's terms need of both heads' statistics, (R, 1) each; the last is (z - y) - d."""
     offset = (m - teacher_m) + (log_sum - teacher_log_sum)
     return m, exp(-log_sum), teacher_m, exp(-teacher_log_sum), offset
 
