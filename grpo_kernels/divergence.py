@@ -162,7 +162,7 @@ def _diverge(inputs: DivergenceInputs, head: LMHead, execution: Execution, optio
     """The call planned, one forward, and the results in the shape of the positions."""
     head, request = plan_divergence(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
-    logps, entropies, divergences, *_ = LinearLogprob.apply(request, *operands)
+    logps, entropies, divergences, *_ = LinearLogprob.apply(request, operands.teacher, *operands)
     found = {"divergence": divergences, "entropy": entropies, "logps": logps}
     shape = head.hidden.shape[:-1]
     return {name: found[name].view(shape) for name in ("divergence", *inputs.outputs)}

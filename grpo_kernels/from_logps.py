@@ -87,13 +87,12 @@ def _loss_of(
     policy = make_objective(config, objective, tokens, inputs)
     rows = [x.detach().reshape(-1)[tokens.layout.positions].to(dtype) for x in (logps, entropies)]
     done = policy.evaluate(*rows)
-    has_grad = done.a != 0 if done.b is None else (done.a != 0) | (done.b != 0)
     loss = _GivenLoss.apply(logps, entropies, done, tokens.layout)
     scores = [tokens.layout.scatter(x) for x in rows]
     num_items = inputs.num_items_in_batch is not None
     if tokens.old_per_token_logps is not None:
         warn_of_ratio(done.terms.token_log_ratio)
-    metrics = loss_metrics(config, tokens, rows[1], done, has_grad.sum(), num_items=num_items)
+    metrics = loss_metrics(config, tokens, rows[1], done, done.has_gradient.sum(), num_items=num_items)
     return LossOutput(loss, scores[0], scores[1], metrics, "given", "torch")
 
 
@@ -104,7 +103,7 @@ class _GivenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logps: Tensor, entropies: Tensor, done: Evaluation, layout: Layout) -> Tensor:
         ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
-        ctx.save_for_backward(done.a, done.b)
+        ctx.save_for_backward(done.d_logp, done.coefficients.d_entropy)
         return done.loss.clone()
 
     @staticmethod

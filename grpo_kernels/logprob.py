@@ -193,7 +193,7 @@ def _score_eagerly(inputs: ScoreInputs, head: LMHead, execution: Execution, opti
     """The call planned, one forward, and the results in the shape of the ids."""
     head, request = plan_logprob(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
-    logps, entropies, _, *extras = LinearLogprob.apply(request, *operands)
+    logps, entropies, _, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
     results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
     if entropies is not None:
         results["entropy"] = entropies

@@ -208,9 +208,9 @@ def _loss(
     group = None if objective is None else execution.sequence_group
     with Agreement("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
         operands = call.head.operands(call.request.rows.positions)
-        loss, logps, entropies = PolicyLoss.apply(call.request, finish, *operands)
+        loss, logps, entropies = PolicyLoss.apply(call.request, finish, operands.teacher, *operands)
     shape, request = call.tokens.layout.shape, call.request
-    scores, backend = (logps.view(shape), entropies.view(shape)), request.config.backend.name
+    scores, backend = (logps.view(shape), entropies.view(shape)), request.plan.backend.name
     return LossOutput(loss, *scores, call.metrics(*done[0]), request.engine.name, backend)
 
 

@@ -143,7 +143,7 @@ def _diverge(inputs: TopKInputs, head: LMHead, execution: Execution, options: He
     """The call planned, one forward, and the results in the shape of the positions."""
     head, request = plan_top_k(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
-    _, _, divergences, *extras = LinearLogprob.apply(request, *operands)
+    _, _, divergences, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
     found = {"divergence": divergences, **dict(zip(request.extras, extras, strict=True))}
     shape = head.hidden.shape[:-1]
     return {name: found[name].view(shape) for name in ("divergence", *inputs.outputs)}

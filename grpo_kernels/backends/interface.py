@@ -89,15 +89,6 @@ class RowStats:
     terms: dict[str, Tensor] = field(default_factory=dict)  # a fused loss's, see `TokenLoss`
     divergence: DivergenceStats | None = None  # of rows that have a teacher
 
-    def rows(self, index: Tensor | slice) -> RowStats:
-        """The statistics of the rows at `index`."""
-        entropies = None if self.entropies is None else self.entropies[index]
-        extras, terms = ({name: x[index] for name, x in more.items()} for more in (self.extras, self.terms))
-        divergence = None if self.divergence is None else DivergenceStats(*(x[index] for x in self.divergence))
-        return RowStats(
-            self.logps[index], self.max_logit[index], self.log_sum[index], entropies, extras, terms, divergence
-        )
-
     @staticmethod
     def concatenate(
         chunks: list[RowStats],

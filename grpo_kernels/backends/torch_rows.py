@@ -22,6 +22,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.divergence import terms_of
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.base.records import take
 
 BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
 LEAST_BLOCK_ROWS = 3
@@ -75,7 +76,7 @@ class TorchRows:
         known = DivergenceStats(stats.logps, stats.logps, teacher.max_logit, teacher.log_sum)  # the last two count
         value, slope = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
         for block in _even_blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
-            some = replace(stats.rows(block), divergence=DivergenceStats(*(x[block] for x in known)))
+            some = replace(take(stats, block), divergence=take(known, block))
             terms, k = _terms(chunk.logits[block], chunk.teacher, block, some)
             value[block], slope[block] = terms.sum(dim=1), k.sum(dim=1)
         odd = _offset(stats, known) * 0.0  # NaN where a row of the teacher has no finite logit, or NaN
@@ -101,7 +102,7 @@ class TorchRows:
             _block_grad_(
                 logits[block],
                 columns[block, None],
-                stats.rows(block),
+                take(stats, block),
                 a[block, None],
                 None if b is None else b[block, None],
                 transform.softcap,
@@ -123,7 +124,7 @@ class TorchRows:
         assert stats.divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
         for block in _even_blocks(len(logits), _term_rows(*logits.shape)):
-            z, some = logits[block], stats.rows(block)
+            z, some = logits[block], take(stats, block)
             assert some.divergence is not None
             more = _terms(z, chunk.teacher, block, some)[1]
             p = torch.exp(z - some.max_logit[:, None]).mul_(torch.exp(-some.log_sum)[:, None])

@@ -20,7 +20,7 @@ from grpo_kernels.call.ops import policy_loss as loss_op
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.config import LossConfig, config_of
 from grpo_kernels.engine.engines import TWO_PASS, choose_engine
-from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.engine.request import Coupling, Situation, Stored
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.measure import metric_names
@@ -92,7 +92,7 @@ def policy_loss(
             settings = logprob_op.Settings(*(*options, *computed))
             known = (done.logps, done.entropies if has_b else None, done.max_logit, done.log_sum)
             logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, None, *known)
-            loss = _Coefficients.apply(logps, entropies, loss, done.a, done.b if has_b else None)
+            loss = _Coefficients.apply(logps, entropies, loss, done.d_logps, done.d_entropies if has_b else None)
     pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, done.pairs.unbind(0), strict=True)}
     extremes = dict(zip(extreme_names, done.extremes.unbind(0), strict=True))
     sequences = ids.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
@@ -166,7 +166,7 @@ def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, opti
     logps, entropies = done.logps, done.entropies if entropy else None
     if needs_grad.hidden or needs_grad.head:
         if stores:
-            logps = _Stored.apply(hidden, weight, bias, mask, logps, done.slopes, None, None)
+            logps = _Stored.apply(hidden, weight, bias, mask, logps, done.d_hidden, None, None)
         else:
             known = (logps, entropies, done.max_logit, done.log_sum)
             logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, temperatures, *known)
@@ -187,13 +187,13 @@ def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine:
         scores_without_logits=True,  # the op asks the backend
     )
     chosen = choose_engine(situation, engine)
-    if chosen.stores is Stored.SLOPES and entropy:
+    if chosen.stores is Stored.PER_ROW and entropy:
         chosen = TWO_PASS
-    return chosen.name, chosen.stores is Stored.SLOPES
+    return chosen.name, chosen.stores is Stored.PER_ROW
 
 
 class _Stored(torch.autograd.Function):
-    """A loss with its gradient, or log-probabilities with their slopes d logp / d hidden.
+    """A loss with its gradient, or log-probabilities with their d logp / d hidden.
 
     ``forward(ctx, hidden, weight, bias, mask, value, *gradients)``, of the first three -> value.
     """

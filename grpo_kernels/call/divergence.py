@@ -13,15 +13,16 @@ from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number
 from grpo_kernels.base.choices import DivergenceName, DivergenceOutput, choices
+from grpo_kernels.base.records import take
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.expected import Expectation, ExpectedRows, even_or_given, read_expected
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.operands import Coefficients, Rows
+from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 DIVERGENCES = choices(DivergenceName)
 OUTPUTS = choices(DivergenceOutput)
@@ -89,7 +90,7 @@ def plan_divergence(
     engine = _engine(planned, expected)
     request = Request(
         rows=rows,
-        config=planned.config,
+        plan=planned.plan,
         needs_grad=planned.needs_grad,
         engine=engine,
         entropy="entropy" in inputs.outputs,
@@ -102,8 +103,8 @@ def plan_divergence(
 
 def _describe_expected(ranks: Agreement, expected: Coefficients | ExpectedRows) -> None:
     if isinstance(expected, Coefficients):
-        ranks.same({"expected": expected.a is not None})
-        ranks.same_values({"expected": expected.c, "expected[1]": expected.a})
+        ranks.same({"expected": expected.d_logp is not None})
+        ranks.same_values({"expected": expected.d_divergence, "expected[1]": expected.d_logp})
         return
     ranks.same({"expected": ("coefficients, graded, of the entropy", *expected.kind)})
     if expected.may_have_grad is not None:
@@ -115,7 +116,7 @@ def _engine(planned: PlannedHead, expected: Coefficients | ExpectedRows) -> Engi
     captured = device_of(planned.head.hidden.device).is_capturing()
     if isinstance(expected, Coefficients):
         coupling = Coupling.CROSS_TOKEN if captured else Coupling.KNOWN
-        return planned.choose_engine(coupling, entropy_gradient=False, mixed_gradient=expected.a is not None)
+        return planned.choose_engine(coupling, entropy_gradient=False, mixed_gradient=expected.d_logp is not None)
     coupling = Coupling.of(known=False, coupled=captured or expected.coefficients is None)
     return planned.choose_engine(coupling, entropy_gradient=expected.of_entropy, mixed_gradient=True)
 
@@ -140,8 +141,8 @@ def _checked(
     like = hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1]) if ids is None else ids
     if mask is not None:
         check_mask("mask", mask, like)
-    planned = plan_head(head, execution, options, beta=inputs.beta)
-    dtype, positions = planned.config.accumulator, counted_positions("mask", mask, like)
+    planned = plan_head(head, execution, options, jsd_beta=inputs.beta)
+    dtype, positions = planned.plan.accumulator, counted_positions("mask", mask, like)
     inv_t = options.inv_temperature(like, positions, dtype)
     rows = Rows(positions, like.detach().reshape(-1)[positions].long(), inv_t)
     if isinstance(expected, Expectation):
@@ -152,29 +153,29 @@ def _checked(
         raise ValueError(f"expected: expected a tensor, or with 'logps' in outputs two, got a tuple of {len(pair)}")
     names = ("expected", "expected[1]")
     found = [even_or_given(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
-    return planned, rows, Coefficients(a=found[1] if len(found) == 2 else None, c=found[0])
+    return planned, rows, Coefficients(d_logp=found[1] if len(found) == 2 else None, d_divergence=found[0])
 
 
 def _with_expected(request: Request, expected: Coefficients | ExpectedRows) -> Request:
     """`request` with the gradient expected of its rows; as a loss, for a backend that fuses."""
     if isinstance(expected, ExpectedRows):
         return replace(request, coefficients=expected.coefficients, may_have_grad=expected.may_have_grad)
-    weights = expected.c
+    weights = expected.d_divergence
     assert weights is not None
 
     def coefficients(index: Tensor, _: RowStats) -> Coefficients:
-        return expected.at(index)
+        return take(expected, index)
 
     token_loss = None
     # a sharded head joins its ranks between a row's statistics and its gradient
-    if isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None:
+    if isinstance(request.plan.backend, FusedRowBackend) and request.plan.shard is None:
         token_loss = TokenLoss(
             surrogate="constant",
             constants=(),
             kl="full",
             corrects_kl=False,
             advantages=None,
-            d_logps=torch.zeros_like(weights) if expected.a is None else expected.a,
+            d_logps=torch.zeros_like(weights) if expected.d_logp is None else expected.d_logp,
             weights=weights,
             old=None,
             ref=None,

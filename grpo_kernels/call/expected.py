@@ -11,7 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor
-from grpo_kernels.engine.operands import Coefficients, CoefficientsOf
+from grpo_kernels.base.records import take
+from grpo_kernels.engine.records import CoefficientsOf
+from grpo_kernels.token_loss.record import Coefficients
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,6 @@ def read_expected(
     b = None if b is None else usable(rows("expected[1]", b))
 
     def look_up(index: Tensor, _: RowStats) -> Coefficients:
-        return Coefficients(a, b).at(index)
+        return take(Coefficients(a, b), index)
 
     return ExpectedRows(look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None)

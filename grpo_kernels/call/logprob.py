@@ -14,7 +14,7 @@ from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.expected import Expected, ExpectedRows, read_expected
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
-from grpo_kernels.engine.operands import Rows
+from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Coupling, Request
 from grpo_kernels.head.lm_head import LMHead
 
@@ -55,7 +55,7 @@ def plan_logprob(
     engine = planned.choose_engine(coupling, entropy_gradient=expected.of_entropy, only_logps=not inputs.extras)
     request = Request(
         rows=rows,
-        config=planned.config,
+        plan=planned.plan,
         needs_grad=planned.needs_grad,
         engine=engine,
         entropy="entropy" in inputs.outputs,
@@ -81,7 +81,7 @@ def _checked(
         raise ValueError(f"outputs: expected some of entropy, {', '.join(STATISTICS)}, got {sorted(unknown)}")
     options = options.checked()
     planned = plan_head(head, execution, options)
-    dtype, positions = planned.config.accumulator, counted_positions("mask", mask, ids)
+    dtype, positions = planned.plan.accumulator, counted_positions("mask", mask, ids)
     inv_t = options.inv_temperature(ids, positions, dtype)
     rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inv_t)
     expected = read_expected(inputs.expected, ids, positions, dtype, entropy="entropy" in inputs.outputs)

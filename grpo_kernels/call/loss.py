@@ -19,7 +19,7 @@ from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.call.ranks import check_sequence_group, describe_options, describe_part, describe_tokens, sharded
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import LEAN
-from grpo_kernels.engine.operands import Coefficients, Rows
+from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
@@ -30,6 +30,7 @@ from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.objective.normaliser import check_num_items, token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.objective.sampler_correction import check_sampling
+from grpo_kernels.token_loss.record import Coefficients
 
 Objective = PolicyObjective | CustomObjective
 Custom = Callable[[TokenInputs], Tensor]  # an objective of the user's own
@@ -66,13 +67,12 @@ class LossCall:
 
     def _has_grad(self, evaluation: Evaluation) -> Tensor:
         """(n,) bool: the rows that a backward product is done for."""
-        a, b, c, request = evaluation.a, evaluation.b, evaluation.c, self.request
+        request = self.request
         if request.engine.recomputes:
-            has_grad = a != 0 if b is None else (a != 0) | (b != 0)
-            return has_grad if c is None else has_grad | (c != 0)
+            return evaluation.has_gradient
         if request.may_have_grad is not None:
             return request.may_have_grad
-        return torch.full_like(a, request.engine.stores_gradient, dtype=torch.bool)
+        return torch.full(request.rows.ids.shape, request.engine.stores_gradient, device=request.rows.ids.device)
 
 
 def plan_loss(
@@ -94,7 +94,7 @@ def plan_loss(
         engine = LEAN
     request = Request(
         rows=rows,
-        config=planned.config,
+        plan=planned.plan,
         needs_grad=planned.needs_grad,
         engine=engine,
         may_have_grad=policy.may_have_gradient() if engine.stores_gradient else None,
@@ -162,7 +162,7 @@ def _checked(
             check_ids("completion_ids", inputs.completion_ids, local.hidden)
             check_gather(execution.gather)
             planned = plan_head(local, execution, HeadOptions.of(config))
-            tokens = counted_tokens(inputs, config, objective, planned.config.accumulator)
+            tokens = counted_tokens(inputs, config, objective, planned.plan.accumulator)
             rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
             options = (config, objective, inputs.num_items_in_batch, execution.described())
             numbers = {"hidden": local.hidden, **inputs.numbers}
@@ -185,7 +185,7 @@ def _engine(policy: Objective, planned: PlannedHead) -> Engine:
     needs_grad = planned.needs_grad
     only_hidden = needs_grad.hidden and not needs_grad.head  # where it matters; asking a custom objective evaluates it
     entropy_gradient = only_hidden and policy.has_entropy_gradient
-    mixed_gradient = planned.config.teacher is not None
+    mixed_gradient = planned.plan.teacher is not None
     return planned.choose_engine(coupling, entropy_gradient=entropy_gradient, mixed_gradient=mixed_gradient)
 
 
@@ -194,8 +194,8 @@ def _with_coefficients(request: Request, policy: Objective) -> Request:
 
     def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
         assert stats.entropies is not None
-        return Coefficients(*policy.coefficients(index, stats.logps, stats.entropies))
+        return policy.coefficients(index, stats.logps, stats.entropies)
 
     # a sharded head joins its ranks between a row's statistics and its gradient
-    fuses = isinstance(request.config.backend, FusedRowBackend) and request.config.shard is None
+    fuses = isinstance(request.plan.backend, FusedRowBackend) and request.plan.shard is None
     return replace(request, coefficients=coefficients, token_loss=policy.token_loss() if fuses else None)

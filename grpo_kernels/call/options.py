@@ -14,7 +14,7 @@ from grpo_kernels.base.checks import check_budget, check_shape, check_tensor
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import check_engine
-from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.engine.request import Gather
 
 if TYPE_CHECKING:

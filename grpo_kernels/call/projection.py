@@ -17,9 +17,9 @@ from grpo_kernels.call.first_use import log_use
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
-from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.memory import Room, default_workspace
-from grpo_kernels.engine.operands import HeadConfig, Rows
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.memory import FreeMemory, default_workspace
+from grpo_kernels.engine.records import NeedsGrad, Rows
 from grpo_kernels.engine.request import Coupling, Engine, Situation
 from grpo_kernels.engine.vocab_parallel import Shard, widest_part
 from grpo_kernels.head.lm_head import LMHead
@@ -31,7 +31,7 @@ class PlannedHead:
     """A head of checked tensors, and how rows are multiplied with it."""
 
     head: LMHead
-    config: HeadConfig
+    plan: HeadPlan
     needs_grad: NeedsGrad
     execution: Execution
     why_backend: str
@@ -40,13 +40,12 @@ class PlannedHead:
         """Say what of the head decides how its rows are divided, and which collectives there are."""
         ranks.same(self.described(own_rows=True))
         ranks.same({"vocab_size": self.head.vocab_size})
-        room = self.config.room
-        ranks.say({"rows of weight": self.head.weight.shape[0], **asdict(room)})
+        ranks.say({"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)})
 
     def described(self, *, own_rows: bool | None = None) -> dict[str, object]:
         """Describe the head as `LMHead.described` does; by default a divided head's ranks have rows of their own."""
-        own_rows = self.config.shard is not None if own_rows is None else own_rows
-        return self.head.described(self.needs_grad, self.config, own_rows=own_rows)
+        own_rows = self.plan.shard is not None if own_rows is None else own_rows
+        return self.head.described(self.needs_grad, self.plan, own_rows=own_rows)
 
     def divided(self, ranks: Agreement) -> PlannedHead:
         """With this rank's rows only, planned by what is the same on all ranks, once they agree on `describe`.
@@ -54,17 +53,17 @@ class PlannedHead:
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.
         """
-        head, shard = self.head.divided(ranks)
-        if shard is None:
+        head, shard, memory = self.head.divided(ranks)
+        if shard is None or memory is None:
             return replace(self, head=head)
         budget = self.execution.workspace_bytes
         if budget is None:
             widest, heads = widest_part(head.weight, shard), 1 if head.reference is None else 2
-            budget = default_workspace(widest, self.needs_grad, shard.room, heads=heads)
-        config = replace(self.config, shard=shard, room=shard.room, workspace_bytes=budget)
-        if config.teacher is not None:
-            config = replace(config, teacher=replace(config.teacher, room=shard.room, workspace_bytes=budget))
-        return replace(self, head=head, config=config)
+            budget = default_workspace(widest, self.needs_grad, memory, heads=heads)
+        plan = replace(self.plan, shard=shard, memory=memory, workspace_bytes=budget)
+        if plan.teacher is not None:
+            plan = replace(plan, teacher=replace(plan.teacher, memory=memory, workspace_bytes=budget))
+        return replace(self, head=head, plan=plan)
 
     def read_rows(self, name: str, rows: Rows) -> Rows:
         """`rows`, once their ids, those of the argument `name`, have been looked at.
@@ -72,7 +71,7 @@ class PlannedHead:
         Raises:
             ValueError: on a CPU, an id is out of range.
         """
-        shard: Shard | None = self.config.shard
+        shard: Shard | None = self.plan.shard
         vocab, start = (self.head.weight.shape[0], 0) if shard is None else (shard.vocab, shard.start)
         ids, marked = rows.ids, None
         invalid = check_counted_ids(name, ids, vocab)
@@ -85,24 +84,25 @@ class PlannedHead:
     ) -> Engine:
         """The engine asked for, or the cheapest; `only_logps`: no output but log-probabilities and entropies."""
         plain = self.head.lora is None and self.head.reference is None
-        can_dot = plain and isinstance(self.config.backend, DotRowBackend)
+        can_dot = plain and isinstance(self.plan.backend, DotRowBackend)
         situation = Situation(
             coupling,
             hidden_trains=self.needs_grad.hidden,
             head_trains=self.needs_grad.head,
             entropy_gradient=entropy_gradient,
             mixed_gradient=mixed_gradient,
-            tight_memory=self.config.room.tight,
+            tight_memory=self.plan.memory.tight,
             scores_without_logits=only_logps and can_dot,
         )
         engine = choose_engine(situation, self.execution.engine)
-        log_use(self.head.hidden.device, self.config.backend.name, self.why_backend, engine, situation, self.execution)
+        log_use(self.head.hidden.device, self.plan.backend.name, self.why_backend, engine, situation, self.execution)
         return engine
 
 
-def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta: float = 1.0) -> PlannedHead:
-    """Plan the projection of the rows of `head`, which is checked; `beta` names the divergence from its reference, if
-    it has one (`backends.interface.Teacher`). Does not wait for the device.
+def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_beta: float = 1.0) -> PlannedHead:
+    """Plan the projection of the rows of `head`, which is checked. Does not wait for the device.
+
+    If the head has a reference, `jsd_beta` names the divergence from it (`backends.interface.Teacher`).
 
     Raises:
         TypeError, ValueError: a wrong budget or backend.
@@ -115,35 +115,37 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, beta:
     _warn_if_promoted("hidden", head.hidden, "weight", weight, dtype)
     other, asks_tight = head.reference, execution.engine == "auto"
     of_reference = None if other is None else (other.weight, other.compute_dtype(dtype))
-    room = Room.of(weight, head.hidden, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference)
+    memory = FreeMemory.of(
+        weight, head.hidden, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference
+    )
     if budget is None:
-        budget = default_workspace(weight, needs_grad, room, heads=1 if other is None else 2)
+        budget = default_workspace(weight, needs_grad, memory, heads=1 if other is None else 2)
     backend, why = choose_backend(execution.backend, head.hidden.device, dtype)
-    config = HeadConfig(
+    plan = HeadPlan(
         backend=backend,
         compute_dtype=dtype,
         workspace_bytes=budget,
         scale=float(options.logit_scale),
         softcap=options.final_logit_softcapping,
         round_logits=options.logits_dtype == "input" and dtype.itemsize < 4,
-        room=room,
+        memory=memory,
     )
     if other is not None:
-        config = replace(config, teacher=_plan_reference(other, config, dtype), beta=beta)
-    return PlannedHead(head, config, needs_grad, execution, why)
+        plan = replace(plan, teacher=_plan_reference(other, plan, dtype), jsd_beta=jsd_beta)
+    return PlannedHead(head, plan, needs_grad, execution, why)
 
 
-def _plan_reference(reference: ReferenceHead, config: HeadConfig, dtype: torch.dtype) -> HeadConfig:
-    """Plan the reference's projection, given `config` of the policy, whose products take operands of `dtype`."""
+def _plan_reference(reference: ReferenceHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
+    """Plan the reference's projection, given the `plan` of the policy's, whose products take operands of `dtype`."""
     own, prefix = reference.compute_dtype(dtype), reference.prefix
     _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, own)
     scale, cap = reference.logit_scale, reference.final_logit_softcapping
     return replace(
-        config,
+        plan,
         compute_dtype=own,
-        scale=config.scale if isinstance(scale, str) else float(scale),
-        softcap=config.softcap if isinstance(cap, str) else cap,
-        round_logits=config.round_logits and own.itemsize < 4,
+        scale=plan.scale if isinstance(scale, str) else float(scale),
+        softcap=plan.softcap if isinstance(cap, str) else cap,
+        round_logits=plan.round_logits and own.itemsize < 4,
     )
 
 

@@ -18,11 +18,12 @@ from grpo_kernels.call.expected import even_or_given
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.operands import Coefficients, Rows
+from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Coupling, Request
 from grpo_kernels.engine.top_k import Measure, TopKTeacher
 from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.token_loss.record import Coefficients
 
 DIVERGENCES = choices(TopKDivergenceName)
 OUTPUTS = choices(TopKOutput)
@@ -95,7 +96,7 @@ def plan_top_k(inputs: TopKInputs, head: LMHead, execution: Execution, options: 
     coupling = Coupling.CROSS_TOKEN if captured else Coupling.KNOWN
     request = Request(
         rows=_read(rows, planned),
-        config=planned.config,
+        plan=planned.plan,
         needs_grad=planned.needs_grad,
         engine=planned.choose_engine(coupling, entropy_gradient=False, only_logps=False),
         entropy=False,
@@ -108,7 +109,7 @@ def plan_top_k(inputs: TopKInputs, head: LMHead, execution: Execution, options: 
 
 def _expecting(weights: Tensor) -> Any:
     def coefficients(index: Tensor, _: RowStats) -> Coefficients:
-        return Coefficients(c=weights[index])
+        return Coefficients(d_divergence=weights[index])
 
     return coefficients
 
@@ -134,7 +135,7 @@ def _checked(
     if inputs.mask is not None:
         check_mask("mask", inputs.mask, like)
     planned = plan_head(head, execution, options)
-    dtype, positions = planned.config.accumulator, counted_positions("mask", inputs.mask, like)
+    dtype, positions = planned.plan.accumulator, counted_positions("mask", inputs.mask, like)
     clamps = inputs.log_prob_min_clamp, inputs.loss_max_clamp
     measure = measure_of(inputs.divergence, inputs.tail, *clamps, (dtype, logps.dtype))
     listed = (x.detach().reshape(-1, width)[positions] for x in (ids, logps))
@@ -172,7 +173,7 @@ def _read(rows: Rows, planned: PlannedHead) -> Rows:
     Raises:
         ValueError: on a CPU, an id is neither -1 nor in [0, V).
     """
-    shard: Shard | None = planned.config.shard
+    shard: Shard | None = planned.plan.shard
     vocab, start = (planned.head.weight.shape[0], 0) if shard is None else (shard.vocab, shard.start)
     teacher = rows.top_k
     assert teacher is not None

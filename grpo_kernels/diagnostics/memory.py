@@ -14,11 +14,11 @@ import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.diagnostics.model_config import read_config
-from grpo_kernels.engine.gradients import NeedsGrad
+from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import default_workspace
-from grpo_kernels.engine.operands import Head, HeadConfig, Rows
+from grpo_kernels.engine.plan import planned_bytes
+from grpo_kernels.engine.records import Head, NeedsGrad, Rows
 from grpo_kernels.engine.slices import plan_slices
-from grpo_kernels.engine.sweep import planned_bytes
 
 MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -162,10 +162,10 @@ class _Plan:
         return Rows(some, some)
 
     @cached_property
-    def _config(self) -> HeadConfig:
+    def _config(self) -> HeadPlan:
         wants = NeedsGrad() if self.size.score else self._wants
         workspace = self.size.workspace_bytes or default_workspace(self._head.weight, wants)
-        return HeadConfig(CppRows(), self.size.dtype, workspace)
+        return HeadPlan(CppRows(), self.size.dtype, workspace)
 
 
 def render(size: Size, needs: list[Need]) -> str:

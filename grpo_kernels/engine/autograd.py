@@ -5,118 +5,90 @@ Both keep d hidden and d weight in the accumulator's dtype and apply the upstrea
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import DivergenceStats, RowBackend, RowStats
+from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.base.checks import is_one
+from grpo_kernels.base.records import map_tensors
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.gradients import Gradients
-from grpo_kernels.engine.operands import Coefficients, Head
 from grpo_kernels.engine.passes import Differentiated, all_rows, loss_pass, scatter, second_pass
-from grpo_kernels.engine.remainder import Remainder, split_off
-from grpo_kernels.engine.request import Request, Stored
-
-
-class Saved(NamedTuple):
-    """Tensors that a forward keeps for its backward; None where the backward does not read them."""
-
-    head: Any = None  # Head
-    stored: Any = None  # Gradients
-    grad_rows: Any = None  # (m,) indices of the rows that `stored` is of
-    stats: Any = None  # RowStats of all rows, without extras
-    coefficients: Any = Coefficients()  # (n,) the true ones, or those that `stored` was computed with
-
-    def save(self, ctx: Any) -> None:
-        """Hand the tensors to autograd, flat."""
-        head = [None] * 8 if self.head is None else [*self.head]
-        stored = [None] * 5 if self.stored is None else [*self.stored]
-        stats: list[Tensor | None] = [None] * 8
-        if self.stats is not None:
-            divergence = [None] * 4 if self.stats.divergence is None else [*self.stats.divergence]
-            stats = [self.stats.logps, self.stats.max_logit, self.stats.log_sum, self.stats.entropies, *divergence]
-        ctx.save_for_backward(*head, *stored, *stats, self.grad_rows, *self.coefficients)
-
-    @staticmethod
-    def of(ctx: Any) -> Saved:
-        """Return what `save` handed over."""
-        saved = iter(ctx.saved_tensors)
-        head, stored, stats, divergence = (tuple(itertools.islice(saved, count)) for count in (8, 5, 4, 4))
-        diverged = None if divergence[0] is None else DivergenceStats(*divergence)
-        return Saved(
-            None if head[0] is None else Head(*head),
-            Gradients(*stored),
-            next(saved),
-            None if stats[0] is None else replace(RowStats(*stats), divergence=diverged),
-            Coefficients(*saved),
-        )
+from grpo_kernels.engine.records import Gradients, Head, HeadTensors
+from grpo_kernels.engine.remainder import size_of, split_off
+from grpo_kernels.engine.request import ForwardResult, Request, Stored
+from grpo_kernels.token_loss.record import Coefficients
 
 
 @first_order
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, request, finish, *head)``, the tensors of a `Head` -> loss, logps (N,), entropies (N,); the last two
-    carry no gradient. `finish` maps the statistics of all rows to the loss and its coefficients. Engines that store
-    keep the gradient of the loss, those that recompute its coefficients.
+    ``forward(ctx, request, finish, teacher, *own)``, the tensors of a `Head` -> loss, logps (N,), entropies (N,); the
+    last two carry no gradient. `finish` maps the statistics of all rows to the loss and its coefficients. Engines that
+    store keep the gradient of the loss, those that recompute its coefficients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, request: Request, finish: Callable[[RowStats], Differentiated], *tensors: Any
+        ctx: Any,
+        request: Request,
+        finish: Callable[[RowStats], Differentiated],
+        teacher: HeadTensors[Tensor] | None,
+        *own: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = Head(*tensors)
+        head = replace(Head(*own), teacher=teacher)
         first, done = loss_pass(head, request, finish)
         stats = first.stats
+        assert stats is not None
         assert stats.entropies is not None
-        ctx.request, ctx.like = request, Like.of(head)
+        ctx.request, ctx.like = request, head.map(shape_and_dtype)
         if first.grads is not None:
-            Saved(stored=first.grads, grad_rows=first.grad_rows).save(ctx)
+            _save(ctx, None, replace(first, stats=None))
         elif request.engine.recomputes:
-            Saved(head, stats=stats, coefficients=Coefficients(done.a, done.b, done.c)).save(ctx)
+            _save(ctx, head, replace(first, coefficients=done.coefficients))
         logps, entropies = (scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, stats.entropies))
         ctx.mark_non_differentiable(logps, entropies)
         return done.loss.clone(), logps, entropies  # what is returned gets attached to the graph, `done` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        request, saved = ctx.request, Saved.of(ctx)
+        request, (head, first) = ctx.request, _saved(ctx)
         if not request.engine.recomputes:
-            return None, None, *returned(saved.stored, ctx.like, request, saved.grad_rows, d_loss)
-        coefficients = Coefficients(*(None if x is None else d_loss * x for x in saved.coefficients))
+            return None, None, None, *returned(first.grads, ctx.like, request, first.grad_rows, d_loss)
         with request.gathered_weight():
-            grads, indices = second_pass(saved.head, request, saved.stats, coefficients)
-        return None, None, *returned(grads, ctx.like, request, indices)
+            grads, indices = second_pass(head, request, first.stats, map_tensors(d_loss.mul, first.coefficients))
+        return None, None, None, *returned(grads, ctx.like, request, indices)
 
 
 @first_order
 class LinearLogprob(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a teacher, all differentiable.
 
-    ``forward(ctx, request, *head)``, the tensors of a `Head` -> logps (N,), entropies (N,) and divergences (N,), None
-    where there are none, and the extras. With a stored gradient for expected coefficients and upstream gradients, the
-    backward returns s times what is stored plus, by a second sweep, the gradient of what is left: upstream less s times
-    the expected, in the rows where that is more than rounding (`remainder.py`).
+    ``forward(ctx, request, teacher, *own)``, the tensors of a `Head` -> logps (N,), entropies (N,) and divergences
+    (N,), None where there are none, and the extras. With a stored gradient for expected coefficients and upstream
+    gradients, the backward returns s times what is stored plus, by a second sweep, the gradient of what is left:
+    upstream less s times the expected, in the rows where that is more than rounding (`remainder.py`).
     """
 
     @staticmethod
-    def forward(ctx: Any, request: Request, *tensors: Any) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, request: Request, teacher: HeadTensors[Tensor] | None, *own: Any
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        head = Head(*tensors)
+        head = replace(Head(*own), teacher=teacher)
         first = request.engine.first_pass(head, request)
         stats = first.stats
-        ctx.request, ctx.like = request, Like.of(head)
+        assert stats is not None
+        ctx.request, ctx.like = request, head.map(shape_and_dtype)
         if request.engine.stores is not Stored.NOTHING:
-            used = Coefficients() if first.used is None else first.used
             if request.token_loss is not None:  # a fused kernel asks nobody
-                used = _all_coefficients(request, stats)
-            Saved(head, first.grads, first.grad_rows, stats, used).save(ctx)
+                first = replace(first, coefficients=_all_coefficients(request, stats))
+            _save(ctx, head, first)
         n = head.hidden.shape[0]
         extras = [scatter(stats.extras[name], request.rows, n) for name in request.extras]
         with_entropy = request.entropy and stats.entropies is not None  # a fused kernel always has it
@@ -135,36 +107,62 @@ class LinearLogprob(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         # on every rank of those that share the weight, whatever its own rows will need
         with ctx.request.gathered_weight():
-            return None, *_gradient(ctx.request, ctx.like, Saved.of(ctx), d_logps, d_entropies, d_divergences)
+            head, first = _saved(ctx)
+            upstream = Coefficients(d_logps, d_entropies, d_divergences)
+            return None, None, *_gradient(ctx.request, ctx.like, head, first, upstream)
 
 
-def _gradient(request: Request, like: Like, saved: Saved, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of the head's tensors, from those of all positions' results, in the order of `Coefficients`."""
-    rows, (head, stored, grad_rows, stats, expected) = request.rows, saved
-    dtype, main = request.config.accumulator, request.main
-    came = Coefficients(*(None if x is None else x[rows.positions].to(dtype) for x in upstream))
+def _save(ctx: Any, head: Head | None, first: ForwardResult) -> None:
+    """Hand a head and what a first pass found to autograd, flat; without the statistics that no backward reads."""
+    tensors: list[Tensor] = []
+    place = torch.empty(0)
+
+    def keep(x: Tensor) -> Tensor:
+        tensors.append(x)
+        return place
+
+    if first.stats is not None:
+        first = replace(first, stats=replace(first.stats, extras={}, terms={}))
+    ctx.kept = map_tensors(keep, (head, first))
+    ctx.save_for_backward(*tensors)
+
+
+def _saved(ctx: Any) -> tuple[Any, Any]:  # Head, ForwardResult
+    """Return what `_save` handed over."""
+    tensors = iter(ctx.saved_tensors)
+    return map_tensors(lambda _: next(tensors), ctx.kept)
+
+
+def _gradient(
+    request: Request, like: Like, head: Head, first: ForwardResult, upstream: Coefficients
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the head's tensors, from those of all positions' results."""
+    rows, stats, stored, grad_rows = request.rows, first.stats, first.grads, first.grad_rows
+    assert stats is not None
+    dtype, main = request.plan.accumulator, request.main
+    came = map_tensors(lambda x: x[rows.positions].to(dtype), upstream)
     if getattr(came, main) is None:
         came = came._replace(**{main: stats.logps.new_zeros(len(rows))})
-    if request.engine.recomputes:
+    if stored is None or grad_rows is None:
         total, indices = second_pass(head, request, stats, came)
         return returned(total, like, request, indices)
-    if request.engine.stores is Stored.SLOPES:
+    if request.engine.stores is Stored.PER_ROW:
         g = getattr(came, main)
-        factor, rest = g[grad_rows, None], Remainder(came._replace(**{main: g.index_fill(0, grad_rows, 0.0)}))
+        factor, rest = g[grad_rows, None], came._replace(**{main: g.index_fill(0, grad_rows, 0.0)})
         alone = all(x is None or x is g for x in came)
         complete = alone and grad_rows.shape[0] == len(rows)  # then there is nothing to ask the device for
-        left = not complete and rest.size(came)[0]
+        left = not complete and size_of(rest, came)[0]
     else:
-        factor, rest = split_off(came, expected)
-        left, far = rest.size(came)
+        factor, rest = split_off(came, first.coefficients)
+        left, far = size_of(rest, came)
         if far:  # what is stored is far larger than what is wanted: nothing of it would survive
             total, indices = second_pass(head, request, stats, came)
             return returned(total, like, request, indices)
     if not left:
         return returned(stored, like, request, grad_rows, factor)
-    more, indices = second_pass(head, request, stats, rest.left)
-    scaled = stored.apply(lambda x: _times(x, factor, x.dtype, request.config.backend))
-    total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(came, rest.left, indices))
+    more, indices = second_pass(head, request, stats, rest)
+    scaled = map_tensors(lambda x: _times(x, factor, x.dtype, request.plan.backend), stored)
+    total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(came, rest, indices))
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, like, request, every)
 
@@ -183,17 +181,12 @@ def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor:
     return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
 
 
-@dataclass(frozen=True)
-class Like:
-    """Number of positions, and dtypes of the gradients to return."""
+Like = HeadTensors[tuple[torch.Size, torch.dtype]]  # of the gradients to return
 
-    positions: int
-    dtypes: tuple[torch.dtype | None, ...]  # hidden, weight, bias, lora_u, lora_b
 
-    @staticmethod
-    def of(head: Head) -> Like:
-        own = (*head,)[: len(fields(Gradients))]
-        return Like(head.hidden.shape[0], tuple(None if x is None else x.dtype for x in own))
+def shape_and_dtype(x: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return what a gradient of `x` has to be like."""
+    return x.shape, x.dtype
 
 
 def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
@@ -246,26 +239,31 @@ def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tenso
 def returned(
     grads: Gradients, like: Like, request: Request, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients times `factor`, () or (m, 1), in the shapes and dtypes of the head's tensors, each rounded once; None
-    for those of the teacher.
+    """Return the gradients times `factor`, () or (m, 1), as shapes and dtypes of `like` want them, each rounded once.
 
     Their rows are those at `indices` among the rows of the call. Of a sharded head each rank has what its own columns
     give to a row: the ranks' parts are added up.
     """
-    rows, shard, backend = request.rows, request.config.shard, request.config.backend
+    rows, shard, backend = request.rows, request.plan.shard, request.plan.backend
 
-    def whole(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        if name not in ("hidden", "lora_u"):
-            return _times(x, factor, dtype, backend)
+    def whole(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _times(x, factor, dtype, backend)
+
+    def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:  # of all rows of the call: their number is the same on every rank
             summed = shard.sum_(all_rows(_times(x, factor, x.dtype, backend), indices, len(rows)))
-            return all_rows(summed.to(dtype), rows.positions, like.positions)
+            return all_rows(summed.to(dtype), rows.positions, shape[0])
         positions = rows.positions if indices.shape == rows.positions.shape else rows.positions[indices]
-        return all_rows(_times(x, factor, dtype, backend), positions, like.positions)
+        return all_rows(_times(x, factor, dtype, backend), positions, shape[0])
 
-    pairs = zip(("hidden", "weight", "bias", "lora_u", "lora_b"), grads, like.dtypes, strict=True)
-    own = (None if x is None or dtype is None else whole(name, x, dtype) for name, x, dtype in pairs)
-    return *own, None, None, None
+    found = HeadTensors(
+        None if grads.hidden is None else row_by_row(grads.hidden, *like.hidden),
+        None if grads.weight is None else whole(grads.weight, like.weight[1]),
+        None if grads.bias is None or like.bias is None else whole(grads.bias, like.bias[1]),
+        None if grads.lora_u is None or like.lora_u is None else row_by_row(grads.lora_u, *like.lora_u),
+        None if grads.lora_b is None or like.lora_b is None else whole(grads.lora_b, like.lora_b[1]),
+    )
+    return tuple(found)
 
 
 def _graph_is_kept() -> bool:

@@ -14,9 +14,9 @@ lean       the same, later by slices of the vocabulary 2 + 6s                   
 ========== =========================================== ======================== ==================
 
 (In NVH.) A divergence from a teacher adds 2 each time that the rows are projected, for the teacher's projection. One
-pass needs each row's coefficients a = d loss / d logp, b = d loss / d entropy and c = d loss / d divergence as soon as
-the row's own logits are there. `frozen` needs nothing, since d hidden is linear in a (or in c, where there is nothing
-else), but it is of no use to several of them. Two passes serve all.
+pass needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d divergence, as soon as the row's
+own logits are there. `frozen` needs none, since d hidden is linear in one coefficient; it cannot serve several. Two
+passes serve all.
 `lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the weight's size.
 Rows whose coefficients are certain to be 0 are only projected, in score, frozen and one_pass; in two_pass and lean, so
 are all rows whose coefficients came out 0.
@@ -40,7 +40,7 @@ SCORE = Engine(
 )
 FROZEN = Engine(
     name="frozen",
-    stores=Stored.SLOPES,
+    stores=Stored.PER_ROW,
     serves=lambda call: not (call.head_trains or call.entropy_gradient or call.mixed_gradient),
     needs="a frozen head, without a lora of its own, and no gradient but that of one number a row",
     first_pass=store,

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.engine.device import CUDA, Device, device_of
-from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.plan import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS
 from grpo_kernels.engine.products import accumulator_of, converted_dtype
+from grpo_kernels.engine.records import NeedsGrad
 
 
 @dataclass(frozen=True)
-class Room:
-    """Free memory of a device, besides the gradients themselves, as decisions."""
+class FreeMemory:
+    """Decisions that the free memory of a device leads to, besides the gradients themselves."""
 
     tight: bool  # too little for an accumulator of d weight: `lean`
     converts: bool  # enough for a copy of the weight in the operands' dtype
@@ -31,7 +31,7 @@ class Room:
         *,
         asks_tight: bool,
         reference: tuple[Tensor, torch.dtype] | None = None,
-    ) -> Room:
+    ) -> FreeMemory:
         """Ask the device of `weight`. A CPU is not asked.
 
         Nor is a GPU while a CUDA graph is captured, which must not depend on what is free now.
@@ -64,19 +64,19 @@ class Room:
             free += device.unused(weight.device)
         converts = gradients + copies + budgets[0] <= free
         held = gradients + (copies if converts else 0)
-        return Room(
+        return FreeMemory(
             tight=asks_tight and needs_grad.weight and gradients + budgets[0] > free,
             converts=converts,
             workspace=max((x for x in budgets if held + x <= free), default=budgets[0]),
         )
 
 
-AMPLE = Room(tight=False, converts=True, workspace=max(CUDA.workspaces))
+AMPLE = FreeMemory(tight=False, converts=True, workspace=max(CUDA.workspaces))
 
 
-def default_workspace(weight: Tensor, needs_grad: NeedsGrad, room: Room = AMPLE, *, heads: int = 1) -> int:
-    """Bytes: `large_workspace`, or the `Room.workspace` that there is."""
-    return min(large_workspace(weight, needs_grad, heads), room.workspace)
+def default_workspace(weight: Tensor, needs_grad: NeedsGrad, memory: FreeMemory = AMPLE, *, heads: int = 1) -> int:
+    """Bytes: `large_workspace`, or the `FreeMemory.workspace` that there is."""
+    return min(large_workspace(weight, needs_grad, heads), memory.workspace)
 
 
 def large_workspace(weight: Tensor, needs_grad: NeedsGrad, heads: int = 1) -> int:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import DotRowBackend, RowStats
+from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.gradients import Gradients, NeedsGrad
-from grpo_kernels.engine.operands import Coefficients, Head, Index, Rows
-from grpo_kernels.engine.request import FirstPass, Request, Stored
+from grpo_kernels.engine.records import Gradients, Head, Index, NeedsGrad, Rows, row_bias
+from grpo_kernels.engine.request import ForwardResult, Request, Stored
+from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive, gradient_of_one_result
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import Asked, sweep
+from grpo_kernels.engine.sweep import sweep
+from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 
 
 class Differentiated(Protocol):
@@ -29,105 +31,111 @@ class Differentiated(Protocol):
     def loss(self) -> Tensor: ...  # ()
 
     @property
-    def a(self) -> Tensor: ...  # (n,) d loss / d logp
-
-    @property
-    def b(self) -> Tensor | None: ...  # (n,) d loss / d entropy
-
-    @property
-    def c(self) -> Tensor | None: ...  # (n,) d loss / d divergence
+    def coefficients(self) -> Coefficients: ...  # (n,); there is a d_logp
 
 
 Loss = TypeVar("Loss", bound=Differentiated)
 
 
-def score(head: Head, request: Request) -> FirstPass:
-    """Statistics alone."""
-    rows, config = request.rows, request.config
-    stats, _ = sweep(config.converted(head), rows, config, _asked(request))
-    return FirstPass(stats, None, rows.positions[:0])
+def score(head: Head, request: Request) -> ForwardResult:
+    """Find the statistics alone."""
+    plan, step = request.plan, _reduce(request)
+    sweep(plan.converted(head), request.rows, plan, step)
+    return ForwardResult(step.statistics(head.hidden))
 
 
-def score_without_logits(head: Head, request: Request) -> FirstPass:
-    """Statistics alone, by a backend that does the projection itself."""
-    config, rows = request.config, request.rows
-    assert isinstance(config.backend, DotRowBackend)
-    hidden, weight = head.hidden[rows.positions].to(config.compute_dtype), head.weight.to(config.compute_dtype)
-    transform = config.transform(head.row_bias(config.accumulator), rows.inv_temperature)
-    ids = rows.ids if config.shard is None else config.shard.own(rows.ids)
-    stats = config.backend.score_dot(hidden, weight.contiguous(), ids, transform, entropy=request.entropy)
-    if config.shard is not None:
-        stats = config.shard.joined(stats, rows.ids, transform)
+def score_without_logits(head: Head, request: Request) -> ForwardResult:
+    """Find the statistics alone, by a backend that does the projection itself."""
+    plan, rows = request.plan, request.rows
+    assert isinstance(plan.backend, DotRowBackend)
+    hidden, weight = head.hidden[rows.positions].to(plan.compute_dtype), head.weight.to(plan.compute_dtype)
+    transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
+    ids = rows.ids if plan.shard is None else plan.shard.own(rows.ids)
+    stats = plan.backend.score_dot(hidden, weight.contiguous(), ids, transform, entropy=request.entropy)
+    if plan.shard is not None:
+        stats = plan.shard.joined(stats, rows.ids, transform)
     if rows.invalid is not None:
         stats.logps.masked_fill_(rows.invalid, torch.nan)
-    return FirstPass(stats, None, rows.positions[:0])
+    return ForwardResult(stats)
 
 
-def store(head: Head, request: Request) -> FirstPass:
-    """Statistics of all rows, and the gradient of those that may have one, on the same logits.
+def store(head: Head, request: Request) -> ForwardResult:
+    """Find the statistics of all rows, and on the same logits the gradient of those that may have one.
 
     Waits for the device once if not all rows may: how many do?
     """
-    rows, config, may_have_grad = request.rows, request.config, request.may_have_grad
-    asked, head = _asked(request), config.converted(head)
+    rows, plan, may_have_grad, token_loss = request.rows, request.plan, request.may_have_grad, request.token_loss
+    head, products = plan.converted(head), plan.products(head.weight)
     every = torch.arange(len(rows), device=rows.positions.device)
     grad_rows = every if may_have_grad is None else indices_of(may_have_grad)
-    known = _Known(request, grad_rows)
-
-    def with_gradient(asked: Asked) -> Asked:
-        if request.engine.stores is Stored.SLOPES:
-            return replace(asked, slopes=True, needs_grad=NeedsGrad(hidden=True))
-        return replace(asked, coefficients=known, needs_grad=request.needs_grad)
-
-    if grad_rows.shape[0] == len(rows):
-        stats, grads = sweep(head, rows, config, with_gradient(asked))
-        return FirstPass(stats, grads, grad_rows, known.used)
-    stats, grads = sweep(head, rows.at(grad_rows), config, with_gradient(asked.at(grad_rows)))
-    assert may_have_grad is not None
-    others = may_have_grad.to(torch.uint8).argsort(stable=True)[: len(rows) - grad_rows.shape[0]]
-    more, _ = sweep(head, rows.at(others), config, asked.at(others))
-    return FirstPass(_interleave(stats, grad_rows, more, others), grads, grad_rows, known.used)
+    with_gradient, known = request.needs_grad, _Recorded(request, grad_rows)
+    some, of_some = rows, token_loss
+    if grad_rows.shape[0] != len(rows):
+        some, of_some = take(rows, grad_rows), take(token_loss, grad_rows)
+    step: Reduce
+    asked: Any = {"diverges": request.diverges, "entropy": request.entropy, "extras": request.extras}
+    if request.engine.stores is Stored.PER_ROW:
+        step, with_gradient = gradient_of_one_result(plan, products, **asked), NeedsGrad(hidden=True)
+    elif of_some is not None:
+        step = Fuse(plan, products, known, of_some, diverges=request.diverges)
+    else:
+        step = ReduceThenDerive(plan, products, known, **asked)
+    grads = sweep(head, some, plan, step, with_gradient)
+    stats = step.statistics(head.hidden)
+    if some is not rows:
+        assert may_have_grad is not None
+        others = may_have_grad.to(torch.uint8).argsort(stable=True)[: len(rows) - grad_rows.shape[0]]
+        rest = _reduce(request)
+        if token_loss is not None:
+            rest = Fuse(plan, products, known, take(token_loss, others), diverges=request.diverges)
+        sweep(head, take(rows, others), plan, rest)
+        stats = _interleave(stats, grad_rows, rest.statistics(head.hidden), others)
+    return ForwardResult(stats, grads, grad_rows, known.coefficients)
 
 
 def recompute(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
-    """The gradient of all rows of `request`, given their statistics (n,), on logits that are projected again."""
-    asked = Asked(stats=stats, coefficients=lambda index, _: coefficients.at(index), needs_grad=request.needs_grad)
-    _, grads = sweep(request.config.converted(head), request.rows, request.config, asked)
+    """Find the gradient of all rows of `request`, given their statistics (n,), on logits that are projected again."""
+    plan = request.plan
+    step = Derive(plan, plan.products(head.weight), coefficients, stats)
+    grads = sweep(plan.converted(head), request.rows, plan, step, request.needs_grad)
     assert grads is not None
     return grads
 
 
 def recompute_slices(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
-    """Like `recompute`, but one slice of the vocabulary at a time."""
-    return sweep_slices(head, request.rows, request.config, stats, coefficients, request.needs_grad)
+    """Do the same, one slice of the vocabulary at a time."""
+    return sweep_slices(head, request.rows, request.plan, stats, coefficients, request.needs_grad)
 
 
-def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) -> tuple[FirstPass, Loss]:
-    """The first pass of a loss, `finish` of its rows' statistics: what it stores is then the gradient of the loss."""
+def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) -> tuple[ForwardResult, Loss]:
+    """Do the first pass of a loss, which `finish` makes of the statistics; what is stored is then its gradient."""
     first = request.engine.first_pass(head, request)
+    assert first.stats is not None
     done = finish(first.stats)
-    if request.engine.stores is Stored.SLOPES:
-        assert done.b is None
-        assert done.c is None
+    if request.engine.stores is Stored.PER_ROW:
+        d_logp, *others = done.coefficients
+        assert others == [None, None]
+        assert d_logp is not None
         assert first.grads is not None
         assert first.grads.hidden is not None
-        first.grads.hidden.mul_(done.a[first.grad_rows, None])
+        first.grads.hidden.mul_(d_logp[first.grad_rows, None])
     return first, done
 
 
 def second_pass(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> tuple[Gradients, Tensor]:
-    """The gradient of the rows where a coefficient is not 0, and their indices. Waits for the device once: how many are
-    they?
+    """Find the gradient of the rows where a coefficient is not 0, and their indices. Waits for the device once: how
+    many are they?
 
     Args:
         stats: of all rows, from the first pass.
         coefficients: (n,), one of them at least.
     """
-    indices, coefficients = _moved(coefficients)
-    some = replace(request, rows=request.rows.at(indices))
-    if coefficients.c is None:
-        head, some = head.alone(), replace(some, config=request.config.without_teacher())
-    return request.engine.second_pass(head, some, stats.rows(indices), coefficients.at(indices)), indices
+    indices, coefficients = _nonzero(coefficients)
+    some = replace(request, rows=take(request.rows, indices))
+    if coefficients.d_divergence is None:  # the teacher has no part in it
+        head, some = replace(head, teacher=None), replace(some, plan=replace(request.plan, teacher=None))
+    of_some = take(stats, indices), take(coefficients, indices)
+    return request.engine.second_pass(head, some, *of_some), indices
 
 
 def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
@@ -155,29 +163,31 @@ def indices_of(chosen: Tensor) -> Tensor:
     return chosen.nonzero()[:, 0]
 
 
-class _Known:
+class _Recorded:
     """The coefficients that a request gives, by indices into its rows that may have a gradient.
 
     Attributes:
-        used: what they were, (n,) for all rows of the request; None where nobody asked.
+        coefficients: what they were, (n,) for all rows of the request; None where nobody asked.
     """
 
     def __init__(self, request: Request, grad_rows: Tensor) -> None:
         self._request, self._grad_rows = request, grad_rows
-        self.used: Coefficients | None = None
-        if request.token_loss is None and request.engine.stores is Stored.GRADIENT:
-            self.used = Coefficients(**{request.main: self._zeros()})  # whether or not there are rows
+        self._records = request.token_loss is None and request.engine.stores is Stored.GRADIENT
+        self.coefficients = NO_COEFFICIENTS
+        if self._records:
+            self.coefficients = Coefficients(**{request.main: self._zeros()})  # whether or not there are rows
 
     def __call__(self, index: Index, stats: RowStats) -> Coefficients:
         assert self._request.coefficients is not None
         indices = self._grad_rows[index]
         found = self._request.coefficients(indices, stats)
-        if self.used is not None:
-            self.used = Coefficients(*(self._noted(x, new, indices) for x, new in zip(self.used, found, strict=True)))
+        if self._records:
+            pairs = zip(self.coefficients, found, strict=True)
+            self.coefficients = Coefficients(*(self._recorded(x, new, indices) for x, new in pairs))
         return found
 
-    def _noted(self, every: Tensor | None, new: Tensor | None, indices: Tensor) -> Tensor | None:
-        """`new`, written at the indices among the rows of the request."""
+    def _recorded(self, every: Tensor | None, new: Tensor | None, indices: Tensor) -> Tensor | None:
+        """Return `every` with `new` at the indices among the rows of the request."""
         if new is None:
             return every
         every = self._zeros() if every is None else every
@@ -186,16 +196,16 @@ class _Known:
 
     def _zeros(self) -> Tensor:
         rows = self._request.rows
-        return rows.positions.new_zeros(len(rows), dtype=self._request.config.accumulator)
+        return rows.positions.new_zeros(len(rows), dtype=self._request.plan.accumulator)
 
 
-def _asked(request: Request) -> Asked:
-    return Asked(entropy=request.entropy, extras=request.extras, token_loss=request.token_loss)
+def _reduce(request: Request) -> Reduce:
+    return Reduce(request.plan, diverges=request.diverges, entropy=request.entropy, extras=request.extras)
 
 
-def _moved(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """The indices where a coefficient (n,) is not 0; and the coefficients, None those that all are, as b is for a loss
-    without entropies.
+def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
+    """Return the indices where a coefficient (n,) is not 0, and the coefficients, None in the place of those that all
+    are, as d_entropy is for a loss without entropies.
     """
     moves = [None if x is None else x != 0 for x in coefficients]
     present = [x for x in moves if x is not None]
@@ -218,4 +228,4 @@ def _interleave(first: RowStats, at_first: Tensor, second: RowStats, at_second: 
         terms=(*first.terms,),
         divergence=first.divergence is not None,
     )
-    return both.rows(torch.cat([at_first, at_second]).argsort())
+    return take(both, torch.cat([at_first, at_second]).argsort())

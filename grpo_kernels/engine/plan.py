@@ -1,12 +1,21 @@
-"""In which chunks an engine goes over its rows, so that a workspace is kept and the products are large."""
+"""Division of a sweep's rows into groups and chunks, so that a workspace is kept and the products are large.
+
+A group is rows whose d logits enter one backward product; it is projected in chunks, whose logits exist at a time.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from grpo_kernels.engine.device import CPU, Device
+from grpo_kernels.engine.device import CPU, Device, device_of
+from grpo_kernels.engine.vocab_parallel import widest_part
+
+if TYPE_CHECKING:
+    from grpo_kernels.engine.head_plan import HeadPlan
+    from grpo_kernels.engine.records import Head, NeedsGrad, Rows
 
 CHUNKS_OF_A_GROUP = (8, 4, 2)  # as many as have rows enough: `LARGE_CHUNK_ROWS` each, or at least so many
 LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
@@ -14,7 +23,7 @@ LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
 @dataclass(frozen=True)
 class Group:
-    """Rows whose d logits enter one backward product: the rows [start, stop), projected in chunks."""
+    """The rows [start, stop) of a sweep, whose d logits enter one backward product."""
 
     start: int
     stop: int
@@ -24,37 +33,17 @@ class Group:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the largest chunk."""
+        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes that one row of a chunk and of a group need; passed to `plan_groups`."""
+    """Bytes that the rows of a sweep need.
 
-    chunk_row_bytes: int
-    group_row_bytes: int
-    grouped: bool
-    scratch_bytes: Callable[[int], int]
-
-    def taken(self, group: Group) -> int:
-        """By the largest chunk of a group, and the group around it."""
-        rows = max((chunk.stop - chunk.start for chunk in group.chunks), default=0)
-        return rows * self.chunk_row_bytes + group.rows * self.group_row_bytes + self.scratch_bytes(rows)
-
-
-def plan_groups(
-    n: int,
-    workspace_bytes: int,
-    *,
-    chunk_row_bytes: int,
-    group_row_bytes: int,
-    grouped: bool,
-    scratch_bytes: Callable[[int], int],
-    device: Device = CPU,
-) -> list[Group]:
-    """The groups of `n` rows whose workspace stays within `workspace_bytes`, if that allows `Device.fewest_rows`.
-
-    Groups differ by at most one row (or by one multiple of the device's), so that none is much smaller than the others.
-
-    Args:
+    Attributes:
         chunk_row_bytes: what a row of a chunk takes, as long as the chunk lasts.
         group_row_bytes: what a row of a group takes, as long as the group lasts.
         grouped: whether several chunks may share a backward product; else a group is one chunk. Each product with d
@@ -62,10 +51,66 @@ def plan_groups(
         scratch_bytes: what a chunk of so many rows takes besides; not decreasing.
     """
 
-    def most_rows(per_group: int) -> int:
-        return chunk_rows(chunk_row_bytes + per_group * group_row_bytes, workspace_bytes, scratch_bytes, device)
+    chunk_row_bytes: int
+    group_row_bytes: int
+    grouped: bool
+    scratch_bytes: Callable[[int], int]
 
-    sizes = {per_group: most_rows(per_group) for per_group in (CHUNKS_OF_A_GROUP if grouped else ())}
+    def taken(self, group: Group) -> int:
+        """Return the bytes of the largest chunk of a group, and of the group around it."""
+        rows = group.chunk_rows
+        return rows * self.chunk_row_bytes + group.rows * self.group_row_bytes + self.scratch_bytes(rows)
+
+
+def plan_chunks(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> list[Group]:
+    """Return the groups of a sweep over `rows`."""
+    costs, device = costs_of(rows, head, plan, needs_grad), device_of(head.weight.device)
+    return plan_groups(len(rows), plan.workspace_bytes, costs, device)
+
+
+def planned_bytes(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> int:
+    """Return the peak bytes of the chunks of a sweep: `HeadPlan.workspace_bytes` or less, if that allows the fewest
+    rows. Works on meta tensors too.
+    """
+    costs = costs_of(rows, head, plan, needs_grad)
+    return max((costs.taken(group) for group in plan_chunks(rows, head, plan, needs_grad)), default=0)
+
+
+def costs_of(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> Costs:
+    """Return the costs of a sweep: a chunk has its logits, a group its operands, and d logits of another dtype."""
+    products, device = plan.products(widest_part(head.weight, plan.shard)), device_of(head.weight.device)
+    vocab = products.weight.shape[0]
+    width = device.row_width(vocab)
+    row_bytes = width * plan.accumulator.itemsize
+    separate = needs_grad is not None and products.gradient_dtype != plan.accumulator
+    chunk_row_bytes, slice_bytes, with_teacher = row_bytes, products.slice_bytes, plan.teacher is not None
+    if rows.top_k is not None:
+        chunk_row_bytes += rows.top_k.row_bytes()
+    if plan.teacher is not None and head.teacher is not None:
+        other = plan.teacher.products(widest_part(head.teacher.weight, plan.shard))
+        chunk_row_bytes, slice_bytes = 2 * row_bytes + other.hidden_bytes(), max(slice_bytes, other.slice_bytes)
+
+    group_row_bytes = products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0)
+
+    def scratch_bytes(m: int) -> int:  # of products and row work, which are never at the same time
+        return max(slice_bytes, plan.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes)
+
+    grouped = separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient
+    return Costs(chunk_row_bytes, group_row_bytes, grouped, scratch_bytes)
+
+
+def plan_groups(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU) -> list[Group]:
+    """Return the groups of `n` rows whose workspace stays within `workspace_bytes`, if that allows
+    `Device.fewest_rows`.
+
+    Groups differ by at most one row (or by one multiple of the device's), so that none is much smaller than the others.
+    """
+
+    def most_rows(per_group: int) -> int:
+        row_bytes = costs.chunk_row_bytes + per_group * costs.group_row_bytes
+        return chunk_rows(row_bytes, workspace_bytes, costs.scratch_bytes, device)
+
+    sizes = {per_group: most_rows(per_group) for per_group in (CHUNKS_OF_A_GROUP if costs.grouped else ())}
     choices = ((per_group, least) for least in (LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS) for per_group in sizes)
     per_group = next((per_group for per_group, least in choices if sizes[per_group] >= least), 1)
     most = sizes.get(per_group) or most_rows(per_group)
@@ -87,8 +132,9 @@ def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
 
 
 def chunk_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], device: Device = CPU) -> int:
-    """The most rows a chunk may have so that the workspace stays within `workspace_bytes`; at least `fewest_rows`,
-    whatever the budget: to fewer, padding would be added.
+    """Return the most rows a chunk may have so that the workspace stays within `workspace_bytes`.
+
+    That is `fewest_rows` at least, whatever the budget: to fewer, padding would be added.
 
     Args:
         row_bytes: what a row takes: its logits and its hidden state.

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import DivergenceStats, LogitTransform
 from grpo_kernels.engine.device import device_of
+from grpo_kernels.token_loss.record import Coefficients
 
 HIGHEST_FP16 = 2.0**12  # what scaled d logits stay below: a margin of 16 to the largest fp16
-ENTROPY_SLOPE = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
+ENTROPY_BOUND = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
 
 
 class Products:
@@ -66,30 +67,26 @@ class Products:
         return self.gradient_dtype == torch.float16
 
     def scaled(
-        self,
-        a: Tensor,
-        b: Tensor | None,
-        c: Tensor | None,
-        transform: LogitTransform,
-        divergence: DivergenceStats | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Coefficients a, b, c (n,) times the power of two () that brings d logits into range, and that; None: none.
+        self, coefficients: Coefficients, transform: LogitTransform, divergence: DivergenceStats | None = None
+    ) -> tuple[Coefficients, Tensor | None]:
+        """Return the coefficients times the power of two () that brings d logits into range, and that; None: none.
 
-        It is 1 where a coefficient is not finite: that surfaces as it is. `divergence` is needed with c: no |k_v| of
-        its gradient is above 1 + D.
+        It is 1 where a coefficient is not finite: that surfaces as it is. There is a d_logp; `divergence` is needed
+        with a d_divergence: no |k_v| of its gradient is above 1 + D.
         """
-        if not self.scales_gradient or a.numel() == 0:
-            return a, b, c, None
+        d_logp, d_entropy, d_divergence = coefficients
+        assert d_logp is not None
+        if not self.scales_gradient or d_logp.numel() == 0:
+            return coefficients, None
         inv_t = transform.inv_temperature
-        size = a.abs() if b is None else a.abs() + ENTROPY_SLOPE * b.abs()
-        if c is not None:
+        size = d_logp.abs() if d_entropy is None else d_logp.abs() + ENTROPY_BOUND * d_entropy.abs()
+        if d_divergence is not None:
             assert divergence is not None
-            size = size + c.abs() * (1.0 + divergence.value.abs() + divergence.slope.abs())
+            size = size + d_divergence.abs() * (1.0 + divergence.value.abs() + divergence.slope.abs())
         size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)
-        b, c = (None if x is None else x * scale for x in (b, c))
-        return a * scale, b, c, scale
+        return Coefficients(*(None if x is None else x * scale for x in coefficients)), scale
 
     def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); all but the `first` add to it.

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from grpo_kernels.base.quantile import quantile_of_numbers
-from grpo_kernels.engine.operands import Coefficients
+from grpo_kernels.token_loss.record import Coefficients
 
 FAR_TOO_LARGE = 8.0  # times what came: more than three bits of what is stored would cancel in d weight
 
 
-@dataclass(frozen=True)
-class Remainder:
-    """Upstream gradients less s times the expected, (n,) each, exactly 0 where that is rounding; None: neither."""
+def size_of(left: Coefficients, came: Coefficients) -> tuple[bool, bool]:
+    """Return whether anything is left to compute, and whether some of it is far larger than all that `came`.
 
-    left: Coefficients
-
-    def size(self, came: Coefficients) -> tuple[bool, bool]:
-        """Return whether anything is left to compute, and whether some of it is far larger than all that `came`.
-
-        Waits for the device.
-        """
-        rests = [x for x in self.left if x is not None]
-        wanted = torch.stack([_largest(x) for x in came if x is not None]).amax()
-        largest = torch.stack([_largest(x) for x in rests]).amax()
-        some = torch.stack([(x != 0).any() for x in rests]).any()
-        any_left, far = torch.stack([some, largest > FAR_TOO_LARGE * wanted]).tolist()
-        return any_left, far
+    Waits for the device.
+    """
+    rests = [x for x in left if x is not None]
+    wanted = torch.stack([_largest(x) for x in came if x is not None]).amax()
+    largest = torch.stack([_largest(x) for x in rests]).amax()
+    some = torch.stack([(x != 0).any() for x in rests]).any()
+    any_left, far = torch.stack([some, largest > FAR_TOO_LARGE * wanted]).tolist()
+    return any_left, far
 
 
-def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Remainder]:
-    """(s, remainder) of the upstream gradients (n,) that came, given what was expected of them.
+def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
+    """Return s, and the upstream gradients (n,) that came less s times the expected: 0 where that is rounding, None
+    where there is neither.
 
     s is the ratio that fits most rows. A row fits if s times its expectation is what came up to rounding: eight units
     in the last place of the largest of the two and of the upper quartile of the rows, since a trainer's gradient of a
@@ -57,7 +50,7 @@ def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Remai
         zeros = torch.zeros_like(ratios[: len(x if x is not None else y)])  # type: ignore[arg-type]
         return remainder(zeros if x is None else x, zeros if y is None else y)
 
-    return s, Remainder(Coefficients(*(left(x, y) for x, y in pairs)))
+    return s, Coefficients(*(left(x, y) for x, y in pairs))
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import EngineName
-from grpo_kernels.engine.gradients import Gradients, NeedsGrad
-from grpo_kernels.engine.operands import Coefficients, CoefficientsOf, Head, HeadConfig, Rows
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.records import CoefficientsOf, Gradients, Head, NeedsGrad, Rows
+from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients, TokenLoss
 
 Gather = Callable[[], AbstractContextManager[Any]]
 
@@ -39,8 +39,8 @@ class Situation:
     Attributes:
         coupling: when the coefficients of a row are known.
         hidden_trains, head_trains: what wants a gradient (weight, bias or an adapter for the head).
-        entropy_gradient: whether the loss depends on the entropies, b != 0.
-        mixed_gradient: whether it depends on the divergences, c != 0, and on log-probabilities as well.
+        entropy_gradient: whether the loss depends on the entropies.
+        mixed_gradient: whether it depends on the divergences, and on log-probabilities as well.
         tight_memory: whether an accumulator for d weight would not fit.
         scores_without_logits: whether the backend can.
     """
@@ -62,7 +62,7 @@ class Stored(Enum):
     """Results that a first pass leaves for the backward."""
 
     NOTHING = "there is no gradient"
-    SLOPES = "d logp / d hidden, or that of the divergence, row by row, which the backward scales"
+    PER_ROW = "d logp / d hidden of each row, or that of the divergence, which the backward scales"
     GRADIENT = "the gradient for coefficients that were known, or expected"
     STATISTICS = "those of the rows, from which a second pass recomputes the logits"
 
@@ -75,7 +75,7 @@ class Engine:
     stores: Stored
     serves: Callable[[Situation], bool]
     needs: str  # what `serves` asks, in words; {coupling} stands for when the coefficients are known
-    first_pass: Callable[[Head, Request], FirstPass]
+    first_pass: Callable[[Head, Request], ForwardResult]
     second_pass: Callable[[Head, Request, RowStats, Coefficients], Gradients]  # of a request's rows with gradient
     comes_first: Callable[[Situation], bool] = lambda _: False  # where "auto" prefers it to all others
 
@@ -87,7 +87,7 @@ class Engine:
     @property
     def stores_gradient(self) -> bool:
         """True if the first pass computes the gradient, or everything about it that is expensive."""
-        return self.stores in (Stored.SLOPES, Stored.GRADIENT)
+        return self.stores in (Stored.PER_ROW, Stored.GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -95,27 +95,35 @@ class Request:
     """A call's inputs and settings, without the head's tensors."""
 
     rows: Rows  # n rows; the others are 0 in every result
-    config: HeadConfig
+    plan: HeadPlan
     needs_grad: NeedsGrad
     engine: Engine
     entropy: bool = True
     extras: tuple[str, ...] = ()
     coefficients: CoefficientsOf | None = None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
-    token_loss: TokenLoss | None = None  # `PolicyLoss`: the same for a backend that fuses; its terms reach `finish`
+    token_loss: TokenLoss | None = None  # the same as a loss, for a backend that fuses; its terms reach `finish`
     may_have_grad: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
     gathered_weight: Gather = nullcontext  # within it the weight is whole, also in the backward (ZeRO-3)
 
     @property
+    def diverges(self) -> bool:
+        """True if the rows have a teacher."""
+        return self.plan.teacher is not None or self.rows.top_k is not None
+
+    @property
     def main(self) -> str:
-        """Which of `Coefficients` slopes are of, and an expectation at least: the divergence's, where there is one."""
-        return "a" if self.config.teacher is None and self.rows.top_k is None else "c"
+        """Name of the coefficient that a gradient stored row by row belongs to, and that every expectation has."""
+        return "d_divergence" if self.diverges else "d_logp"
 
 
 @dataclass(frozen=True)
-class FirstPass:
-    """Statistics of all rows; and, from engines that store one, a gradient of the rows that may have one."""
+class ForwardResult:
+    """Result of a first pass: statistics, and from engines that store one, a gradient of the rows that may have one.
 
-    stats: RowStats  # (n,)
-    grads: Gradients | None
-    grad_rows: Tensor  # (m,) indices of those rows
-    used: Coefficients | None = None  # (n,) what `grads` was computed with, where that was asked row by row
+    Autograd keeps the parts that the backward reads.
+    """
+
+    stats: RowStats | None  # (n,)
+    grads: Gradients | None = None
+    grad_rows: Tensor | None = None  # (m,) indices of the rows of `grads`
+    coefficients: Coefficients = NO_COEFFICIENTS  # (n,) of `grads`, where they were asked row by row

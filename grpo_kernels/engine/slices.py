@@ -7,17 +7,19 @@ complete: it is rounded and written once. d hidden is what accumulates, in the a
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.gradients import Gradients, NeedsGrad
-from grpo_kernels.engine.operands import Coefficients, Head, HeadConfig, Rows
+from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.products import Products
-from grpo_kernels.engine.sweep import matrix_of_logits
+from grpo_kernels.engine.projection import Projection
+from grpo_kernels.engine.records import Gradients, Head, NeedsGrad, Rows, row_bias
+from grpo_kernels.token_loss.record import Coefficients
 
 MOST_ROWS = 8192  # at a time: with more, slices would get narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
@@ -25,22 +27,20 @@ FEATURES_SHARE = 4  # of the workspace, one part in so many is the most that ope
 
 
 def sweep_slices(
-    head: Head, rows: Rows, config: HeadConfig, stats: RowStats, coefficients: Coefficients, needs_grad: NeedsGrad
+    head: Head, rows: Rows, plan: HeadPlan, stats: RowStats, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """The gradient of `rows`, n of them, given their statistics and coefficients (n,).
+    """Return the gradient of `rows`, n of them, given their statistics and coefficients (n,).
 
-    Returns:
-        As `sweep` does, but d weight and d bias in their own dtype, rounded once.
+    It is that of `sweep`, but d weight and the adapter's d b are in their own dtype, rounded once.
     """
-    n, vocab, dtype = len(rows), head.weight.shape[0], config.accumulator
-    bias = head.row_bias(dtype)
+    d_logp, *others = coefficients
+    some = Coefficients(torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others)
+    transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
     # one factor for all: what is summed over rows and over slices must carry the same
-    a, b, c = coefficients
-    a = torch.zeros_like(stats.logps) if a is None else a
-    transform = config.transform(bias, rows.inv_temperature)
-    a, b, c, scale = config.products(head.weight).scaled(a, b, c, transform, stats.divergence)
-    rows_at_once, columns_at_once, _ = plan_slices(rows, head, config, needs_grad)
-    blocks = _blocks(rows, stats, Coefficients(a, b, c), rows_at_once)
+    some, scale = plan.products(head.weight).scaled(some, transform, stats.divergence)
+    n, vocab, dtype = len(rows), head.weight.shape[0], plan.accumulator
+    rows_at_once, columns_at_once, _ = plan_slices(rows, head, plan, needs_grad)
+    blocks = _blocks(rows, stats, some, rows_at_once)
     m = blocks[-1].indices.stop if blocks else 0
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
     d_rows, d_matrices = [], []  # of each factor
@@ -51,18 +51,18 @@ def sweep_slices(
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             columns = slice(first_id, min(first_id + columns_at_once, vocab))
-            part = _Slice(head, config, columns, bias, d_rows, d_matrices, d_bias)
+            part = _Slice(head, plan, columns, d_rows, d_matrices, d_bias)
             for block in blocks:
                 part.add(block)
             part.finish(scale)
             del part  # before the next one is made
     (hidden, *lora_u), (weight, *lora_b) = d_rows, d_matrices
-    scaled = Gradients(hidden, None, d_bias, *lora_u)
     if scale is not None:
-        unscale = 1.0 / scale
-        scaled = scaled.apply(lambda x: x.mul_(unscale))
-    d_hidden, d_lora_u = (None if x is None else x[:n] for x in (scaled.hidden, scaled.lora_u))
-    return Gradients(d_hidden, weight, scaled.bias, d_lora_u, *lora_b)
+        for total in (hidden, d_bias, *lora_u):
+            if total is not None:
+                total.mul_(1.0 / scale)
+    d_hidden, d_lora_u = (None if x is None else x[:n] for x in (hidden, *lora_u, None)[:2])
+    return Gradients(d_hidden, weight, d_bias, d_lora_u, *lora_b)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Block:
 
 
 def _blocks(rows: Rows, stats: RowStats, coefficients: Coefficients, most: int) -> list[_Block]:
-    """`rows`, n of them, in blocks of about equal size, at most `most`; all but the last are whole tiles."""
+    """Return `rows`, n of them, in blocks of about equal size, at most `most`; all but the last are whole tiles."""
     n, device = len(rows), device_of(rows.positions.device)
     tile = device.fewest_rows
     step = -(-n // max(1, -(-n // most) * tile)) * tile
@@ -87,8 +87,7 @@ def _blocks(rows: Rows, stats: RowStats, coefficients: Coefficients, most: int) 
         m = device.padded_rows(count)
         index = torch.arange(start, start + m, device=rows.positions.device)
         index[count:] = start  # padding repeats the first row
-        of_rows = coefficients.at(index)
-        blocks.append(_Block(slice(start, start + m), count, rows.at(index), stats.rows(index), of_rows))
+        blocks.append(_Block(slice(start, start + m), count, *take((rows, stats, coefficients), index)))
     return blocks
 
 
@@ -98,33 +97,29 @@ class _Slice:
     def __init__(
         self,
         head: Head,
-        config: HeadConfig,
+        plan: HeadPlan,
         columns: slice,
-        bias: Tensor | None,  # (V,)
         d_rows: list[Tensor | None],  # of each factor: (m, K)
         d_matrices: list[Tensor | None],  # (V, K), in their own dtype
         d_bias: Tensor | None,  # (V,)
     ) -> None:
-        self._factors, self._config, self._columns = config.all_products(head, columns), config, columns
-        self._features = [x for x, _ in head.factors()]
-        self._teacher = config.logits_of_teacher(head, columns)
-        self._bias = None if bias is None else bias[columns]
+        self._projection, self._plan, self._columns = Projection(head, plan, columns), plan, columns
         self._d_rows, self._d_bias = d_rows, None if d_bias is None else d_bias[columns]
         self._targets = [None if whole is None else whole[columns] for whole in d_matrices]
         # what is rounded is summed apart; what is not, where it belongs
-        dtype = config.accumulator
+        dtype = plan.accumulator
         self._parts = [x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in self._targets]
 
     def add(self, block: _Block) -> None:
         """Add the gradient of a block of rows."""
-        factors, start = self._factors, block.indices.start
-        features = [p.operand(x[block.rows.positions]) for p, x in zip(factors, self._features, strict=True)]
-        d_logits = self._d_logits(block, features)
-        for factor, x, rows, part in zip(factors, features, self._d_rows, self._parts, strict=True):
+        projection, start = self._projection, block.indices.start
+        operands = projection.operands(block.rows.positions)
+        d_logits = self._d_logits(block, operands)
+        for product, x, rows, part in zip(projection.products, operands[0], self._d_rows, self._parts, strict=True):
             if rows is not None:
-                factor.d_hidden(d_logits, rows[block.indices], first=self._columns.start == 0)
+                product.d_hidden(d_logits, rows[block.indices], first=self._columns.start == 0)
             if part is not None:
-                factor.d_weight(d_logits, x, part, first=start == 0)
+                product.d_weight(d_logits, x, part, first=start == 0)
         if self._d_bias is not None:
             self._d_bias += d_logits.sum(dim=0, dtype=self._d_bias.dtype)
 
@@ -134,60 +129,51 @@ class _Slice:
             if target is None or part is None:
                 continue
             if scale is not None:
-                self._config.backend.scale(part, 1.0 / scale, target)
+                self._plan.backend.scale(part, 1.0 / scale, target)
             elif part is not target:
                 target.copy_(part)
 
-    def _d_logits(self, block: _Block, features: list[Tensor]) -> Tensor:
-        """(m, columns), in the products' dtype; 0 in the padding."""
-        config, columns, some, products = self._config, self._columns, block.rows, self._factors[0]
-        dtype, width = config.accumulator, columns.stop - columns.start
-        logits = matrix_of_logits(features[0], len(some), width, dtype)
-        chunk = Chunk(logits, some.ids, config.transform(self._bias, some.inv_temperature), columns.start)
-        for i, (factor, x) in enumerate(zip(self._factors, features, strict=True)):
-            factor.logits(x, logits, first=i == 0)
-        z = None if some.top_k is None else some.top_k.gather(logits, chunk.transform, columns.start)
-        config.backend.prepare_(logits, chunk.transform)
-        if self._teacher is not None:
-            hidden, other = self._teacher.hidden[some.positions], matrix_of_logits(logits, len(some), width, dtype)
-            chunk = replace(chunk, teacher=self._teacher.project(hidden, other, some.inv_temperature))
-        in_place = products.gradient_dtype == dtype
-        d_logits = logits if in_place else matrix_of_logits(logits, len(some), width, products.gradient_dtype)
-        config.grad(chunk, some, block.stats, block.coefficients, d_logits, z)
+    def _d_logits(self, block: _Block, operands: tuple[list[Tensor], Tensor | None]) -> Tensor:
+        """Return (m, columns), in the products' dtype; 0 in the padding."""
+        projection, m = self._projection, len(block.rows)
+        out = projection.new_logits(m)
+        chunk, rows = projection.project(operands, slice(0, m), block.rows, out)
+        d_logits = out[0] if projection.in_place else projection.new_d_logits(m)
+        self._plan.grad(chunk, rows, block.stats, block.coefficients, d_logits)
         d_logits[block.count :] = 0.0
         return d_logits
 
 
-def plan_slices(rows: Rows, head: Head, config: HeadConfig, needs_grad: NeedsGrad) -> tuple[int, int, int]:
+def plan_slices(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad) -> tuple[int, int, int]:
     """Return the rows and the columns to take at a time, so that the workspace stays within its budget, and the bytes
     that they take; works on meta tensors too.
 
     A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
     together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
     """
-    vocab, budget, size = head.weight.shape[0], config.workspace_bytes, config.accumulator.itemsize
+    vocab, budget, size = head.weight.shape[0], plan.workspace_bytes, plan.accumulator.itemsize
     tile, least = device_of(head.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
-    factors = config.all_products(head)
+    factors = plan.all_products(head)
     dtype = factors[0].gradient_dtype
-    logit_bytes = size + (0 if dtype == config.accumulator else dtype.itemsize)
+    logit_bytes = size + (0 if dtype == plan.accumulator else dtype.itemsize)
     row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
     column_bytes = padding_bytes = 0
     for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), needs_grad.factors(), strict=False):
         converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # of an adapter more precise than d logits
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
-        column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != config.accumulator else 0))
+        column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != plan.accumulator else 0))
         padding_bytes += tile * x.shape[1] * size  # of d hidden
-    with_teacher = config.teacher is not None
-    if config.teacher is not None:
-        teacher = head.teacher()
-        p = config.teacher.products(teacher.weight)
+    with_teacher = plan.teacher is not None
+    teacher = head.teacher
+    if plan.teacher is not None and teacher is not None:
+        p = plan.teacher.products(teacher.weight)
         factors = [*factors, p]
         logit_bytes += size
         row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
     row_free = padding_bytes + max(p.slice_bytes for p in factors)  # of the weights one after the other
 
     def taken(m: int, columns: int) -> int:
-        logits = m * logit_bytes + config.backend.scratch_rows(m, least, teacher=with_teacher) * size
+        logits = m * logit_bytes + plan.backend.scratch_rows(m, least, teacher=with_teacher) * size
         return row_free + m * row_bytes + columns * (column_bytes + logits)
 
     m = max(1, -(-min(len(rows), MOST_ROWS) // tile)) * tile

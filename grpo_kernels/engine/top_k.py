@@ -22,6 +22,7 @@ stands in the middle. So no backend needs a kernel for any of this. With a rest,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from torch import Tensor
 from grpo_kernels.backends.divergence import forward, reverse
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowBackend, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
+
+if TYPE_CHECKING:
+    from grpo_kernels.engine.vocab_parallel import Shard
 
 ENTRY_BYTES = 160  # temporaries of an entry (row, k)
 
@@ -59,34 +63,32 @@ class TopKTeacher:
         ids: (n, K) int64, counted as those of `Rows` are; those of a row that are no padding differ from each other.
         logps: (n, K) in double precision, -inf where an entry is padding, NaN in rows whose results are to be NaN.
         measure: the divergence from it.
+        z: (n, K) logits of the ids that are among a chunk's columns, once they are gathered; 0 for the others.
     """
 
     ids: Tensor
     logps: Tensor
     measure: Measure
-
-    def at(self, index: Tensor | slice) -> TopKTeacher:
-        """Select the rows at `index` (m,)."""
-        return TopKTeacher(self.ids[index], self.logps[index], self.measure)
+    z: Tensor | None = None
 
     def row_bytes(self) -> int:
         """Temporary memory of a row."""
         return self.ids.shape[1] * ENTRY_BYTES
 
-    def gather(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> Tensor:
-        """(n, K) the logits z of the ids that are among the columns of `raw` (n, V), a raw projection; 0 elsewhere."""
+    def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> TopKTeacher:
+        """Return the same with the logits z of the ids that are among the columns of `raw` (n, V), a raw projection."""
         columns, here = self._columns(raw.shape[1], first_id)
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
         TorchRows().prepare_(z, replace(transform, bias=bias))
-        return z.masked_fill_(~here, 0.0)
+        return replace(self, z=z.masked_fill_(~here, 0.0))
 
-    def diverged(self, found: RowStats, z: Tensor) -> RowStats:
-        """`found`, the statistics of the student's rows, with D, its slope, and sum_k p_k as ``"student_mass"``.
-
-        Args:
-            z: (n, K) logits of all ids, wherever their columns are.
+    def diverged(self, found: RowStats, shard: Shard | None) -> RowStats:
+        """Return `found`, the statistics of the student's rows, with D and what `grad` needs of it, and sum_k p_k as
+        ``"student_mass"``; of a divided head with the logits of all ranks.
         """
+        assert self.z is not None
+        z = self.z if shard is None else shard.sum_(self.z.clone())
         dtype, measure, logq = found.logps.dtype, self.measure, self.logps
         logp = self._logps(found, z)
         if measure.least_rest is None:
@@ -104,19 +106,19 @@ class TopKTeacher:
         extras = {**found.extras, "student_mass": mass}
         return replace(found, divergence=DivergenceStats(value, slope, none, none), extras=extras)
 
-    def grad(self, backend: RowBackend, chunk: Chunk, found: RowStats, c: Tensor, out: Tensor, z: Tensor) -> None:
-        """``out = c * d D / d (raw projection)``, (n, V), as `RowBackend.grad` would write it.
+    def grad(self, backend: RowBackend, chunk: Chunk, found: RowStats, d_divergence: Tensor, out: Tensor) -> None:
+        """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` would write it.
 
         Args:
-            c: (n,) d loss / d D.
-            z: (n, K) logits of the ids that are among the chunk's columns.
+            d_divergence: (n,) d loss / d D.
         """
         assert found.divergence is not None
+        assert self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = torch.full_like(chunk.ids, -1)
         alone = replace(found, divergence=None)  # the backend knows of no teacher
-        backend.grad(replace(chunk, ids=nowhere), alone, c * found.divergence.slope, None, out)
-        d_raw = self._slopes(found, z) * c[:, None] * _d_logits(z, chunk.transform)
+        backend.grad(replace(chunk, ids=nowhere), alone, d_divergence * found.divergence.slope, None, out)
+        d_raw = self._d_logits(found, self.z) * d_divergence[:, None] * _d_projection(self.z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
@@ -140,20 +142,20 @@ class TopKTeacher:
         logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
         return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
 
-    def _slopes(self, found: RowStats, z: Tensor) -> Tensor:
+    def _d_logits(self, found: RowStats, z: Tensor) -> Tensor:
         """(n, K) d D / d z of the ids."""
         assert found.divergence is not None
         measure, logp = self.measure, self._logps(found, z)
         p, value = logp.exp(), found.divergence.value[:, None]
         if measure.reverse:
-            slopes = torch.where(p > 0.0, p * (logp - self.logps - value), p)
+            d_z = torch.where(p > 0.0, p * (logp - self.logps - value), p)
         elif measure.least_rest is not None:
-            slopes = p - self.logps.exp()
+            d_z = p - self.logps.exp()
         else:
-            slopes = -found.divergence.slope[:, None] * p - self._clamped(logp)[2]
+            d_z = -found.divergence.slope[:, None] * p - self._clamped(logp)[2]
         if measure.loss_max_clamp is not None:
-            slopes = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, slopes)
-        return slopes
+            d_z = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, d_z)
+        return d_z
 
 
 def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
@@ -176,11 +178,11 @@ def _rest(logps: Tensor) -> Tensor:
     return -torch.expm1(most[:, 0]) - others
 
 
-def _d_logits(z: Tensor, transform: LogitTransform) -> Tensor | float:
+def _d_projection(z: Tensor, transform: LogitTransform) -> Tensor | float:
     """d z / d (raw projection) of logits z (n, K)."""
     inv_t, cap = transform.inv_temperature, transform.softcap
-    slope = transform.scale * inv_t
-    return slope if cap is None else slope * (1.0 - (z / (cap * inv_t)).square())
+    factor = transform.scale * inv_t
+    return factor if cap is None else factor * (1.0 - (z / (cap * inv_t)).square())
 
 
 def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:

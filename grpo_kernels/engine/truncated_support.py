@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.products import accumulator_of
+from grpo_kernels.engine.records import NeedsGrad
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.base.distributed import all_reduce, gather_stacked
-from grpo_kernels.engine.memory import AMPLE, Room
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,7 +46,6 @@ class Shard:
     process_group: ProcessGroup
     rank: int
     sizes: tuple[int, ...]  # of the ranks, in order
-    room: Room = AMPLE  # tight if any rank's is; else the least of all ranks'
 
     @property
     def start(self) -> int:

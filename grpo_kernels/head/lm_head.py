@@ -15,9 +15,9 @@ from torch import Tensor
 from grpo_kernels.base.agreement import Agreement, described
 from grpo_kernels.base.checks import check_head, first_rows, is_dtensor
 from grpo_kernels.base.distributed import check_group
-from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.memory import Room
-from grpo_kernels.engine.operands import Head, HeadConfig
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.memory import FreeMemory
+from grpo_kernels.engine.records import Head, HeadTensors, NeedsGrad
 from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.head.lora import LoRA, check_kind, check_lora
 from grpo_kernels.head.reference import ReferenceHead, check_reference
@@ -125,14 +125,14 @@ class LMHead:
         lora = self.lora
         lora_u = None if lora is None else lora.project(self.hidden, positions)
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        teacher: tuple[Tensor | None, ...] = ()
+        teacher = None
         if self.reference is not None:
             other = self.reference.hidden
-            constants = (other.reshape(-1, other.shape[-1]), self.reference.weight, self.reference.bias)
-            teacher = tuple(None if x is None else x.detach() for x in constants)
-        return Head(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, *teacher)
+            tensors = HeadTensors(other.reshape(-1, other.shape[-1]), self.reference.weight, self.reference.bias)
+            teacher = tensors.map(Tensor.detach)
+        return Head(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher)
 
-    def described(self, needs_grad: NeedsGrad, config: HeadConfig, *, own_rows: bool) -> dict[str, Any]:
+    def described(self, needs_grad: NeedsGrad, plan: HeadPlan, *, own_rows: bool) -> dict[str, Any]:
         """The tensors but for `hidden`, whether they train, and how rows are projected, for other ranks to compare.
 
         Args:
@@ -152,8 +152,8 @@ class LMHead:
                 f"gradients wanted of {_NAMES.get(x.name, x.name)}": getattr(needs_grad, x.name)
                 for x in fields(needs_grad)
             },
-            "dtype of the products (autocast)": str(config.compute_dtype),
-            "the backend that serves": config.backend.name,
+            "dtype of the products (autocast)": str(plan.compute_dtype),
+            "the backend that serves": plan.backend.name,
         }
 
     def _described_reference(self, own_rows: tuple[int, ...]) -> dict[str, Any]:
@@ -167,14 +167,15 @@ class LMHead:
             f"{other.prefix}bias": described(other.bias, own=own_rows),
         }
 
-    def divided(self, ranks: Agreement) -> tuple[LMHead, Shard | None]:
-        """This rank's rows, without padding, and which those are, once the ranks agree; None: they are all.
+    def divided(self, ranks: Agreement) -> tuple[LMHead, Shard | None, FreeMemory | None]:
+        """Return this rank's rows, without padding, which those are, and the least free memory of the ranks, once they
+        agree; None: they are all.
 
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.
         """
         if ranks.group is None:
-            return self, None
+            return self, None, None
         import torch.distributed as dist
 
         sizes, rank, vocab_size = ranks.every["rows of weight"], dist.get_rank(ranks.group), self.vocab_size
@@ -185,13 +186,13 @@ class LMHead:
             sizes = [min(size, max(0, vocab_size - start)) for size, start in zip(sizes, starts, strict=True)]
         if min(sizes) == 0:
             raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
-        room = Room(
+        memory = FreeMemory(
             tight=any(ranks.every["tight"]),
             converts=all(ranks.every["converts"]),
             workspace=min(ranks.every["workspace"]),
         )
-        shard = Shard(ranks.group, rank, tuple(sizes), room)
-        return self._first_rows(sizes[rank]), shard if len(sizes) > 1 else None
+        shard = Shard(ranks.group, rank, tuple(sizes)) if len(sizes) > 1 else None
+        return self._first_rows(sizes[rank]), shard, memory
 
     def _first_rows(self, count: int) -> LMHead:
         """The first `count` ids of the head, and of its reference.

@@ -28,6 +28,7 @@ from torch import Tensor
 from grpo_kernels.base.checks import is_captured
 from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.objective.evaluation import Evaluation
+from grpo_kernels.token_loss.record import Coefficients
 
 
 @dataclass(frozen=True)
@@ -116,16 +117,15 @@ class CustomObjective:
         if getattr(self.function, "uses_entropies", True) is False:
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self._evaluate(nothing, nothing)[0].b is not None
+        return self._evaluate(nothing, nothing)[0].coefficients.d_entropy is not None
 
     def may_have_gradient(self) -> None:
         """None: any of its tokens may."""
         return None
 
-    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(a, b) of the tokens at `index` (m,) from their own numbers."""
-        result, _ = self._at(index)._evaluate(logps, entropies)
-        return result.a, result.b
+    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
+        """Return those of the tokens at `index` (m,) from their own numbers."""
+        return self._at(index)._evaluate(logps, entropies)[0].coefficients
 
     def _at(self, index: Tensor) -> CustomObjective:
         return CustomObjective(self.function, self.tokens.at(index), self.weights[index], self._positions[index])
@@ -162,12 +162,15 @@ class CustomObjective:
         differences = []
         for part in order.tensor_split([few] if n < 3 else [few, few + (n - few) // 2]):
             alone, own = self._at(part)._evaluate(logps[part], entropies[part])
-            pairs = [(own, per_token), (alone.a, whole.a)]
-            if whole.b is not None or alone.b is not None:
+            pairs = [(own, per_token), (alone.d_logp, whole.d_logp)]
+            of_alone, of_whole = alone.coefficients.d_entropy, whole.coefficients.d_entropy
+            if of_whole is not None or of_alone is not None:
                 nothing = torch.zeros_like(logps)
-                pairs.append((nothing[part] if alone.b is None else alone.b, nothing if whole.b is None else whole.b))
+                pairs.append(
+                    (nothing[part] if of_alone is None else of_alone, nothing if of_whole is None else of_whole)
+                )
             differences += [_difference(x, y[part], y) for x, y in pairs]
-        worst, largest = torch.stack([torch.stack(differences).max(), whole.a.abs().max()]).tolist()
+        worst, largest = torch.stack([torch.stack(differences).max(), whole.d_logp.abs().max()]).tolist()
         if worst > TOLERANCE:
             name = getattr(self.function, "__name__", type(self.function).__name__)
             raise ValueError(
@@ -183,15 +186,16 @@ class CustomObjective:
         if torch.is_inference_mode_enabled():  # there is no gradient to want
             per_token = self._call(logps, entropies)
             loss = (self.weights * per_token).sum()
-            return Evaluation(loss, torch.zeros_like(logps), None, loss), per_token
+            return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss), per_token
         with torch.enable_grad():
             logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
             per_token = self._call(logps, entropies)
             loss = (self.weights * per_token).sum()
             if not loss.requires_grad:
                 raise ValueError("objective: expected a loss that depends on tokens.logps or tokens.entropies")
-            a, b = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
-        result = Evaluation(loss.detach(), torch.zeros_like(logps) if a is None else a, b, loss.detach())
+            d_logp, d_entropy = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
+        coefficients = Coefficients(torch.zeros_like(logps) if d_logp is None else d_logp, d_entropy)
+        result = Evaluation(loss.detach(), coefficients, loss.detach())
         return result, per_token.detach()
 
     def _call(self, logps: Tensor, entropies: Tensor) -> Tensor:

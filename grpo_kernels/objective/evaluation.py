@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from grpo_kernels.token_loss.record import Coefficients
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,17 @@ class Evaluation:
     """A loss and its gradient in the per-token numbers."""
 
     loss: Tensor  # ()
-    a: Tensor  # (n,) d loss / d logp
-    b: Tensor | None  # (n,) d loss / d entropy; None if the loss does not depend on the entropies
+    coefficients: Coefficients  # (n,) there is a d_logp; None where the loss does not depend on that number
     policy_loss: Tensor  # () the loss without the entropy bonus
     terms: Terms = field(default_factory=Terms)
-    c: Tensor | None = None  # (n,) d loss / d divergence; None if the loss does not depend on the divergences
+
+    @property
+    def d_logp(self) -> Tensor:
+        """d loss / d log-probability, (n,)."""
+        assert self.coefficients.d_logp is not None
+        return self.coefficients.d_logp
+
+    @property
+    def has_gradient(self) -> Tensor:
+        """(n,) bool: the tokens that have a coefficient other than 0."""
+        return functools.reduce(torch.logical_or, (x != 0 for x in self.coefficients if x is not None))

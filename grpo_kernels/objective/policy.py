@@ -35,7 +35,7 @@ from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.sampler_correction import with_sampling_ratio
 from grpo_kernels.objective.token_masks import keep_high_entropy, keep_on_policy
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 
 class PolicyObjective:
@@ -95,7 +95,7 @@ class PolicyObjective:
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
         if self.is_known:
-            return self._at_ratio_one.a != 0
+            return self._at_ratio_one.d_logp != 0
         moves = tokens.advantages != 0
         if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
             moves &= tokens.importance_sampling_ratio != 0
@@ -103,19 +103,17 @@ class PolicyObjective:
             moves = tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
         return moves
 
-    def coefficients(
-        self, index: Tensor, logps: Tensor, entropies: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(a, b, c) of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
+    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
+        """Return those of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
         assert not self.couples_tokens
-        b = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
+        d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
         if not self.on_policy or self._lacks_ratio:
-            return part._per_token(logps, None, None)[1], b, part._d_divergence
-        a = torch.where(torch.isnan(logps), logps, self._at_ratio_one.a[index])
+            return Coefficients(part._per_token(logps, None, None)[1], d_entropy, part._d_divergence)
+        d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
         if self.config.estimates_kl:
-            a = a + part._estimated_kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
-        return a, b, part._d_divergence
+            d_logp = d_logp + part._estimated_kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
+        return Coefficients(d_logp, d_entropy, part._d_divergence)
 
     @property
     def _d_divergence(self) -> Tensor | None:
@@ -139,7 +137,7 @@ class PolicyObjective:
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=config.corrects_kl,
             advantages=None if self.on_policy else tokens.advantages,
-            d_logps=self._at_ratio_one.a if self.on_policy else None,
+            d_logps=self._at_ratio_one.d_logp if self.on_policy else None,
             weights=self.weights,
             old=tokens.old_per_token_logps,
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
@@ -155,21 +153,21 @@ class PolicyObjective:
             known = self._at_ratio_one.terms
             if not self.loss_type.is_linear:
                 policy_loss = policy_loss + self._at_ratio_one.policy_loss
-        bonus, b = self._entropy_bonus(entropies, None)
+        bonus, d_entropy = self._entropy_bonus(entropies, None)
         log_ratio = terms["log_ratio"]
         sampling = self._sampling_terms(None)
         found = Terms(log_ratio, log_ratio, terms.get("kl"), known.phi, known.on_policy_keep, *sampling)
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, terms["a"], b, policy_loss, found, self._d_divergence)
+        return Evaluation(loss, Coefficients(terms["a"], d_entropy, self._d_divergence), policy_loss, found)
 
     def evaluate(self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies` and, from a reference head, `divergences`, (n,) each."""
         keep_entropy = keep_high_entropy(self.config, self.tokens, entropies)
-        loss, a, terms = self._per_token(logps, keep_entropy, divergences)
+        loss, d_logp, terms = self._per_token(logps, keep_entropy, divergences)
         policy_loss = (self.weights * loss).sum()
-        bonus, b = self._entropy_bonus(entropies, keep_entropy)
+        bonus, d_entropy = self._entropy_bonus(entropies, keep_entropy)
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, a, b, policy_loss, terms, self._d_divergence)
+        return Evaluation(loss, Coefficients(d_logp, d_entropy, self._d_divergence), policy_loss, terms)
 
     def _per_token(
         self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None

@@ -15,12 +15,23 @@ Written by `objective.PolicyObjective.token_loss`; it knows no vocabulary, and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 TERMS = ("loss", "a", "log_ratio", "kl")  # what a fused kernel returns per token, besides the statistics
+
+
+class Coefficients(NamedTuple):
+    """Gradient of a loss in the numbers of its tokens, (n,) each; None means 0."""
+
+    d_logp: Tensor | None = None  # d loss / d log-probability
+    d_entropy: Tensor | None = None  # d loss / d entropy
+    d_divergence: Tensor | None = None  # d loss / d divergence from a teacher
+
+
+NO_COEFFICIENTS = Coefficients()
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,3 @@ class TokenLoss:
     def terms(self) -> tuple[str, ...]:
         """Return the `TERMS` that this loss has."""
         return TERMS if self.kl is not None else TERMS[:-1]
-
-    def at(self, index: Tensor | slice) -> TokenLoss:
-        """The tokens at `index` (m,)."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        picked: dict[str, Any] = {name: x[index] for name, x in values.items() if isinstance(x, Tensor)}
-        return replace(self, **picked)

@@ -18,9 +18,9 @@ from benchmarks.aot.tape import Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine import memory
 from grpo_kernels.engine.device import CUDA
-from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.memory import AMPLE, Room, default_workspace
-from grpo_kernels.engine.plan import Group, plan_groups
+from grpo_kernels.engine.memory import AMPLE, FreeMemory, default_workspace
+from grpo_kernels.engine.plan import Costs, Group, plan_groups
+from grpo_kernels.engine.records import NeedsGrad
 
 MIB, GIB = 2**20, 2**30
 N, H, V = 8192, 4096, 151936
@@ -48,11 +48,8 @@ def main_step() -> Tape:
 def groups_of(n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped: bool) -> tuple[list[Group], int, int]:
     """As a sweep in bf16 plans them, and what a row of a chunk and of a group takes."""
     chunk, group = 4 * CUDA.row_width(v), 2 * h + (2 * CUDA.row_width(v) if gradient else 0)
-    found = plan_groups(
-        n, workspace, chunk_row_bytes=chunk, group_row_bytes=group, grouped=grouped,
-        scratch_bytes=lambda rows: 0, device=CUDA,
-    )  # fmt: skip
-    return found, chunk, group
+    costs = Costs(chunk, group, grouped, scratch_bytes=lambda rows: 0)
+    return plan_groups(n, workspace, costs, CUDA), chunk, group
 
 
 @pytest.mark.parametrize("v", [33, 32_003, 151_936, 262_144])
@@ -89,7 +86,7 @@ def test_an_fp32_weight_is_converted_once_elsewhere(kind: str) -> None:
 
 
 def test_without_room_an_fp32_weight_is_converted_in_slices() -> None:
-    with mock.patch.object(Room, "of", return_value=replace(AMPLE, converts=False)):
+    with mock.patch.object(FreeMemory, "of", return_value=replace(AMPLE, converts=False)):
         found = step(n=1024, weight=FP32, engine="one_pass")
     copies = [x.written for x in found.of("launch", "_to_copy") if x.shape[1:] == (H,) and x.shape[0] != V]
     assert len(copies) > 30
@@ -117,8 +114,8 @@ def test_default_chunks_are_large(shape: str) -> None:
     assert min(x.shape[0] for x in found.of("rows")) >= 1024
 
 
-def room(free: int, unused: int | None = 0, fragments: int = 0, **asked: Any) -> tuple[Room, list[str]]:
-    """`Room.of` a bf16 weight with its gradient, and what was asked for it.
+def room(free: int, unused: int | None = 0, fragments: int = 0, **asked: Any) -> tuple[FreeMemory, list[str]]:
+    """`FreeMemory.of` a bf16 weight with its gradient, and what was asked for it.
 
     Given what the driver has free, and what the allocator has reserved for nobody, in whole blocks and in fragments of
     blocks that are in use; `unused` None: to ask it raises.
@@ -152,14 +149,14 @@ def room(free: int, unused: int | None = 0, fragments: int = 0, **asked: Any) ->
     )
     given: dict[str, Any] = {"needs_grad": NeedsGrad(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
     with mock.patch.object(memory.torch, "cuda", cuda):
-        return Room.of(weight, hidden, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
+        return FreeMemory.of(weight, hidden, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
 
 
 GRADIENTS = 6 * (V + N) * H  # bf16, and in fp32 before they are rounded
 
 
 def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
-    plenty, none, least = 64 * GIB, 0, Room(tight=True, converts=False, workspace=512 * MIB)
+    plenty, none, least = 64 * GIB, 0, FreeMemory(tight=True, converts=False, workspace=512 * MIB)
     assert room(plenty) == (AMPLE, ["free"])
     assert room(none, plenty) == (AMPLE, ["free", "allocator"])
     assert room(none, none)[0] == least
@@ -218,13 +215,13 @@ def test_memory_is_asked_for_before_any_wait(engine: str) -> None:
     """Once, and whether it is short only for "auto"."""
     seen: list[tuple[int, bool]] = []
     with taped() as tape:
-        ask = Room.of
+        ask = FreeMemory.of
 
-        def noted(*given: Any, **options: Any) -> Room:
+        def noted(*given: Any, **options: Any) -> FreeMemory:
             seen.append((len(tape.of("wait")), options["asks_tight"]))
             return ask(*given, **options)
 
-        with mock.patch.object(Room, "of", noted):
+        with mock.patch.object(FreeMemory, "of", noted):
             hidden, weight = tensor(2, 4, 8).requires_grad_(), tensor(20, 8).requires_grad_()
             ids = OnGPU(torch.zeros(2, 4, dtype=torch.long))
             grpo_loss(hidden, weight, ids, OnGPU(torch.ones(2, 4)), OnGPU(torch.ones(2)), engine=engine)

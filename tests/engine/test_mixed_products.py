@@ -37,15 +37,15 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
         found = left.to(out.dtype) @ right.to(out.dtype)
         out.copy_(out + found if add else found)
 
-    def plan_groups(*args, **options) -> list[plan.Group]:
-        groups = plan.plan_groups(*args, **options)
+    def plan_chunks(*args) -> list[plan.Group]:
+        groups = plan.plan_chunks(*args)
         seen.extend(groups)
         return groups
 
     tiled = replace(device.CPU, fewest_rows=4, row_multiple=4, mixed_products=lambda dtype: True)
     monkeypatch.setitem(device._KINDS, "cpu", tiled)
     monkeypatch.setattr(products, "_product", product)
-    monkeypatch.setattr(sweep, "plan_groups", plan_groups)
+    monkeypatch.setattr(sweep, "plan_chunks", plan_chunks)
     monkeypatch.setattr(plan, "LARGE_CHUNK_ROWS", 8)
     monkeypatch.setattr(plan, "LEAST_CHUNK_ROWS", 4)
     return seen
@@ -118,15 +118,8 @@ def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:
 def test_groups_cover_the_rows_once_and_start_at_tiles() -> None:
     for n in (1, 5, 127, 128, 129, 1000, 8192, 70_000):
         for budget in (1, 2**20, 2**26, 2**31):
-            groups = plan.plan_groups(
-                n,
-                budget,
-                chunk_row_bytes=4 * 1000,
-                group_row_bytes=2 * 1000,
-                grouped=True,
-                scratch_bytes=lambda rows: 0,
-                device=device.CUDA,
-            )
+            costs = plan.Costs(4 * 1000, 2 * 1000, grouped=True, scratch_bytes=lambda rows: 0)
+            groups = plan.plan_groups(n, budget, costs, device.CUDA)
             assert [g.start for g in groups] == [0, *[g.stop for g in groups[:-1]]]
             assert groups[-1].stop == n
             for group in groups:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, token_level
 from grpo_kernels.base.distributed import gather_stacked
-from grpo_kernels.engine.memory import AMPLE, Room
+from grpo_kernels.engine.memory import AMPLE, FreeMemory
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES, loss
 from tests.support.ranks import run_ranks
@@ -129,7 +129,7 @@ def every_case(rank: int, world_size: int) -> int:
     dapo = make_case("dapo", loss_type="dapo", **SHAPE)
     assert assert_part(dapo, shares, rank) == "one_pass"
     short = replace(AMPLE, tight=rank == 0)  # one rank has no memory for an accumulator
-    with mock.patch.object(Room, "of", return_value=short):
+    with mock.patch.object(FreeMemory, "of", return_value=short):
         assert assert_part(dapo, shares, rank) == "lean"
     # coefficients that need all ranks once, and a rank without a row to ask for them
     once = make_case("once", old=False, beta=0.1, use_bias_correction_kl=False, **SHAPE, **loss("grpo", "sequence"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
+from grpo_kernels.base.records import take
 from tests.support.row_cases import DEVICE, EXTRAS, FIELDS, PLAIN, assert_same, make_loss, make_transform, rows
 from tests.support.row_truth import Truth, U, check, check_stats, gradient, loss_terms, truth
 
@@ -107,17 +108,17 @@ class RowSuite:
     def test_bits_of_a_row_are_its_own(self) -> None:
         """Alone, in a batch, permuted, in kernels that are the same, and whatever the loss around it."""
         for vocab in self.vocabs:
-            raw, ids = self.rows(40, vocab)
+            raw, ids = take(self, 40, vocab)
             transform, order = make_transform(40, vocab, 3, None, self.device), torch.randperm(40, device=self.device)
             whole = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
             fused = self.kernels.fused(Chunk(raw, ids, transform), make_loss(whole.logps, 9), torch.empty_like(raw))
             assert_same(fused, whole)
-            assert_same(_part(self.kernels, raw, ids, transform, order), whole.rows(order), "permuted")
+            assert_same(_part(self.kernels, raw, ids, transform, order), take(whole, order), "permuted")
             for i in (0, 17, 39):
                 alone = torch.tensor([i], device=self.device)
-                assert_same(_part(self.kernels, raw, ids, transform, alone), whole.rows(alone), "alone")
+                assert_same(_part(self.kernels, raw, ids, transform, alone), take(whole, alone), "alone")
             for other in self.likewise:
-                assert_same(_part(other, raw, ids, transform, order), whole.rows(order), "another kernel")
+                assert_same(_part(other, raw, ids, transform, order), take(whole, order), "another kernel")
             for _ in range(3):
                 assert_same(self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS), whole, "again")
 
@@ -134,7 +135,7 @@ class RowSuite:
     def test_rows_may_be_strided_and_gradients_overwrite_logits(self) -> None:
         for vocab in self.vocabs:
             n = 5
-            raw, ids = self.rows(n, vocab)
+            raw, ids = take(self, n, vocab)
             transform, (a, b) = make_transform(n, vocab, 3, None, self.device), torch.randn(2, n, device=self.device)
             want = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
             d_raw = torch.empty_like(raw)
@@ -158,7 +159,7 @@ class RowSuite:
 
     def test_gradient_of_a_part_of_the_vocabulary(self) -> None:
         for vocab in self.vocabs:
-            raw, ids = self.rows(6, vocab)
+            raw, ids = take(self, 6, vocab)
             a, b = torch.randn(2, 6, device=self.device)
             stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True)
             whole, parts = torch.empty_like(raw), torch.empty_like(raw)

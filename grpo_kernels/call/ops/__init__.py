@@ -24,12 +24,13 @@ SCHEMAS = {
         str config, str engine, str backend, int? workspace_bytes, ScalarType dtype, bool[3] wants
     ) -> (
         Tensor loss, Tensor logps, Tensor entropies, Tensor pairs, Tensor extremes,
-        Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor a, Tensor b, Tensor max_logit, Tensor log_sum
+        Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor d_logps, Tensor d_entropies,
+        Tensor max_logit, Tensor log_sum
     )""",
     "linear_logprob": f"""(
         Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor? temperatures, str[] outputs,
         {SETTINGS}
-    ) -> (Tensor logps, Tensor entropies, Tensor max_logit, Tensor log_sum, Tensor slopes, Tensor[] extras)""",
+    ) -> (Tensor logps, Tensor entropies, Tensor max_logit, Tensor log_sum, Tensor d_hidden, Tensor[] extras)""",
     "linear_logprob_backward": f"""(
         Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor? temperatures,
         Tensor d_logps, Tensor? d_entropies, Tensor logps, Tensor? entropies, Tensor max_logit, Tensor log_sum,

@@ -18,13 +18,13 @@ from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
 from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import plan_head
-from grpo_kernels.engine.autograd import Like, returned
+from grpo_kernels.engine.autograd import returned, shape_and_dtype
 from grpo_kernels.engine.engines import engine_named
-from grpo_kernels.engine.gradients import NeedsGrad
-from grpo_kernels.engine.operands import Coefficients, Rows
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
+from grpo_kernels.engine.records import NeedsGrad, Rows
 from grpo_kernels.engine.request import Request, Stored
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.token_loss.record import Coefficients
 
 
 class Settings(NamedTuple):
@@ -58,7 +58,7 @@ class Results(NamedTuple):
     entropies: Tensor
     max_logit: Tensor
     log_sum: Tensor
-    slopes: Tensor  # (..., H)
+    d_hidden: Tensor  # (..., H)
     extras: list[Tensor]  # the outputs other than the entropies, in their order; "is_top1" is bool
 
 
@@ -87,13 +87,14 @@ def run(
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
         return new() if x is None or not wanted else scatter(x, rows, ids.numel()).view(ids.shape)
 
-    slopes = None if grads is None else grads.hidden
+    d_hidden = None if grads is None else grads.hidden
+    assert stats is not None
     return Results(
         logps=per_token(stats.logps),
         entropies=per_token(stats.entropies),
         max_logit=per_token(stats.max_logit, wanted=recomputes),
         log_sum=per_token(stats.log_sum, wanted=recomputes),
-        slopes=new() if slopes is None else all_rows(slopes, rows.positions, ids.numel()).view(hidden.shape),
+        d_hidden=new() if d_hidden is None else all_rows(d_hidden, rows.positions, ids.numel()).view(hidden.shape),
         extras=[per_token(stats.extras[name]) for name in inputs.extras],
     )
 
@@ -117,7 +118,7 @@ def fake(
         entropies=new(ids.shape, wanted="entropy" in outputs),
         max_logit=new(ids.shape, wanted=engine.recomputes),
         log_sum=new(ids.shape, wanted=engine.recomputes),
-        slopes=new(hidden.shape, wanted=engine.stores is Stored.SLOPES),
+        d_hidden=new(hidden.shape, wanted=engine.stores is Stored.PER_ROW),
         extras=[hidden.new_empty(ids.shape, dtype=torch.bool) if x == "is_top1" else new(ids.shape) for x in extras],
     )
 
@@ -142,15 +143,15 @@ def run_backward(
     settings, count = Settings(*others), ids.numel()
     head = LMHead(hidden, weight, bias)
     planned = plan_head(head, settings.execution(), settings.options(temperatures))
-    config = planned.config
+    plan = planned.plan
 
     def upstream(x: Tensor) -> Tensor:
-        x = x.reshape(-1).to(config.accumulator)
+        x = x.reshape(-1).to(plan.accumulator)
         return x if mask is None else torch.where(mask.reshape(-1).ne(0), x, 0.0)
 
     inv_t: float | Tensor = 1.0 / settings.temperature
     if temperatures is not None:
-        inv_t = (1.0 / temperatures.reshape(-1).to(config.accumulator))[:, None]
+        inv_t = (1.0 / temperatures.reshape(-1).to(plan.accumulator))[:, None]
     flat = ids.reshape(-1).long()
     flat = torch.where((flat < 0) | (flat >= weight.shape[0]), 0, flat)  # masked; or wrong, and its logp is NaN then
     rows = Rows(torch.arange(count, device=ids.device), flat, inv_t)
@@ -160,11 +161,11 @@ def run_backward(
         log_sum=log_sum.reshape(-1),
         entropies=None if entropies is None else entropies.reshape(-1),
     )
-    request = Request(rows=rows, config=config, needs_grad=planned.needs_grad, engine=engine_named(settings.engine))
+    request = Request(rows=rows, plan=plan, needs_grad=planned.needs_grad, engine=engine_named(settings.engine))
     came = Coefficients(upstream(d_logps), None if d_entropies is None else upstream(d_entropies))
     operands = head.operands(rows.positions)
     grads, indices = second_pass(operands, request, known, came)
-    d_hidden, d_weight, d_bias, *_ = returned(grads, Like.of(operands), request, indices)
+    d_hidden, d_weight, d_bias, *_ = returned(grads, operands.map(shape_and_dtype), request, indices)
     return (
         hidden.new_empty(0) if d_hidden is None else d_hidden.view(hidden.shape),
         hidden.new_empty(0) if d_weight is None else d_weight,

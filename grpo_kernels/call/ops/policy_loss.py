@@ -2,7 +2,7 @@
 
 Besides the loss, its per-token numbers and its metrics it returns what the backward needs. From the engines that store:
 the gradient of the loss in hidden states (all rows), weight and bias, in the accumulator's dtype, neither scaled nor
-rounded. From those that recompute: a = d loss / d logp, b = d loss / d entropy (if there is an entropy bonus), and the
+rounded. From those that recompute: d loss / d logp, d loss / d entropy (if there is an entropy bonus), and the
 statistics that `linear_logprob_backward` wants.
 """
 
@@ -20,8 +20,8 @@ from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution
 from grpo_kernels.config import config_of
 from grpo_kernels.engine.engines import engine_named
-from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.passes import all_rows, loss_pass, scatter
+from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.measure import metric_names
 
@@ -69,8 +69,8 @@ class Results(NamedTuple):
     d_hidden: Tensor
     d_weight: Tensor
     d_bias: Tensor
-    a: Tensor
-    b: Tensor
+    d_logps: Tensor
+    d_entropies: Tensor
     max_logit: Tensor
     log_sum: Tensor
 
@@ -84,6 +84,7 @@ def run(*arguments: Any) -> Results:
     new, rows, n = Empty(given.hidden, given.dtype), call.request.rows, given.completion_ids.numel()
     first, done = loss_pass(call.head.operands(rows.positions), call.request, call.evaluate)
     stats, grads = first.stats, first.grads
+    assert stats is not None
     pairs, extremes = call.metrics(stats, done).stacked()
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
@@ -91,6 +92,7 @@ def run(*arguments: Any) -> Results:
 
     d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
     if d_hidden is not None:
+        assert first.grad_rows is not None
         d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(given.hidden.shape)
     recomputes = call.request.engine.recomputes
     return Results(
@@ -102,8 +104,8 @@ def run(*arguments: Any) -> Results:
         d_hidden=new() if d_hidden is None else d_hidden,
         d_weight=new() if d_weight is None else d_weight,
         d_bias=new() if d_bias is None else d_bias,
-        a=per_token(done.a, wanted=recomputes),
-        b=per_token(done.b, wanted=recomputes),
+        d_logps=per_token(done.d_logp, wanted=recomputes),
+        d_entropies=per_token(done.coefficients.d_entropy, wanted=recomputes),
         max_logit=per_token(stats.max_logit, wanted=recomputes),
         log_sum=per_token(stats.log_sum, wanted=recomputes),
     )
@@ -129,8 +131,8 @@ def fake(*arguments: Any) -> Results:
         d_hidden=new(given.hidden.shape, wanted=stores and given.wants[0]),
         d_weight=new(given.weight.shape, wanted=stores and given.wants[1]),
         d_bias=new() if given.bias is None else new(given.bias.shape, wanted=stores and given.wants[2]),
-        a=new(ids.shape, wanted=recomputes),
-        b=new(ids.shape, wanted=recomputes and config.entropy_coef != 0.0),
+        d_logps=new(ids.shape, wanted=recomputes),
+        d_entropies=new(ids.shape, wanted=recomputes and config.entropy_coef != 0.0),
         max_logit=new(ids.shape, wanted=recomputes),
         log_sum=new(ids.shape, wanted=recomputes),
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.base.records import take
 
 pytest.importorskip("triton")
 
@@ -140,7 +141,7 @@ def test_nan_surfaces_in_its_row_only(at: int) -> None:
     stats = score(hidden, weight, ids)
     assert all(getattr(stats, name)[3].isnan() for name in FIELDS)
     others = torch.tensor([0, 1, 2, 4], device=DEVICE)
-    assert_same(stats, clean.rows(others), others)
+    assert_same(stats, take(clean, others), others)
     bias = torch.zeros(40, device=DEVICE)
     bias[at] = torch.nan
     stats = score(hidden, weight, ids, LogitTransform(bias=bias))
@@ -187,7 +188,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     for row in (0, 15, 16, 36):
         assert_same(batch, of(everything[row : row + 1]), slice(row, row + 1))
     padded = torch.cat([everything[:20], everything[:1].expand(29)])
-    assert_same(batch, of(padded).rows(slice(20)), slice(20))
+    assert_same(batch, take(of(padded), slice(20)), slice(20))
 
 
 def test_more_rows_than_a_group() -> None:

@@ -1,0 +1,70 @@
+"""The gradients of a head's tensors, as the groups of a sweep add to them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.plan import Group
+from grpo_kernels.engine.products import Products
+from grpo_kernels.engine.records import Gradients, Head, NeedsGrad
+
+
+class GradientSums:
+    """The gradients of the head's tensors, as the groups add to them."""
+
+    def __init__(self, head: Head, n: int, groups: list[Group], plan: HeadPlan, needs_grad: NeedsGrad) -> None:
+        self._head, self._n, self._dtype, self._wants = head, n, plan.accumulator, needs_grad
+        self._backend = plan.backend
+        self._padded = max((group.start + group.rows for group in groups), default=0)
+        self._rows: list[Tensor | None] = []  # of each factor: (n, K), and padding, which the next group overwrites
+        self._matrices: list[Tensor | None] = []  # (V, K)
+        self._bias: Tensor | None = None  # (V,)
+        self._scale: Tensor | None = None  # what all but the rows are multiplied by
+
+    def _allocate(self) -> None:
+        """Only when the first group's d logits are under way."""
+        new, dtype, needs_grad = self._head.hidden, self._dtype, self._wants
+        # what is of the vocabulary's size is written by the first group's product; without a group it is 0
+        new_matrix = new.new_empty if self._n > 0 else new.new_zeros
+        for (x, matrix), (needs_rows, needs_matrix) in zip(self._head.factors(), needs_grad.factors(), strict=False):
+            self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None)
+            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
+        if needs_grad.bias:
+            self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
+
+    def add(
+        self, group: Group, products: list[Products], features: list[Tensor], d_logits: Tensor, scale: Tensor | None
+    ) -> None:
+        """Add a group's gradient: its operands (m, K) and d logits (m, V), which `scale` () multiplies."""
+        if not self._rows:
+            self._allocate()
+        if scale is not None and self._scale is not None:
+            self._rescale(scale / self._scale)
+        self._scale = scale
+        for factor, x, rows, matrix in zip(products, features, self._rows, self._matrices, strict=True):
+            if rows is not None:
+                factor.d_hidden(d_logits, rows[group.start : group.start + group.rows])
+                if scale is not None:
+                    rows[group.start : group.stop].div_(scale)
+            if matrix is not None:
+                factor.d_weight(d_logits, x, matrix, first=group.start == 0)
+        if self._bias is not None:
+            self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
+
+    def gradients(self, row_factor: Tensor | None) -> Gradients:
+        """All of them; `row_factor` (n,) is what d hidden, then the only one, is still to be multiplied by."""
+        if not self._rows:
+            self._allocate()
+        if self._scale is not None:
+            self._rescale(1.0 / self._scale)
+        rows = [None if x is None else x[: self._n] for x in self._rows]
+        (hidden, lora_u), (weight, lora_b) = ((*x, None)[:2] for x in (rows, self._matrices))
+        if row_factor is not None and hidden is not None:
+            hidden.mul_(row_factor[:, None])
+        return Gradients(hidden, weight, self._bias, lora_u, lora_b)
+
+    def _rescale(self, factor: Tensor) -> None:
+        for x in (*self._matrices, self._bias):
+            if x is not None:
+                self._backend.scale(x, factor, x)

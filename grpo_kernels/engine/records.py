@@ -1,0 +1,93 @@
+"""Records that every engine handles: the tensors of a head, and the rows to project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.engine.top_k import TopKTeacher
+from grpo_kernels.token_loss.record import Coefficients
+
+T = TypeVar("T")
+S = TypeVar("S")
+Index = Tensor | slice  # of rows
+
+
+@dataclass(frozen=True)
+class HeadTensors(Generic[T]):
+    """One value for each tensor of a head that may train: the tensor itself, its gradient, or whether it wants one.
+
+    The raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
+    """
+
+    hidden: T  # (N, H)
+    weight: T  # (V, H)
+    bias: T | None = None  # (V,)
+    lora_u: T | None = None  # (N, r), the hidden states times the adapter's first factor
+    lora_b: T | None = None  # (V, r)
+
+    def __iter__(self) -> Iterator[T | None]:
+        return iter((self.hidden, self.weight, self.bias, self.lora_u, self.lora_b))
+
+    def map(self, change: Callable[[T], S]) -> HeadTensors[S]:
+        """Return `change` of each value; None stays None."""
+        return HeadTensors(*(None if x is None else change(x) for x in self))  # type: ignore[arg-type]
+
+    def factors(self) -> list[tuple[T, T]]:
+        """Return the values of the pairs (N, K), (V, K) whose products add up to the projection."""
+        adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
+        return [(self.hidden, self.weight), *adapter]
+
+
+Gradients = HeadTensors[Tensor | None]  # of the rows of a sweep, in the accumulator's dtype; None where not wanted
+
+
+@dataclass(frozen=True)
+class NeedsGrad(HeadTensors[bool]):
+    """Which tensors of a head want a gradient."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    lora_u: bool = False
+    lora_b: bool = False
+
+    @property
+    def head(self) -> bool:
+        """True if the head, or an adapter on it, trains."""
+        return self.weight or self.bias or self.lora_u or self.lora_b
+
+
+@dataclass(frozen=True)
+class Head(HeadTensors[Tensor]):
+    """The tensors to project with; and where a divergence from a teacher is wanted, the teacher's, constants."""
+
+    teacher: HeadTensors[Tensor] | None = None  # hidden (N, H') of the same positions, weight (V, H'), bias (V,)
+
+
+def row_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the bias as row backends read it."""
+    return None if bias is None else bias.detach().to(dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The positions to project: copies, so that nothing the caller does to its tensors later matters."""
+
+    positions: Tensor  # (n,) int64, indices into `hidden`
+    ids: Tensor  # (n,) int64, in [0, V); of a sharded head counted from its first row, and outside where another has it
+    inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
+    invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
+    marked: Tensor | None = None  # (n,) the ids, -1 where invalid; None: none is
+    top_k: TopKTeacher | None = None  # whom the divergence is from, where not from the head's own teacher
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+
+CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), given their statistics

@@ -1,0 +1,192 @@
+"""The row work of a sweep, one class for each kind: chosen once, then called with one chunk of logits after the other.
+
+=================== ============================================================================
+`Reduce`            the statistics of each row
+`ReduceThenDerive`  the statistics, and the gradient of the coefficients that they lead to
+`Derive`            the gradient of known coefficients, with known statistics
+`Fuse`              statistics, loss and gradient by one kernel
+`SinglePass`        statistics, and d logp / d logits but for a factor of the row, by one kernel
+=================== ============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, SinglePassRowBackend
+from grpo_kernels.base.records import take
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.products import Products
+from grpo_kernels.engine.records import Index, Rows
+from grpo_kernels.token_loss.record import Coefficients, TokenLoss
+
+_CoefficientsAt = Callable[[Any, RowStats], Coefficients]  # of the rows at an `Index`, given their statistics
+
+
+class Reduce:
+    """The statistics of each row; the other kinds change or replace what is done with a chunk.
+
+    Args:
+        plan: of the head.
+        diverges: whether the rows have a teacher.
+        entropy, extras: statistics besides the log-probability.
+
+    Attributes:
+        scale: () what the last chunk's d logits carry, in fp16; None: nothing.
+    """
+
+    terms: tuple[str, ...] = ()  # of a fused loss
+
+    def __init__(self, plan: HeadPlan, *, diverges: bool, entropy: bool, extras: tuple[str, ...] = ()) -> None:
+        self.plan, self.entropy, self.extras, self._diverges = plan, entropy, extras, diverges
+        self.scale: Tensor | None = None
+        self._found: list[RowStats] = []
+
+    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+        """Take in a chunk.
+
+        Args:
+            rows: the rows of the chunk.
+            index: where they are among the rows of the sweep.
+            count: how many of them are no padding.
+            d_logits: where the gradient goes, (m, V); None: there is none.
+        """
+        self._keep(self._stats(chunk, rows), count)
+
+    def _stats(self, chunk: Chunk, rows: Rows) -> RowStats:
+        return self.plan.stats(chunk, rows, entropy=self.entropy, extras=self.extras)
+
+    def _keep(self, found: RowStats, count: int) -> None:
+        self._found.append(take(found, slice(max(0, count))))
+
+    def statistics(self, like: Tensor) -> RowStats:
+        """Return the statistics of all rows, (n,) each, on the device of `like`."""
+        return RowStats.concatenate(
+            self._found,
+            like,
+            self.plan.accumulator,
+            entropy=self.entropy,
+            extras=self.extras,
+            terms=self.terms,
+            divergence=self._diverges,
+        )
+
+    def row_factor(self) -> Tensor | None:
+        """Return the factors (n,) that the rows of d hidden still need; None: none."""
+        return None
+
+
+class ReduceThenDerive(Reduce):
+    """The statistics of each row, and the gradient of the coefficients that they lead to."""
+
+    def __init__(
+        self,
+        plan: HeadPlan,
+        products: Products,
+        coefficients: _CoefficientsAt,
+        *,
+        diverges: bool,
+        entropy: bool,
+        extras: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(plan, diverges=diverges, entropy=entropy, extras=extras)
+        self._products, self._coefficients = products, coefficients
+
+    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+        found = self._stats(chunk, rows)
+        if d_logits is not None:
+            self._derive(chunk, rows, index, found, d_logits)
+        self._keep(found, count)
+
+    def _derive(self, chunk: Chunk, rows: Rows, index: Index, found: RowStats, d_logits: Tensor) -> None:
+        d_logp, *others = self._coefficients(index, found)
+        some = Coefficients(torch.zeros_like(found.logps) if d_logp is None else d_logp, *others)
+        some, self.scale = self._products.scaled(some, chunk.transform, found.divergence)
+        self.plan.grad(chunk, rows, found, some, d_logits)
+
+
+class Derive(ReduceThenDerive):
+    """The gradient of `coefficients` (n,), given the rows' statistics `stats` (n,)."""
+
+    def __init__(self, plan: HeadPlan, products: Products, coefficients: Coefficients, stats: RowStats) -> None:
+        super().__init__(plan, products, lambda index, _: take(coefficients, index), diverges=False, entropy=False)
+        self._known = stats
+
+    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+        assert d_logits is not None
+        self._derive(chunk, rows, index, take(self._known, index), d_logits)
+
+
+class Fuse(ReduceThenDerive):
+    """Statistics, loss and gradient of rows whose loss is `token_loss`, by one kernel.
+
+    Where d logits have to be scaled before they are rounded, the gradient is a second kernel's.
+    """
+
+    def __init__(
+        self,
+        plan: HeadPlan,
+        products: Products,
+        coefficients: _CoefficientsAt,
+        token_loss: TokenLoss,
+        *,
+        diverges: bool,
+    ) -> None:
+        super().__init__(plan, products, coefficients, diverges=diverges, entropy=True)
+        self._token_loss, self.terms = token_loss, token_loss.terms
+
+    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+        backend, scales = self.plan.backend, self._products.scales_gradient
+        assert isinstance(backend, FusedRowBackend)
+        marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
+        found = backend.fused(marked, take(self._token_loss, index), None if scales else d_logits)
+        if scales and d_logits is not None:
+            self._derive(chunk, rows, index, found, d_logits)
+        self._keep(found, count)
+
+
+class SinglePass(Reduce):
+    """Statistics, and d logp / d logits but for a factor of the row, by one kernel."""
+
+    def __init__(self, plan: HeadPlan, *, entropy: bool, extras: tuple[str, ...]) -> None:
+        super().__init__(plan, diverges=False, entropy=entropy, extras=extras)
+        self._factors: list[Tensor] = []
+
+    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+        backend = self.plan.backend
+        assert isinstance(backend, SinglePassRowBackend)
+        assert d_logits is not None
+        found, factor = backend.single_pass(chunk, d_logits, entropy=self.entropy, extras=self.extras)
+        if rows.invalid is not None:
+            for x in (found.logps, factor):
+                x.masked_fill_(rows.invalid, torch.nan)
+        self._factors.append(factor[: max(0, count)])
+        self._keep(found, count)
+
+    def row_factor(self) -> Tensor | None:
+        """Return the factors (n,) that the rows of d hidden still need; None: there were no rows."""
+        return torch.cat(self._factors) if self._factors else None
+
+
+def gradient_of_one_result(
+    plan: HeadPlan, products: Products, *, diverges: bool, entropy: bool, extras: tuple[str, ...]
+) -> Reduce:
+    """Return the row work for d logp / d logits, or where the rows have a teacher that of the divergence."""
+    whole = plan.shard is None  # else the ranks are joined between statistics and gradient
+    if whole and not diverges and not products.scales_gradient and isinstance(plan.backend, SinglePassRowBackend):
+        return SinglePass(plan, entropy=entropy, extras=extras)
+    ones = _of_divergence if diverges else _of_logp
+    return ReduceThenDerive(plan, products, ones, diverges=diverges, entropy=entropy, extras=extras)
+
+
+def _of_logp(index: Index, found: RowStats) -> Coefficients:
+    return Coefficients(d_logp=torch.ones_like(found.logps))
+
+
+def _of_divergence(index: Index, found: RowStats) -> Coefficients:
+    return Coefficients(d_divergence=torch.ones_like(found.logps))
