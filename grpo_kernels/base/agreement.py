@@ -142,7 +142,7 @@ def _mismatch(
 
 
 def _compared(tensors: Mapping[str, Tensor], columns: Tensor) -> Iterator[tuple[str, list[int]]]:
-    """Names of what was said of tensors, and what every rank said; sums that differ by rounding are the same."""
+    """Numbers of all ranks that stand for the tensors, by name; sums that differ by rounding are the same."""
     said = iter(columns)
     for name, x in tensors.items():
         if not x.is_floating_point():
@@ -170,7 +170,7 @@ def _packed(text: str) -> tuple[int, ...]:
 
 
 def _digests(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What is said of each tensor, int64; of neighbours of one length on one device together."""
+    """Numbers that stand for the tensors, int64; neighbours of one length on one device are summed up together."""
     for _, alike in groupby(tensors, lambda x: (x.is_floating_point(), x.numel(), x.device)):
         rows = torch.stack([x.detach().reshape(-1) for x in alike])
         yield (_sketches(rows) if rows.is_floating_point() else _checksums(rows)).reshape(-1)

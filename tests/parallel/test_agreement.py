@@ -62,7 +62,7 @@ def too_many(values: dict[str, Any], rank: int) -> None:
 
 
 def told(group: Any, rank: int) -> Any:
-    """What came of an integer that every rank has for itself."""
+    """Return all ranks' integers of one name, 10 + rank."""
     with check_same("process_group", group, "f", same=1) as values:
         values["rows"] = Each(10 + rank)
     return values["rows"]
