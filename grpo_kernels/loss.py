@@ -28,7 +28,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.checks import check_fake, check_gather, is_fake
 from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.batch.inputs import LossInputs
@@ -206,7 +206,7 @@ def _loss(
         return done[0][1]
 
     group = None if objective is None else execution.sequence_group
-    with Agreement("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
+    with check_same("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
         operands = call.head.operands(call.request.rows.positions)
         loss, logps, entropies = PolicyLoss.apply(call.request, finish, operands.teacher, *operands)
     shape, request = call.tokens.layout.shape, call.request

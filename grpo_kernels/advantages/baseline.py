@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import Each, check_same
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,9 +63,9 @@ def optimal_token_baseline(
     Raises ValueError for infinite rewards, and numbers that count and are not finite, or are impossible by more than
     rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1], as their logarithms are.
     """
-    with Agreement(
+    with check_same(
         "process_group", process_group, "optimal_token_baseline", handle_zero_tail=handle_zero_tail
-    ) as ranks:
+    ) as values:
         if not isinstance(handle_zero_tail, bool):
             raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
         mask = stats.bool_mask(completion_mask)
@@ -81,17 +81,17 @@ def optimal_token_baseline(
         factor = importance_sampling_ratio
         if factor is not None:
             factor = stats.counted_values("importance_sampling_ratio", factor, mask).square()
-        grouping = stats.check_grouping(len(mask), num_generations, group_ids, mask.device, ranks)
-        ranks.same({"whether there is importance_sampling_ratio": factor is not None})
-        ranks.say({"columns": mask.shape[1]})
-    groups = stats.sample_groups(grouping, ranks)
+        grouping = stats.check_grouping(len(mask), num_generations, group_ids, mask.device, values)
+        values["whether there is importance_sampling_ratio"] = factor is not None
+        values["columns"] = Each(mask.shape[1])
+    groups = stats.sample_groups(grouping, values, process_group)
     others = (squares - torch.exp(2 * logps)).clamp(min=0.0)  # squared probabilities of the tokens not chosen
     energy = torch.where(mask, torch.expm1(logps).square() + others, 0.0)
     if factor is not None:
         energy = energy * factor
 
     order, inside = stats.counted_first(mask)
-    width = max(ranks.every.get("columns", [mask.shape[1]]))
+    width = max(values["columns"])
     returns = _widened(torch.where(inside, to_go.gather(1, order), stats.NAN), width, stats.NAN)
     weights = _widened(energy.cumsum(dim=1).gather(1, order), width, 0.0)
     centred, total = stats.deviations(returns, groups, weights)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def group_advantages(
     Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
     """
     own = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
-    with Agreement("process_group", process_group, "group_advantages", **own) as ranks:
+    with check_same("process_group", process_group, "group_advantages", **own) as values:
         stats.one_of("scale", scale, choices(AdvantageScale))
         stats.one_of("aggregation", aggregation, choices(RewardAggregation))
         correction = stats.std_correction(std)
         stats.in_interval("epsilon", epsilon)
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
-    groups = stats.sample_groups(grouping, ranks)
+        table, weights = stats.reward_table(rewards, reward_weights, values)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(grouping, values, process_group)
     batch = stats.one_group(len(table), table.device, process_group)
 
     if aggregation == "sum_then_normalize":
@@ -87,11 +87,11 @@ def rloo_advantages(
     divides by (sample std over the batch + ``epsilon``). Source: https://arxiv.org/abs/2402.14740
     """
     own = {"normalize": normalize, "epsilon": epsilon}
-    with Agreement("process_group", process_group, "rloo_advantages", **own) as ranks:
+    with check_same("process_group", process_group, "rloo_advantages", **own) as values:
         stats.in_interval("epsilon", epsilon)
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
-    groups = stats.sample_groups(grouping, ranks)
+        table, weights = stats.reward_table(rewards, reward_weights, values)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(grouping, values, process_group)
     moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
     result = moments.centred * moments.scored / (moments.scored - 1)  # 0 / 0 = NaN, unscored, where n = 1
     if normalize:
@@ -120,13 +120,13 @@ def passk_advantages(
     one.
     """
     own = {"scale": scale, "std": std, "epsilon": epsilon}
-    with Agreement("process_group", process_group, "passk_advantages", **own) as ranks:
+    with check_same("process_group", process_group, "passk_advantages", **own) as values:
         stats.one_of("scale", scale, ("group", "none"))
         correction = stats.std_correction(std)
         stats.in_interval("epsilon", epsilon)
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
-    groups = stats.sample_groups(grouping, ranks)
+        table, weights = stats.reward_table(rewards, reward_weights, values)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(grouping, values, process_group)
     total = stats.weighted_sum(table, weights)
     is_best = total == stats.group_extremes(total, groups, "max")[groups.of_row]
     best = stats.group_sums(is_best.to(total.dtype), groups)[groups.of_row]
@@ -153,12 +153,12 @@ def opo_advantages(
     Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0 (verl's: its
     reward). Source: https://arxiv.org/abs/2505.23585
     """
-    with Agreement("process_group", process_group, "opo_advantages") as ranks:
+    with check_same("process_group", process_group, "opo_advantages") as values:
         mask = stats.bool_mask(completion_mask)
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        table, weights = stats.reward_table(rewards, reward_weights, values)
         stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
-    groups = stats.sample_groups(grouping, ranks)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(grouping, values, process_group)
     lengths = mask.sum(dim=1, keepdim=True).to(table.dtype)
     result, _ = stats.deviations(stats.weighted_sum(table, weights), groups, lengths)
     return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
@@ -179,10 +179,10 @@ def gpg_advantages(
     them. (verl counts the rewards that are 0 instead, so that there the scale depends on what reward stands for wrong.)
     Groups, weights, NaN and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2504.02546
     """
-    with Agreement("process_group", process_group, "gpg_advantages") as ranks:
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
-    groups = stats.sample_groups(grouping, ranks)
+    with check_same("process_group", process_group, "gpg_advantages") as values:
+        table, weights = stats.reward_table(rewards, reward_weights, values)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(grouping, values, process_group)
     moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
     scored = ~moments.centred.isnan()
     counts = torch.cat([scored, scored & (moments.std > 0)], dim=1).to(table.dtype)

@@ -1,19 +1,19 @@
 """Building blocks of the advantage estimators: checked inputs, group statistics that skip NaN, discounted sums.
 
-Checks come first, within an `Agreement` of the ranks, so that every rank raises where one has to, and none is left
+Checks come first, within `check_same`, so that every rank raises where one has to, and none is left
 waiting in a collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import Each
 from grpo_kernels.base.checks import check_mask_values
 from grpo_kernels.base.choices import AdvantageStd, choices
 from grpo_kernels.base.distributed import all_reduce, gather_uneven
@@ -145,10 +145,10 @@ class Grouping(NamedTuple):
     num_generations: int | None
 
 
-def describe_grouping(rows: int, num_generations: Any, group_ids: Any, ranks: Agreement) -> None:
-    """Say how many rows there are and what their groups go by, if they have any."""
-    ranks.say({"rows": rows})
-    ranks.same({"num_generations": num_generations, "whether there are group_ids": group_ids is not None})
+def describe_grouping(rows: int, num_generations: Any, group_ids: Any) -> dict[str, Any]:
+    """Return how many rows there are and what their groups go by, if they have any, for the ranks to compare."""
+    forms = {"num_generations": num_generations, "whether there are group_ids": group_ids is not None}
+    return {"rows": Each(rows), **forms}
 
 
 def check_grouping(
@@ -156,15 +156,16 @@ def check_grouping(
     num_generations: int | None,
     group_ids: Tensor | Sequence[int] | None,  # (rows,)
     device: torch.device,
-    ranks: Agreement,
+    values: dict[str, Any],
     *,
     fewest: int = 2,
 ) -> Grouping:
     """Checked: groups of ``num_generations`` consecutive rows over all ranks, or of the rows of equal ``group_ids``.
 
-    `fewest` is the least ``num_generations``: what is compared with a group's other rows is 0 in a group of one.
+    What the ranks have to compare of it is added to `values`. `fewest` is the least ``num_generations``: what is
+    compared with a group's other rows is 0 in a group of one.
     """
-    describe_grouping(rows, num_generations, group_ids, ranks)
+    values |= describe_grouping(rows, num_generations, group_ids)
     if (num_generations is None) == (group_ids is None):
         given = "neither" if group_ids is None else "both"
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {given}")
@@ -182,48 +183,44 @@ def check_grouping(
     return Grouping(rows, device, None, num_generations)
 
 
-def sample_groups(grouping: Grouping, ranks: Agreement) -> Groups:
-    """The groups of all ranks, once those agree. A collective where they go by ids.
+def sample_groups(grouping: Grouping, values: Mapping[str, Any], process_group: ProcessGroup | None) -> Groups:
+    """The groups of all ranks, once those agree on `values`. A collective where they go by ids.
 
     Raises:
         ValueError: on all ranks: the rows are not a multiple of ``num_generations``.
     """
     rows, device, ids, num_generations = grouping
-    sizes, start = [rows], 0
-    if ranks.group is not None:
-        sizes = ranks.every["rows"]
-        start = sum(sizes[: torch.distributed.get_rank(ranks.group)])
+    sizes = values["rows"]
+    start = 0 if process_group is None else sum(sizes[: torch.distributed.get_rank(process_group)])
     if ids is not None:
-        all_ids = ids if ranks.group is None else gather_uneven(ids, sizes, ranks.group)
+        all_ids = ids if process_group is None else gather_uneven(ids, sizes, process_group)
         unique, index = all_ids.unique(return_inverse=True)
-        return Groups(index[start : start + rows], len(unique), ranks.group)
+        return Groups(index[start : start + rows], len(unique), process_group)
     assert num_generations is not None
     if sum(sizes) % num_generations:
         raise ValueError(f"num_generations: expected a divisor of the {sum(sizes)} rewards, got {num_generations}")
     index = torch.arange(start, start + rows, device=device) // num_generations
-    return Groups(index, sum(sizes) // num_generations, ranks.group)
+    return Groups(index, sum(sizes) // num_generations, process_group)
 
 
 def reward_table(
     rewards: Tensor,  # (B,) or (B, F)
     reward_weights: Tensor | Sequence[float] | None,  # (F,)
-    ranks: Agreement,
+    values: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Checked rewards as (B, F) and weights as (F,), both wide."""
+    """Checked rewards as (B, F) and weights as (F,), both wide. What the ranks have to compare is added to `values`."""
     real_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
     table = wide(rewards if rewards.dim() == 2 else rewards[:, None])
     require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
-    ranks.same({"F of rewards": table.shape[1], "dtype of rewards": rewards.dtype})
     if reward_weights is None:
         weights = table.new_ones(table.shape[1])
     else:
         weights = wide(_numbers("reward_weights", reward_weights)).to(table.device)
         expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
         require_all(weights.isfinite(), weights, "reward_weights", "finite values")
-    if ranks:
-        ranks.same_values({"reward_weights": weights})
+    values |= {"F of rewards": table.shape[1], "dtype of rewards": rewards.dtype, "reward_weights": weights}
     return table, weights
 
 

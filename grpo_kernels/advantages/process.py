@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def process_advantages(
     Groups as in ``group_advantages``. Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
     """
-    with Agreement("process_group", process_group, "process_advantages", std=std, epsilon=epsilon) as ranks:
+    with check_same("process_group", process_group, "process_advantages", std=std, epsilon=epsilon) as values:
         correction = stats.std_correction(std)
         stats.in_interval("epsilon", epsilon)
         given, ends = stats.step_table(step_rewards, step_ends)
@@ -48,9 +48,9 @@ def process_advantages(
         stats.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
         in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
         stats.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
-        ranks.same({"dtype of step_rewards": given.dtype})
-        grouping = stats.check_grouping(batch_size, num_generations, group_ids, x.device, ranks, fewest=1)
-    groups = stats.sample_groups(grouping, ranks)
+        values["dtype of step_rewards"] = given.dtype
+        grouping = stats.check_grouping(batch_size, num_generations, group_ids, x.device, values, fewest=1)
+    groups = stats.sample_groups(grouping, values, process_group)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     moments = stats.moments(x.reshape(-1, 1), by_step, correction)
     normalised = stats.divide(moments.centred, moments.std + epsilon).nan_to_num(nan=0.0).view(batch_size, steps)

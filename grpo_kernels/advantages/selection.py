@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
-from grpo_kernels.base.agreement import Agreement
 
 
 @torch.no_grad()
@@ -37,8 +36,7 @@ def rejection_sampling_advantages(
     Sources: https://arxiv.org/abs/2308.01825 (RFT), https://arxiv.org/abs/2402.03300 (section 5.2, as a coefficient).
     Raises ValueError for infinite rewards, a NaN threshold and shapes that disagree, TypeError for wrong types.
     """
-    with Agreement("process_group", None, "rejection_sampling_advantages") as ranks:
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+    table, weights = stats.reward_table(rewards, reward_weights, {})
     total = stats.weighted_sum(table, weights)[:, 0]
     bound = _bound(threshold, total)
     dtype = rewards.dtype if rewards.is_floating_point() else total.dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.advantages import group_stats as stats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def gae(
     """
     own: dict[str, Any] = {"gamma": gamma, "lam": lam, "whiten_advantages": whiten_advantages}
     own["whether there is last_value"] = last_value is not None
-    with Agreement("process_group", process_group, "gae", **own):
+    with check_same("process_group", process_group, "gae", **own):
         stats.in_interval("gamma", gamma, 1)
         stats.in_interval("lam", lam, 1)
         mask = stats.bool_mask(completion_mask)
@@ -89,23 +89,23 @@ def reinforce_plus_plus(
     """
     own = {"gamma": gamma, "beta": beta, "epsilon": epsilon, "whether there is per_token_kl": per_token_kl is not None}
     grouping = None
-    with Agreement("process_group", process_group, "reinforce_plus_plus", **own) as ranks:
+    with check_same("process_group", process_group, "reinforce_plus_plus", **own) as values:
         stats.in_interval("gamma", gamma, 1)
         stats.in_interval("epsilon", epsilon)
         if not math.isfinite(beta):
             raise ValueError(f"beta: expected a finite number, got {beta}")
         mask = stats.bool_mask(completion_mask)
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        table, weights = stats.reward_table(rewards, reward_weights, values)
         stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
         total = stats.weighted_sum(table, weights)
         scored = mask & ~total.isnan()
         penalty = 0.0 if per_token_kl is None else beta * stats.counted_values("per_token_kl", per_token_kl, scored)
         if num_generations is None and group_ids is None:
-            stats.describe_grouping(len(table), None, None, ranks)
+            values |= stats.describe_grouping(len(table), None, None)
         else:
-            grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
+            grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
     if grouping is not None:
-        total = stats.moments(total, stats.sample_groups(grouping, ranks), 0).centred
+        total = stats.moments(total, stats.sample_groups(grouping, values, process_group), 0).centred
     x = torch.where(stats.last_counted(scored), total, 0.0) - penalty
     order, _ = stats.counted_first(scored)
     returns = torch.zeros_like(x).scatter(1, order, stats.discounted_sums(x.gather(1, order), gamma))
@@ -130,13 +130,13 @@ def gdpo_advantages(
     Groups, weights, NaN and errors as there; both std are of samples (n - 1).
     Source: https://arxiv.org/abs/2601.05242
     """
-    with Agreement("process_group", process_group, "gdpo_advantages", epsilon=epsilon) as ranks:
+    with check_same("process_group", process_group, "gdpo_advantages", epsilon=epsilon) as values:
         stats.in_interval("epsilon", epsilon)
         mask = stats.bool_mask(completion_mask)
-        table, weights = stats.reward_table(rewards, reward_weights, ranks)
+        table, weights = stats.reward_table(rewards, reward_weights, values)
         stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B, F) or (B,)")
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, ranks)
-    groups = stats.sample_groups(grouping, ranks)
+        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(grouping, values, process_group)
     total = stats.summed_z_scores(table, weights, groups, 1, epsilon)
     mask = mask & ~total.isnan()
     result = _whitened(total.expand(mask.shape), mask, process_group, correction=1)
@@ -158,7 +158,7 @@ def whiten(
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
     own = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon, "dtype of x": getattr(x, "dtype", None)}
-    with Agreement("process_group", process_group, "whiten", **own):
+    with check_same("process_group", process_group, "whiten", **own):
         correction = stats.std_correction(std)
         stats.in_interval("epsilon", epsilon)
         mask = stats.bool_mask(completion_mask)

@@ -1,8 +1,8 @@
-"""Agreement of a group's ranks before a call: all of them make it, with the same options, and none refuses.
+"""Agreement of a group's ranks before a call: all of them make it, with the same values, and none refuses.
 
-Each rank says the same number of integers, whatever it was called with, so that two different calls meet as well: which
-call it is, how many went before it in this group, whether it refuses and why, and a number for everything that has to
-be alike. What one rank refuses, and what differs, then raises on all of them, before any other collective.
+Each rank sends the same number of integers, whatever it was called with, so that two different calls meet as well:
+which call it is, how many went before it in this group, why it refuses if it does, and a number for everything that has
+to be alike. What one rank refuses, and what differs, then raises on all of them, before any other collective.
 
 A rank that never calls cannot be told from a slow one: the others wait for it as long as the group's timeout lasts.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 import struct
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,156 +25,67 @@ from grpo_kernels.base.distributed import check_group, gather_stacked, group_dev
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FIELDS, TEXT_BYTES = 160, 240  # numbers that a rank has room for, and of its refusal
+FIELDS, TEXT_BYTES = 160, 240  # numbers that a rank has room for, and bytes of its refusal
 TOLERANCE = 1e-5  # of a tensor's sum of sizes, for its weighted sum: ranks that made the same may have rounded apart
 SHOWN = 3  # differences in a message
-PARTS = ("", ": its zeros", ": what is not finite", ": its size")  # of what is said of a float tensor
 
-_HEADER = 4  # which call, how many before it, whether it is refused, what it speaks of
+_TEXT = struct.Struct(f"{TEXT_BYTES // 8}q")
+_HEADER = 4  # the call, how many before it, names of its values and of those that are tensors; then the refusal
+_START = _HEADER + TEXT_BYTES // 8  # of the values
 _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class Agreement:
-    """``with Agreement("process_group", group, "grpo_loss") as ranks:`` around all that may raise on one rank alone.
+class Each(int):
+    """An integer that ranks may differ in, for the others to know; see `check_same`."""
 
-    Inside, `same` and `say` collect; at the end all ranks are told, a collective on which the host waits, and `every`
-    has it. An Exception inside is raised on every rank: here as it is, elsewhere as a ValueError that quotes it.
-    Without a group (None) nothing is sent, and nothing has to be collected: the object is then false.
+
+@contextmanager
+def check_same(argument: str, group: ProcessGroup | None, call: str, /, **values: Any) -> Iterator[dict[str, Any]]:
+    """Check that all ranks of `group` are called alike. The block has in it all that may raise on one rank alone.
+
+        with check_same("process_group", group, "f", scale=scale) as values:
+            values["rows"] = Each(len(x))
+        total = sum(values["rows"])  # of all ranks
+
+    At the block's end the ranks compare `values`, and what the block has added to them, in one collective, on which the
+    host waits: tensors of integers bit by bit, of floats but for their rounding, anything else by its repr. `Each` is
+    not compared; it becomes the list of all ranks'. An Exception in the block is raised on every rank: here as it is,
+    elsewhere as a ValueError that quotes it. Without a group nothing is sent.
 
     Args:
         argument: which argument of the call the group is; errors name it.
         call: what is called.
-        own: as for `same`.
 
     Raises:
         TypeError: `group` is no process group.
+        ValueError: on all ranks: one of them refuses the call, or has other values.
     """
-
-    def __init__(self, argument: str, group: ProcessGroup | None, call: str, **own: Any) -> None:
-        check_group(argument, group)
-        self.every: dict[str, list[int]] = {}  # what was said -> the numbers of all ranks
-        self._argument, self.group, self._call = argument, group, call
-        self._own: dict[str, Any] = own
-        self._may_differ: set[str] = set()
-        self._on_device: list[tuple[tuple[str, ...], Tensor]] = []
-        self._before = 0
-
-    def __bool__(self) -> bool:
-        return self.group is not None
-
-    def same(self, own: Mapping[str, Any]) -> None:
-        """Collect values that must be equal on all ranks, by name; they are compared by their repr."""
-        self._own |= own
-
-    def say(self, own: Mapping[str, int]) -> None:
-        """Integers that may differ, for the other ranks to know."""
-        self._own |= own
-        self._may_differ |= own.keys()
-
-    def same_bits(self, name: str, *columns: Tensor) -> None:
-        """Integer tensors (n,) that have to be alike, taken together, row by row."""
-        self._on_device.append(((name,), _checksum(columns)[None]))
-
-    def same_values(self, inputs: Mapping[str, Tensor | None]) -> None:
-        """Float tensors (n,) that have to be alike but for their rounding; None: not given, and said by `same`."""
-        given = {name: x for name, x in inputs.items() if x is not None}
-        if given:
-            names = tuple(name + part for name in given for part in PARTS)
-            self._on_device.append((names, _sketches(torch.stack([*given.values()])).reshape(-1)))
-
-    def __enter__(self) -> Agreement:
-        if self.group is not None:
-            self._before = _calls.get(self.group, 0)
-            _calls[self.group] = self._before + 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.group is None or (error is not None and not isinstance(error, Exception)):
-            return
-        table = self._exchanged(error)
-        if error is None:
-            self._compare(table)
-
-    def _exchanged(self, error: Exception | None) -> Tensor:
-        """(R, numbers) on the CPU: what every rank says."""
-        assert self.group is not None
-        device = group_device(self.group)
-        numbers, on_device, text = [], [], b""
-        if error is None:
-            numbers = [_number(x) for x in self._own.values()]
-            on_device = [x.to(device) for _, x in self._on_device]
-        else:
-            text = f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
-        filled = _HEADER + len(numbers)
-        room = FIELDS - len(numbers) - sum(map(len, on_device))
-        assert room >= 0, "more fields than there is room for"
-        about = _number([*self._own]) if error is None else 0
-        said = [_number(self._call + self._argument), self._before, int(error is not None), about]
-        said += [*numbers, *[0] * room]
-        said += struct.unpack(f"{TEXT_BYTES // 8}q", text.ljust(TEXT_BYTES, b"\0"))
-        own = torch.tensor(said, device=device)
-        own = torch.cat([own[:filled], *on_device, own[filled:]])
-        return gather_stacked(own, self.group).cpu()
-
-    def _compare(self, table: Tensor) -> None:
-        """Raises on every rank if anything differs; else `every`."""
-        import torch.distributed as dist
-
-        rank = dist.get_rank(self.group)
-        calls, before, refused, about = table[:, :_HEADER].T.tolist()
-        others = _others(calls, rank)
-        if others:
-            raise self._error(f"{self._call} here, on rank {rank}, and another call on {_ranks(others)}")
-        if any(refused):
-            first = refused.index(1)
-            text = struct.pack(f"{TEXT_BYTES // 8}q", *table[first, -TEXT_BYTES // 8 :].tolist())
-            said = text.rstrip(b"\0").decode(errors="ignore")
-            raise ValueError(f"{self._argument}: rank {first} refuses the call of {self._call}: {said}")
-        if len(set(before)) > 1:
-            raise self._error(f"calls out of step: as many before this one as {before}; a rank left one half-done")
-        if others := _others(about, rank):
-            raise self._error(f"other inputs of {self._call} on {_ranks(others)} than on rank {rank}")
-        columns = table[:, _HEADER : -TEXT_BYTES // 8].T
-        self._compare_named([*self._own], columns, rank)
-        on_device = [name for names, _ in self._on_device for name in names]  # the same, now that all else is
-        self._compare_named(on_device, columns[len(self._own) :], rank)
-
-    def _compare_named(self, names: list[str], columns: Tensor, rank: int) -> None:
-        """Raises on every rank if one of `columns` (>= names, R) differs that must not; else `every` has them."""
-        columns = columns[: len(names)]
-        every = dict(zip(names, columns.tolist(), strict=True))
-        self._settle_values(every, columns)
-        self.every |= every
-        differ = {name: _others(x, rank) for name, x in every.items() if name not in self._may_differ}
-        found = [self._difference(name, others, rank) for name, others in differ.items() if others]
-        if found:
-            more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            raise self._error("; ".join(found[:SHOWN]) + more)
-
-    @staticmethod
-    def _settle_values(every: dict[str, list[int]], columns: Tensor) -> None:
-        """Sums that differ by no more than rounding become the same."""
-        places = {name: i for i, name in enumerate(every)}
-        for name in places:
-            size_name = name + PARTS[-1]
-            if size_name in places:
-                sums, sizes = (columns[places[x]].view(torch.float64) for x in (name, size_name))
-                close = (sums - sums[0]).abs() <= TOLERANCE * sizes.max()
-                every[name], every[size_name] = (~close).long().tolist(), [0] * len(sizes)
-
-    def _difference(self, name: str, others: list[int], rank: int) -> str:
-        """One difference, in words."""
-        if name not in self._own:
-            return f"{name} with other numbers on {_ranks(others)} than on rank {rank}"
-        own = self._own[name]
-        if isinstance(own, int):
-            return f"{name} {self.every[name]}"
-        return f"{name} = {own} on rank {rank}, another on {_ranks(others)}"
-
-    def _error(self, got: str) -> ValueError:
-        return ValueError(f"{self._argument}: expected the same call on every rank, got {got}")
+    check_group(argument, group)
+    if group is None:
+        yield values
+        values |= {name: [int(x)] for name, x in values.items() if isinstance(x, Each)}
+        return
+    before = _calls.get(group, 0)
+    _calls[group] = before + 1
+    called, device = [_number(call + argument), before], group_device(group)
+    try:
+        yield values
+        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        plain = {name: x for name, x in values.items() if name not in tensors}
+        kinds = {name: x.is_floating_point() for name, x in tensors.items()}
+        numbers = [*called, _number([*plain]), _number(kinds), *_packed(""), *map(_number, plain.values())]
+        own = _filled(numbers, [x.to(device) for x in _digests(tensors.values())], device)
+    except Exception as error:
+        refusal = _packed(f"{type(error).__name__}: {error}")
+        gather_stacked(_filled([*called, 0, 0, *refusal], [], device), group)
+        raise
+    table = gather_stacked(own, group).cpu()
+    got = _mismatch(call, table, plain, tensors, torch.distributed.get_rank(group))
+    if got:
+        raise ValueError(f"{argument}: {got}")
+    for i, (name, x) in enumerate(plain.items(), _START):
+        if isinstance(x, Each):
+            values[name] = table[:, i].tolist()
 
 
 def described(x: Any, *, own: Iterable[int] = ()) -> str:
@@ -187,6 +99,62 @@ def described(x: Any, *, own: Iterable[int] = ()) -> str:
     return f"{x.dtype} ({', '.join(sizes)})"
 
 
+def _filled(numbers: list[int], digests: list[Tensor], device: torch.device) -> Tensor:
+    """All that a rank sends, of one length on all of them."""
+    room = _START + FIELDS - len(numbers) - sum(map(len, digests))
+    assert room >= 0, "more values than there is room for"
+    own = torch.tensor([*numbers, *[0] * room], device=device)
+    return torch.cat([own[: len(numbers)], *digests, own[len(numbers) :]])
+
+
+def _mismatch(
+    call: str, table: Tensor, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int
+) -> str | None:
+    """Say what is wrong with `table` (R, numbers), of all ranks; None: nothing."""
+    expected = "expected the same call on every rank, got"
+    calls, before, names, kinds = table[:, :_HEADER].T.tolist()
+    if others := _others(calls, rank):
+        return f"{expected} {call} here, on rank {rank}, and another call on {_ranks(others)}"
+    refusals = [_TEXT.pack(*x).rstrip(b"\0").decode(errors="ignore") for x in table[:, _HEADER:_START].tolist()]
+    for other, refusal in enumerate(refusals):
+        if refusal:
+            return f"rank {other} refuses the call of {call}: {refusal}"
+    if len(set(before)) > 1:
+        return f"{expected} calls out of step: as many before this one as {before}; a rank left one half-done"
+    if others := _others(names, rank):
+        return f"{expected} other inputs of {call} on {_ranks(others)} than on rank {rank}"
+    columns = table[:, _START:].T
+    found = []
+    for (name, own), every in zip(plain.items(), columns.tolist(), strict=False):
+        others = [] if isinstance(own, Each) else _others(every, rank)
+        if others and isinstance(own, int):
+            found.append(f"{name} {every}")
+        elif others:
+            found.append(f"{name} = {own} on rank {rank}, another on {_ranks(others)}")
+    if not found:
+        if others := _others(kinds, rank):
+            return f"{expected} other tensors of {call} on {_ranks(others)} than on rank {rank}"
+        for name, every in _compared(tensors, columns[len(plain) :]):
+            if others := _others(every, rank):
+                found.append(f"{name} with other numbers on {_ranks(others)} than on rank {rank}")
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"{expected} {'; '.join(found[:SHOWN])}{more}" if found else None
+
+
+def _compared(tensors: Mapping[str, Tensor], columns: Tensor) -> Iterator[tuple[str, list[int]]]:
+    """Numbers of all ranks that stand for the tensors, by name; sums that differ by rounding are the same."""
+    said = iter(columns)
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            yield name, next(said).tolist()
+            continue
+        sums, zeros, not_finite, sizes = (next(said) for _ in range(4))
+        sums, sizes = sums.view(torch.float64), sizes.view(torch.float64)
+        yield name, ((sums - sums[0]).abs() <= TOLERANCE * sizes.max()).tolist()
+        yield f"{name}: its zeros", zeros.tolist()
+        yield f"{name}: what is not finite", not_finite.tolist()
+
+
 def _number(x: Any) -> int:
     """An integer of 64 bits as it is, 1.0 like 1, of anything else a checksum of its repr."""
     if isinstance(x, float) and x.is_integer():
@@ -196,20 +164,29 @@ def _number(x: Any) -> int:
     return zlib.crc32(repr(x).encode())
 
 
-def _checksum(columns: Iterable[Tensor]) -> Tensor:
-    """() int64 of integer tensors (n,): any other rows, or the same at other places, have another, but by accident."""
-    total: Tensor | None = None
-    for column in columns:
-        x = column.to(torch.int64) if total is None else total * 0x2545F4914F6CDD1D + column
-        x = (x + 1) * 0x1E3779B97F4A7C15
-        total = x ^ (x >> 29)
-    assert total is not None
-    places = 2 * torch.arange(total.shape[0], device=total.device) + 1
-    return (total * places).sum()
+def _packed(text: str) -> tuple[int, ...]:
+    """The first bytes of a text as integers."""
+    return _TEXT.unpack(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+
+
+def _digests(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Numbers that stand for the tensors, int64; neighbours of one length on one device are summed up together."""
+    for _, alike in groupby(tensors, lambda x: (x.is_floating_point(), x.numel(), x.device)):
+        rows = torch.stack([x.detach().reshape(-1) for x in alike])
+        yield (_sketches(rows) if rows.is_floating_point() else _checksums(rows)).reshape(-1)
+
+
+def _checksums(x: Tensor) -> Tensor:
+    """(k, n) integers -> (k,): any other numbers, or the same at other places, have another, but by accident."""
+    x = (x.to(torch.int64) + 1) * 0x1E3779B97F4A7C15
+    places = 2 * torch.arange(x.shape[1], device=x.device) + 1
+    return ((x ^ (x >> 29)) * places).sum(dim=1)
 
 
 def _sketches(x: Tensor) -> Tensor:
-    """(k, n) -> (k, 4) int64: a sum with a weight of its own for every place, and the three other `PARTS`."""
+    """(k, n) floats -> (k, 4): a sum with a weight of its own for every place, where they are 0, where not finite, and
+    the sum of their sizes; both sums are the bits of a float64.
+    """
     places = torch.arange(1, x.shape[1] + 1, device=x.device)
     finite = torch.isfinite(x)
     kinds = torch.where(torch.isnan(x), 1, torch.where(x > 0, 2, 3))  # of what is not finite

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
-from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.agreement import check_same, described
 from grpo_kernels.base.checks import check_gather, check_ids, check_mask, check_number
 from grpo_kernels.base.choices import DivergenceName, DivergenceOutput, choices
 from grpo_kernels.base.records import take
 from grpo_kernels.batch.tokens import counted_positions
-from grpo_kernels.call.expected import Expectation, ExpectedRows, even_or_given, read_expected
+from grpo_kernels.call.expected import KIND, Expectation, ExpectedRows, even_or_given, read_expected
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
 from grpo_kernels.engine.device import device_of
@@ -72,20 +72,14 @@ def plan_divergence(
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
     head = head.grouped()
-    with Agreement("process_group", head.process_group, "linear_divergence") as ranks:
+    with check_same("process_group", head.process_group, "linear_divergence") as values:
         check_gather(execution.gather)
         options = options.checked()
         planned, rows, expected = _checked(inputs, head.local(), execution, options)
-        if ranks:
-            planned.describe(ranks)
-            asked = {"beta": inputs.beta, "outputs": inputs.outputs, "ids": inputs.ids is not None}
-            ranks.same({**asked, **execution.described()})
-            ranks.same_bits("mask", rows.positions)
-            ranks.same_bits("ids", rows.ids)
-            ranks.same({"hidden": described(planned.head.hidden)})
-            options.describe(ranks, rows.inv_temperature)
-            _describe_expected(ranks, expected)
-    planned = planned.divided(ranks)
+        if head.process_group is not None:
+            values |= planned.described_rows() | _described(inputs, planned, rows, expected)
+            values |= options.described(rows.inv_temperature)
+    planned = planned.divided(values)
     rows = planned.read_rows("ids", rows)
     engine = _engine(planned, expected)
     request = Request(
@@ -101,14 +95,26 @@ def plan_divergence(
     return planned.head, request
 
 
-def _describe_expected(ranks: Agreement, expected: Coefficients | ExpectedRows) -> None:
-    if isinstance(expected, Coefficients):
-        ranks.same({"expected": expected.d_logp is not None})
-        ranks.same_values({"expected": expected.d_divergence, "expected[1]": expected.d_logp})
-        return
-    ranks.same({"expected": ("coefficients, graded, of the entropy", *expected.kind)})
-    if expected.may_have_grad is not None:
-        ranks.same_bits("expected: where it is not 0", expected.may_have_grad)
+def _described(
+    inputs: DivergenceInputs, planned: PlannedHead, rows: Rows, expected: Coefficients | ExpectedRows
+) -> dict[str, Any]:
+    """Return which positions are asked for what, and the gradient expected of each, for the ranks to compare."""
+    if isinstance(expected, ExpectedRows):
+        of_gradient = expected.described()
+    elif expected.d_logp is None:
+        of_gradient = {KIND: "a tensor", "expected": expected.d_divergence}
+    else:
+        of_gradient = {KIND: "two tensors", "expected": expected.d_divergence, "expected[1]": expected.d_logp}
+    return {
+        "beta": inputs.beta,
+        "outputs": inputs.outputs,
+        "whether there are ids": inputs.ids is not None,
+        "hidden": described(planned.head.hidden),
+        **planned.execution.described(),
+        "mask": rows.positions,
+        "ids": rows.ids,
+        **of_gradient,
+    }
 
 
 def _engine(planned: PlannedHead, expected: Coefficients | ExpectedRows) -> Engine:

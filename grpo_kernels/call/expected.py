@@ -35,6 +35,8 @@ class Expectation:
 
 Expected = Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
 
+KIND = "expected (coefficients, graded, of the entropy)"  # its name where ranks compare it
+
 
 @dataclass(frozen=True)
 class ExpectedRows:
@@ -44,10 +46,11 @@ class ExpectedRows:
     may_have_grad: Tensor | None = None  # (n,) bool: rows that they may be other than 0 for; None: all
     of_entropy: bool = False  # whether any is for the entropy
 
-    @property
-    def kind(self) -> tuple[bool, bool, bool]:
+    def described(self) -> dict[str, Any]:
         """Return the facts that must be equal on all ranks."""
-        return self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
+        kind = self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
+        nonzero = {} if self.may_have_grad is None else {"expected: where it is not 0": self.may_have_grad}
+        return {KIND: kind, **nonzero}
 
 
 def even_or_given(name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:

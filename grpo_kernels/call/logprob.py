@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.agreement import check_same, described
 from grpo_kernels.base.checks import check_gather, check_ids, check_mask
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.expected import Expected, ExpectedRows, read_expected
@@ -43,13 +44,13 @@ def plan_logprob(
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
     head = head.grouped()
-    with Agreement("process_group", head.process_group, "linear_logprob") as ranks:
+    with check_same("process_group", head.process_group, "linear_logprob") as values:
         check_gather(execution.gather)
         options, planned, rows, expected = _checked(inputs, head.local(), execution, options)
-        if ranks:
-            planned.describe(ranks)
-            _describe(ranks, inputs, planned, options, rows, expected)
-    planned = planned.divided(ranks)
+        if head.process_group is not None:
+            values |= planned.described_rows() | _described(inputs, planned, rows, expected)
+            values |= options.described(rows.inv_temperature)
+    planned = planned.divided(values)
     rows = planned.read_rows("ids", rows)
     coupling = Coupling.CROSS_TOKEN if expected.coefficients is None else Coupling.TOKEN
     engine = planned.choose_engine(coupling, entropy_gradient=expected.of_entropy, only_logps=not inputs.extras)
@@ -88,26 +89,13 @@ def _checked(
     return options, planned, rows, expected
 
 
-def _describe(
-    ranks: Agreement,
-    inputs: ScoreInputs,
-    planned: PlannedHead,
-    options: HeadOptions,
-    rows: Rows,
-    expected: ExpectedRows,
-) -> None:
-    """Say which positions are scored and how, and for which of them a gradient is expected."""
-    asked = planned.execution
-    ranks.same(
-        {
-            "outputs": inputs.outputs,
-            "hidden": described(planned.head.hidden),
-            **asked.described(),
-        }
-    )
-    ranks.same({"expected (coefficients, graded, of the entropy)": expected.kind})
-    ranks.same_bits("mask", rows.positions)
-    ranks.same_bits("ids", rows.ids)
-    options.describe(ranks, rows.inv_temperature)
-    if expected.may_have_grad is not None:
-        ranks.same_bits("expected: where it is not 0", expected.may_have_grad)
+def _described(inputs: ScoreInputs, planned: PlannedHead, rows: Rows, expected: ExpectedRows) -> dict[str, Any]:
+    """Return which positions are scored, and for which of them a gradient is expected, for the ranks to compare."""
+    return {
+        "outputs": inputs.outputs,
+        "hidden": described(planned.head.hidden),
+        **planned.execution.described(),
+        "mask": rows.positions,
+        "ids": rows.ids,
+        **expected.described(),
+    }

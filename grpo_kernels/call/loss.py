@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.checks import check_gather, check_ids, check_logps, warn_of_ratio
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.projection import PlannedHead, plan_head
-from grpo_kernels.call.ranks import check_sequence_group, describe_options, describe_part, describe_tokens, sharded
+from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.records import Rows
@@ -86,11 +86,11 @@ def plan_loss(
     planned, tokens, rows = _checked(inputs, head.grouped(), execution, config, objective)
     if execution.sequence_group is not None:
         tokens = sharded(tokens, execution.sequence_group)
-    with Agreement("sequence_group", execution.sequence_group, "the engine of grpo_loss") as parts:
+    with check_same("sequence_group", execution.sequence_group, "the engine of grpo_loss") as values:
         policy = make_objective(config, objective, tokens, inputs)
         engine = _engine(policy, planned)
-        parts.say({LEAN.name: engine is LEAN})
-    if any(parts.every.get(LEAN.name, ())):  # a rank is short of memory
+        values[LEAN.name] = Each(engine is LEAN)
+    if any(values[LEAN.name]):  # a rank is short of memory
         engine = LEAN
     request = Request(
         rows=rows,
@@ -151,8 +151,8 @@ def _checked(
 ) -> tuple[PlannedHead, Tokens, Rows]:
     """The head, the tokens that count, and their rows, once all ranks have the same arguments."""
     group = execution.sequence_group
-    with Agreement("sequence_group", group, "grpo_loss") as parts:
-        with Agreement("process_group", head.process_group, "grpo_loss") as ranks:
+    with check_same("sequence_group", group, "grpo_loss") as part:
+        with check_same("process_group", head.process_group, "grpo_loss") as whole:
             local = head.local()
             check_loss(inputs, config, objective, has_reference=head.reference is not None)
             if not config.needs_reference_head:  # as where beta is 0
@@ -166,17 +166,13 @@ def _checked(
             rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
             options = (config, objective, inputs.num_items_in_batch, execution.described())
             numbers = {"hidden": local.hidden, **inputs.numbers}
-            if ranks:
-                planned.describe(ranks)
-                describe_options(ranks, *options)
-                describe_tokens(ranks, tokens, numbers)
-        planned = planned.divided(ranks)
+            if head.process_group is not None:
+                whole |= planned.described_rows() | options_of_loss(*options) | tokens_of_loss(tokens, numbers)
+        planned = planned.divided(whole)
         rows = planned.read_rows("completion_ids", rows)
-        if parts:
-            parts.same({"vocab_size": head.vocab_size})
-            parts.same(planned.described())
-            describe_options(parts, *options)
-            describe_part(parts, tokens, numbers)
+        if group is not None:
+            part |= {"vocab_size": head.vocab_size, **planned.described()}
+            part |= options_of_loss(*options) | part_of_loss(tokens, numbers)
     return planned, tokens, rows
 
 

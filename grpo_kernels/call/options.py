@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend
-from grpo_kernels.base.agreement import Agreement
 from grpo_kernels.base.checks import check_budget, check_shape, check_tensor
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.config import LossConfig
@@ -95,16 +94,13 @@ class HeadOptions:
             raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {got}")
         return (1.0 / rows)[:, None]
 
-    def describe(self, ranks: Agreement, inv_temperature: float | Tensor) -> None:
-        """Say the options to the other ranks, given what `inv_temperature` returned for the rows."""
+    def described(self, inv_temperature: float | Tensor) -> dict[str, Any]:
+        """Return the options that must be equal on all ranks, given what `inv_temperature` returned for the rows."""
         one_each = isinstance(inv_temperature, Tensor)
-        ranks.same(
-            {
-                "temperature": "one per position" if one_each else self.temperature,
-                "final_logit_softcapping": self.final_logit_softcapping,
-                "logit_scale": self.logit_scale,
-                "logits_dtype": self.logits_dtype,
-            }
-        )
-        if isinstance(inv_temperature, Tensor):
-            ranks.same_values({"temperatures": inv_temperature[:, 0]})
+        return {
+            "temperature": "one per position" if one_each else self.temperature,
+            "final_logit_softcapping": self.final_logit_softcapping,
+            "logit_scale": self.logit_scale,
+            "logits_dtype": self.logits_dtype,
+            **({"temperatures": inv_temperature} if one_each else {}),
+        }

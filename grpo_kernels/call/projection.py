@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import DotRowBackend
-from grpo_kernels.base.agreement import Agreement
+from grpo_kernels.base.agreement import Each
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.call.first_use import log_use
 from grpo_kernels.call.options import Execution, HeadOptions
@@ -36,24 +38,24 @@ class PlannedHead:
     execution: Execution
     why_backend: str
 
-    def describe(self, ranks: Agreement) -> None:
-        """Say what of the head decides how its rows are divided, and which collectives there are."""
-        ranks.same(self.described(own_rows=True))
-        ranks.same({"vocab_size": self.head.vocab_size})
-        ranks.say({"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)})
+    def described_rows(self) -> dict[str, Any]:
+        """Describe what of the head decides how its rows are divided, and which collectives there are."""
+        own = {"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)}
+        same = {**self.described(own_rows=True), "vocab_size": self.head.vocab_size}
+        return same | {name: Each(x) for name, x in own.items()}
 
-    def described(self, *, own_rows: bool | None = None) -> dict[str, object]:
+    def described(self, *, own_rows: bool | None = None) -> dict[str, Any]:
         """Describe the head as `LMHead.described` does; by default a divided head's ranks have rows of their own."""
         own_rows = self.plan.shard is not None if own_rows is None else own_rows
         return self.head.described(self.needs_grad, self.plan, own_rows=own_rows)
 
-    def divided(self, ranks: Agreement) -> PlannedHead:
-        """With this rank's rows only, planned by what is the same on all ranks, once they agree on `describe`.
+    def divided(self, values: Mapping[str, Any]) -> PlannedHead:
+        """With this rank's rows only, planned by what is the same on all ranks, once they agree on `described_rows`.
 
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.
         """
-        head, shard, memory = self.head.divided(ranks)
+        head, shard, memory = self.head.divided(values)
         if shard is None or memory is None:
             return replace(self, head=head)
         budget = self.execution.workspace_bytes

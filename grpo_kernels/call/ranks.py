@@ -1,4 +1,4 @@
-"""Agreement of a group's ranks on a loss: the same call on each, or parts of the same sequences."""
+"""Values that a group's ranks compare before a loss: the same call on each, or parts of the same sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.agreement import described
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch.sequence_shard import SequenceShard
 from grpo_kernels.batch.tokens import Tokens
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def describe_options(
-    ranks: Agreement,
+def options_of_loss(
     config: LossConfig,
     objective: Callable[..., Any] | None,
     num_items_in_batch: float | Tensor | None,
     asked: Mapping[str, Any],
-) -> None:
-    """Say the options of a loss; `asked` are how it is to be computed."""
-    ranks.same({**asked, **{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)})
-    if isinstance(num_items_in_batch, Tensor):
-        ranks.same({"num_items_in_batch": "a tensor"})
-        ranks.same_values({"num_items_in_batch, the tensor": num_items_in_batch.detach().reshape(1)})
-    else:
-        ranks.same({"num_items_in_batch": None if num_items_in_batch is None else float(num_items_in_batch)})
+) -> dict[str, Any]:
+    """Return the options of a loss; `asked` are how it is to be computed."""
+    found = {**asked, **{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)}
+    count, name = num_items_in_batch, "num_items_in_batch"
+    if isinstance(count, Tensor):
+        return {**found, name: "a tensor", f"{name}, the tensor": count.double()}
+    return {**found, name: None if count is None else float(count)}
 
 
-def describe_tokens(ranks: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> None:
-    """Say the per-token inputs of ranks that all have the same: `inputs` as they came, `tokens` what counts of them."""
-    ranks.same({f"dtype and shape of {name}": described(x) for name, x in inputs.items()})
-    ranks.same_bits("completion_mask", tokens.layout.positions)
-    ranks.same_bits("cu_seqlens", tokens.layout.sequence)
-    ranks.same_bits("completion_ids", tokens.ids)
-    ranks.same_values({name: getattr(tokens, name) for name in inputs if name != "hidden"})
+def tokens_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Return the inputs of ranks that all have the same: `inputs` as they came, `tokens` what counts of them."""
+    return {
+        **{f"dtype and shape of {name}": described(x) for name, x in inputs.items()},
+        "completion_mask": tokens.layout.positions,
+        "cu_seqlens": tokens.layout.sequence,
+        "completion_ids": tokens.ids,
+        **{name: getattr(tokens, name) for name, x in inputs.items() if name != "hidden" and x is not None},
+    }
 
 
 def check_sequence_group(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any) -> None:
@@ -59,16 +59,17 @@ def check_sequence_group(sequence_group: ProcessGroup | None, cu_seqlens: Any, o
         )
 
 
-def describe_part(parts: Agreement, tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> None:
-    """Say what must be alike on ranks that hold parts of the same sequences; `inputs` as they came."""
-    parts.same({"sequences of completion_ids": tokens.layout.batch})
-    parts.same({f"dtype and shape of {name}": described(x, own=(1,)) for name, x in inputs.items()})
+def part_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Return the inputs that are alike on ranks with parts of the same sequences; `inputs` as they came."""
     whole = {
         "advantages": inputs["advantages"] if tokens.advantages_per_sequence else None,
         "importance_sampling_ratio": tokens.sequence_ratio,
     }
-    for name, x in whole.items():
-        parts.same_values({name: None if x is None else x.detach().reshape(-1)})
+    return {
+        "sequences of completion_ids": tokens.layout.batch,
+        **{f"dtype and shape of {name}": described(x, own=(1,)) for name, x in inputs.items()},
+        **{name: x for name, x in whole.items() if x is not None},
+    }
 
 
 def sharded(tokens: Tokens, group: ProcessGroup) -> Tokens:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.agreement import check_same, described
 from grpo_kernels.base.checks import check_gather, check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import TopKDivergenceName, TopKOutput, choices
 from grpo_kernels.batch.tokens import counted_positions
@@ -83,14 +83,14 @@ def plan_top_k(inputs: TopKInputs, head: LMHead, execution: Execution, options: 
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
     head = head.grouped()
-    with Agreement("process_group", head.process_group, "topk_divergence") as ranks:
+    with check_same("process_group", head.process_group, "topk_divergence") as values:
         check_gather(execution.gather)
         options = options.checked()
         planned, rows, weights = _checked(inputs, head.local(), execution, options)
-        if ranks:
-            planned.describe(ranks)
-            _describe(ranks, inputs, planned, options, rows, weights)
-    planned = planned.divided(ranks)
+        if head.process_group is not None:
+            values |= planned.described_rows() | _described(inputs, planned, rows, weights)
+            values |= options.described(rows.inv_temperature)
+    planned = planned.divided(values)
     # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
     captured = device_of(planned.head.hidden.device).is_capturing()
     coupling = Coupling.CROSS_TOKEN if captured else Coupling.KNOWN
@@ -145,26 +145,21 @@ def _checked(
     return planned, rows, even_or_given("expected", expected, hidden, positions, dtype)
 
 
-def _describe(
-    ranks: Agreement, inputs: TopKInputs, planned: PlannedHead, options: HeadOptions, rows: Rows, weights: Tensor
-) -> None:
-    """Say which positions are compared with what, and how."""
+def _described(inputs: TopKInputs, planned: PlannedHead, rows: Rows, weights: Tensor) -> dict[str, Any]:
+    """Return which positions are compared with what, and how, for the ranks to compare."""
     teacher = rows.top_k
     assert teacher is not None
-    ranks.same(
-        {
-            "hidden": described(planned.head.hidden),
-            "outputs": inputs.outputs,
-            **planned.execution.described(),
-            "divergence": repr(teacher.measure),
-            "K": teacher.ids.shape[1],
-        }
-    )
-    ranks.same_bits("mask", rows.positions)
-    ranks.same_bits("teacher_ids", teacher.ids.reshape(-1))
-    ranks.same_values({"expected": weights})
-    ranks.same_values({"teacher_logps": teacher.logps.reshape(-1)})
-    options.describe(ranks, rows.inv_temperature)
+    return {
+        "hidden": described(planned.head.hidden),
+        "outputs": inputs.outputs,
+        **planned.execution.described(),
+        "divergence": teacher.measure,
+        "K": teacher.ids.shape[1],
+        "mask": rows.positions,
+        "teacher_ids": teacher.ids,
+        "expected": weights,
+        "teacher_logps": teacher.logps,
+    }
 
 
 def _read(rows: Rows, planned: PlannedHead) -> Rows:

@@ -6,13 +6,14 @@ the same on every rank, and get their whole gradient there. Padding rows at the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.agreement import Agreement, described
+from grpo_kernels.base.agreement import described
 from grpo_kernels.base.checks import check_head, first_rows, is_dtensor
 from grpo_kernels.base.distributed import check_group
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -167,18 +168,18 @@ class LMHead:
             f"{other.prefix}bias": described(other.bias, own=own_rows),
         }
 
-    def divided(self, ranks: Agreement) -> tuple[LMHead, Shard | None, FreeMemory | None]:
+    def divided(self, values: Mapping[str, Any]) -> tuple[LMHead, Shard | None, FreeMemory | None]:
         """Return this rank's rows, without padding, which those are, and the least free memory of the ranks, once they
-        agree; None: they are all.
+        agree on `values`; None: they are all.
 
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.
         """
-        if ranks.group is None:
+        if self.process_group is None:
             return self, None, None
         import torch.distributed as dist
 
-        sizes, rank, vocab_size = ranks.every["rows of weight"], dist.get_rank(ranks.group), self.vocab_size
+        sizes, rank, vocab_size = values["rows of weight"], dist.get_rank(self.process_group), self.vocab_size
         if vocab_size is not None:
             if vocab_size > sum(sizes):
                 raise ValueError(f"vocab_size: expected at most the {sum(sizes)} rows of all shards, got {vocab_size}")
@@ -187,11 +188,11 @@ class LMHead:
         if min(sizes) == 0:
             raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
         memory = FreeMemory(
-            tight=any(ranks.every["tight"]),
-            converts=all(ranks.every["converts"]),
-            workspace=min(ranks.every["workspace"]),
+            tight=any(values["tight"]),
+            converts=all(values["converts"]),
+            workspace=min(values["workspace"]),
         )
-        shard = Shard(ranks.group, rank, tuple(sizes)) if len(sizes) > 1 else None
+        shard = Shard(self.process_group, rank, tuple(sizes)) if len(sizes) > 1 else None
         return self._first_rows(sizes[rank]), shard, memory
 
     def _first_rows(self, count: int) -> LMHead:
