@@ -21,9 +21,10 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.base.choices import BackendName, DivergenceName, DivergenceOutput, EngineName, LogitsDtype
-from grpo_kernels.call.divergence import DivergenceInputs, beta_of, plan_divergence
+from grpo_kernels.call.divergence import DivergenceInputs, beta_of
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.plan import plan_call
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
@@ -138,7 +139,7 @@ def linear_divergence_with(
     )
     if vocab_size is None and process_group is None:
         vocab_size = _common_ids(weight, teacher_weight)
-    inputs = DivergenceInputs(beta_of(divergence, beta), ids, mask, outputs, expected)
+    inputs = DivergenceInputs(mask, outputs, ids, expected, beta_of(divergence, beta))
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
     execution = Execution(engine, backend, workspace_bytes, gather)
@@ -160,7 +161,7 @@ def _common_ids(weight: Any, teacher_weight: Any) -> int | None:
 
 def _diverge(inputs: DivergenceInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
     """The call planned, one forward, and the results in the shape of the positions."""
-    head, request = plan_divergence(inputs, head, execution, options)
+    head, request = plan_call(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
     logps, entropies, divergences, *_ = LinearLogprob.apply(request, operands.teacher, *operands)
     found = {"divergence": divergences, "entropy": entropies, "logps": logps}

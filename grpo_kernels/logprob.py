@@ -16,8 +16,9 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_fake, is_fake
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype, LogprobOutput
 from grpo_kernels.call.expected import Expectation, Expected
-from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
+from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.plan import plan_call
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.engines import ONE_PASS
 from grpo_kernels.engine.request import Gather
@@ -125,7 +126,7 @@ def linear_logprob(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done.
     """
-    inputs = ScoreInputs(ids, mask, ("entropy",) if entropy else (), expected)
+    inputs = ScoreInputs(mask, ("entropy",) if entropy else (), ids, expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
     results = _score(inputs, head, Execution(engine, backend, workspace_bytes), options)
@@ -162,7 +163,7 @@ def linear_logprob_with(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
-    inputs = ScoreInputs(ids, mask, outputs, expected)
+    inputs = ScoreInputs(mask, outputs, ids, expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
     execution = Execution(engine, backend, workspace_bytes, gather)
@@ -191,7 +192,7 @@ def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: Hea
 
 def _score_eagerly(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
     """The call planned, one forward, and the results in the shape of the ids."""
-    head, request = plan_logprob(inputs, head, execution, options)
+    head, request = plan_call(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
     logps, entropies, _, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
     results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype, TopKDivergenceName, TopKOutput
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.top_k import TopKInputs, plan_top_k
+from grpo_kernels.call.plan import plan_call
+from grpo_kernels.call.top_k import TopKInputs
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
@@ -119,10 +120,10 @@ def topk_divergence_with(
     Under torch.compile the graph breaks here.
     """
     inputs = TopKInputs(
-        teacher_ids,
-        teacher_logps,
         mask,
         outputs,
+        teacher_ids,
+        teacher_logps,
         expected,
         divergence,
         tail,
@@ -141,7 +142,7 @@ def topk_divergence_with(
 
 def _diverge(inputs: TopKInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
     """The call planned, one forward, and the results in the shape of the positions."""
-    head, request = plan_top_k(inputs, head, execution, options)
+    head, request = plan_call(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
     _, _, divergences, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
     found = {"divergence": divergences, **dict(zip(request.extras, extras, strict=True))}

@@ -267,7 +267,7 @@ def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any
         loss, *_ = compiled.policy_loss(inputs, head, Execution(), config)
         loss.backward()
     for outputs in ((), ("entropy",)):
-        found = compiled.linear_logprob(ScoreInputs(ids, mask, outputs), head, Execution(), HeadOptions())
+        found = compiled.linear_logprob(ScoreInputs(mask, outputs, ids), head, Execution(), HeadOptions())
         sum(found.values()).sum().backward()
 
 

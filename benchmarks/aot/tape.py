@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.aot import pretend_gpu
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.call import projection
+from grpo_kernels.call import planned_head
 from grpo_kernels.token_loss.record import TokenLoss
 
 WITHOUT_DATA = 2**18  # elements: larger tensors have none
@@ -200,7 +200,7 @@ def taped(*, autocast: torch.dtype | None = None) -> Iterator[Tape]:
     """Within, calls on `tensor`s are noted down, as they would be within autocast to that dtype."""
     tape, before = Tape(), (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
     with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, tape=tape):
-        patch.setattr(projection, "choose_backend", lambda *_: (NotedRows(tape), "noted"))
+        patch.setattr(planned_head, "choose_backend", lambda *_: (NotedRows(tape), "noted"))
         try:
             if autocast is not None:  # torch.autocast would look for the device
                 torch.set_autocast_enabled("cuda", True)

@@ -45,9 +45,19 @@ class ExpectedRows:
     coefficients: CoefficientsOf | None = None  # by index among the rows
     may_have_grad: Tensor | None = None  # (n,) bool: rows that they may be other than 0 for; None: all
     of_entropy: bool = False  # whether any is for the entropy
+    of_logps: bool = True  # whether any is for the log-probability
+    given: Coefficients | None = None  # (n,) where they are numbers, known before the forward
+
+    @staticmethod
+    def of(given: Coefficients) -> ExpectedRows:
+        """Return the expectation of `given` numbers (n,)."""
+        return ExpectedRows(lambda index, _: take(given, index), of_logps=given.d_logp is not None, given=given)
 
     def described(self) -> dict[str, Any]:
         """Return the facts that must be equal on all ranks."""
+        if self.given is not None:
+            of_result = {"expected": self.given.d_divergence, "expected[1]": self.given.d_logp}
+            return {KIND: "numbers", **{name: x for name, x in of_result.items() if x is not None}}
         kind = self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
         nonzero = {} if self.may_have_grad is None else {"expected: where it is not 0": self.may_have_grad}
         return {KIND: kind, **nonzero}

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import FusedRowBackend, RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.checks import check_gather, check_ids, check_logps, warn_of_ratio
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.projection import PlannedHead, plan_head
+from grpo_kernels.call.plan import fuses
+from grpo_kernels.call.planned_head import PlannedHead, plan_head
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import LEAN
@@ -192,6 +193,4 @@ def _with_coefficients(request: Request, policy: Objective) -> Request:
         assert stats.entropies is not None
         return policy.coefficients(index, stats.logps, stats.entropies)
 
-    # a sharded head joins its ranks between a row's statistics and its gradient
-    fuses = isinstance(request.plan.backend, FusedRowBackend) and request.plan.shard is None
-    return replace(request, coefficients=coefficients, token_loss=policy.token_loss() if fuses else None)
+    return replace(request, coefficients=coefficients, token_loss=policy.token_loss() if fuses(request.plan) else None)

@@ -14,9 +14,9 @@ import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.diagnostics.model_config import read_config
+from grpo_kernels.engine.chunks import planned_bytes
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import default_workspace
-from grpo_kernels.engine.plan import planned_bytes
 from grpo_kernels.engine.records import Head, NeedsGrad, Rows
 from grpo_kernels.engine.slices import plan_slices
 

@@ -1,4 +1,4 @@
-"""How the rows of one call are projected, reduced and differentiated: the same through all its sweeps."""
+"""Plan of how the rows of a call are projected, reduced and differentiated, the same through all its sweeps."""
 
 from __future__ import annotations
 

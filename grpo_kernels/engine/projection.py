@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, Teacher
+from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.records import Head, HeadTensors, Index, Rows, row_bias
@@ -56,16 +57,26 @@ class Projection:
         return like.new_empty(rows, device_of(like.device).row_width(columns), dtype=dtype)[:, :columns]
 
     def project(
-        self, operands: tuple[list[Tensor], Tensor | None], part: slice, rows: Rows, out: tuple[Tensor, Tensor | None]
+        self,
+        operands: tuple[list[Tensor], Tensor | None],
+        part: slice,
+        rows: Rows,
+        index: Index,
+        out: tuple[Tensor, Tensor | None],
     ) -> tuple[Chunk, Rows]:
-        """Return the `part` of the rows that `operands` has, `rows`, as a chunk in the memory `out`.
+        """Return some rows as a chunk, and these rows: with their logits, where they have a `TopKTeacher`.
 
-        Rows that are compared with a `TopKTeacher` come back with its logits.
+        Args:
+            operands: of a group of rows.
+            part: the rows that are meant, among those of the group.
+            rows, index: the rows of the sweep, and where those that are meant are among them.
+            out: memory for the logits, and for the teacher's.
         """
         (of_rows, of_teacher), (logits, teacher_logits), plan = operands, out, self._plan
         for i, (product, x) in enumerate(zip(self.products, of_rows, strict=True)):
             product.logits(x[part], logits, first=i == 0)
-        transform, teacher = plan.transform(self._bias, rows.inv_temperature), None
+        rows, teacher = take(rows, index), None
+        transform = plan.transform(self._bias, rows.inv_temperature)
         if plan.teacher is not None and of_teacher is not None and teacher_logits is not None:
             teacher = self._project_teacher(plan.teacher, of_teacher[part], teacher_logits, rows)
         if rows.top_k is not None:

@@ -137,7 +137,7 @@ class _Slice:
         """Return (m, columns), in the products' dtype; 0 in the padding."""
         projection, m = self._projection, len(block.rows)
         out = projection.new_logits(m)
-        chunk, rows = projection.project(operands, slice(0, m), block.rows, out)
+        chunk, rows = projection.project(operands, slice(0, m), block.rows, slice(0, m), out)
         d_logits = out[0] if projection.in_place else projection.new_d_logits(m)
         self._plan.grad(chunk, rows, block.stats, block.coefficients, d_logits)
         d_logits[block.count :] = 0.0

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from grpo_kernels.base.records import take
+from grpo_kernels.engine.chunks import plan_chunks
 from grpo_kernels.engine.gradient_sums import GradientSums
 from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.plan import Group, plan_chunks
+from grpo_kernels.engine.plan import Group
 from grpo_kernels.engine.projection import Projection
 from grpo_kernels.engine.records import Gradients, Head, Index, NeedsGrad, Rows
 from grpo_kernels.engine.row_steps import Reduce
@@ -37,7 +37,7 @@ def sweep(
             for part in group.chunks:
                 at, m = _part(index, part), part.stop - part.start
                 out = logits[:m], None if teacher_logits is None else teacher_logits[:m]
-                chunk, some = projection.project(operands, part, take(rows, at), out)
+                chunk, some = projection.project(operands, part, rows, at, out)
                 if sums is not None and d_logits is None:  # once the first product is under way
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 target = None if sums is None or d_logits is None else d_logits[part]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LoRA, linear_logprob
-from grpo_kernels.engine import device, plan, products, sweep
+from grpo_kernels.engine import chunks, device, plan, products, sweep
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
@@ -38,7 +38,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
         out.copy_(out + found if add else found)
 
     def plan_chunks(*args) -> list[plan.Group]:
-        groups = plan.plan_chunks(*args)
+        groups = chunks.plan_chunks(*args)
         seen.extend(groups)
         return groups
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.logprob import ScoreInputs, plan_logprob
+from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.projection import plan_head
+from grpo_kernels.call.plan import plan_call
+from grpo_kernels.call.planned_head import plan_head
 from grpo_kernels.engine.autograd import returned, shape_and_dtype
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
@@ -76,8 +77,8 @@ def run(
     """The forward on real tensors."""
     settings, recomputes = Settings(*others), engine_named(Settings(*others).engine).recomputes
     expected = Expectation(None, has_entropy_gradient="entropy" in outputs)
-    inputs = ScoreInputs(ids, mask, (*outputs,), expected)
-    head, request = plan_logprob(
+    inputs = ScoreInputs(mask, (*outputs,), ids, expected)
+    head, request = plan_call(
         inputs, LMHead(hidden, weight, bias), settings.execution(), settings.options(temperatures)
     )
     rows = request.rows

@@ -1,4 +1,4 @@
-"""Plan of how a call's rows are projected: dtype, backend, budget, engine; for every kind of call."""
+"""The head of a call as it will be used: checked tensors, and how rows are multiplied with them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,160 @@
+"""From the arguments of a call to what an engine is asked for: checked, compared over the ranks, planned."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import FusedRowBackend
+from grpo_kernels.base.agreement import check_same, described
+from grpo_kernels.base.checks import check_gather, check_mask
+from grpo_kernels.batch.tokens import counted_positions
+from grpo_kernels.call.expected import ExpectedRows
+from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.planned_head import PlannedHead, plan_head
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.records import Rows
+from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
+from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.token_loss.record import TokenLoss
+
+
+@dataclass(frozen=True, eq=False)
+class PositionInputs:
+    """Arguments of a call that are about positions, and what is asked of each; of `grpo_loss` see `loss.py`.
+
+    Class attributes say what differs between the calls' plans.
+    """
+
+    mask: Tensor | None  # (...)
+    outputs: tuple[str, ...]
+
+    function: ClassVar[str]  # the public function's name
+    waits: ClassVar[bool] = True  # whether the backward compares what came with what was expected, which waits
+    jsd_beta = 1.0  # which divergence from the head's reference, see `Teacher`
+
+    @property
+    def entropy(self) -> bool:
+        """True if the entropy is asked for."""
+        return "entropy" in self.outputs
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Return the statistics to find besides log-probability, entropy and divergence."""
+        return ()
+
+    def check(self, head: LMHead) -> Tensor:
+        """Return a tensor of the shape of the positions, their ids if there are any.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit the head.
+        """
+        raise NotImplementedError
+
+    def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
+        """Return the rows, of whose ids nobody has seen the values, and the gradient that is expected of them."""
+        raise NotImplementedError
+
+    def look(self, planned: PlannedHead, rows: Rows) -> Rows:
+        """Return the rows, once their ids have been looked at.
+
+        Raises:
+            ValueError: on a CPU, an id is out of range.
+        """
+        return planned.read_rows("ids", rows)
+
+    def described(self, rows: Rows) -> dict[str, Any]:
+        """Return what must be equal on all ranks of a divided head."""
+        return {"outputs": self.outputs, "ids": rows.ids}
+
+
+def plan_call(
+    inputs: PositionInputs, head: LMHead, execution: Execution, options: HeadOptions
+) -> tuple[LMHead, Request]:
+    """Check the arguments of a call and plan it: the tensors to multiply, and what is asked.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
+    """
+    head = head.grouped()
+    with check_same("process_group", head.process_group, inputs.function) as values:
+        check_gather(execution.gather)
+        options, own = options.checked(), head.local()
+        own.check()
+        ids = inputs.check(own)
+        if inputs.mask is not None:
+            check_mask("mask", inputs.mask, ids)
+        planned = plan_head(own, execution, options, jsd_beta=inputs.jsd_beta)
+        dtype, positions = planned.plan.accumulator, counted_positions("mask", inputs.mask, ids)
+        inv_temperature = options.inv_temperature(ids, positions, dtype)
+        rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inv_temperature)
+        rows, expected = inputs.read(rows, ids, own.hidden, dtype)
+        if head.process_group is not None:
+            values |= planned.described_rows() | {"hidden": described(own.hidden)} | execution.described()
+            values |= {"mask": positions, **inputs.described(rows), **expected.described()}
+            values |= options.described(inv_temperature)
+    planned = planned.divided(values)
+    rows = inputs.look(planned, rows)
+    engine = _engine(inputs, planned, expected)
+    request = Request(
+        rows=rows,
+        plan=planned.plan,
+        needs_grad=planned.needs_grad,
+        engine=engine,
+        entropy=inputs.entropy,
+        extras=inputs.extras,
+        coefficients=expected.coefficients,
+        may_have_grad=expected.may_have_grad,
+        token_loss=_token_loss(planned.plan, expected) if engine.stores is Stored.GRADIENT else None,
+        gathered_weight=execution.gather or nullcontext,
+    )
+    return planned.head, request
+
+
+def _engine(inputs: PositionInputs, planned: PlannedHead, expected: ExpectedRows) -> Engine:
+    # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
+    captured = inputs.waits and device_of(planned.head.hidden.device).is_capturing()
+    coupling = Coupling.of(known=expected.given is not None, coupled=captured or expected.coefficients is None)
+    return planned.choose_engine(
+        coupling,
+        entropy_gradient=expected.of_entropy,
+        mixed_gradient=planned.plan.teacher is not None and expected.of_logps,
+        only_logps=not inputs.extras,
+    )
+
+
+def _token_loss(plan: HeadPlan, expected: ExpectedRows) -> TokenLoss | None:
+    """Return the expected gradient of divergences from another head as a loss, for a backend that fuses."""
+    if not fuses(plan) or plan.teacher is None or expected.given is None:
+        return None
+    weights = expected.given.d_divergence
+    assert weights is not None
+    return TokenLoss(
+        surrogate="constant",
+        constants=(),
+        kl="full",
+        corrects_kl=False,
+        advantages=None,
+        d_logps=torch.zeros_like(weights) if expected.given.d_logp is None else expected.given.d_logp,
+        weights=weights,
+        old=None,
+        ref=None,
+        gate=None,
+        beta=1.0,
+        d_entropy=0.0,
+    )
+
+
+def no_ids(hidden: Tensor) -> Tensor:
+    """Return zeros in the place of ids for the positions of hidden states (..., H)."""
+    return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
+
+
+def fuses(plan: HeadPlan) -> bool:
+    """Return True if the backend can do a whole loss: not where ranks are joined between statistics and gradient."""
+    return isinstance(plan.backend, FusedRowBackend) and plan.shard is None
