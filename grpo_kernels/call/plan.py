@@ -119,7 +119,8 @@ def plan_call(
 def _engine(inputs: PositionInputs, planned: PlannedHead, expected: ExpectedRows) -> Engine:
     # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
     captured = inputs.waits and device_of(planned.head.hidden.device).is_capturing()
-    coupling = Coupling.of(known=expected.given is not None, coupled=captured or expected.coefficients is None)
+    unknown = captured or expected.coefficients is None
+    coupling = Coupling.of(known=expected.given is not None and not unknown, coupled=unknown)
     return planned.choose_engine(
         coupling,
         entropy_gradient=expected.of_entropy,
