@@ -93,7 +93,7 @@ def run_layout(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInput
     cells = layout.cells.to(device, non_blocking=True)
     named = {"input_ids": inputs.ids, **inputs.per_token}
     found: dict[str, Any] = {name: x.reshape(-1)[cells] for name, x in named.items()}
-    if layout.positions is not None:
+    if layout.isolated != "no":
         found["position_ids"] = layout.positions.to(device, non_blocking=True)
     if layout.isolated == "no":
         stored = layout.stored.to(device, non_blocking=True)

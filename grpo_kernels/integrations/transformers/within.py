@@ -1,4 +1,4 @@
-"""Attributes and modes of modules, changed for the length of a call."""
+"""Attributes of modules, changed for the length of a call."""
 
 from __future__ import annotations
 
@@ -26,15 +26,3 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
             delattr(module, name)
         else:
             setattr(module, name, before)
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and all modules in it are in evaluation mode: dropout is off, nothing random is drawn."""
-    modes = [(x, x.training) for x in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for x, training in modes:
-            x.training = training
