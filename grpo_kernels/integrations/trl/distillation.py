@@ -104,7 +104,7 @@ def divergence_loss(
 
 
 def _check_student(weight: Tensor) -> None:
-    """Raise where FSDP2 has divided a head whose gradient is wanted: no rank would add another's to its own."""
+    """Raise if FSDP2 has divided a head that trains: no rank would add another's gradient to its own."""
     if is_dtensor(weight) and weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "student_lm_head_weight: expected a plain tensor, as it is within the forward of the FSDP2 unit that "
@@ -130,7 +130,7 @@ def compatible() -> bool:
 
 
 def warn_incompatible() -> None:
-    """One warning, whose source line is the caller's caller."""
+    """Warn once, at the source line of the caller's caller."""
     import trl
 
     warnings.warn(
