@@ -61,8 +61,8 @@ def optimal_token_baseline(
     Source: https://arxiv.org/abs/2602.07078. It is verl's ``tir_optimal_token_baseline`` and, where the masks have no
     holes, its ``optimal_token_baseline``; but w_k >= 0 here whatever the rounding of pi near 1, nothing is added to the
     denominator (a sum of 0 means a baseline of 0), and no special rule holds for a group of one.
-    Raises ValueError for infinite rewards, and numbers that count and are not finite, or are impossible by more than
-    rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1], as their logarithms are.
+    Raises ValueError for infinite rewards, for numbers that count and are not finite, and for those that are wrong by
+    more than rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1].
     """
     with Agreement(
         "process_group", process_group, "optimal_token_baseline", handle_zero_tail=handle_zero_tail

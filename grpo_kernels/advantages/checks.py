@@ -22,7 +22,7 @@ def reward_table(
     reward_weights: Tensor | Sequence[float] | None,  # (F,)
     ranks: Agreement,
 ) -> tuple[Tensor, Tensor]:
-    """Checked rewards as (B, F) and weights as (F,), both wide."""
+    """Check the arguments; return rewards as (B, F) and weights as (F,), both in `wide` precision."""
     real_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
@@ -72,7 +72,7 @@ def counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
-    """ValueError if ``ok`` is not all true; it shows the first entry of ``x`` where it is not."""
+    """Raise ValueError unless ``ok`` is all true; it shows the first entry of ``x`` where it is not."""
     bad = (~ok).nonzero()
     if len(bad):
         first = tuple(bad[0].tolist())
@@ -80,7 +80,7 @@ def require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
 
 
 def real_tensor(name: str, x: object) -> None:
-    """TypeError unless ``x`` is a tensor of real numbers."""
+    """Raise TypeError unless ``x`` is a tensor of real numbers."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.is_complex():
@@ -88,20 +88,20 @@ def real_tensor(name: str, x: object) -> None:
 
 
 def expect_shape(name: str, x: Tensor, shape: Sequence[int], letters: str) -> None:
-    """TypeError unless ``x`` is a real tensor, ValueError unless it has ``shape``; ``letters`` name it, as "(B, T)"."""
+    """Raise TypeError unless ``x`` is a real tensor, ValueError unless it has ``shape``, in letters "(B, T)" say."""
     real_tensor(name, x)
     if x.shape != tuple(shape):
         raise ValueError(f"{name}: expected shape {letters} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
 def one_of(name: str, value: str, names: tuple[str, ...]) -> None:
-    """ValueError unless ``value`` is one of ``names``."""
+    """Raise ValueError unless ``value`` is one of ``names``."""
     if value not in names:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, names))}, got {value!r}")
 
 
 def in_interval(name: str, value: float, high: float = math.inf) -> None:
-    """TypeError or ValueError unless ``value`` is a finite number in [0, high]."""
+    """Raise TypeError or ValueError unless ``value`` is a finite number in [0, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if not (0 <= value <= high and math.isfinite(value)):
@@ -110,16 +110,16 @@ def in_interval(name: str, value: float, high: float = math.inf) -> None:
 
 
 def std_correction(std: str) -> int:
-    """n - correction is what the std divides by."""
+    """Return the correction of `std`, which divides by n - correction."""
     one_of("std", std, choices(AdvantageStd))
     return 1 if std == "sample" else 0
 
 
 def wide(x: Tensor) -> Tensor:
-    """float64, or float32 on a device that has no float64."""
+    """Convert to float64, or to float32 on a device that has no float64."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def float_dtype(x: Tensor) -> torch.dtype:
-    """x's own dtype if it is a float, else float32."""
+    """The dtype of x if it is a float, else float32."""
     return x.dtype if x.is_floating_point() else torch.float32

@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 class Groups(NamedTuple):
-    """Which of ``number`` groups (over all ranks) each of this rank's rows belongs to."""
+    """Assignment of this rank's rows to ``number`` groups, which are those of all ranks."""
 
     of_row: Tensor  # (N,) int64
     number: int
@@ -99,7 +99,7 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """For (B, T): the order that moves each row's counted positions to its front, and where they then are."""
+    """(B, T) each: the order that moves a row's counted positions to its front, and the mask in that order."""
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
     return order, mask.gather(1, order)
 

@@ -62,7 +62,7 @@ def process_advantages(
 
 
 def _process_mask(completion_mask: Tensor | None, length: int | None, rows: int, device: torch.device) -> Tensor:
-    """(B, T) bool from whichever of the two is given."""
+    """Mask (B, T) bool, from `completion_mask` or `length`; exactly one is given."""
     if (completion_mask is None) == (length is None):
         given = "neither" if length is None else "both"
         raise ValueError(f"completion_mask, length: expected exactly one of the two, got {given}")
@@ -80,7 +80,7 @@ def _process_mask(completion_mask: Tensor | None, length: int | None, rows: int,
 def _step_table(
     step_rewards: Tensor | Sequence[Sequence[float | None]], step_ends: Tensor | Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Both as (B, S) tensors; ragged lists are padded with NaN and -1."""
+    """Rewards and ends as (B, S) tensors; ragged lists are padded with NaN and -1."""
     if not isinstance(step_rewards, Tensor):
         rows = [[stats.NAN if reward is None else reward for reward in row] for row in step_rewards]
         if not isinstance(step_ends, Tensor):

@@ -178,7 +178,7 @@ def _whitened(
     epsilon: float = 1e-8,
     shift_mean: bool = True,
 ) -> Tensor:
-    """`whiten` of what is known to be right, in the dtype of `x`."""
+    """`whiten` without its checks, in the dtype of `x`."""
     flat = torch.where(mask, x, stats.NAN).reshape(-1, 1)
     centred, spread, _ = stats.moments(flat, stats.one_group(len(flat), x.device, process_group), correction)
     result = stats.divide(centred if shift_mean else flat, spread + epsilon).view(mask.shape)

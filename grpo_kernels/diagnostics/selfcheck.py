@@ -1,9 +1,9 @@
-"""A few seconds of checks against float64, for an installation one does not trust yet.
+"""A few seconds of checks against float64, for a new installation.
 
 Small random cases of every loss type, of `linear_logprob` and of `linear_divergence`, in float32, and some of them with
 a larger vocabulary, in float32 and bfloat16, against a full-logits evaluation of the published formulas in float64
-under autograd. It is written apart from objective and engines on purpose: what it compares with shares no line with
-what it checks. The thorough tests are in tests/; this one needs the package only.
+under autograd. The formulas are written out here on purpose: they share no line with the objective and the engines that
+they check. The thorough tests are in tests/; this one needs the package only.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Check:
     detail: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields, for JSON."""
         return asdict(self)
 
 
 def run(devices: Sequence[torch.device]) -> list[Check]:
-    """Every check on every device. An exception is a failed check, not a traceback."""
+    """Run every check on every device. An exception is a failed check, not a traceback."""
     return [
         _check(name + _suffix(head), device, partial(case, head, device))
         for device in devices
@@ -86,7 +86,7 @@ def run(devices: Sequence[torch.device]) -> list[Check]:
 
 
 def _suffix(head: HeadShape) -> str:
-    """Nothing for the small head, so that most names stay short."""
+    """End of a check's name: nothing for the small head, so that most names stay short."""
     return "" if head == SMALL else f", V {head.vocab}, {str(head.dtype).removeprefix('torch.')}"
 
 
@@ -116,7 +116,7 @@ def render(checks: Sequence[Check]) -> str:
 
 
 def _check(name: str, device: torch.device, case: Callable[[], Pairs]) -> Check:
-    """Runs one case, and compares."""
+    """Run one case, and compare."""
     try:
         pairs = case()
         errors = {what: _error(got, want) for what, (got, want) in pairs.items()}

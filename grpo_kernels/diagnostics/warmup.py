@@ -42,7 +42,7 @@ LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
 
 
 def describe(head: HeadShape, loss_type: str) -> str:
-    """In one line."""
+    """Describe the head and the loss in one line."""
     parts = [str(head), loss_type]
     parts += ["bias"] if head.bias else []
     parts += [] if head.logit_scale == 1.0 else [f"logit scale {head.logit_scale:g}"]
@@ -143,7 +143,7 @@ def _loss(
 
 
 def compile_library() -> str:
-    """Build or find the C++ library; returns where it came from.
+    """Build or find the C++ library, and return where it came from.
 
     Raises:
         RuntimeError: there is none; the message says why.
@@ -155,7 +155,7 @@ def compile_library() -> str:
 
 
 def timed(name: str, step: Callable[[], object]) -> bool:
-    """Print a line with the seconds that `step` takes and what it returns; whether it went well."""
+    """Print a line with the seconds that `step` takes and its result; return True if it raised nothing."""
     print(f"  {name:<{NAME_WIDTH}}", end="", flush=True)
     start = time.perf_counter()
     try:
@@ -168,7 +168,7 @@ def timed(name: str, step: Callable[[], object]) -> bool:
 
 
 def on_gpu(step: Callable[[], None]) -> None:
-    """`step`, to its end on the device."""
+    """Run `step` to its end on the device."""
     step()
     torch.cuda.synchronize()
 

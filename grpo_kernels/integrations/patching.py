@@ -1,4 +1,4 @@
-"""Attributes of other packages, replaced by ours and given back, and how to tell whether a package is as we know it."""
+"""Attributes of other packages, replaced by ours and given back; and checks that a function is as we know it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _swap(owners: list[Any], attribute: str, old: Any, new: Any) -> None:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of its parameters, by which a function is known."""
+    """The names of the parameters of `function`, by which it is recognised."""
     return tuple(inspect.signature(function).parameters)
 
 

@@ -184,14 +184,7 @@ def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) 
     if ids.shape != hidden.shape[:-1]:
         raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")
     head = describe_head(model)
-    log_probs, entropy = attach(head.module).logprobs(
-        hidden,
-        ids,
-        temperature=temperature,
-        logit_scale=head.logit_scale,
-        final_logit_softcapping=head.final_logit_softcapping,
-        vocab_size=head.vocab_size,
-    )
+    log_probs, entropy = attach(head.module).logprobs(hidden, ids, temperature=temperature, **head.constant_options)
     assert entropy is not None
     return log_probs, entropy
 
@@ -215,8 +208,6 @@ def _distil(model: Any, hidden: Tensor, teacher: TeacherLogprobs, temperature: f
         log_prob_min_clamp=teacher.log_prob_min_clamp,
         outputs=("student_mass",),
         temperature=temperature,
-        logit_scale=head.logit_scale,
-        final_logit_softcapping=head.final_logit_softcapping,
-        vocab_size=head.vocab_size,
+        **head.constant_options,
     )
     return aux_of(found["divergence"], found["student_mass"], teacher)
