@@ -161,7 +161,7 @@ def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) ->
     stock = _history(trl.GRPOTrainer, steps=2)
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Changed)
     with pytest.warns(UserWarning, match="TRL works unchanged"):
-        trl_hook.warn_incompatible()
+        trl_hook.SEAM.warn_unknown()
     assert parity.differences(stock, _history(FusedGRPOTrainer, steps=2)) == dict.fromkeys(stock[0], 0.0)
 
 

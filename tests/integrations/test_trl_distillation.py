@@ -156,7 +156,7 @@ def test_an_unknown_trl_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1
     assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
     assert trl_distillation._chunked_divergence_loss is changed
-    with distillation.hooked():
+    with distillation.SEAM.filled():
         assert trl_distillation._chunked_divergence_loss is changed
     unpatch_trl()
     assert trl_distillation._chunked_divergence_loss is changed

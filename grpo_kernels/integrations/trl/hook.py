@@ -8,7 +8,6 @@ their gradient will be) says so with `rows`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -25,26 +24,11 @@ from grpo_kernels.base.choices import LogprobOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
-from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.head import ModelHead
+from grpo_kernels.integrations.trl.seam import Seam
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 
-HOOK = "_ChunkedLogProbFunction"
-# The parameters of TRL's `forward`. A release that changes them has changed what the five results mean.
-PARAMETERS = (
-    "ctx",
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
-    "outputs",
-)
-NEEDED = ("add_fused_lm_head", "maybe_gather_lm_head_ctx")  # TRL's own, beside the hook
 OPTIONAL_OUTPUTS: tuple[LogprobOutput, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -219,34 +203,22 @@ def rows(known: Rows | None) -> Iterator[None]:
         _rows.reset(token)
 
 
-def compatible() -> bool:
-    """Return True if this TRL has the hook with the signature that is known here."""
-    theirs = getattr(trl_utils, HOOK, None)
-    if theirs is FusedHead:
-        return True
-    forward = getattr(theirs, "forward", None)
-    is_known = forward is not None and parameters_of(forward) == PARAMETERS
-    return is_known and all(hasattr(trl_utils, name) for name in NEEDED)
-
-
-def warn_incompatible() -> None:
-    """Warn once, at the source line of the caller's caller."""
-    import trl
-
-    warnings.warn(
-        f"grpo_kernels: trl {trl.__version__} has no fused language-model head with the signature of trl 1.15 and "
-        "1.16; TRL works unchanged, without grpo_kernels",
-        stacklevel=3,
-    )
-
-
-@contextmanager
-def hooked() -> Iterator[None]:
-    """Inside, TRL's fused head is ours, if this TRL is a known one; afterwards it is what it was."""
-    patches = Patches()
-    if compatible():
-        patches.replace(trl_utils, HOOK, FusedHead)
-    try:
-        yield
-    finally:
-        patches.restore()
+SEAM = Seam(
+    trl_utils,
+    "_ChunkedLogProbFunction",
+    FusedHead,
+    (
+        "ctx",
+        "hidden",
+        "weight",
+        "bias",
+        "targets",
+        "temperature",
+        "chunk_size",
+        "final_logit_softcapping",
+        "logit_scale",
+        "outputs",
+    ),
+    unknown="fused language-model head with the signature of trl 1.15 and 1.16; TRL works unchanged",
+    needed=("add_fused_lm_head", "maybe_gather_lm_head_ctx"),
+)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import trl.trainer.utils as trl_utils
-
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.patching import Patches
@@ -47,21 +45,21 @@ def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
         ValueError: an unknown `logits_dtype`, or another one than that of the patch that is in force.
     """
     LossConfig(logits_dtype=logits_dtype)  # which knows the choices
-    if getattr(trl_utils, hook.HOOK, None) is hook.FusedHead:
+    if hook.SEAM.is_filled():
         if logits_dtype != hook.logits_dtype:
             raise ValueError(
                 f"logits_dtype: expected {hook.logits_dtype!r}, that of the patch in force, got {logits_dtype!r}; "
                 "unpatch_trl() comes first"
             )
         return Patch(True)
-    if not hook.compatible():
-        hook.warn_incompatible()
+    if not hook.SEAM.is_known():
+        hook.SEAM.warn_unknown()
         return Patch(False)
     hook.logits_dtype = logits_dtype
-    _patches.replace(trl_utils, hook.HOOK, hook.FusedHead)
-    if not distillation.compatible():
-        distillation.warn_incompatible()
-    distillation.patch(_patches)
+    hook.SEAM.fill(_patches)
+    if not distillation.SEAM.is_known():
+        distillation.SEAM.warn_unknown()
+    distillation.SEAM.fill(_patches)
     row_count.patch(_patches)
     done = Patch(True)
     done.undoes = True

@@ -69,8 +69,8 @@ class FusedLossMixin:
         if not isinstance(regroup, bool):
             raise TypeError(f"regroup: expected a bool, got {regroup!r}")
         self.regroup = regroup
-        if not hook.compatible():
-            hook.warn_incompatible()
+        if not hook.SEAM.is_known():
+            hook.SEAM.warn_unknown()
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
         self._reference_head: exact_kl.Kept | None = None  # of the reference's last scoring
@@ -80,14 +80,14 @@ class FusedLossMixin:
         self._token_count = TokenCount()
         self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
         self._sampling_figures = sampling.SamplingFigures(0)
-        with heads.adapters_allowed() if hook.compatible() else nullcontext():
+        with heads.adapters_allowed() if hook.SEAM.is_known() else nullcontext():
             super().__init__(*args, **kwargs)
-        if hook.compatible():
+        if hook.SEAM.is_known():
             heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
         step.check_options(self, self._loss_owner())
         exact_kl.check_beta(self)
         if self._has_exact_kl:
-            exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
+            exact_kl.check_trainer(self, self._loss_owner(), hook.SEAM.is_known())
 
     @property
     def _has_exact_kl(self) -> bool:
@@ -173,9 +173,9 @@ class FusedLossMixin:
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         given = inspect.signature(score).bind(*args, **kwargs).arguments
         rows = self._rows_of_call(given)
-        whole = heads.whole_heads(given["model"]) if hook.compatible() else nullcontext()
-        trunk = self._trunk(given, rows) if rows is not None and hook.compatible() else nullcontext()
-        with hook.hooked(), hook.rows(rows), counting(self._row_count), whole, trunk:
+        whole = heads.whole_heads(given["model"]) if hook.SEAM.is_known() else nullcontext()
+        trunk = self._trunk(given, rows) if rows is not None and hook.SEAM.is_known() else nullcontext()
+        with hook.SEAM.filled(), hook.rows(rows), counting(self._row_count), whole, trunk:
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
             inputs, self._lacks_ratio = self._lacks_ratio, None
@@ -228,7 +228,7 @@ class FusedLossMixin:
 
     def _foreseen_rows(self, inputs: dict[str, Any]) -> hook.Rows | None:
         """The rows that the loss of this micro-batch reads and the gradient it will send; None without a known loss."""
-        config = self._loss_config() if torch.is_grad_enabled() and hook.compatible() else None
+        config = self._loss_config() if torch.is_grad_enabled() and hook.SEAM.is_known() else None
         return None if config is None else foreseen.rows_of_loss(self, inputs, config)
 
     def _loss_config(self) -> LossConfig | None:
