@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,19 +34,29 @@ class HeadShape:
         return f"V {self.vocab:,}, H {self.hidden:,}, {str(self.dtype).removeprefix('torch.')}"
 
 
-def read_config(folder: Path, dtype: torch.dtype) -> HeadShape:
-    """Read the head of the model whose config.json is in `folder`; transformers knows the fields that it leaves out.
+def add_arguments(parser: argparse.ArgumentParser, models: Any = None) -> None:
+    """Add the options that name a head; ``--config`` to the group `models`, if there is one."""
+    (models or parser).add_argument(
+        "--config", type=Path, metavar="DIR", help="take the head from the config.json of transformers in DIR"
+    )
+    parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
+    parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
 
-    Raises:
-        ValueError: no config.json there, or none that the installed transformers knows, if it is installed at all.
+
+def configured(parser: argparse.ArgumentParser, options: argparse.Namespace) -> HeadShape:
+    """Read the head of the model whose config.json is in ``--config``, or exit with the reason why it cannot be read.
+
+    transformers knows the fields that the file leaves out.
     """
+    folder: Path = options.config
     if not (folder / "config.json").is_file():
-        raise ValueError(f"expected a folder with config.json, got {folder}")
+        parser.error(f"--config: expected a folder with config.json, got {folder}")
     try:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
         sizes = config.vocab_size, config.hidden_size
     except (ImportError, OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder / 'config.json'} cannot be read ({error}); give --vocab and --hidden") from error
-    return HeadShape(*sizes, dtype, *scale_and_cap(lambda name: getattr(config, name, None)))
+        parser.error(f"--config: {folder / 'config.json'} cannot be read ({error}); give --vocab and --hidden")
+    return HeadShape(*sizes, DTYPES[options.dtype], *scale_and_cap(lambda name: getattr(config, name, None)))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, read_config
+from grpo_kernels.diagnostics import head_shape
+from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, configured
 from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import default_workspace
 from grpo_kernels.engine.operands import Head, HeadConfig, Rows
@@ -134,13 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels memory``."""
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", choices=MODELS, help="take vocabulary and hidden size of this model")
-    models.add_argument(
-        "--config", type=Path, metavar="DIR", help="take them from the config.json of transformers in DIR"
-    )
-    parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
-    parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
+    head_shape.add_arguments(parser, models)
     parser.add_argument("--rows", type=int, required=True, help="N: positions of the batch, B * T")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
     parser.add_argument("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
     parser.add_argument("--score", action="store_true", help="no gradient: old or reference log-probabilities")
     parser.add_argument("--mask", type=float, default=0.0, help="share of the positions that do not count; default: 0")
@@ -151,11 +146,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the table for `options`."""
     vocab, hidden = MODELS[options.model] if options.model else (None, None)
     if options.config:
-        try:
-            configured = read_config(options.config, DTYPES[options.dtype])
-        except ValueError as error:
-            parser.error(f"--config: {error}")
-        vocab, hidden = configured.vocab, configured.hidden
+        head = configured(parser, options)
+        vocab, hidden = head.vocab, head.hidden
     vocab, hidden = options.vocab or vocab, options.hidden or hidden
     if vocab is None or hidden is None:
         parser.error("expected --model, --config, or --vocab and --hidden")

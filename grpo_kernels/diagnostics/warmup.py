@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base.choices import BackendName, LossTypeName, choices
 from grpo_kernels.config import LossConfig
-from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, read_config
+from grpo_kernels.diagnostics import head_shape
+from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, configured
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.logprob import linear_logprob
@@ -175,12 +175,7 @@ def on_gpu(step: Callable[[], None]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels warmup``."""
-    parser.add_argument(
-        "--config", type=Path, metavar="DIR", help="take the head from the config.json of transformers in DIR"
-    )
-    parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
-    parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
+    head_shape.add_arguments(parser)
     parser.add_argument("--softcap", type=float, help="of the logits, as in Gemma 2")
     parser.add_argument("--bias", action="store_true", help="the head has one")
     parser.add_argument("--loss-type", choices=choices(LossTypeName), default="dapo", help="default: dapo")
@@ -191,18 +186,14 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Compile, a line for each step; 0 if nothing failed, else 1."""
     if (options.config is None) == (options.vocab is None and options.hidden is None):
         parser.error("expected --config, or --vocab and --hidden")
-    dtype = DTYPES[options.dtype]
     if options.config is not None:
-        try:
-            head = read_config(options.config, dtype)
-        except ValueError as error:
-            parser.error(f"--config: {error}")
+        head = configured(parser, options)
     else:
         for name in ("vocab", "hidden"):
             value = getattr(options, name)
             if value is None or value < 1:
                 parser.error(f"--{name}: expected at least 1, got {value}")
-        head = HeadShape(options.vocab, options.hidden, dtype)
+        head = HeadShape(options.vocab, options.hidden, DTYPES[options.dtype])
     if options.softcap is not None:
         if not options.softcap > 0.0:
             parser.error(f"--softcap: expected more than 0, got {options.softcap}")

@@ -111,7 +111,7 @@ def known_head(model: nn.Module) -> tuple[HeadSpec, bool]:
 
 
 def remember(model: nn.Module, head: HeadSpec, compared: bool) -> None:
-    """From now on, `head` is what `describe_head` finds."""
+    """Let `describe_head` find `head` from now on; `compared` as `known_head` says it."""
     _known[head.module] = _from_config(causal_lm(model), head.module).constants, head.constants, compared
 
 
@@ -125,7 +125,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """(what is around the transformers model, from the outside in; that model).
+    """(the wrappers around the transformers model, from the outside in; that model).
 
     Raises:
         TypeError: as `causal_lm`.
@@ -142,7 +142,7 @@ def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
 
 
 def inner_head(head: nn.Module) -> nn.Module:
-    """The module that projects, where PEFT keeps a trained copy of the whole head (`modules_to_save`)."""
+    """The module that projects: `head`, or the copy of it that PEFT trains (`modules_to_save`)."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return head

@@ -1,8 +1,8 @@
-"""The check of a head in a model's first forward: what the model makes of logits, and whether its own are as we think.
+"""The check of a head in a model's first forward: what does the model do to logits, and is its head one linear layer?
 
-In the place of logits the model is given two rows beside the scores: real logits, as its own head projects one hidden
-state; and a ladder of known numbers, which shows every scale, soft-cap and cut. The ladder tells whether the constants
-of `HeadSpec` are right, or which ones are. The row of real logits tells whether the head is one linear layer.
+Beside the scores the model is given two rows in the place of logits: real logits, which its own head has projected from
+one hidden state; and a ladder of known numbers, which shows every scale, soft-cap and cut. The ladder verifies the
+constants of `HeadSpec`, or they are measured by it. With the real logits our log-probabilities are compared.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from grpo_kernels.logprob import linear_logprob_with
 
 
 class HeadCheck:
-    """Comparison of a head with its model's own logits in one forward, whose steps call the methods in their order."""
+    """Comparison of a head with its model's own logits, in one forward.
+
+    In this order: `project` and `score` within the head, `rows` from the head to the model, `take` of the model's
+    output, `verified`.
+    """
 
     def __init__(self, head: HeadSpec, batch: Batch) -> None:
         self._head, self._batch = head, batch
 
     @torch.no_grad()
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
-        """Let the head's own `forward` make the logits of a row of its input (B, L, H) that counts, if any does."""
+        """Let the head's own `forward` compute the logits of a row of its input (B, L, H) that counts, if any does."""
         states, _, mask = self._batch.aligned(hidden)
         row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         self._state = states[row, column].detach()  # (H,)
@@ -38,7 +42,7 @@ class HeadCheck:
 
     @torch.no_grad()
     def score(self) -> None:
-        """Compute our log-probabilities of some ids of that row; to be called where the head's parameters are whole."""
+        """Compute our log-probabilities of some ids at that row; to be called where the head's parameters are whole."""
         logits = self._logits
         count = self._head.vocab_size or logits.shape[0]
         ids = torch.linspace(0, count - 1, 8, device=logits.device).long()

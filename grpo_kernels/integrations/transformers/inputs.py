@@ -38,7 +38,7 @@ class Batch:
 
     @classmethod
     def of(cls, input_ids: Any, completion_mask: Any) -> Batch:
-        """The batch, checked."""
+        """Check the tensors, and return them as a batch."""
         check_tensor("input_ids", input_ids)
         check_tensor("completion_mask", completion_mask)
         if input_ids.dim() != 2:
@@ -73,7 +73,7 @@ class Batch:
 
 
 def check_names(model: nn.Module, given: Collection[str], others: Collection[str], takers: str) -> None:
-    """Raise unless somebody reads each of the names `given` as arguments of the model.
+    """Raise unless each of the names `given` as arguments of the model is read by somebody.
 
     Args:
         others: names that the caller itself takes, to suggest them.
@@ -99,7 +99,7 @@ def check_names(model: nn.Module, given: Collection[str], others: Collection[str
 
 
 def _named_by(module: nn.Module) -> Iterator[str]:
-    """The parameters of a forward that have a name of their own."""
+    """The named parameters of a module's forward, without its *args and **kwargs."""
     for forward in (type(module).forward, module.forward):  # the class's too: on an object it may be wrapped
         for name, x in inspect.signature(forward).parameters.items():
             if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != "self":

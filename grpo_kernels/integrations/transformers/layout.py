@@ -112,7 +112,7 @@ def plan(
 
 
 def anchor(span: Span, length: int, graph: bool) -> Layout:
-    """A forward of two tokens at most, of which nothing is stored: it attaches a loss, or keeps ranks in step."""
+    """A forward of at most two tokens, none of them stored: it attaches a loss to the model, or keeps ranks in step."""
     strip = _strip(replace(span, end=min(span.end, span.first + 2)), length)
     layout = _padded([strip], strip.shape[1], graph, "no")
     return replace(layout, stored=torch.zeros_like(layout.stored))

@@ -17,7 +17,6 @@ wrong, and never changes a result. It costs one wait for the device in each back
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_kernels.base.checks import is_dtensor, is_fake
+from grpo_kernels.base.checks import is_dtensor, is_fake, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
@@ -83,7 +82,7 @@ def live_trunk(
 
 
 class _TrunkCall:
-    """Stands in for the forward of a trunk while a batch is scored."""
+    """Stand-in for the forward of a trunk while a batch is scored."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class _TrunkCall:
         self.was_called = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The trunk's forward, in as many forwards as the plan has."""
+        """Compute the trunk's output, in as many forwards as the batch takes."""
         self.was_called = True
         given = {**dict(zip(inspect.signature(self.forward).parameters, args, strict=False)), **kwargs}
         padding, shared = self._exact_modes(given.get("position_ids") is not None)
@@ -123,7 +122,7 @@ class _TrunkCall:
         return self._in_parts(inputs, self._layouts(inputs, needed, live, padding, shared), rows, live)
 
     def _exact_modes(self, positions: bool) -> tuple[str, bool]:
-        """(padding, shared) of the options as far as this model is exact in them; "whole" if in none."""
+        """(padding, shared) of the options, or the nearest that are exact for this model; "whole" if there are none."""
         options = self.options
 
         def is_exact(mode: str, instead: str) -> bool:
@@ -267,12 +266,6 @@ def _is_compiled(modules: Iterable[Any]) -> bool:
     )
 
 
-_said: set[tuple[type, str]] = set()
-
-
 def say_once(trunk: nn.Module, reason: str) -> None:
     """Warn, once for each kind of model, that a saving does not apply."""
-    key = type(trunk), reason
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(f"grpo_kernels: {type(trunk).__name__}: {reason}; results are the same", stacklevel=2)
+    warn_once(f"{type(trunk).__name__}: {reason}; results are the same")

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def forward_name(module: nn.Module) -> str:
-    """Name of the attribute that holds the module's forward: accelerate's hook has to run around what replaces it."""
+    """Name of the attribute that holds the module's forward; accelerate's hook goes on running around it."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
