@@ -22,8 +22,6 @@ from torch import Tensor
 from grpo_kernels.base.checks import is_fake
 from grpo_kernels.base.choices import LogprobOutput
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.request import Gather
-from grpo_kernels.head.lora import LoRA
 from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.head import ModelHead
 from grpo_kernels.integrations.trl.seam import Seam
@@ -105,13 +103,15 @@ class FusedHead:
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        options: dict[str, Any] = {
-            "temperature": temperature,
-            "final_logit_softcapping": final_logit_softcapping,
-            "logit_scale": logit_scale,
-        }
-        wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
-        compute = partial(_score, targets=targets, wanted=wanted, options=options)
+        compute = partial(
+            _score,
+            ids=targets,
+            outputs=tuple(name for name in OPTIONAL_OUTPUTS if name in outputs),
+            temperature=temperature,
+            final_logit_softcapping=final_logit_softcapping,
+            logit_scale=logit_scale,
+            logits_dtype=logits_dtype,
+        )
         if isinstance(weight, ModelHead):
             found = weight.score(hidden, compute)
         else:
@@ -125,34 +125,19 @@ def _score(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
-    *,
-    lora: LoRA | None = None,
-    gather: Gather | None,
-    targets: Tensor,  # (N,)
-    wanted: tuple[LogprobOutput, ...],
-    options: dict[str, Any],
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """``"logps"`` and what is `wanted`, each (N,), of one head call."""
+    """The results (N,) of one head call by their names; `options` are those of `linear_logprob_with`."""
     rows, (positions, mask, expected, fill) = _rows.get(), _known(hidden)
-    options = {
-        **options,
-        "ids": targets,
-        "outputs": wanted,
-        "bias": bias,
-        "lora": lora,
-        "gather": gather,
-        "mask": mask,
-        "expected": expected,
-        "logits_dtype": logits_dtype,
-    }
+    compute = rows.compute if rows else _scored
     with _operands_as_trls(hidden):
-        found = (rows.compute if rows else _scored)(hidden, weight, positions, **options)
+        found = compute(hidden, weight, positions, bias=bias, mask=mask, expected=expected, **options)
     if mask is not None and fill is not None:
         found["logps"] = torch.where(mask, found["logps"], fill)
     if not is_fake(hidden):
         places = rows.last_positions if rows and mask is not None else len(hidden)
         row_count.current().add(places, mask, (found["logps"], found.get("entropy")))
-    return {name: found[name] for name in ("logps", *wanted)}
+    return found
 
 
 def _operands_as_trls(hidden: Tensor) -> AbstractContextManager[Any]:
