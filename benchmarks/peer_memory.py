@@ -26,12 +26,12 @@ def all_logits(size: Size, softcap: bool) -> Need:
 
     It is kept for the backward, where its gradient and the gradient of the logits are beside it.
     """
-    logits = size.rows * size.vocab
-    capped = logits * size.itemsize if softcap else 0  # kept by tanh
+    logits = size.rows * size.head.vocab
+    capped = logits * size.head.itemsize if softcap else 0  # kept by tanh
     forward, kept = 2 * FP32 * logits + capped, FP32 * logits + capped
     if size.score:
         return Need("all logits, log_softmax", forward, 0, 0)
-    of_weight = logits * size.itemsize + size.returned  # while d weight is made
+    of_weight = logits * size.head.itemsize + size.returned  # while d weight is made
     return Need("all logits, log_softmax", max(3 * FP32 * logits + capped, of_weight), size.returned, kept)
 
 
@@ -41,15 +41,15 @@ def trl(size: Size, softcap: bool) -> Need:
     Of a tile there are the buffer of the product, and copies in fp32: three in the forward; in the backward seven and a
     mask of bytes. With a soft-cap there is one more, its tanh.
     """
-    rows, columns = min(size.rows, TRL_ROWS), min(size.vocab, TRL_COLUMNS)
-    buffer, tile = rows * TRL_COLUMNS * size.itemsize, rows * columns * FP32
+    rows, columns = min(size.rows, TRL_ROWS), min(size.head.vocab, TRL_COLUMNS)
+    buffer, tile = rows * TRL_COLUMNS * size.head.itemsize, rows * columns * FP32
     forward = buffer + 3 * tile
     if size.score:
         return Need("TRL 1.16 fused head", forward, 0, 0)
-    accumulated = size.returned // size.itemsize * FP32
-    narrow = size.itemsize < FP32
+    accumulated = size.returned // size.head.itemsize * FP32
+    narrow = size.head.itemsize < FP32
     row_work = (8 if softcap else 7) * tile + tile // FP32
-    converted = tile + max(columns, rows) * size.hidden * FP32 if narrow else 0  # operands of d hidden, d weight
+    converted = tile + max(columns, rows) * size.head.hidden * FP32 if narrow else 0  # operands of d hidden, d weight
     backward = buffer + accumulated + max(row_work, converted, size.returned if narrow else 0)
     return Need("TRL 1.16 fused head", max(forward, backward), size.returned, 0)
 
@@ -59,14 +59,15 @@ def liger(size: Size, length: int) -> Need:
 
     Each sequence has gradients of its own in fp32, that of the weight too, which are added to those that are returned.
     """
-    rows, columns = min(length, LIGER_ROWS), min(size.vocab, LIGER_COLUMNS)
-    tile, slab = rows * columns * FP32, columns * size.hidden * FP32  # a slab of the weight, or of its gradient
-    narrow, of_rows = size.itemsize < FP32, rows * size.hidden * FP32
+    rows, columns = min(length, LIGER_ROWS), min(size.head.vocab, LIGER_COLUMNS)
+    tile, slab = rows * columns * FP32, columns * size.head.hidden * FP32  # a slab of the weight, or of its gradient
+    narrow, of_rows = size.head.itemsize < FP32, rows * size.head.hidden * FP32
     products = 3 * tile + (slab if narrow or not size.frozen else 0) + (of_rows if narrow or size.frozen else 0)
-    of_sequence = (length + (0 if size.frozen else size.vocab)) * size.hidden
-    rounded = of_sequence * size.itemsize if narrow else 0
-    alone = size.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS  # else two are there while the next is made
+    of_sequence = (length + (0 if size.frozen else size.head.vocab)) * size.head.hidden
+    rounded = of_sequence * size.head.itemsize if narrow else 0
+    alone = size.head.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS  # else two are there while the next is made
     row_work = (3 if alone else 5) * tile
     in_sequence = size.returned + of_sequence * FP32 + max(row_work, products, rounded)
-    joined = size.returned + size.rows * size.hidden * size.itemsize  # d hidden of all sequences, concatenated
+    d_hidden = size.rows * size.head.hidden * size.head.itemsize  # of all sequences, concatenated
+    joined = size.returned + d_hidden
     return Need("Liger 0.8.5 fused GRPO loss", max(in_sequence, joined), size.returned, size.returned)

@@ -16,6 +16,7 @@ from benchmarks.cases import HEADS, case, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Step
 from grpo_kernels.__main__ import main
+from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.diagnostics.memory import MIB, MODELS, Need, Size, estimate
 from grpo_kernels.engine import mixed_mm
 from tests.support.measure import AllocationWatcher
@@ -73,10 +74,8 @@ def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def size_of(fields: dict[str, Any], workspace_mib: int | None) -> Size:
     return Size(
+        HeadShape(fields["v"], fields["h"], getattr(torch, fields.get("dtype", "float32"))),
         rows=fields["n"],
-        vocab=fields["v"],
-        hidden=fields["h"],
-        dtype=getattr(torch, fields.get("dtype", "float32")),
         frozen=fields.get("frozen", False),
         score=fields.get("score", False),
         masked=fields.get("padding", 0.0),
@@ -153,7 +152,7 @@ def test_table_of_models_in_the_page_is_computed() -> None:
     names = ("one_pass", "lean", "all logits", "TRL", "Liger")
     assert len(rows) == 12
     for model, tokens, figures in rows:
-        size = Size(int(tokens.replace(",", "")), *MODELS[model], torch.bfloat16)
+        size = Size(HeadShape(*MODELS[model], torch.bfloat16), int(tokens.replace(",", "")))
         needs = estimate(size) + peer_memory.estimate(size, softcap=HEADS[model].softcap is not None)
         found = [next((x for x in needs if name in x.name), None) for name in names]
         assert figures.split(" | ") == ["" if x is None else f"{x.extra / 2**30:,.1f}" for x in found]

@@ -16,7 +16,6 @@ import torch
 from grpo_kernels.__main__ import main
 from grpo_kernels.backends.cpp_rows.build import Library
 from grpo_kernels.diagnostics import warmup
-from grpo_kernels.diagnostics.warmup import Warmup
 
 SMALL = "--vocab 70 --hidden 8"
 
@@ -50,8 +49,8 @@ def test_a_library_that_cannot_be_built_is_a_failure(
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """A GPU in name: the steps run on the CPU, with `backend`."""
-    steps = Warmup.steps
-    monkeypatch.setattr(Warmup, "steps", lambda self, device, _: steps(self, torch.device("cpu"), backend))
+    steps = warmup.steps
+    monkeypatch.setattr(warmup, "steps", lambda head, *_, **given: steps(head, torch.device("cpu"), backend, **given))
     for name, value in {
         "is_available": True,
         "get_device_name": "a pretended GPU",

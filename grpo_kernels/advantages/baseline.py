@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Each, check_same
 
@@ -27,11 +28,11 @@ def remax_advantages(
     Rows stand alone, so that there is nothing to exchange between ranks. Source: https://arxiv.org/abs/2310.10505
     Raises ValueError for infinite numbers and shapes that disagree.
     """
-    mask = stats.bool_mask(completion_mask)
-    stats.expect_shape("baselines", baselines, mask.shape[:1], "(B,)")
-    stats.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row")
-    result = _rewards_to_go(rewards, mask) - stats.wide(baselines)[:, None]
-    dtype = torch.promote_types(stats.float_dtype(rewards), stats.float_dtype(baselines))
+    mask = checks.bool_mask(completion_mask)
+    checks.expect_shape("baselines", baselines, mask.shape[:1], "(B,)")
+    checks.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row")
+    result = _rewards_to_go(rewards, mask) - checks.wide(baselines)[:, None]
+    dtype = torch.promote_types(checks.float_dtype(rewards), checks.float_dtype(baselines))
     return torch.where(mask, result.nan_to_num(nan=0.0), 0.0).to(dtype)
 
 
@@ -60,31 +61,30 @@ def optimal_token_baseline(
     Source: https://arxiv.org/abs/2602.07078. It is verl's ``tir_optimal_token_baseline`` and, where the masks have no
     holes, its ``optimal_token_baseline``; but w_k >= 0 here whatever the rounding of pi near 1, nothing is added to the
     denominator (a sum of 0 means a baseline of 0), and no special rule holds for a group of one.
-    Raises ValueError for infinite rewards, and numbers that count and are not finite, or are impossible by more than
-    rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1], as their logarithms are.
+    Raises ValueError for infinite rewards, for numbers that count and are not finite, and for those that are wrong by
+    more than rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1].
     """
     with check_same(
         "process_group", process_group, "optimal_token_baseline", handle_zero_tail=handle_zero_tail
     ) as values:
         if not isinstance(handle_zero_tail, bool):
             raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
-        mask = stats.bool_mask(completion_mask)
+        mask = checks.bool_mask(completion_mask)
         to_go = _rewards_to_go(rewards, mask)
-        logps = stats.counted_values("old_per_token_logps", old_per_token_logps, mask)
+        logps = checks.counted_values("old_per_token_logps", old_per_token_logps, mask)
         possible = logps <= _slack(old_per_token_logps)
-        stats.require_all(possible, logps, "old_per_token_logps", "log-probabilities, at most 0")
+        checks.require_all(possible, logps, "old_per_token_logps", "log-probabilities, at most 0")
         logps = logps.clamp(max=0.0)
-        squares = stats.counted_values("sum_pi_squared", sum_pi_squared, mask)
+        squares = checks.counted_values("sum_pi_squared", sum_pi_squared, mask)
         possible = (squares >= 0) & (squares <= 1 + _slack(sum_pi_squared))
         expected = "sums of squared probabilities, in [0, 1] (not their logarithms)"
-        stats.require_all(possible, squares, "sum_pi_squared", expected)
+        checks.require_all(possible, squares, "sum_pi_squared", expected)
         factor = importance_sampling_ratio
         if factor is not None:
-            factor = stats.counted_values("importance_sampling_ratio", factor, mask).square()
-        grouping = stats.check_grouping(len(mask), num_generations, group_ids, mask.device, values)
-        values["whether there is importance_sampling_ratio"] = factor is not None
-        values["columns"] = Each(mask.shape[1])
-    groups = stats.sample_groups(grouping, values, process_group)
+            factor = checks.counted_values("importance_sampling_ratio", factor, mask).square()
+        ids = stats.check_grouping(len(mask), num_generations, group_ids, mask.device, values)
+        values |= {"whether there is importance_sampling_ratio": factor is not None, "columns": Each(mask.shape[1])}
+    groups = stats.sample_groups(ids, num_generations, values, process_group)
     others = (squares - torch.exp(2 * logps)).clamp(min=0.0)  # squared probabilities of the tokens not chosen
     energy = torch.where(mask, torch.expm1(logps).square() + others, 0.0)
     if factor is not None:
@@ -100,19 +100,19 @@ def optimal_token_baseline(
         no_baseline |= stats.group_sums((~returns.isnan()).to(weights.dtype), groups) == 1
     result = torch.where(no_baseline[groups.of_row], returns, centred).nan_to_num(nan=0.0)
     result = torch.zeros_like(to_go).scatter(1, order, result[:, : mask.shape[1]])
-    return result.to(stats.float_dtype(rewards))
+    return result.to(checks.float_dtype(rewards))
 
 
 def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     """(B, T), wide: the sum of a row's counted rewards from each position on; NaN all along an unscored row."""
-    stats.real_tensor("rewards", rewards)
+    checks.real_tensor("rewards", rewards)
     if rewards.dim() == 2:
-        stats.expect_shape("rewards", rewards, mask.shape, "(B, T)")
-        per_token = torch.where(mask, stats.wide(rewards), 0.0)
+        checks.expect_shape("rewards", rewards, mask.shape, "(B, T)")
+        per_token = torch.where(mask, checks.wide(rewards), 0.0)
     else:
-        stats.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
-        per_token = torch.where(stats.last_counted(mask), stats.wide(rewards)[:, None], 0.0)
-    stats.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
+        checks.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
+        per_token = torch.where(stats.last_counted(mask), checks.wide(rewards)[:, None], 0.0)
+    checks.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
     unscored = per_token.isnan().any(dim=1, keepdim=True)
     return torch.where(unscored, stats.NAN, stats.discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels.advantages import group_stats as stats
+from grpo_kernels.advantages import checks
 
 
 @torch.no_grad()
@@ -33,20 +33,20 @@ def distillation_advantages(
     https://thinkingmachines.ai/blog/on-policy-distillation (a token at a time). Raises ValueError for numbers that are
     counted and not finite, and for shapes that disagree.
     """
-    stats.in_interval("coefficient", coefficient)
+    checks.in_interval("coefficient", coefficient)
     if clip is not None:
-        stats.in_interval("clip", clip)
-    mask = stats.bool_mask(completion_mask)
-    teacher = stats.counted_values("teacher_logps", teacher_logps, mask)
-    student = stats.counted_values("student_logps", student_logps, mask)
+        checks.in_interval("clip", clip)
+    mask = checks.bool_mask(completion_mask)
+    teacher = checks.counted_values("teacher_logps", teacher_logps, mask)
+    student = checks.counted_values("student_logps", student_logps, mask)
     bound = math.inf if clip is None else clip
     result = coefficient * (teacher - student).clamp(-bound, bound)
-    dtype = torch.promote_types(stats.float_dtype(teacher_logps), stats.float_dtype(student_logps))
+    dtype = torch.promote_types(checks.float_dtype(teacher_logps), checks.float_dtype(student_logps))
     if advantages is not None:
-        stats.real_tensor("advantages", advantages)
+        checks.real_tensor("advantages", advantages)
         if advantages.dim() == 1:
-            stats.expect_shape("advantages", advantages, mask.shape[:1], "(B,)")
+            checks.expect_shape("advantages", advantages, mask.shape[:1], "(B,)")
             advantages = advantages[:, None].expand(mask.shape)
-        result = result + stats.counted_values("advantages", advantages, mask)
-        dtype = torch.promote_types(dtype, stats.float_dtype(advantages))
+        result = result + checks.counted_values("advantages", advantages, mask)
+        dtype = torch.promote_types(dtype, checks.float_dtype(advantages))
     return result.to(dtype)

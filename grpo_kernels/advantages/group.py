@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
@@ -47,27 +48,28 @@ def group_advantages(
     """
     own = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
     with check_same("process_group", process_group, "group_advantages", **own) as values:
-        stats.one_of("scale", scale, choices(AdvantageScale))
-        stats.one_of("aggregation", aggregation, choices(RewardAggregation))
-        correction = stats.std_correction(std)
-        stats.in_interval("epsilon", epsilon)
-        table, weights = stats.reward_table(rewards, reward_weights, values)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(grouping, values, process_group)
+        checks.one_of("scale", scale, choices(AdvantageScale))
+        checks.one_of("aggregation", aggregation, choices(RewardAggregation))
+        correction = checks.std_correction(std)
+        checks.in_interval("epsilon", epsilon)
+        table, weights = checks.reward_table(rewards, reward_weights, values)
+        ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(ids, num_generations, values, process_group)
     batch = stats.one_group(len(table), table.device, process_group)
 
     if aggregation == "sum_then_normalize":
         total = stats.weighted_sum(table, weights)
-        moments = stats.moments(total, groups, correction)
-        result = moments.centred
+        result, spread, _ = stats.moments(total, groups, correction)
+        if scale == "batch":
+            _, spread, _ = stats.moments(total, batch, correction)
         if scale != "none":
-            spread = moments.std if scale == "group" else stats.moments(total, batch, correction).std
             result = stats.divide(result, spread + epsilon)
     else:
         total = stats.summed_z_scores(table, weights, groups, correction, epsilon)
         # z-scores sum to 0 in every group, hence in the batch: subtracting their mean would add rounding noise only.
-        result = stats.divide(total, stats.moments(total, batch, correction).std + epsilon)
-    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
+        _, spread, _ = stats.moments(total, batch, correction)
+        result = stats.divide(total, spread + epsilon)
+    return result[:, 0].nan_to_num(nan=0.0).to(checks.float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -88,16 +90,17 @@ def rloo_advantages(
     """
     own = {"normalize": normalize, "epsilon": epsilon}
     with check_same("process_group", process_group, "rloo_advantages", **own) as values:
-        stats.in_interval("epsilon", epsilon)
-        table, weights = stats.reward_table(rewards, reward_weights, values)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(grouping, values, process_group)
-    moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
-    result = moments.centred * moments.scored / (moments.scored - 1)  # 0 / 0 = NaN, unscored, where n = 1
+        checks.in_interval("epsilon", epsilon)
+        table, weights = checks.reward_table(rewards, reward_weights, values)
+        ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    centred, _, n = stats.moments(stats.weighted_sum(table, weights), groups, 0)
+    result = centred * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
     if normalize:
         batch = stats.one_group(len(table), table.device, process_group)
-        result = stats.divide(result, stats.moments(result, batch, 1).std + epsilon)
-    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
+        _, spread, _ = stats.moments(result, batch, 1)
+        result = stats.divide(result, spread + epsilon)
+    return result[:, 0].nan_to_num(nan=0.0).to(checks.float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -121,20 +124,21 @@ def passk_advantages(
     """
     own = {"scale": scale, "std": std, "epsilon": epsilon}
     with check_same("process_group", process_group, "passk_advantages", **own) as values:
-        stats.one_of("scale", scale, ("group", "none"))
-        correction = stats.std_correction(std)
-        stats.in_interval("epsilon", epsilon)
-        table, weights = stats.reward_table(rewards, reward_weights, values)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(grouping, values, process_group)
+        checks.one_of("scale", scale, ("group", "none"))
+        correction = checks.std_correction(std)
+        checks.in_interval("epsilon", epsilon)
+        table, weights = checks.reward_table(rewards, reward_weights, values)
+        ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(ids, num_generations, values, process_group)
     total = stats.weighted_sum(table, weights)
     is_best = total == stats.group_extremes(total, groups, "max")[groups.of_row]
     best = stats.group_sums(is_best.to(total.dtype), groups)[groups.of_row]
     second = stats.group_extremes(torch.where(is_best, stats.NAN, total), groups, "max")[groups.of_row]
     result = torch.where(is_best & (best == 1) & second.isfinite(), total - second, 0.0)
     if scale == "group":
-        result = stats.divide(result, stats.moments(total, groups, correction).std + epsilon)
-    return result[:, 0].to(stats.float_dtype(rewards))
+        _, spread, _ = stats.moments(total, groups, correction)
+        result = stats.divide(result, spread + epsilon)
+    return result[:, 0].to(checks.float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -154,14 +158,14 @@ def opo_advantages(
     reward). Source: https://arxiv.org/abs/2505.23585
     """
     with check_same("process_group", process_group, "opo_advantages") as values:
-        mask = stats.bool_mask(completion_mask)
-        table, weights = stats.reward_table(rewards, reward_weights, values)
-        stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(grouping, values, process_group)
+        mask = checks.bool_mask(completion_mask)
+        table, weights = checks.reward_table(rewards, reward_weights, values)
+        checks.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
+        ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(ids, num_generations, values, process_group)
     lengths = mask.sum(dim=1, keepdim=True).to(table.dtype)
     result, _ = stats.deviations(stats.weighted_sum(table, weights), groups, lengths)
-    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
+    return result[:, 0].nan_to_num(nan=0.0).to(checks.float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -180,12 +184,12 @@ def gpg_advantages(
     Groups, weights, NaN and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2504.02546
     """
     with check_same("process_group", process_group, "gpg_advantages") as values:
-        table, weights = stats.reward_table(rewards, reward_weights, values)
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(grouping, values, process_group)
-    moments = stats.moments(stats.weighted_sum(table, weights), groups, 0)
-    scored = ~moments.centred.isnan()
-    counts = torch.cat([scored, scored & (moments.std > 0)], dim=1).to(table.dtype)
+        table, weights = checks.reward_table(rewards, reward_weights, values)
+        ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    centred, spread, _ = stats.moments(stats.weighted_sum(table, weights), groups, 0)
+    scored = ~centred.isnan()
+    counts = torch.cat([scored, scored & (spread > 0)], dim=1).to(table.dtype)
     counts = stats.group_sums(counts, stats.one_group(len(table), table.device, process_group))
-    result = moments.centred * (counts[:, :1] / counts[:, 1:].clamp(min=1))
-    return result[:, 0].nan_to_num(nan=0.0).to(stats.float_dtype(rewards))
+    result = centred * (counts[:, :1] / counts[:, 1:].clamp(min=1))
+    return result[:, 0].nan_to_num(nan=0.0).to(checks.float_dtype(rewards))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 
 
@@ -36,11 +37,11 @@ def rejection_sampling_advantages(
     Sources: https://arxiv.org/abs/2308.01825 (RFT), https://arxiv.org/abs/2402.03300 (section 5.2, as a coefficient).
     Raises ValueError for infinite rewards, a NaN threshold and shapes that disagree, TypeError for wrong types.
     """
-    table, weights = stats.reward_table(rewards, reward_weights, {})
+    table, weights = checks.reward_table(rewards, reward_weights, {})
     total = stats.weighted_sum(table, weights)[:, 0]
     bound = _bound(threshold, total)
     dtype = rewards.dtype if rewards.is_floating_point() else total.dtype
-    return (total.to(dtype) >= bound.to(dtype)).to(stats.float_dtype(rewards))
+    return (total.to(dtype) >= bound.to(dtype)).to(checks.float_dtype(rewards))
 
 
 def _bound(threshold: float | Tensor, total: Tensor) -> Tensor:
@@ -51,9 +52,9 @@ def _bound(threshold: float | Tensor, total: Tensor) -> Tensor:
         if math.isnan(threshold):
             raise ValueError("threshold: expected a number other than NaN, got nan")
         return total.new_full(total.shape, threshold)
-    stats.real_tensor("threshold", threshold)
+    checks.real_tensor("threshold", threshold)
     if threshold.dim():
-        stats.expect_shape("threshold", threshold, total.shape, "(B,)")
-    bound = stats.wide(threshold).to(total.device).expand(total.shape)
-    stats.require_all(~bound.isnan() | total.isnan(), bound, "threshold", "numbers other than NaN")
+        checks.expect_shape("threshold", threshold, total.shape, "(B,)")
+    bound = checks.wide(threshold).to(total.device).expand(total.shape)
+    checks.require_all(~bound.isnan() | total.isnan(), bound, "threshold", "numbers other than NaN")
     return bound

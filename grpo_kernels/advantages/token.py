@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
@@ -40,28 +41,28 @@ def gae(
     own: dict[str, Any] = {"gamma": gamma, "lam": lam, "whiten_advantages": whiten_advantages}
     own["whether there is last_value"] = last_value is not None
     with check_same("process_group", process_group, "gae", **own):
-        stats.in_interval("gamma", gamma, 1)
-        stats.in_interval("lam", lam, 1)
-        mask = stats.bool_mask(completion_mask)
-        stats.expect_shape("values", values, mask.shape, "(B, T)")
-        r = stats.token_rewards(rewards, mask)
-        v = stats.counted_values("values", values, mask)
+        checks.in_interval("gamma", gamma, 1)
+        checks.in_interval("lam", lam, 1)
+        mask = checks.bool_mask(completion_mask)
+        checks.expect_shape("values", values, mask.shape, "(B, T)")
+        r = _token_rewards(rewards, mask)
+        v = checks.counted_values("values", values, mask)
         if last_value is not None:
-            stats.expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
+            checks.expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
             finite = last_value.isfinite() | ~mask.any(dim=1)
-            stats.require_all(finite, last_value, "last_value", "finite values")
+            checks.require_all(finite, last_value, "last_value", "finite values")
     order, inside = stats.counted_first(mask)
     v_packed = v.gather(1, order)
     next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
     if last_value is not None:
         is_last = stats.last_counted(mask).gather(1, order)
-        next_v = torch.where(is_last, stats.wide(last_value)[:, None], next_v)
+        next_v = torch.where(is_last, checks.wide(last_value)[:, None], next_v)
     delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
     advantages = torch.zeros_like(v).scatter(1, order, stats.discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked
     if whiten_advantages:
         advantages = _whitened(advantages, mask, process_group)
-    dtype = torch.promote_types(stats.float_dtype(rewards), stats.float_dtype(values))
+    dtype = torch.promote_types(checks.float_dtype(rewards), checks.float_dtype(values))
     return advantages.to(dtype), returns.to(dtype)
 
 
@@ -88,28 +89,28 @@ def reinforce_plus_plus(
     Source: https://arxiv.org/abs/2501.03262
     """
     own = {"gamma": gamma, "beta": beta, "epsilon": epsilon, "whether there is per_token_kl": per_token_kl is not None}
-    grouping = None
+    ids = None
     with check_same("process_group", process_group, "reinforce_plus_plus", **own) as values:
-        stats.in_interval("gamma", gamma, 1)
-        stats.in_interval("epsilon", epsilon)
+        checks.in_interval("gamma", gamma, 1)
+        checks.in_interval("epsilon", epsilon)
         if not math.isfinite(beta):
             raise ValueError(f"beta: expected a finite number, got {beta}")
-        mask = stats.bool_mask(completion_mask)
-        table, weights = stats.reward_table(rewards, reward_weights, values)
-        stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
+        mask = checks.bool_mask(completion_mask)
+        table, weights = checks.reward_table(rewards, reward_weights, values)
+        checks.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
         total = stats.weighted_sum(table, weights)
         scored = mask & ~total.isnan()
-        penalty = 0.0 if per_token_kl is None else beta * stats.counted_values("per_token_kl", per_token_kl, scored)
+        penalty = 0.0 if per_token_kl is None else beta * checks.counted_values("per_token_kl", per_token_kl, scored)
         if num_generations is None and group_ids is None:
             values |= stats.describe_grouping(len(table), None, None)
         else:
-            grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    if grouping is not None:
-        total = stats.moments(total, stats.sample_groups(grouping, values, process_group), 0).centred
+            ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    if ids is not None:
+        total, _, _ = stats.moments(total, stats.sample_groups(ids, num_generations, values, process_group), 0)
     x = torch.where(stats.last_counted(scored), total, 0.0) - penalty
     order, _ = stats.counted_first(scored)
     returns = torch.zeros_like(x).scatter(1, order, stats.discounted_sums(x.gather(1, order), gamma))
-    return _whitened(returns, scored, process_group, epsilon=epsilon).to(stats.float_dtype(rewards))
+    return _whitened(returns, scored, process_group, epsilon=epsilon).to(checks.float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -131,16 +132,16 @@ def gdpo_advantages(
     Source: https://arxiv.org/abs/2601.05242
     """
     with check_same("process_group", process_group, "gdpo_advantages", epsilon=epsilon) as values:
-        stats.in_interval("epsilon", epsilon)
-        mask = stats.bool_mask(completion_mask)
-        table, weights = stats.reward_table(rewards, reward_weights, values)
-        stats.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B, F) or (B,)")
-        grouping = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(grouping, values, process_group)
+        checks.in_interval("epsilon", epsilon)
+        mask = checks.bool_mask(completion_mask)
+        table, weights = checks.reward_table(rewards, reward_weights, values)
+        checks.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B, F) or (B,)")
+        ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
+    groups = stats.sample_groups(ids, num_generations, values, process_group)
     total = stats.summed_z_scores(table, weights, groups, 1, epsilon)
     mask = mask & ~total.isnan()
     result = _whitened(total.expand(mask.shape), mask, process_group, correction=1)
-    return result.to(stats.float_dtype(rewards))
+    return result.to(checks.float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -159,13 +160,13 @@ def whiten(
     """
     own = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon, "dtype of x": getattr(x, "dtype", None)}
     with check_same("process_group", process_group, "whiten", **own):
-        correction = stats.std_correction(std)
-        stats.in_interval("epsilon", epsilon)
-        mask = stats.bool_mask(completion_mask)
-        stats.expect_shape("x", x, mask.shape, "(B, T)")
-        counted = stats.counted_values("x", x, mask)
+        correction = checks.std_correction(std)
+        checks.in_interval("epsilon", epsilon)
+        mask = checks.bool_mask(completion_mask)
+        checks.expect_shape("x", x, mask.shape, "(B, T)")
+        counted = checks.counted_values("x", x, mask)
     result = _whitened(counted, mask, process_group, correction=correction, epsilon=epsilon, shift_mean=shift_mean)
-    return result.to(stats.float_dtype(x))
+    return result.to(checks.float_dtype(x))
 
 
 def _whitened(
@@ -177,9 +178,17 @@ def _whitened(
     epsilon: float = 1e-8,
     shift_mean: bool = True,
 ) -> Tensor:
-    """`whiten` of what is known to be right, in the dtype of `x`."""
+    """`whiten` without its checks, in the dtype of `x`."""
     flat = torch.where(mask, x, stats.NAN).reshape(-1, 1)
-    moments = stats.moments(flat, stats.one_group(len(flat), x.device, process_group), correction)
-    numerator = moments.centred if shift_mean else flat
-    result = stats.divide(numerator, moments.std + epsilon).view(mask.shape)
+    centred, spread, _ = stats.moments(flat, stats.one_group(len(flat), x.device, process_group), correction)
+    result = stats.divide(centred if shift_mean else flat, spread + epsilon).view(mask.shape)
     return torch.where(mask, result, 0.0)
+
+
+def _token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B, T), wide, 0 where masked: rewards (B, T) as they are, rewards (B,) at each row's last counted position."""
+    checks.real_tensor("rewards", rewards)
+    if rewards.dim() == 2:
+        return checks.counted_values("rewards", rewards, mask)
+    checks.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
+    return checks.counted_values("rewards", rewards[:, None].expand(mask.shape), stats.last_counted(mask))

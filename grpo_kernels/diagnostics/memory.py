@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.diagnostics.model_config import read_config
+from grpo_kernels.diagnostics import head_shape
+from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, configured
 from grpo_kernels.engine.chunks import planned_bytes
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import default_workspace
@@ -21,7 +21,6 @@ from grpo_kernels.engine.records import Head, NeedsGrad, Rows
 from grpo_kernels.engine.slices import plan_slices
 
 MIB = 2**20
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP32 = 4  # bytes of what is accumulated
 MODELS = {  # V, H, from the models' published configurations
     "Qwen3-0.6B": (151936, 1024),
@@ -38,21 +37,14 @@ with gradients: the same, and the gradients of hidden states and weight"""
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a batch and a head."""
+    """Size of a step: a head, and a batch for it."""
 
+    head: HeadShape
     rows: int  # N: positions, B * T
-    vocab: int  # V
-    hidden: int  # H
-    dtype: torch.dtype = torch.float32  # of hidden states and weight
     frozen: bool = False  # the weight wants no gradient
     score: bool = False  # nothing does
     masked: float = 0.0  # share of the positions that do not count
     workspace_bytes: int | None = None  # as in `grpo_loss`
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number of hidden states and weight."""
-        return self.dtype.itemsize
 
     @property
     def counted(self) -> int:
@@ -64,13 +56,12 @@ class Size:
         """Bytes of the gradients that a step leaves behind."""
         if self.score:
             return 0
-        return (self.rows + (0 if self.frozen else self.vocab)) * self.hidden * self.itemsize
+        return (self.rows + (0 if self.frozen else self.head.vocab)) * self.head.hidden * self.head.itemsize
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
         kind = "log-probabilities alone" if self.score else "frozen head" if self.frozen else "trainable head"
         masked = f", {self.masked:.0%} of the positions masked" if self.masked else ""
-        return f"N {self.rows:,}, V {self.vocab:,}, H {self.hidden:,}, {name}, {kind}{masked}; MiB on a CPU"
+        return f"N {self.rows:,}, {self.head}, {kind}{masked}; MiB on a CPU"
 
 
 @dataclass(frozen=True)
@@ -89,83 +80,43 @@ class Need:
 
 
 def estimate(size: Size) -> list[Need]:
-    """Return the need of each engine that serves `size`; "auto" takes the first where the loss couples no tokens."""
-    return _Plan(size).needs()
+    """Return the need of each engine that serves `size`, with the C++ kernels.
+
+    The first is the one that "auto" takes where the loss couples no tokens.
+    """
+    shape, wants = size.head, NeedsGrad(hidden=not size.score, weight=not (size.score or size.frozen))
+    new = partial(torch.empty, dtype=shape.dtype, device="meta")
+    head = Head(new(size.rows, shape.hidden), new(shape.vocab, shape.hidden))
+    indices = new(size.counted, dtype=torch.int64)
+    rows = Rows(indices, indices)
+    config = HeadPlan(CppRows(), shape.dtype, size.workspace_bytes or default_workspace(head.weight, wants))
+
+    scored = planned_bytes(rows, head, config, None)
+    if size.score:
+        return [Need("score", scored, 0, 0)]
+    d_hidden = size.counted * shape.hidden * FP32
+    accumulated = d_hidden + (0 if size.frozen else shape.vocab * shape.hidden * FP32)
+    graded = accumulated + planned_bytes(rows, head, config, wants)
+    returning = accumulated + _rounded(size)
+    needs = [
+        Need("frozen" if size.frozen else "one_pass", max(graded, returning), size.returned, accumulated),
+        Need("two_pass", max(scored, graded, returning), size.returned, 0),
+    ]
+    if not size.frozen:  # lean writes d weight a slice at a time, and accumulates d hidden alone
+        _, _, slices = plan_slices(rows, head, config, wants)
+        backward = slices + d_hidden + shape.vocab * shape.hidden * shape.itemsize
+        needs.append(Need("lean", max(scored, backward), size.returned, 0))
+    return needs
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Plan of each engine of `grpo_loss` for a batch of a size, with the C++ kernels."""
-
-    size: Size
-
-    def needs(self) -> list[Need]:
-        size = self.size
-        if size.score:
-            return [Need("score", self._swept(None), 0, 0)]
-        with_gradient = self._swept(self._wants) + self._accumulated
-        first = "frozen" if size.frozen else "one_pass"
-        return [
-            self._need(first, forward=with_gradient, kept=self._accumulated),
-            self._need("two_pass", forward=self._swept(None), backward=with_gradient),
-            *([] if size.frozen else [self._lean()]),
-        ]
-
-    def _need(self, engine: str, *, forward: int, backward: int = 0, kept: int = 0) -> Need:
-        """Return the need of an engine whose backward ends with the accumulated gradients and those returned."""
-        returning = self._accumulated + self._rounded
-        return Need(engine, max(forward, backward, returning), self.size.returned, kept)
-
-    def _lean(self) -> Need:
-        """Return the need of the engine that writes d weight a slice at a time and accumulates d hidden alone."""
-        size = self.size
-        _, _, slices = plan_slices(self._rows, self._head, self._config, self._wants)
-        backward = slices + self._d_hidden + size.vocab * size.hidden * size.itemsize
-        return Need("lean", max(self._swept(None), backward), size.returned, 0)
-
-    def _swept(self, wants: NeedsGrad | None) -> int:
-        return planned_bytes(self._rows, self._head, self._config, wants)
-
-    @property
-    def _wants(self) -> NeedsGrad:
-        return NeedsGrad(hidden=True, weight=not self.size.frozen)
-
-    @property
-    def _d_hidden(self) -> int:
-        """Bytes of the accumulated gradient of the counted rows."""
-        return self.size.counted * self.size.hidden * FP32
-
-    @property
-    def _accumulated(self) -> int:
-        """Bytes of the gradients before they are rounded."""
-        return self._d_hidden + (0 if self.size.frozen else self.size.vocab * self.size.hidden * FP32)
-
-    @property
-    def _rounded(self) -> int:
-        """Bytes of the rounded copies that are returned; fp32 needs none, but of d hidden where not all rows count."""
-        size = self.size
-        of_hidden, of_weight = (x * size.hidden * size.itemsize for x in (size.rows, 0 if size.frozen else size.vocab))
-        whole = size.counted == size.rows
-        if size.itemsize == FP32:
-            return 0 if whole else of_hidden
-        return of_weight + of_hidden + (0 if whole else size.counted * size.hidden * size.itemsize)
-
-    @cached_property
-    def _head(self) -> Head:
-        size = self.size
-        hidden = torch.empty(size.rows, size.hidden, dtype=size.dtype, device="meta")
-        return Head(hidden, torch.empty(size.vocab, size.hidden, dtype=size.dtype, device="meta"))
-
-    @cached_property
-    def _rows(self) -> Rows:
-        some = torch.empty(self.size.counted, dtype=torch.int64, device="meta")
-        return Rows(some, some)
-
-    @cached_property
-    def _config(self) -> HeadPlan:
-        wants = NeedsGrad() if self.size.score else self._wants
-        workspace = self.size.workspace_bytes or default_workspace(self._head.weight, wants)
-        return HeadPlan(CppRows(), self.size.dtype, workspace)
+def _rounded(size: Size) -> int:
+    """Bytes of the rounded copies that are returned; fp32 needs none, but of d hidden where not all rows count."""
+    row_bytes = size.head.hidden * size.head.itemsize
+    of_hidden, of_weight = size.rows * row_bytes, (0 if size.frozen else size.head.vocab) * row_bytes
+    whole = size.counted == size.rows
+    if size.head.itemsize == FP32:
+        return 0 if whole else of_hidden
+    return of_weight + of_hidden + (0 if whole else size.counted * row_bytes)
 
 
 def render(size: Size, needs: list[Need]) -> str:
@@ -183,13 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels memory``."""
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", choices=MODELS, help="take vocabulary and hidden size of this model")
-    models.add_argument(
-        "--config", type=Path, metavar="DIR", help="take them from the config.json of transformers in DIR"
-    )
-    parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
-    parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
+    head_shape.add_arguments(parser, models)
     parser.add_argument("--rows", type=int, required=True, help="N: positions of the batch, B * T")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
     parser.add_argument("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
     parser.add_argument("--score", action="store_true", help="no gradient: old or reference log-probabilities")
     parser.add_argument("--mask", type=float, default=0.0, help="share of the positions that do not count; default: 0")
@@ -200,11 +146,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the table for `options`."""
     vocab, hidden = MODELS[options.model] if options.model else (None, None)
     if options.config:
-        try:
-            configured = read_config(options.config)
-        except ValueError as error:
-            parser.error(f"--config: {error}")
-        vocab, hidden = configured.vocab, configured.hidden
+        head = configured(parser, options)
+        vocab, hidden = head.vocab, head.hidden
     vocab, hidden = options.vocab or vocab, options.hidden or hidden
     if vocab is None or hidden is None:
         parser.error("expected --model, --config, or --vocab and --hidden")
@@ -216,10 +159,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.workspace is not None and options.workspace < 1:
         parser.error(f"--workspace: expected at least 1, got {options.workspace}")
     size = Size(
+        HeadShape(vocab, hidden, DTYPES[options.dtype]),
         rows=options.rows,
-        vocab=vocab,
-        hidden=hidden,
-        dtype=DTYPES[options.dtype],
         frozen=options.frozen,
         score=options.score,
         masked=options.mask,

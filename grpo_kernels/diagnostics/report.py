@@ -31,7 +31,7 @@ PRECISIONS = {  # of float32 products, as torch names them
 
 
 def collect() -> Report:
-    """Everything the report says: section -> name -> text. Imports none of the packages it names, but torch."""
+    """Collect the report: section -> name -> text. Of the packages that it names, torch alone is imported."""
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "system": {
@@ -64,7 +64,7 @@ def render(report: Report) -> str:
 
 
 def _version(distribution: str) -> str:
-    """Its version. A checkout that is not installed knows its own; torch's string names the build (+cpu, +cu130)."""
+    """Version of a package. A checkout that is not installed knows its own; torch's names the build (+cpu, +cu130)."""
     if distribution in ("grpo-kernels", "torch"):
         return str((grpo_kernels if distribution == "grpo-kernels" else torch).__version__)
     try:
@@ -116,7 +116,7 @@ def _default_workspace() -> str:
 
 
 def _settings() -> dict[str, str]:
-    """The settings of torch, in this process, that change what a product gives."""
+    """The settings of torch, in this process, that change the results of products."""
     cuda, mkldnn = torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn)  # whose type lacks matmul
     # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set; this shows both
     found = {

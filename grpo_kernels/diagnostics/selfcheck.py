@@ -1,9 +1,9 @@
-"""A few seconds of checks against float64, for an installation one does not trust yet.
+"""A few seconds of checks against float64, for a new installation.
 
 Small random cases of every loss type, of `linear_logprob` and of `linear_divergence`, in float32, and some of them with
 a larger vocabulary, in float32 and bfloat16, against a full-logits evaluation of the published formulas in float64
-under autograd. It is written apart from objective and engines on purpose: what it compares with shares no line with
-what it checks. The thorough tests are in tests/; this one needs the package only.
+under autograd. The formulas are written out here on purpose: they share no line with the objective and the engines that
+they check. The thorough tests are in tests/; this one needs the package only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from grpo_kernels.base.choices import DivergenceName
 from grpo_kernels.config import LossConfig
+from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
@@ -55,28 +56,8 @@ WIDE = (
 )
 
 
-@dataclass(frozen=True)
-class Head:
-    """Size of the vocabulary, and dtype of hidden states and weight."""
-
-    vocab: int = VOCAB
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def name(self) -> str:
-        """Nothing for the small head, so that most names stay short."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return "" if self == SMALL else f", V {self.vocab}, {dtype}"
-
-    def draw(self, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden (B, T, H), weight (V, H), ids (B, T)."""
-        hidden = torch.randn(BATCH, TIME, HIDDEN, generator=draw)
-        weight = torch.randn(self.vocab, HIDDEN, generator=draw) / HIDDEN**0.5
-        return hidden.to(self.dtype), weight.to(self.dtype), torch.randint(self.vocab, (BATCH, TIME), generator=draw)
-
-
-SMALL = Head()
-WIDE_HEADS = (Head(WIDE_VOCAB), Head(WIDE_VOCAB, torch.bfloat16))
+SMALL = HeadShape(VOCAB, HIDDEN)
+WIDE_HEADS = (HeadShape(WIDE_VOCAB, HIDDEN), HeadShape(WIDE_VOCAB, HIDDEN, torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -90,21 +71,26 @@ class Check:
     detail: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields, for JSON."""
         return asdict(self)
 
 
 def run(devices: Sequence[torch.device]) -> list[Check]:
-    """Every check on every device. An exception is a failed check, not a traceback."""
+    """Run every check on every device. An exception is a failed check, not a traceback."""
     return [
-        _check(name + head.name, device, partial(case, head, device))
+        _check(name + _suffix(head), device, partial(case, head, device))
         for device in devices
         for head in (SMALL, *WIDE_HEADS)
         for name, case in _cases(head).items()
     ]
 
 
-def _cases(head: Head) -> dict[str, Callable[[Head, torch.device], Pairs]]:
+def _suffix(head: HeadShape) -> str:
+    """End of a check's name: nothing for the small head, so that most names stay short."""
+    return "" if head == SMALL else f", V {head.vocab}, {str(head.dtype).removeprefix('torch.')}"
+
+
+def _cases(head: HeadShape) -> dict[str, Callable[[HeadShape, torch.device], Pairs]]:
     """The cases that a head is run with, by name."""
     losses = {
         f"grpo_loss: {name}": partial(_loss_case, options, seed)
@@ -130,7 +116,7 @@ def render(checks: Sequence[Check]) -> str:
 
 
 def _check(name: str, device: torch.device, case: Callable[[], Pairs]) -> Check:
-    """Runs one case, and compares."""
+    """Run one case, and compare."""
     try:
         pairs = case()
         errors = {what: _error(got, want) for what, (got, want) in pairs.items()}
@@ -150,12 +136,19 @@ def _error(got: Tensor, want: Tensor) -> float:
     return float(error.nan_to_num(nan=math.inf))
 
 
-def _loss_case(options: Mapping[str, Any], seed: int, head: Head, device: torch.device) -> Pairs:
+def _drawn(head: HeadShape, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden (B, T, H), weight (V, H), ids (B, T)."""
+    hidden = torch.randn(BATCH, TIME, head.hidden, generator=draw)
+    weight = torch.randn(head.vocab, head.hidden, generator=draw) / head.hidden**0.5
+    return hidden.to(head.dtype), weight.to(head.dtype), torch.randint(head.vocab, (BATCH, TIME), generator=draw)
+
+
+def _loss_case(options: Mapping[str, Any], seed: int, head: HeadShape, device: torch.device) -> Pairs:
     """`grpo_loss`, and the formula in float64 of the same values."""
     fields = {name: value for name, value in options.items() if name not in ("on_policy", "frozen")}
     config = LossConfig(temperature=0.9, max_completion_length=2 * TIME, **fields)
     draw = torch.Generator().manual_seed(seed)
-    hidden, weight, ids = head.draw(draw)
+    hidden, weight, ids = _drawn(head, draw)
     mask = torch.arange(TIME) < torch.tensor([[TIME], [1], [TIME - 2], [TIME // 2]])
     advantages = torch.tensor([1.3, -0.7, 0.0, -1.1])
     exact, _ = _full_logits(hidden.double(), weight.double(), ids, config.temperature)
@@ -185,10 +178,10 @@ def _loss_case(options: Mapping[str, Any], seed: int, head: Head, device: torch.
     return pairs if options.get("frozen") else pairs | {"gradient of weight": (w.grad, w64.grad)}
 
 
-def _logprob_case(head: Head, device: torch.device) -> Pairs:
+def _logprob_case(head: HeadShape, device: torch.device) -> Pairs:
     """`linear_logprob` with everything a head may have, and a gradient through both of its results."""
     draw = torch.Generator().manual_seed(0)
-    hidden, weight, ids = head.draw(draw)
+    hidden, weight, ids = _drawn(head, draw)
     bias = torch.randn(head.vocab, generator=draw).to(head.dtype)
     upstream = torch.randn(2, BATCH, TIME, generator=draw)
     temperature, cap, scale = 0.7, 4.0, 1.5
@@ -230,7 +223,7 @@ def _full_logits(
     return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
-def _divergence_case(name: DivergenceName, head: Head, device: torch.device) -> Pairs:
+def _divergence_case(name: DivergenceName, head: HeadShape, device: torch.device) -> Pairs:
     """`linear_divergence`, and the formula in float64 of the same values."""
     draw = torch.Generator().manual_seed(len(CASES))
     shapes = ((TIME, HIDDEN), (head.vocab, HIDDEN)) * 2

@@ -11,9 +11,8 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base.choices import BackendName, LossTypeName, choices
 from grpo_kernels.config import LossConfig
-from grpo_kernels.diagnostics.memory import DTYPES
-from grpo_kernels.diagnostics.model_config import read_config
+from grpo_kernels.diagnostics import head_shape
+from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, configured
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.logprob import linear_logprob
@@ -42,104 +41,109 @@ LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Warmup:
-    """A head, and the losses that it is to be ready for."""
+def describe(head: HeadShape, loss_type: str) -> str:
+    """Describe the head and the loss in one line."""
+    parts = [str(head), loss_type]
+    parts += ["bias"] if head.bias else []
+    parts += [] if head.logit_scale == 1.0 else [f"logit scale {head.logit_scale:g}"]
+    parts += [] if head.softcap is None else [f"soft-cap {head.softcap:g}"]
+    return ", ".join(parts)
 
-    vocab: int
-    hidden: int
-    dtype: torch.dtype = torch.bfloat16
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    bias: bool = False
-    loss_type: LossTypeName = "dapo"
-    teacher: bool = False  # divergences from another head, too
 
-    def describe(self) -> str:
-        """In one line."""
-        parts = [f"V {self.vocab:,}", f"H {self.hidden:,}", str(self.dtype).removeprefix("torch."), self.loss_type]
-        parts += ["bias"] if self.bias else []
-        parts += [] if self.logit_scale == 1.0 else [f"logit scale {self.logit_scale:g}"]
-        parts += [] if self.softcap is None else [f"soft-cap {self.softcap:g}"]
-        return ", ".join(parts)
+def steps(
+    head: HeadShape,
+    device: torch.device,
+    backend: BackendName,
+    *,
+    loss_type: LossTypeName = "dapo",
+    teacher: bool = False,
+) -> dict[str, Callable[[], None]]:
+    """The calls to make with tensors on `device`, by the names of their lines; with a `teacher` divergences too."""
+    loss = partial(_loss, head, device, backend, loss_type)
+    found: dict[str, Callable[[], None]] = {
+        "log-probabilities": partial(_logps, head, device, backend, "score"),
+        "log-probabilities, frozen head": partial(_logps, head, device, backend, "frozen"),
+        **{name: partial(loss, given, config, **options) for name, (given, config, options) in LOSSES.items()},
+    }
+    if teacher:
+        found["divergence from a teacher"] = partial(_divergence, head, device, backend)
+        exact, given = {"beta": 0.04, "kl_estimator": "full"}, ("old", "reference")
+        for suffix, engine in (("", "auto"), (", two passes", "two_pass")):
+            found[f"loss, exact KL to a reference{suffix}"] = partial(loss, given, exact, engine=engine)
+    return found
 
-    def steps(self, device: torch.device, backend: BackendName) -> dict[str, Callable[[], None]]:
-        """The calls to make with tensors on `device`, by the names of their lines."""
-        found: dict[str, Callable[[], None]] = {"log-probabilities": partial(self._logps, device, backend, "score")}
-        found["log-probabilities, frozen head"] = partial(self._logps, device, backend, "frozen")
-        for name, (given, config, options) in LOSSES.items():
-            found[name] = partial(self._loss, device, backend, given, config, **options)
-        if self.teacher:
-            found["divergence from a teacher"] = partial(self._divergence, device, backend)
-            exact, given = {"beta": 0.04, "kl_estimator": "full"}, ("old", "reference")
-            for suffix, engine in (("", "auto"), (", two passes", "two_pass")):
-                name = f"loss, exact KL to a reference{suffix}"
-                found[name] = partial(self._loss, device, backend, given, exact, engine=engine)
-        return found
 
-    def _head(self, device: torch.device, *, trains: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """hidden (B, T, H), weight (V, H), ids (B, T), bias (V,); all of them zeros."""
-        new = partial(torch.zeros, device=device)
-        hidden = new(BATCH, TIME, self.hidden, dtype=self.dtype, requires_grad=True)
-        weight = new(self.vocab, self.hidden, dtype=self.dtype, requires_grad=trains)
-        bias = new(self.vocab, dtype=self.dtype, requires_grad=trains) if self.bias else None
-        return hidden, weight, new(BATCH, TIME, dtype=torch.int64), bias
+def _tensors(
+    head: HeadShape, device: torch.device, *, trains: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """hidden (B, T, H), weight (V, H), ids (B, T), bias (V,); all of them zeros."""
+    new = partial(torch.zeros, device=device)
+    hidden = new(BATCH, TIME, head.hidden, dtype=head.dtype, requires_grad=True)
+    weight = new(head.vocab, head.hidden, dtype=head.dtype, requires_grad=trains)
+    bias = new(head.vocab, dtype=head.dtype, requires_grad=trains) if head.bias else None
+    return hidden, weight, new(BATCH, TIME, dtype=torch.int64), bias
 
-    def _constants(self) -> dict[str, Any]:
-        return {"final_logit_softcapping": self.softcap, "logit_scale": self.logit_scale}
 
-    def _logps(self, device: torch.device, backend: BackendName, engine: Any) -> None:
-        hidden, weight, ids, bias = self._head(device, trains=False)
-        with torch.set_grad_enabled(engine != "score"):
-            logps, _ = linear_logprob(
-                hidden, weight, ids, bias=bias, engine=engine, backend=backend, **self._constants()
-            )
-        if logps.requires_grad:
-            logps.sum().backward()
+def _constants(head: HeadShape) -> dict[str, Any]:
+    return {"final_logit_softcapping": head.softcap, "logit_scale": head.logit_scale}
 
-    def _divergence(self, device: torch.device, backend: BackendName) -> None:
-        hidden, weight, _, bias = self._head(device)
-        found = linear_divergence(
-            hidden,
-            weight,
-            hidden.detach(),
-            weight.detach(),
-            bias=bias,
-            teacher_bias=None if bias is None else bias.detach(),
-            final_logit_softcapping=self.softcap,
-            logit_scale=self.logit_scale,
-            teacher_final_logit_softcapping=self.softcap,
-            teacher_logit_scale=self.logit_scale,
-            backend=backend,
-        )
-        (found * torch.arange(TIME, device=device)).sum().backward()  # not all alike, which would take one pass
 
-    def _loss(
-        self, device: torch.device, backend: BackendName, given: tuple[str, ...], config: dict[str, Any], **options: Any
-    ) -> None:
-        hidden, weight, ids, bias = self._head(device)
-        logps = torch.full((BATCH, TIME), -math.log(self.vocab), device=device)  # what zeros give: no ratio is clipped
-        if "reference" in given:
-            other = None if bias is None else bias.detach()
-            options["reference"] = ReferenceHead(hidden.detach(), weight.detach(), other)
-        out = grpo_loss(
-            hidden,
-            weight,
-            ids,
-            None,
-            torch.arange(BATCH, dtype=torch.float32, device=device),  # the first has no gradient
-            bias=bias,
-            old_per_token_logps=logps if "old" in given else None,
-            ref_per_token_logps=logps if "ref" in given else None,
-            config=LossConfig(loss_type=self.loss_type, **self._constants(), **config),
-            backend=backend,
-            **options,
-        )
-        torch.autograd.backward(2.0 * out.loss)  # as a trainer's loss, which is scaled
+def _logps(head: HeadShape, device: torch.device, backend: BackendName, engine: Any) -> None:
+    hidden, weight, ids, bias = _tensors(head, device, trains=False)
+    with torch.set_grad_enabled(engine != "score"):
+        logps, _ = linear_logprob(hidden, weight, ids, bias=bias, engine=engine, backend=backend, **_constants(head))
+    if logps.requires_grad:
+        logps.sum().backward()
+
+
+def _divergence(head: HeadShape, device: torch.device, backend: BackendName) -> None:
+    hidden, weight, _, bias = _tensors(head, device)
+    found = linear_divergence(
+        hidden,
+        weight,
+        hidden.detach(),
+        weight.detach(),
+        bias=bias,
+        teacher_bias=None if bias is None else bias.detach(),
+        teacher_final_logit_softcapping=head.softcap,
+        teacher_logit_scale=head.logit_scale,
+        backend=backend,
+        **_constants(head),
+    )
+    (found * torch.arange(TIME, device=device)).sum().backward()  # not all alike, which would take one pass
+
+
+def _loss(
+    head: HeadShape,
+    device: torch.device,
+    backend: BackendName,
+    loss_type: LossTypeName,
+    given: tuple[str, ...],
+    config: dict[str, Any],
+    **options: Any,
+) -> None:
+    hidden, weight, ids, bias = _tensors(head, device)
+    logps = torch.full((BATCH, TIME), -math.log(head.vocab), device=device)  # what zeros give: no ratio is clipped
+    if "reference" in given:
+        options["reference"] = ReferenceHead(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+    out = grpo_loss(
+        hidden,
+        weight,
+        ids,
+        None,
+        torch.arange(BATCH, dtype=torch.float32, device=device),  # the first has no gradient
+        bias=bias,
+        old_per_token_logps=logps if "old" in given else None,
+        ref_per_token_logps=logps if "ref" in given else None,
+        config=LossConfig(loss_type=loss_type, **_constants(head), **config),
+        backend=backend,
+        **options,
+    )
+    torch.autograd.backward(2.0 * out.loss)  # as a trainer's loss, which is scaled
 
 
 def compile_library() -> str:
-    """Build or find the C++ library; returns where it came from.
+    """Build or find the C++ library, and return where it came from.
 
     Raises:
         RuntimeError: there is none; the message says why.
@@ -151,7 +155,7 @@ def compile_library() -> str:
 
 
 def timed(name: str, step: Callable[[], object]) -> bool:
-    """Print a line with the seconds that `step` takes and what it returns; whether it went well."""
+    """Print a line with the seconds that `step` takes and its result; return True if it raised nothing."""
     print(f"  {name:<{NAME_WIDTH}}", end="", flush=True)
     start = time.perf_counter()
     try:
@@ -164,19 +168,14 @@ def timed(name: str, step: Callable[[], object]) -> bool:
 
 
 def on_gpu(step: Callable[[], None]) -> None:
-    """`step`, to its end on the device."""
+    """Run `step` to its end on the device."""
     step()
     torch.cuda.synchronize()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels warmup``."""
-    parser.add_argument(
-        "--config", type=Path, metavar="DIR", help="take the head from the config.json of transformers in DIR"
-    )
-    parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
-    parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
+    head_shape.add_arguments(parser)
     parser.add_argument("--softcap", type=float, help="of the logits, as in Gemma 2")
     parser.add_argument("--bias", action="store_true", help="the head has one")
     parser.add_argument("--loss-type", choices=choices(LossTypeName), default="dapo", help="default: dapo")
@@ -188,32 +187,25 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if (options.config is None) == (options.vocab is None and options.hidden is None):
         parser.error("expected --config, or --vocab and --hidden")
     if options.config is not None:
-        try:
-            fields = asdict(read_config(options.config))
-        except ValueError as error:
-            parser.error(f"--config: {error}")
+        head = configured(parser, options)
     else:
-        fields = {"vocab": options.vocab, "hidden": options.hidden}
-        for name, value in fields.items():
+        for name in ("vocab", "hidden"):
+            value = getattr(options, name)
             if value is None or value < 1:
                 parser.error(f"--{name}: expected at least 1, got {value}")
+        head = HeadShape(options.vocab, options.hidden, DTYPES[options.dtype])
     if options.softcap is not None:
         if not options.softcap > 0.0:
             parser.error(f"--softcap: expected more than 0, got {options.softcap}")
-        fields["softcap"] = options.softcap
-    warmup = Warmup(
-        **fields,
-        dtype=DTYPES[options.dtype],
-        bias=options.bias,
-        loss_type=options.loss_type,
-        teacher=options.teacher,
-    )
-    print(warmup.describe(), flush=True)
+        head = replace(head, softcap=options.softcap)
+    head = replace(head, bias=options.bias)
+    print(describe(head, options.loss_type), flush=True)
     done = [timed("C++ library, for CPU tensors", compile_library)]
     if torch.cuda.is_available():
         print(f"Triton's kernels, on {torch.cuda.get_device_name()}", flush=True)
-        steps = warmup.steps(torch.device("cuda", torch.cuda.current_device()), "triton")
-        done += [timed(name, partial(on_gpu, step)) for name, step in steps.items()]
+        device = torch.device("cuda", torch.cuda.current_device())
+        calls = steps(head, device, "triton", loss_type=options.loss_type, teacher=options.teacher)
+        done += [timed(name, partial(on_gpu, call)) for name, call in calls.items()]
     else:
         print("Triton's kernels: none compiled; that needs the GPU that they are for, and there is none here")
     failed = done.count(False)

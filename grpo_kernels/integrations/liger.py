@@ -11,17 +11,16 @@ import warnings
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
-from grpo_kernels.call.options import check_options
 from grpo_kernels.config import LossConfig
-from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.liger_distillation import (
     LigerFusedLinearJSD,
     LigerFusedLinearJSDLoss,
+    LigerModule,
     liger_fused_linear_jsd,
 )
 from grpo_kernels.integrations.packages import needed
@@ -41,10 +40,23 @@ __all__ = [
 
 NAME = "LigerFusedLinearGRPOLoss"
 IMPORTERS = ("trl.trainer.grpo_trainer",)  # TRL <= 1.12 takes the name when it is imported
+SAME_NAMES = (  # of Liger's arguments and fields of `LossConfig`
+    "loss_type",
+    "importance_sampling_level",
+    "delta",
+    "use_bias_correction_kl",
+    "temperature",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")  # where Liger has no ratio a sequence
 
 
-class LigerFusedLinearGRPOLoss(nn.Module):
+class LigerFusedLinearGRPOLoss(LigerModule):
     """``liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5, computed by `grpo_loss`.
 
     Args:
@@ -91,7 +103,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         backend: BackendName = "auto",
         workspace_bytes: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(engine, backend, workspace_bytes)
         self.beta, self.use_ref_model = beta, use_ref_model
         self.compiled, self.chunk_size = compiled, chunk_size
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
@@ -101,29 +113,18 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self.use_bias_correction_kl = use_bias_correction_kl
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
-        self.loss_config()  # which raises, if anything does, here
-        check_options(engine, backend, workspace_bytes)
+        self.loss_config()  # raises for what the loss does not have
 
     def loss_config(self) -> LossConfig:
         """The loss, as `grpo_loss` takes it."""
-        longest = self.max_completion_length
+        fields = {name: getattr(self, name) for name in SAME_NAMES}
+        if self.max_completion_length is not None:
+            fields["max_completion_length"] = self.max_completion_length
         return LossConfig(
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
             epsilon=self.epsilon_low,
             epsilon_high=self.epsilon_high,
-            delta=self.delta,
             beta=self.beta if self.use_ref_model else 0.0,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            temperature=self.temperature,
-            max_completion_length=LossConfig.max_completion_length if longest is None else longest,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
+            **fields,
         )
 
     def forward(
@@ -194,11 +195,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             importance_sampling_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,
             config=config,
-            engine=self.engine,
-            backend=self.backend,
-            workspace_bytes=self.workspace_bytes,
-            # ZeRO-3 takes the weight apart when the trainer's own gathering, around this call, is over
-            gather=gather_of(x for x in (lin_weight, bias) if x is not None),
+            **self.execution(lin_weight, bias),
         )
         clipped = _clipped_share(config, out, attention_mask, advantages, old_per_token_logps)
         if self.beta == 0.0:
@@ -242,7 +239,7 @@ def _items_of_a_rank(mask: Tensor, num_items_in_batch: float | Tensor | None) ->
 def _clipped_share(
     config: LossConfig, out: LossOutput, mask: Tensor, advantages: Tensor, old_per_token_logps: Tensor | None
 ) -> Tensor:
-    """The share of the counted tokens whose ratio, before `delta`, is outside the range on the side that is clipped."""
+    """Share of the counted tokens whose ratio, before `delta`, is outside the range on the side that is clipped."""
     loss_type, config = loss_of(config), replace(config, delta=None)
     counted, logps = mask != 0, out.per_token_logps
     log_ratio = torch.zeros_like(logps)
@@ -265,7 +262,7 @@ _patches = Patches("liger-kernel")
 
 
 def patch_liger() -> bool:
-    """Put our class in the place of Liger's, for the trainers that construct it from now on; whether it is there now.
+    """Put our class in the place of Liger's, for the trainers that construct it from now on; True if it is there now.
 
     It is set on ``liger_kernel.chunked_loss`` and, where TRL up to 1.12 is imported already, on
     ``trl.trainer.grpo_trainer``. A Liger whose class takes arguments that ours does not know is left as it is, with a

@@ -22,7 +22,28 @@ from grpo_kernels.head.module import gather_of
 from grpo_kernels.logprob import linear_logprob_with
 
 
-class LigerFusedLinearJSD(nn.Module):
+class LigerModule(nn.Module):
+    """A loss with Liger's call, and with the options of our engines as attributes."""
+
+    def __init__(self, engine: EngineName, backend: BackendName, workspace_bytes: int | None) -> None:
+        super().__init__()
+        check_options(engine, backend, workspace_bytes)
+        self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
+
+    def execution(self, *head: Tensor | None) -> dict[str, Any]:
+        """The options, and how to gather the tensors of the `head` for the backward.
+
+        ZeRO-3 takes the weight apart when the trainer's own gathering, around the call, is over.
+        """
+        return {
+            "engine": self.engine,
+            "backend": self.backend,
+            "workspace_bytes": self.workspace_bytes,
+            "gather": gather_of(x for x in head if x is not None),
+        }
+
+
+class LigerFusedLinearJSD(LigerModule):
     """``liger_kernel.transformers.LigerFusedLinearJSD`` of liger-kernel 0.8.5, computed by `linear_divergence`.
 
     Args:
@@ -49,12 +70,10 @@ class LigerFusedLinearJSD(nn.Module):
         backend: BackendName = "auto",
         workspace_bytes: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(engine, backend, workspace_bytes)
         _check(jsd_beta, "jsd_beta", temperature)
-        check_options(engine, backend, workspace_bytes)
         self.jsd_beta, self.ignore_index, self.temperature = jsd_beta, ignore_index, temperature
-        self.accum_dtype, self.engine, self.backend = accum_dtype, engine, backend
-        self.workspace_bytes = workspace_bytes
+        self.accum_dtype = accum_dtype
 
     def forward(
         self,
@@ -82,7 +101,7 @@ class LigerFusedLinearJSD(nn.Module):
             temperature=self.temperature,
             divergence="jsd",
             beta=self.jsd_beta,
-            **_execution(self, student_weight),
+            **self.execution(student_weight),
         )["divergence"]
         return found.sum() / _number_of(counted, found)
 
@@ -104,7 +123,7 @@ def liger_fused_linear_jsd(
     return found
 
 
-class LigerFusedLinearJSDLoss(nn.Module):
+class LigerFusedLinearJSDLoss(LigerModule):
     """``liger_kernel.chunked_loss.LigerFusedLinearJSDLoss`` of liger-kernel 0.8.5.
 
     The cross entropy of the labels, at temperature 1 whatever `temperature` is, comes from the divergence's own pass
@@ -140,15 +159,13 @@ class LigerFusedLinearJSDLoss(nn.Module):
         backend: BackendName = "auto",
         workspace_bytes: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(engine, backend, workspace_bytes)
         _check(beta, "beta", temperature)
         check_number("weight_hard_loss", weight_hard_loss)
         check_number("weight_soft_loss", weight_soft_loss)
-        check_options(engine, backend, workspace_bytes)
         self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
         self.ignore_index, self.temperature = ignore_index, temperature
         self.compiled, self.chunk_size, self.return_soft_hard_loss = compiled, chunk_size, return_soft_hard_loss
-        self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
 
     def forward(
         self,
@@ -175,7 +192,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         _check_vocabulary(student_weight, teacher_weight)
         wants_hard = self.weight_hard_loss != 0 or self.return_soft_hard_loss
         together = wants_hard and self.temperature == 1.0
-        head = {"mask": counted, "bias": student_bias, **_execution(self, student_weight, student_bias)}
+        head = {"mask": counted, "bias": student_bias, **self.execution(student_weight, student_bias)}
         found = linear_divergence_with(
             student_input,
             student_weight,
@@ -210,7 +227,7 @@ def _check(beta: Any, name: str, temperature: Any) -> None:
 
 
 def _counted(name: str, labels: Tensor | None, ignore_index: int, hidden: Tensor, weight: Tensor) -> Tensor | None:
-    """(N,) which positions count; None: all."""
+    """Mask (N,) of the positions that count; None: all."""
     check_head(hidden, weight, None)
     if labels is None:
         return None
@@ -230,14 +247,3 @@ def _check_vocabulary(student_weight: Tensor, teacher_weight: Tensor) -> None:
 def _number_of(counted: Tensor | None, like: Tensor) -> Tensor | int:
     """Return the number of positions to divide by, at least 1."""
     return max(1, like.numel()) if counted is None else counted.sum().clamp(min=1).to(like.dtype)
-
-
-def _execution(module: Any, *head: Tensor | None) -> dict[str, Any]:
-    # ZeRO-3 takes the weight apart when the trainer's own gathering, around this call, is over
-    gather = gather_of(x for x in head if x is not None)
-    return {
-        "engine": module.engine,
-        "backend": module.backend,
-        "workspace_bytes": module.workspace_bytes,
-        "gather": gather,
-    }

@@ -9,7 +9,7 @@ from importlib import metadata
 
 @contextmanager
 def needed(install: str, *packages: str) -> Iterator[None]:
-    """Around imports from `packages`, which ``pip install {install}`` brings.
+    """Context of imports from `packages`, which ``pip install {install}`` brings.
 
     Raises:
         ModuleNotFoundError: one of them is not installed.

@@ -1,4 +1,4 @@
-"""Attributes of other packages, replaced by ours and given back, and how to tell whether a package is as we know it."""
+"""Attributes of other packages, replaced by ours and given back; and checks that a function is as we know it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,9 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Patch:
-    owner: Any
-    attribute: str
-    theirs: Any
-    inherited: bool  # theirs was that of a parent class
-    ours: Any
-    importers: Sequence[str]
-
-    @property
-    def name(self) -> str:
-        owner = self.owner
-        where = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
-        return f"{where}.{self.attribute}"
 
 
 class Patches:
@@ -36,7 +19,8 @@ class Patches:
     """
 
     def __init__(self, package: str | None = None) -> None:
-        self._package, self._done = package, list[_Patch]()
+        self._package = package
+        self._restorations: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, attribute: str, ours: Any, *, importers: Sequence[str] = ()) -> None:
         """Put `ours` in the place of an attribute of `owner`, a module or a class; no effect if it is there already.
@@ -46,27 +30,31 @@ class Patches:
         theirs = getattr(owner, attribute)
         if theirs is ours:
             return
-        inherited = inspect.isclass(owner) and attribute not in vars(owner)
-        patch = _Patch(owner, attribute, theirs, inherited, ours, importers)
-        self._done.append(patch)
+        is_class = inspect.isclass(owner)
+        inherited = is_class and attribute not in vars(owner)
+        where = f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
+
+        def restore() -> None:
+            is_ours = vars(owner).get(attribute) is ours
+            if inherited and is_ours:
+                delattr(owner, attribute)
+            _swap([owner, *_loaded(importers)], attribute, ours, theirs)
+            whose = "its own again" if is_ours else "left as somebody else has made it since"
+            self._log(f"unpatched %s: %s.%s is {whose}", where, attribute)
+
+        self._restorations.append(restore)
         setattr(owner, attribute, ours)
         _swap(_loaded(importers), attribute, theirs, ours)
-        self._log("patched %s: %s is that of grpo_kernels", patch)
+        self._log("patched %s: %s.%s is that of grpo_kernels", where, attribute)
 
     def restore(self) -> None:
         """Give everything back that is still ours: what somebody else has replaced meanwhile is left alone."""
-        while self._done:
-            patch = self._done.pop()
-            is_ours = vars(patch.owner).get(patch.attribute) is patch.ours
-            if patch.inherited and is_ours:
-                delattr(patch.owner, patch.attribute)
-            _swap([patch.owner, *_loaded(patch.importers)], patch.attribute, patch.ours, patch.theirs)
-            whose = "its own again" if is_ours else "left as somebody else has made it since"
-            self._log(f"unpatched %s: %s is {whose}", patch)
+        while self._restorations:
+            self._restorations.pop()()
 
-    def _log(self, message: str, patch: _Patch) -> None:
+    def _log(self, message: str, where: str, attribute: str) -> None:
         if self._package is not None:
-            _logger.info(message, self._package, patch.name)
+            _logger.info(message, self._package, where, attribute)
 
 
 def _loaded(names: Sequence[str]) -> list[Any]:
@@ -80,7 +68,7 @@ def _swap(owners: list[Any], attribute: str, old: Any, new: Any) -> None:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of its parameters, by which a function is known."""
+    """The names of the parameters of `function`, by which it is recognised."""
     return tuple(inspect.signature(function).parameters)
 
 

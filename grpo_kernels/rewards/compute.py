@@ -11,13 +11,13 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base.modes import evaluating
 from grpo_kernels.rewards.loop_thread import failure, run_together
 
 __all__ = ["compute_rewards", "reward_names"]
@@ -124,7 +124,7 @@ def _check_batch(prompts: Any, completions: Any, completion_ids: Any, columns: d
 
 
 def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> list[Any]:
-    """One per function; checked for the reward models."""
+    """Check and return the tokenizers, one a function."""
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(funcs)
     if len(processing_classes) != len(funcs):
@@ -164,23 +164,11 @@ def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> 
     batch = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    with _evaluating(model):
+    with evaluating(model):
         logits: Tensor = model(**{name: values.to(device) for name, values in batch.items()}).logits
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits: expected shape (B, 1) = ({len(pairs)}, 1), got {tuple(logits.shape)}")
     return logits[:, 0].float()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off; afterwards each submodule's own mode again, since a model in training may have a part in eval."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class _named:

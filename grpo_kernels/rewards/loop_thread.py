@@ -47,7 +47,7 @@ class _LoopThread(threading.Thread):
         self._close()
 
     def _close(self) -> None:
-        """Cancels what is left on the loop, so that it can clean up."""
+        """Cancel the tasks that are left on the loop, so that they can clean up."""
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()

@@ -299,4 +299,4 @@ class TestPatch:
         monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", None)
         with pytest.raises(ImportError):
             patch_liger()
-        assert not liger._patches._done
+        assert not liger._patches._restorations

@@ -13,7 +13,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, exactness, trunk
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, exactness
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
 
@@ -46,8 +47,8 @@ WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequen
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trunk, "_said", set())
+def nothing_said() -> None:
+    warn_once.cache_clear()
 
 
 def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -94,7 +95,7 @@ def test_families(kind: str) -> None:
     model, given = family(kind), batch()
     want, gradients = loss_of(model, given, **PADDED)
     for mode, options in MODES.items():
-        trunk._said.clear()
+        warn_once.cache_clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             out, got = loss_of(model, given, **options)

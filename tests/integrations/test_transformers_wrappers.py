@@ -13,7 +13,8 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from grpo_kernels import GRPOLoss, LossConfig
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head, trunk
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import assert_as_model, last_columns, peft_model, shared_batch, text_batch
 from tests.support.ranks import run_ranks
@@ -119,7 +120,7 @@ def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> Non
     mask = last_columns(attention_mask)
     with torch.no_grad():
         before = compiled(input_ids=ids, attention_mask=attention_mask).logits
-        trunk._said.clear()
+        warn_once.cache_clear()
         with pytest.warns(UserWarning, match="the whole model is compiled; compile its layers instead"):
             got = completion_logprobs(compiled, ids, attention_mask, mask)[0]
         assert torch.equal(compiled(input_ids=ids, attention_mask=attention_mask).logits, before)

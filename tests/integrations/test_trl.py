@@ -13,9 +13,8 @@ import trl.trainer.utils as trl_utils
 
 from benchmarks import head_flops, parity, tiny_run
 from grpo_kernels import Expectation
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, foreseen
 from grpo_kernels.integrations.trl import hook as trl_hook
-from grpo_kernels.integrations.trl import trainer as integration
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 TWICE = {"num_iterations": 2, "beta": 0.04}
@@ -111,7 +110,7 @@ def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
         drawn = torch.randn(completion_mask.numel(), generator=generator)
         return Expectation(lambda index, logps, entropies: drawn[index])
 
-    monkeypatch.setattr(integration, "policy_expectation", wrong)
+    monkeypatch.setattr(foreseen, "policy_expectation", wrong)
     assert parity.run(case, steps=3).equal
     assert len(asked) == 6  # every micro-batch
 
@@ -127,7 +126,7 @@ def test_a_subclass_keeps_its_own_loss() -> None:
     class DoubledTrainer(Doubled, trl.GRPOTrainer):
         pass
 
-    class After(integration.FusedLossMixin, DoubledTrainer):
+    class After(FusedLossMixin, DoubledTrainer):
         pass
 
     stock = _history(DoubledTrainer)
@@ -138,7 +137,7 @@ def test_a_subclass_keeps_its_own_loss() -> None:
 def test_gmpo_keeps_its_own_loss() -> None:
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    class FusedGMPOTrainer(integration.FusedLossMixin, GMPOTrainer):
+    class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer):
         pass
 
     stock, ours = (_history(c, config_class=GMPOConfig, **TWICE) for c in (GMPOTrainer, FusedGMPOTrainer))
@@ -162,7 +161,7 @@ def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) ->
     stock = _history(trl.GRPOTrainer, steps=2)
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Changed)
     with pytest.warns(UserWarning, match="TRL works unchanged"):
-        trl_hook.warn_incompatible()
+        trl_hook.SEAM.warn_unknown()
     assert parity.differences(stock, _history(FusedGRPOTrainer, steps=2)) == dict.fromkeys(stock[0], 0.0)
 
 
@@ -181,7 +180,7 @@ def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     warned: list[str] = []
-    monkeypatch.setattr(integration.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
+    monkeypatch.setattr(foreseen.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
     ours = _history(Ours)
     assert any("not foreseen: advantages: expected shape" in text for text in warned)
     assert max(parity.differences(_history(Stock), ours).values()) <= parity.TOLERANCE

@@ -76,14 +76,14 @@ def test_adapters_on_the_body_train_the_same() -> None:
 
 def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    ours = distillation.divergence_loss
-    monkeypatch.setattr(distillation, "divergence_loss", lambda *a, **k: calls.append(1) or ours(*a, **k))
+    ours = distillation.SEAM.ours
+    monkeypatch.setattr(distillation.SEAM, "ours", lambda *a, **k: calls.append(1) or ours(*a, **k))
     name = "JSD, tied student"
     stock = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
     assert not calls
     with patch_trl() as done:
         assert done
-        assert trl_distillation._chunked_divergence_loss is distillation.divergence_loss
+        assert trl_distillation._chunked_divergence_loss is distillation.SEAM.ours
         patched = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
     assert len(calls) == 2
     assert max(parity.differences(stock, patched).values()) <= parity.TOLERANCE
@@ -156,7 +156,7 @@ def test_an_unknown_trl_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1
     assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
     assert trl_distillation._chunked_divergence_loss is changed
-    with distillation.hooked():
+    with distillation.SEAM.filled():
         assert trl_distillation._chunked_divergence_loss is changed
     unpatch_trl()
     assert trl_distillation._chunked_divergence_loss is changed

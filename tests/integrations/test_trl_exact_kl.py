@@ -100,6 +100,6 @@ def test_what_it_does_not_go_with_is_refused(name: str) -> None:
 
 
 def test_a_trl_without_the_known_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl_hook, "compatible", lambda: False)
+    monkeypatch.setattr(trl_hook.SEAM, "is_known", lambda: False)
     with pytest.raises(ValueError, match="no fused head that is known"):
         train(FusedGRPOTrainer, mixin=Drawn, kl_estimator="full", beta=BETA)

@@ -130,7 +130,7 @@ def test_an_unknown_trl_is_left_alone(found: Any, monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match="TRL works unchanged") as seen:
         assert patch_trl() == False  # noqa: E712
     assert len(seen) == 1
-    with trl_hook.hooked():
+    with trl_hook.SEAM.filled():
         assert getattr(trl_utils, "_ChunkedLogProbFunction", None) is found
     unpatch_trl()
     assert getattr(trl_utils, "_ChunkedLogProbFunction", None) is found
@@ -242,7 +242,7 @@ def test_importing_the_library_does_not_import_trl() -> None:
 def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL 1.15 has no `_use_triton`, and compacts its rows everywhere."""
     monkeypatch.delattr(trl_hook.trl_utils, "_use_triton")
-    assert trl_hook.compatible()
+    assert trl_hook.SEAM.is_known()
     labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
     counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
     with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted)):

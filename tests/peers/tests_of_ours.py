@@ -68,9 +68,10 @@ def _trl(**options: str) -> None:
     import trl.kernels as kernels
 
     from grpo_kernels.integrations.trl import hook as trl_hook
+    from grpo_kernels.integrations.trl import patch_trl
 
     _count_heads()
-    if not trl_hook.patch_trl(**options):
+    if not patch_trl(**options):
         raise pytest.UsageError("this TRL is one that we do not know")
     kernels.ChunkedLogProbFunction = trl_hook.FusedHead
 

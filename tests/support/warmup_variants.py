@@ -20,7 +20,8 @@ from torch import Tensor
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.backends import triton_rows
-from grpo_kernels.diagnostics.warmup import Warmup
+from grpo_kernels.diagnostics import warmup
+from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.engine import device
 
 H, CPU = 32, torch.device("cpu")
@@ -90,9 +91,9 @@ def batches(vocab: int, softcap: float | None, *, teacher: bool) -> None:
 
 
 def compared(vocab: int, softcap: float | None, *, teacher: bool) -> dict[str, Any]:
-    warmup = Warmup(vocab=vocab, hidden=H, softcap=softcap, teacher=teacher)
+    head = HeadShape(vocab, H, torch.bfloat16, softcap=softcap)
     with like_a_gpu() as launches:
-        for step in warmup.steps(CPU, "triton").values():
+        for step in warmup.steps(head, CPU, "triton", teacher=teacher).values():
             step()
         warm = variants(launches)
         launches.clear()

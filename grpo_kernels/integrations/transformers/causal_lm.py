@@ -8,11 +8,11 @@ ever: FSDP2 (the head in the root's unit or in its own) and DeepSpeed ZeRO-3 hav
 nothing has to be gathered, and do so again for the backward; DDP, PEFT and accelerate see one call of the model. The
 results leave through the outputs of head and model, which is where those engines hook the backward.
 
-What remains to be known is what the model does to logits after the head. The config says it, under many names, and is
-not trusted: the first call of a model gives its forward a few known numbers in place of logits, beside one row of real
-ones, and compares (`grpo_kernels.integrations.transformers.head`). That costs one row of the head, once, and no forward
-of its own: nothing random is drawn, no collective is added. If the config was wrong, the constants that were measured
-serve, and the model runs a second time; if no constants do, it raises.
+One thing remains to be known: what the model does to logits after the head. The config says it, under many names, and
+is not trusted. In the first call of a model, its forward is given a few known numbers in place of logits, and one row
+of real ones (`grpo_kernels.integrations.transformers.head_check`). That costs one row of the head, once, and no forward
+of its own: nothing random is drawn, no collective is added. If the config was wrong, the model runs a second time with
+the constants that were measured; if no constants fit, the call raises.
 
 Not for: encoder-decoder models, several heads (codebooks), quantised heads, ``nn.DataParallel``, a model that two
 threads use at a time.
@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
-from grpo_kernels.integrations.transformers.call import Batch, run_scored
+from grpo_kernels.integrations.transformers.call import run_scored
 from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
-from grpo_kernels.integrations.transformers.inputs import check_names
+from grpo_kernels.integrations.transformers.inputs import Batch, check_names
 from grpo_kernels.integrations.transformers.options import TrunkOptions, check_loss_fn, check_skip, scoring_options
-from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.logprob import linear_logprob_with
 from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
 from grpo_kernels.objective.normaliser import averaged_over
@@ -115,8 +114,8 @@ def completion_logprobs(
         input_ids: (B, L) prompt and completion.
         attention_mask: (B, L), or None.
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts: with T the
-            longest completion as TRL has it, or T = L and completions wherever they are. What stands in column t is
-            predicted from column t - 1; the first column of all has nothing before it and never counts.
+            longest completion as TRL has it, or T = L and completions wherever they are. The token in column t is
+            predicted from column t - 1, so the first column of all never counts.
         loss_fn: the loss that the log-probabilities are for: they have its temperature and `logits_dtype`.
         temperature: the logits are divided by it; None: that of `loss_fn`, or 1 without one.
         entropy: whether to compute entropies.
@@ -152,7 +151,7 @@ def completion_logprobs(
         )
         return tuple(found.values())
 
-    results, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
+    results, _, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
     return results[0], results[1] if entropy else None
 
 
@@ -208,9 +207,7 @@ def causal_lm_loss(
     named = ("completion_mask", "advantages", "router_aux_loss_coef", *_LOSS_INPUTS, *TrunkOptions.NAMES)
     check_names(model, inputs, named, " or the loss")
     batch = Batch.of(input_ids, completion_mask)
-    live, count = None, TokenCount()
-    if zero_advantage != "train":
-        live = _live(loss_fn, batch, advantages, loss_inputs)
+    live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
         _check_skip(loss_fn.config, loss_inputs)
         counted = batch.completion_mask * live.to(batch.completion_mask.device)[:, None]
@@ -234,7 +231,7 @@ def causal_lm_loss(
         return (done[0].loss,)
 
     model_inputs = {"attention_mask": attention_mask, **inputs}
-    (loss,), aux_loss = run_scored(model, batch, score, model_inputs, trunk, live, count)
+    (loss,), aux_loss, count = run_scored(model, batch, score, model_inputs, trunk, live)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
             router_aux_loss_coef = causal_lm(model).config.get_text_config(decoder=True).router_aux_loss_coef

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base.modes import evaluating
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
 from grpo_kernels.integrations.transformers.layout import Layout, Span, plan
-from grpo_kernels.integrations.transformers.within import evaluating
 
 _ROUNDING = 4  # times the rounding that is measured, or the precision, a mode may be off
 _MORE_COLUMNS = 5

@@ -26,7 +26,7 @@ class TrunkInputs:
 
     @classmethod
     def of(cls, trunk: nn.Module, given: dict[str, Any]) -> TrunkInputs | str:
-        """The inputs `given` by name; a str says why they cannot be computed in parts."""
+        """The inputs `given` by name, or a str: the reason why they cannot be computed in parts."""
         given = {name: x for name, x in given.items() if x is not None}
         config: Any = trunk.config
         for name in _RETURNED:
@@ -56,7 +56,9 @@ class TrunkInputs:
         return TrunkInputs(ids, mask, found, self.constants)
 
     def spans(self, needed: Tensor, *, with_prompts: bool) -> tuple[list[Span], bool]:
-        """(what has to be computed of each sequence, whether its positions are 0, 1, 2, ...); waits for the device.
+        """(parts of the sequences that have to be computed, True if all positions are 0, 1, 2, ...).
+
+        Waits for the device.
 
         Args:
             needed: (B, L) bool, cells whose hidden states are read. What comes after the last one is left out, and so
@@ -93,7 +95,7 @@ def run_layout(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInput
     cells = layout.cells.to(device, non_blocking=True)
     named = {"input_ids": inputs.ids, **inputs.per_token}
     found: dict[str, Any] = {name: x.reshape(-1)[cells] for name, x in named.items()}
-    if layout.positions is not None:
+    if layout.isolated != "no":
         found["position_ids"] = layout.positions.to(device, non_blocking=True)
     if layout.isolated == "no":
         stored = layout.stored.to(device, non_blocking=True)

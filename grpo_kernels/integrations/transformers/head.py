@@ -3,15 +3,14 @@
 transformers' models differ in what they do to logits after the projection: a factor (Cohere, Falcon-H1, Granite), a
 soft-cap (the Gemma family), padding rows cut off (Inkling). Their configs name these numbers in a dozen ways, and one
 name means a factor in one model, a divisor in a second, and in a third a divisor of the hidden states. So the config
-is only a first guess, and the model's own code decides: its forward is given `ladder` in place of logits, and
-`agrees` and `measure` read off what came of it.
+is only a first guess, and the model's own code decides, in its first forward: `head_check`.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,6 +89,11 @@ def describe_head(model: nn.Module) -> HeadSpec:
         TypeError: no transformers model, an encoder-decoder model, or a head that is not one linear layer; the message
             says what was found.
     """
+    return known_head(model)[0]
+
+
+def known_head(model: nn.Module) -> tuple[HeadSpec, bool]:
+    """(the head, as `describe_head`; whether it was compared with the model's own logits under its present config)."""
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
         raise TypeError(
@@ -102,23 +106,12 @@ def describe_head(model: nn.Module) -> HeadSpec:
     head = inner_head(head)
     linear_of(head)
     guess = _from_config(base, head)
-    known = _known.get(head)
-    if known is None or known[0] != guess.constants:
-        return guess
-    scale, cap, vocab_size = known[1]
-    return HeadSpec(head, scale, cap, vocab_size)
-
-
-def is_checked(model: nn.Module) -> bool:
-    """Return True if the head was compared with the model's own logits under its present config."""
-    base = causal_lm(model)
-    head = inner_head(base.get_output_embeddings())
-    guess, _, compared = _known.get(head, (None, None, False))
-    return compared and guess == _from_config(base, head).constants
+    at_the_time, found, compared = _known.get(head, (None, guess.constants, False))
+    return (HeadSpec(head, *found), compared) if at_the_time == guess.constants else (guess, False)
 
 
 def remember(model: nn.Module, head: HeadSpec, compared: bool) -> None:
-    """From now on, `head` is what `describe_head` finds."""
+    """Let `describe_head` find `head` from now on; `compared` as `known_head` says it."""
     _known[head.module] = _from_config(causal_lm(model), head.module).constants, head.constants, compared
 
 
@@ -132,7 +125,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """(what is around the transformers model, from the outside in; that model).
+    """(the wrappers around the transformers model, from the outside in; that model).
 
     Raises:
         TypeError: as `causal_lm`.
@@ -149,7 +142,7 @@ def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
 
 
 def inner_head(head: nn.Module) -> nn.Module:
-    """The module that projects, where PEFT keeps a trained copy of the whole head (`modules_to_save`)."""
+    """The module that projects: `head`, or the copy of it that PEFT trains (`modules_to_save`)."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return head
@@ -161,42 +154,3 @@ def inner_head(head: nn.Module) -> nn.Module:
 def _from_config(base: PreTrainedModel, head: nn.Module) -> HeadSpec:
     config = base.config.get_text_config(decoder=True)
     return HeadSpec(head, *scale_and_cap(lambda name: getattr(config, name, None)))
-
-
-def ladder(vocab: int, like: Tensor) -> Tensor:
-    """(V,) numbers of both signs from 0.01 to 1e8, which show any factor and any cap, all over the vocabulary."""
-    steps = 10.0 ** torch.arange(-2, 9, dtype=like.dtype, device=like.device)
-    return torch.stack([steps, -steps], dim=1).reshape(-1).repeat(vocab // 22 + 1)[:vocab]
-
-
-def agrees(head: HeadSpec, rungs: Tensor, logits: Tensor) -> bool:
-    """Return True if `head` turns `rungs` (V,) into the model's own logits, up to rounding."""
-    expected = head.logits(rungs.double())
-    if expected.shape != logits.shape:
-        return False
-    tolerance = 16 * torch.finfo(logits.dtype).eps
-    return bool(((logits.double() - expected).abs() <= tolerance * expected.abs()).all())
-
-
-def measure(head: HeadSpec, rungs: Tensor, logits: Tensor) -> HeadSpec | None:
-    """The constants that make `logits` (v,) of `rungs` (V,), or None if there are none or they cannot be read exactly.
-
-    ``logits = cap tanh(scale x / cap)``: far out it is the cap, near 0 it is ``scale x``.
-    """
-    count = logits.shape[-1]
-    if count > rungs.shape[0] or count < 22 or logits.dtype.itemsize < 4:
-        return None
-    x, y = rungs[:22:2].double(), logits[:22:2].double()
-    small, cap = y[0], y[-1]
-    linear = bool(cap > 9.0 * y[-2])
-    scale = (small / x[0] if linear else torch.atanh(small / cap) * cap / x[0]).item()
-    for known in (1.0, head.logit_scale):
-        if abs(scale / known - 1.0) < 1e-6:  # no more than rounding
-            scale = known
-    found = replace(
-        head,
-        logit_scale=scale,
-        final_logit_softcapping=None if linear else cap.item(),
-        vocab_size=None if count == rungs.shape[0] else count,
-    )
-    return found if agrees(found, rungs, logits) else None

@@ -1,15 +1,20 @@
-"""Which keyword arguments a model takes: transformers' forwards let every other one vanish in their ``**kwargs``."""
+"""Arguments of a call: its batch, the attention mask, and which names a model takes.
+
+transformers' forwards let every name that they do not know vanish in their ``**kwargs``.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 import transformers.utils
-from torch import nn
+from torch import Tensor, nn
 
-from grpo_kernels.base.checks import did_you_mean
+from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, warn_once
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.transformers.head import unwrapped
 
@@ -21,11 +26,54 @@ DOCUMENTED |= {"use_cache", "return_dict", "cache_position"}
 DOCUMENTED |= {*getattr(getattr(transformers.utils, "TransformersKwargs", None), "__annotations__", ())}
 DOCUMENTED -= {"num_items_in_batch"}
 
-_OF_LOSS_CONFIG = {field.name for field in dataclasses.fields(LossConfig)}
+_OF_LOSS_CONFIG = {field.name for field in fields(LossConfig)}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ids of a call and which of them count."""
+
+    input_ids: Tensor  # (B, L)
+    completion_mask: Tensor  # (B, T)
+
+    @classmethod
+    def of(cls, input_ids: Any, completion_mask: Any) -> Batch:
+        """Check the tensors, and return them as a batch."""
+        check_tensor("input_ids", input_ids)
+        check_tensor("completion_mask", completion_mask)
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids: expected shape (B, L), got {tuple(input_ids.shape)}")
+        (sequences, length), shape = input_ids.shape, tuple(completion_mask.shape)
+        if len(shape) != 2 or shape[0] != sequences or not 0 < shape[1] <= length:
+            raise ValueError(
+                f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= {length}, got {shape}"
+            )
+        return cls(input_ids, completion_mask)
+
+    def needed(self) -> Tensor:
+        """(B, L) bool: the positions whose hidden states predict a token that counts."""
+        found = torch.zeros(self.input_ids.shape, dtype=torch.bool, device=self.completion_mask.device)
+        count = self.completion_mask.shape[1]
+        found[:, -count:] = self.completion_mask != 0
+        return nn.functional.pad(found[:, 1:], (0, 1))
+
+    def aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(states (B, T, H), ids (B, T), mask (B, T)): each id with the hidden states that predict it."""
+        (sequences, length), count = self.input_ids.shape, self.completion_mask.shape[1]
+        if hidden.dim() != 3 or hidden.shape[0] != sequences or hidden.shape[1] < min(count + 1, length):
+            raise RuntimeError(
+                f"model: expected hidden states of {sequences} sequences and at least {min(count + 1, length)} "
+                f"positions at its head, got {tuple(hidden.shape)}; is logits_to_keep too small?"
+            )
+        ids, mask = self.input_ids[:, -count:].to(hidden.device), self.completion_mask.to(hidden.device)
+        if hidden.shape[1] > count:
+            return hidden[:, -count - 1 : -1], ids, mask
+        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)  # nothing predicts the first
+        return hidden.roll(1, dims=1), ids, mask
 
 
 def check_names(model: nn.Module, given: Collection[str], others: Collection[str], takers: str) -> None:
-    """Raise unless somebody reads each of the names `given` as arguments of the model.
+    """Raise unless each of the names `given` as arguments of the model is read by somebody.
 
     Args:
         others: names that the caller itself takes, to suggest them.
@@ -51,9 +99,64 @@ def check_names(model: nn.Module, given: Collection[str], others: Collection[str
 
 
 def _named_by(module: nn.Module) -> Iterator[str]:
-    """The parameters of a forward that have a name of their own."""
+    """The named parameters of a module's forward, without its *args and **kwargs."""
     for forward in (type(module).forward, module.forward):  # the class's too: on an object it may be wrapped
         for name, x in inspect.signature(forward).parameters.items():
             if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != "self":
                 yield name
     yield from getattr(module, "special_peft_forward_args", ())  # which PEFT takes out of its **kwargs
+
+
+def check_attention_mask(attention_mask: Any, input_ids: Tensor) -> None:
+    """Raise unless `attention_mask` is None or has the shape (B, L) of `input_ids`.
+
+    Masks of four dimensions and dicts of them, which transformers makes and takes too, are left to the model.
+
+    Raises:
+        TypeError, ValueError: not a tensor, or another shape.
+    """
+    if attention_mask is None or isinstance(attention_mask, dict):
+        return
+    check_tensor("attention_mask", attention_mask)
+    if attention_mask.dim() != 4:
+        check_shape("attention_mask", attention_mask, ("(B, L)", tuple(input_ids.shape)))
+
+
+def check_attended(attention_mask: Any, needed: Tensor, *, has_positions: bool) -> None:
+    """Look at the values of an `attention_mask` (B, L), which waits for the device.
+
+    An error is a token that counts in padding. One warning each: a first token behind padding that counts, which
+    nothing predicts; zeros between ones, behind which positions are off. The token after the last 1 may count: it is
+    the end token where that is the padding token too.
+
+    Args:
+        attention_mask: as `check_attention_mask` leaves it; only one of two dimensions is looked at.
+        needed: (B, L) bool, the columns whose hidden states predict a token that counts.
+        has_positions: True if the caller gives position_ids.
+
+    Raises:
+        ValueError: a token counts in padding.
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return
+    attended = attention_mask.to(needed.device) != 0
+    unseen = needed[:, :-1] & ~attended[:, :-1]
+    in_padding = (unseen & ~attended[:, 1:]).nonzero()
+    if len(in_padding):
+        row, column = in_padding[0].tolist()
+        raise ValueError(
+            "completion_mask: expected 0 where attention_mask is 0, got a token that counts in column "
+            f"{column + 1} of sequence {row}, with attention_mask 0 there and before"
+        )
+    if bool(unseen.any()):
+        warn_once(
+            "completion_mask: it counts a token whose column before has attention_mask 0: nothing predicts the first "
+            "token of a sequence, so give it 0"
+        )
+    begun, goes_on = attended.cumsum(1) > 0, attended.flip(1).cumsum(1).flip(1) > 0
+    if not has_positions and bool((begun & goes_on & ~attended).any()):
+        warn_once(
+            "attention_mask: it has zeros between ones, and a model without position_ids counts them as positions. Pad "
+            "prompts on the left and completions on the right, or pass position_ids = (attention_mask.cumsum(1) - "
+            "1).clamp(min=0)"
+        )

@@ -1,7 +1,7 @@
 """Layouts: the cells of a padded batch (B, L) that one forward of the trunk computes, and how they stand in it.
 
-A `Span` is what has to be computed of one sequence; a `Strip` is a row of a forward, made of one span or several; a
-`Layout` is the rows of one forward, padded to the longest. `plan` makes layouts of spans::
+A `Span` is the part of one sequence that has to be computed; a strip is a row of a forward, made of one span or
+several; a `Layout` is the strips of one forward, padded to the longest. `plan` makes layouts of spans::
 
     trim   one forward, as wide as its longest sequence
     split  sequences sorted by length, cut into forwards of least cost: rows x columns, plus `overhead` tokens each
@@ -9,6 +9,10 @@ A `Span` is what has to be computed of one sequence; a `Strip` is a row of a for
     share  each prompt once, before its completions: [prompt[:-1] | prompt[-1], c1 | prompt[-1], c2 | ...]
 
 Everything here is int64 on the CPU; no model is known.
+
+A strip is a tensor (4, n): of each of its tokens the cell (an index into the flattened (B, L)), the position within the
+sequence, the segment, and the other segment that it sees, which is the prompt of a completion. A token sees the earlier
+tokens of these two segments.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+_POSITION, _SEGMENT = 1, 2  # of a strip's rows
 
 
 @dataclass(frozen=True)
@@ -36,33 +42,20 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Strip:
-    """One row of a forward, (n,) each. A token sees the earlier tokens of its own segment and of one other."""
-
-    cells: Tensor  # index into the flattened (B, L)
-    positions: Tensor  # within the sequence
-    segments: Tensor
-    sees: Tensor  # the other segment: the prompt of a completion
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-
-@dataclass(frozen=True)
 class Layout:
     """Cells that one forward of the trunk computes, (b, l) each; ``stored`` is False for padding.
 
-    ``positions`` is None where the model counts columns by itself; ``isolated`` says what keeps the segments of a strip
-    apart: nothing (one segment a strip), the position ids, or a mask.
+    ``isolated`` says what keeps the segments of a strip apart: nothing (one segment a strip, and the model counts
+    columns by itself), the position ids, or a mask.
     """
 
     cells: Tensor
     stored: Tensor
     graph: bool
-    isolated: str = "no"  # or "positions", "mask"
-    positions: Tensor | None = None
-    segments: Tensor | None = None
-    sees: Tensor | None = None
+    isolated: str  # "no", "positions", "mask"
+    positions: Tensor
+    segments: Tensor
+    sees: Tensor
 
     @property
     def tokens(self) -> int:
@@ -71,7 +64,6 @@ class Layout:
 
     def mask(self) -> Tensor:
         """(b, 1, l, l) bool: True where a token sees another."""
-        assert self.segments is not None and self.sees is not None
         own, other = self.segments[:, :, None], self.sees[:, :, None]
         keys, columns = self.segments[:, None, :], torch.arange(self.cells.shape[1])
         earlier = columns[:, None] >= columns
@@ -102,26 +94,27 @@ def plan(
     if padding == "keep":
         spans = [replace(span, first=0, end=length) for span in spans]
     strips = _shared(spans, length) if shared else [_strip(span, length) for span in spans]
-    strips = [strip for strip in strips if len(strip)]
+    strips = [strip for strip in strips if strip.shape[1]]
+    lengths = [strip.shape[1] for strip in strips]
     if padding == "free":
-        strips = [_joined([strips[i] for i in part]) for part in _bins([len(strip) for strip in strips], longest)]
+        strips = [_joined([strips[i] for i in part]) for part in _bins(lengths, longest)]
     isolated = "mask" if shared else "positions" if padding == "free" else "no"
     parts: Iterable[Sequence[int]] = [range(len(strips))] if strips else []
     if padding == "split":
-        parts = cut([len(strip) for strip in strips], overhead)
+        parts = cut(lengths, overhead)
     found = []
     for part in parts:
         chosen = [strips[i] for i in part]
-        longest = max(map(len, chosen))
-        width = min(-(-longest // multiple) * multiple, max(longest, length))
+        widest = max(strip.shape[1] for strip in chosen)
+        width = min(-(-widest // multiple) * multiple, max(widest, length))
         found.append(_padded(chosen, width, graph, isolated))
     return found
 
 
 def anchor(span: Span, length: int, graph: bool) -> Layout:
-    """A forward of two tokens at most, of which nothing is stored: it attaches a loss, or keeps ranks in step."""
+    """A forward of at most two tokens, none of them stored: it attaches a loss to the model, or keeps ranks in step."""
     strip = _strip(replace(span, end=min(span.end, span.first + 2)), length)
-    layout = _padded([strip], len(strip), graph, "no")
+    layout = _padded([strip], strip.shape[1], graph, "no")
     return replace(layout, stored=torch.zeros_like(layout.stored))
 
 
@@ -163,13 +156,14 @@ def _bins(lengths: Sequence[int], longest: int | None) -> list[list[int]]:
     return bins
 
 
-def _strip(span: Span, length: int) -> Strip:
+def _strip(span: Span, length: int) -> Tensor:
+    """The strip (4, n) of `span` alone, which is segment 0."""
     columns = torch.arange(span.first, span.end)
     zeros = torch.zeros_like(columns)
-    return Strip(span.row * length + columns, columns - span.first, zeros, zeros)
+    return torch.stack([span.row * length + columns, columns - span.first, zeros, zeros])
 
 
-def _shared(spans: Sequence[Span], length: int) -> list[Strip]:
+def _shared(spans: Sequence[Span], length: int) -> list[Tensor]:
     """One strip for each prompt: the prompt without its last token, then every completion with its own copy of it."""
     groups: dict[Hashable, list[Span]] = {}
     for span in spans:
@@ -180,37 +174,26 @@ def _shared(spans: Sequence[Span], length: int) -> list[Strip]:
         parts = [_strip(replace(first, end=first.scored), length)]  # segment 0, which all others see
         for segment, span in enumerate(members, start=1):
             part = _strip(replace(span, first=span.scored), length)
-            shift = span.scored - span.first
-            parts.append(replace(part, positions=part.positions + shift, segments=part.segments + segment))
-        strips.append(_concatenated(parts))
+            part[_POSITION] += span.scored - span.first
+            part[_SEGMENT] = segment
+            parts.append(part)
+        strips.append(torch.cat(parts, dim=1))
     return strips
 
 
-def _joined(strips: Sequence[Strip]) -> Strip:
+def _joined(strips: Sequence[Tensor]) -> Tensor:
     """`strips` one after the other, each with segments of its own."""
     parts, used = [], 0
     for strip in strips:
-        parts.append(replace(strip, segments=strip.segments + used, sees=strip.sees + used))
-        used += int(strip.segments.max()) + 1
-    return _concatenated(parts)
+        part = strip.clone()
+        part[_SEGMENT:] += used
+        used = int(part[_SEGMENT].max()) + 1
+        parts.append(part)
+    return torch.cat(parts, dim=1)
 
 
-def _concatenated(parts: Sequence[Strip]) -> Strip:
-    return Strip(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in ("cells", "positions", "segments", "sees"))
-    )
-
-
-def _padded(strips: Sequence[Strip], width: int, graph: bool, isolated: str) -> Layout:
-    def rows(name: str, fill: int) -> Tensor:
-        found = torch.full((len(strips), width), fill)
-        for row, strip in zip(found, strips, strict=True):
-            row[: len(strip)] = getattr(strip, name)
-        return found
-
-    cells = rows("cells", -1)
-    layout = Layout(cells.clamp(min=0), cells >= 0, graph, isolated)
-    if isolated == "no":
-        return layout
-    positions, segments, sees = rows("positions", 0), rows("segments", -1), rows("sees", -1)
-    return replace(layout, positions=positions, segments=segments, sees=sees)
+def _padded(strips: Sequence[Tensor], width: int, graph: bool, isolated: str) -> Layout:
+    fill = torch.tensor([[-1], [0], [-1], [-1]])
+    rows = [torch.cat([strip, fill.expand(4, width - strip.shape[1])], dim=1) for strip in strips]
+    cells, positions, segments, sees = torch.stack(rows, dim=1)
+    return Layout(cells.clamp(min=0), cells >= 0, graph, isolated, positions, segments, sees)

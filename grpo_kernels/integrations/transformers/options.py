@@ -12,18 +12,7 @@ from grpo_kernels.loss import GRPOLoss
 
 @dataclass(frozen=True)
 class TrunkOptions:
-    """Choice of what the trunk computes of a batch; docs/training-step.md.
-
-    Attributes:
-        zero_advantage: what becomes of sequences in which no token has a gradient (advantage 0 without KL term and
-            entropy bonus; masked whole). ``"score"``: they run without graph, for the metrics. ``"skip"``: they do not
-            run; metrics are those of the other sequences. ``"train"``: as all others.
-        padding: ``"trim"``: a forward is as wide as its longest sequence. ``"split"``: sequences sorted by length, in
-            forwards of least cost. ``"free"``: sequences one after the other, kept apart by their position ids.
-            ``"keep"``: the padded columns.
-        shared_prompts: True to compute a prompt once for all of its completions in the batch.
-        forward_overhead: cost of one more forward that ``"split"`` reckons with, in tokens.
-    """
+    """Choice of what the trunk computes of a batch; `causal_lm_loss` explains the options."""
 
     NAMES: ClassVar[tuple[str, ...]] = ("zero_advantage", "padding", "shared_prompts", "forward_overhead")
 

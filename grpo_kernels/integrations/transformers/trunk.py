@@ -17,10 +17,8 @@ wrong, and never changes a result. It costs one wait for the device in each back
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_kernels.base.checks import is_dtensor, is_fake
+from grpo_kernels.base.checks import is_dtensor, is_fake, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
@@ -51,8 +49,8 @@ def live_trunk(
     options: TrunkOptions,
     *,
     needed: Tensor,  # (B, L) bool
-    live: Tensor | None = None,  # (B,) bool
-    count: TokenCount | None = None,
+    live: Tensor | None,  # (B,) bool
+    count: TokenCount,
 ) -> Iterator[None]:
     """Inside, the trunk of `model` computes what `options` say of each batch that it is given.
 
@@ -79,21 +77,12 @@ def live_trunk(
         say_once(trunk, "the model's forward does not call its trunk")
     else:
         yield
-    if count is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         count.add(len(needed), len(needed), *[needed.numel()] * 3)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Forwards of one call, and the sequences that they belong to."""
-
-    layouts: list[Layout]
-    rows: range  # among all sequences of the scoring call
-    live: Tensor  # (b,) bool, on the CPU
-
-
 class _TrunkCall:
-    """Stands in for the forward of a trunk while a batch is scored."""
+    """Stand-in for the forward of a trunk while a batch is scored."""
 
     def __init__(
         self,
@@ -102,7 +91,7 @@ class _TrunkCall:
         options: TrunkOptions,
         needed: Tensor,
         live: Tensor | None,
-        count: TokenCount | None,
+        count: TokenCount,
     ) -> None:
         self.trunk, self.forward, self.options = trunk, forward, options
         self.needed, self.live, self.count = needed, live, count
@@ -112,21 +101,28 @@ class _TrunkCall:
         self.was_called = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The trunk's forward, in as many forwards as the plan has."""
+        """Compute the trunk's output, in as many forwards as the batch takes."""
         self.was_called = True
         given = {**dict(zip(inspect.signature(self.forward).parameters, args, strict=False)), **kwargs}
-        modes = self._exact_modes(given.get("position_ids") is not None)
+        padding, shared = self._exact_modes(given.get("position_ids") is not None)
         inputs = TrunkInputs.of(self.trunk, given)
         if isinstance(inputs, str):
             say_once(self.trunk, inputs)
             return self._as_given(given)
-        found = self._plan(inputs, modes)
-        if found is None:
+        sequences, length = inputs.ids.shape
+        rows = range(self.start, self.start + sequences)
+        self.start = rows.stop
+        fits = rows.stop <= self.needed.shape[0] and length == self.needed.shape[1]
+        if not fits or padding == "whole":
             return self._as_given(given)
-        return self._in_parts(inputs, found)
+        live = torch.full((sequences,), torch.is_grad_enabled())
+        if torch.is_grad_enabled() and self.live is not None:
+            live = self.live[rows.start : rows.stop].cpu()
+        needed = self.needed[rows.start : rows.stop].to(inputs.ids.device)
+        return self._in_parts(inputs, self._layouts(inputs, needed, live, padding, shared), rows, live)
 
     def _exact_modes(self, positions: bool) -> tuple[str, bool]:
-        """(padding, shared) of the options as far as this model is exact in them; "whole" if in none."""
+        """(padding, shared) of the options, or the nearest that are exact for this model; "whole" if there are none."""
         options = self.options
 
         def is_exact(mode: str, instead: str) -> bool:
@@ -149,19 +145,9 @@ class _TrunkCall:
             padding, shared = "whole", False
         return padding, shared
 
-    def _plan(self, inputs: TrunkInputs, modes: tuple[str, bool]) -> _Plan | None:
-        """The forwards of this call; None: the padded forward as given."""
-        (sequences, length), (padding, shared) = inputs.ids.shape, modes
-        rows = range(self.start, self.start + sequences)
-        self.start += sequences
-        fits = rows.stop <= self.needed.shape[0] and length == self.needed.shape[1]
-        if not fits or padding == "whole":
-            return None
-        graph = torch.is_grad_enabled()
-        live = torch.full((sequences,), graph)
-        if graph and self.live is not None:
-            live = self.live[rows.start : rows.stop].cpu()
-        needed = self.needed[rows.start : rows.stop].to(inputs.ids.device)
+    def _layouts(self, inputs: TrunkInputs, needed: Tensor, live: Tensor, padding: str, shared: bool) -> list[Layout]:
+        """The forwards of this call, those with a graph first; as many of each kind as other ranks have."""
+        length = inputs.ids.shape[1]
         spans, is_plain = inputs.spans(needed, with_prompts=shared)
         if not is_plain and (shared or padding == "free"):  # positions are columns: holes would close
             say_once(self.trunk, "a sequence has padding within, or position_ids that do not count from 0")
@@ -172,17 +158,16 @@ class _TrunkCall:
             shared = False
         named: dict[str, Any] = {"padding": padding, "shared": shared, "multiple": self.multiple}
         named |= {"overhead": self.options.forward_overhead, "longest": exactness.longest_strip(self.trunk, length)}
-        layouts = plan([span for span in spans if live[span.row]], length, graph=True, **named)
-        layouts += plan([span for span in spans if not live[span.row]], length, graph=False, **named)
+        with_graph = plan([span for span in spans if live[span.row]], length, graph=True, **named)
+        without = plan([span for span in spans if not live[span.row]], length, graph=False, **named)
+        wanted = [max(int(torch.is_grad_enabled()), len(with_graph)), len(without)]
+        if not any(wanted):
+            wanted[1] = 1  # the output has to come from somewhere
+        wanted = self._most_of_ranks(wanted)
         some = spans[0] if spans else Span(0, 0, 0, length)
-        want = [max(int(graph), sum(x.graph for x in layouts)), sum(not x.graph for x in layouts)]
-        if not any(want):
-            want[1] = 1  # the output has to come from somewhere
-        with_graph, without = self._most_of_ranks(want)
-        kept = [x for x in layouts if x.graph], [x for x in layouts if not x.graph]
-        kept[0].extend(anchor(some, length, True) for _ in range(with_graph - len(kept[0])))
-        kept[1].extend(anchor(some, length, False) for _ in range(without - len(kept[1])))
-        return _Plan([*kept[0], *kept[1]], rows, live)
+        with_graph += [anchor(some, length, True)] * (wanted[0] - len(with_graph))
+        without += [anchor(some, length, False)] * (wanted[1] - len(without))
+        return with_graph + without
 
     def _as_given(self, given: dict[str, Any]) -> Any:
         """The padded forward, and forwards without graph for other ranks that have some."""
@@ -190,7 +175,7 @@ class _TrunkCall:
         ids: Any = given.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 2:
             _, without = self._most_of_ranks([int(graph), int(not graph)])
-            if graph and self.count is not None:
+            if graph:
                 self.count.add(len(ids), len(ids), ids.numel(), ids.numel(), ids.numel())
         found = self.forward(**given)
         for _ in range(without - int(not graph)):
@@ -198,12 +183,13 @@ class _TrunkCall:
                 self.forward(input_ids=ids[:1, :2])
         return found
 
-    def _in_parts(self, inputs: TrunkInputs, found: _Plan) -> Any:
+    def _in_parts(self, inputs: TrunkInputs, layouts: list[Layout], rows: range, live: Tensor) -> Any:
+        """The output of the trunk, with the hidden states (B, L, H) of `layouts`; `rows` have a graph where `live`."""
         sequences, length = inputs.ids.shape
         graph = torch.is_grad_enabled()
         cells, states = [], []
         output: Any = None
-        for layout in found.layouts:
+        for layout in layouts:
             with torch.set_grad_enabled(graph and layout.graph):
                 output = run_layout(self.trunk, self.forward, inputs, layout)
             hidden = output.last_hidden_state
@@ -216,15 +202,10 @@ class _TrunkCall:
         hidden = states[0].new_zeros(sequences * length, states[0].shape[-1])
         hidden = hidden.index_copy(0, torch.cat(cells), torch.cat(states)).view(sequences, length, -1)
         if graph:
-            self._count(found, sequences * length)
-            guard(hidden, found.layouts, found.rows, found.live)
+            computed, gradient = sum(x.tokens for x in layouts), sum(x.tokens for x in layouts if x.graph)
+            self.count.add(int(live.sum()), sequences, sequences * length, computed, gradient)
+            guard(hidden, layouts, rows, live)
         return type(output)(**{**output, "last_hidden_state": hidden})
-
-    def _count(self, found: _Plan, positions: int) -> None:
-        if self.count is not None:
-            computed = sum(x.tokens for x in found.layouts)
-            gradient = sum(x.tokens for x in found.layouts if x.graph)
-            self.count.add(int(found.live.sum()), len(found.live), positions, computed, gradient)
 
     def _most_of_ranks(self, counts: list[int]) -> list[int]:
         """Elementwise largest `counts` of the ranks that must run the trunk equally often."""
@@ -285,12 +266,6 @@ def _is_compiled(modules: Iterable[Any]) -> bool:
     )
 
 
-_said: set[tuple[type, str]] = set()
-
-
 def say_once(trunk: nn.Module, reason: str) -> None:
     """Warn, once for each kind of model, that a saving does not apply."""
-    key = type(trunk), reason
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(f"grpo_kernels: {type(trunk).__name__}: {reason}; results are the same", stacklevel=2)
+    warn_once(f"{type(trunk).__name__}: {reason}; results are the same")

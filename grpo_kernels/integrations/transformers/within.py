@@ -1,4 +1,4 @@
-"""Attributes and modes of modules, changed for the length of a call."""
+"""Attributes of modules, changed for the length of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def forward_name(module: nn.Module) -> str:
-    """Name of the attribute that holds the module's forward: accelerate's hook has to run around what replaces it."""
+    """Name of the attribute that holds the module's forward; accelerate's hook goes on running around it."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
@@ -26,15 +26,3 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
             delattr(module, name)
         else:
             setattr(module, name, before)
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and all modules in it are in evaluation mode: dropout is off, nothing random is drawn."""
-    modes = [(x, x.training) for x in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for x, training in modes:
-            x.training = training

@@ -8,9 +8,6 @@ the gradient taken on the same logits, where TRL projects both again in its back
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,26 +19,8 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.divergence import linear_divergence_with
 from grpo_kernels.head.module import whole_constant
-from grpo_kernels.integrations.patching import Patches, function_of
 from grpo_kernels.integrations.trl import row_count
-
-HOOK = "_chunked_divergence_loss"
-PARAMETERS = (
-    "student_hidden_states",
-    "teacher_hidden_states",
-    "student_lm_head_weight",
-    "teacher_lm_head_weight",
-    "completion_mask",
-    "beta",
-    "num_items_in_batch",
-    "student_lm_head_bias",
-    "teacher_lm_head_bias",
-    "student_logit_scale",
-    "teacher_logit_scale",
-    "student_final_logit_softcapping",
-    "teacher_final_logit_softcapping",
-    "temperature",
-)
+from grpo_kernels.integrations.trl.seam import Seam
 
 
 def divergence_loss(
@@ -104,7 +83,7 @@ def divergence_loss(
 
 
 def _check_student(weight: Tensor) -> None:
-    """Raise where FSDP2 has divided a head whose gradient is wanted: no rank would add another's to its own."""
+    """Raise if FSDP2 has divided a head that trains: no rank would add another's gradient to its own."""
     if is_dtensor(weight) and weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "student_lm_head_weight: expected a plain tensor, as it is within the forward of the FSDP2 unit that "
@@ -118,43 +97,28 @@ def _whole(x: Any) -> Any:
     return whole_constant(x) if is_dtensor(x) else x
 
 
-def compatible() -> bool:
-    """Return True if this TRL has the function with the parameters that are known here."""
-    if getattr(trl_distillation, HOOK, None) is divergence_loss:
-        return True
-    try:
-        function_of(trl_distillation, HOOK, PARAMETERS)
-    except LookupError:
-        return False
-    return True
-
-
-def warn_incompatible() -> None:
-    """One warning, whose source line is the caller's caller."""
-    import trl
-
-    warnings.warn(
-        f"grpo_kernels: trl {trl.__version__} has no divergence with the parameters of trl 1.15 and 1.16; its "
-        "DistillationTrainer works unchanged, without grpo_kernels",
-        stacklevel=3,
-    )
-
-
-def patch(patches: Patches) -> None:
-    """Put our divergence in the place of TRL's, if this TRL is a known one."""
-    if compatible():
-        patches.replace(trl_distillation, HOOK, divergence_loss)
-
-
-@contextmanager
-def hooked() -> Iterator[None]:
-    """Inside, TRL's divergence is ours, if this TRL is a known one; afterwards it is what it was."""
-    patches = Patches()
-    patch(patches)
-    try:
-        yield
-    finally:
-        patches.restore()
+SEAM = Seam(
+    trl_distillation,
+    "_chunked_divergence_loss",
+    divergence_loss,
+    (
+        "student_hidden_states",
+        "teacher_hidden_states",
+        "student_lm_head_weight",
+        "teacher_lm_head_weight",
+        "completion_mask",
+        "beta",
+        "num_items_in_batch",
+        "student_lm_head_bias",
+        "teacher_lm_head_bias",
+        "student_logit_scale",
+        "teacher_logit_scale",
+        "student_final_logit_softcapping",
+        "teacher_final_logit_softcapping",
+        "temperature",
+    ),
+    unknown="divergence with the parameters of trl 1.15 and 1.16; its DistillationTrainer works unchanged",
+)
 
 
 class FusedDistillationTrainer(DistillationTrainer):
@@ -168,14 +132,14 @@ class FusedDistillationTrainer(DistillationTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not compatible():
-            warn_incompatible()
+        if not SEAM.is_known():
+            SEAM.warn_unknown()
         self._row_count = row_count.RowCount()
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, with our divergence."""
-        with hooked(), row_count.counting(self._row_count):
+        with SEAM.filled(), row_count.counting(self._row_count):
             return super()._compute_loss(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ with the same normaliser.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence_with
 from grpo_kernels.head.module import active_adapters, linear_of, whole_constant
 from grpo_kernels.integrations.transformers.head import inner_head
+from grpo_kernels.integrations.trl.step import counted_tokens
 from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.normaliser import token_weights
 
@@ -31,7 +32,7 @@ KEY = "ref_hidden_states"  # in TRL's batch, which it shuffles and splits like a
 
 
 class Kept:
-    """The hidden states that the reference's head is given, in the place of their log-probabilities."""
+    """The inputs of the reference's head, kept in the place of its log-probabilities."""
 
     def __init__(self, model: Any, labelled: Tensor) -> None:
         """`labelled` (B, T) are the completion tokens; `model` is read now, with the adapters that are active now."""
@@ -49,13 +50,18 @@ class Kept:
     def take(
         self,
         hidden: Tensor,
+        weight: Tensor,
         positions: Tensor | None,
         *,
         logit_scale: float,
         final_logit_softcapping: float | None,
+        outputs: Sequence[str],
         **_: Any,
-    ) -> None:
-        """`hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside; and how its logits are made."""
+    ) -> dict[str, Tensor]:
+        """Keep `hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside, and how its logits are made.
+
+        The results are 0, (n,) each: nobody reads them.
+        """
         self.logit_scale, self.final_logit_softcapping = logit_scale, final_logit_softcapping
         if positions is None:
             raise RuntimeError("kl_estimator: expected TRL's reference to be scored at (B, T) positions, got others")
@@ -63,24 +69,28 @@ class Kept:
             self._hidden = hidden.new_zeros(self._shape.numel(), hidden.shape[-1])
         inside = positions >= 0
         self._hidden[positions[inside]] = hidden.detach()[inside]
+        return dict.fromkeys(("logps", *outputs), hidden.new_zeros(len(hidden), dtype=torch.float32))
 
     def give(self) -> Tensor:
-        """(B, T, H'), 0 at padding; they are not kept here any longer."""
+        """Return the hidden states (B, T, H'), 0 at padding, and keep them no longer."""
         found, self._hidden = self._hidden, torch.empty(0)
         return found.view(*self._shape, found.shape[-1])
 
 
 @dataclass
 class Reference:
-    """The reference in one call of the policy's head, and what that found."""
+    """The reference in one call of the policy's head, and the divergences that the call has found."""
 
     hidden: Tensor  # (B, T, H')
     head: Kept
     divergences: Tensor | None = None  # (B, T), 0 where nothing counts; set by `compare`
 
-    def compare(self, hidden: Tensor, weight: Tensor, positions: Tensor | None, **options: Any) -> dict[str, Tensor]:
-        """``"logps"`` and ``"entropy"`` of the rows `hidden` (n, H), as `linear_logprob_with`; options are those of
-        `linear_divergence_with`, with `ids` and `mask`.
+    def compare(
+        self, hidden: Tensor, weight: Tensor, positions: Tensor | None, *, outputs: Sequence[Any], **options: Any
+    ) -> dict[str, Tensor]:
+        """The `outputs` and ``"logps"`` of the rows `hidden` (n, H), as `linear_logprob_with` has them.
+
+        Options are those of `linear_divergence_with`, with `ids` and `mask`.
         """
         if positions is None:
             raise RuntimeError("kl_estimator: expected TRL's loss to score (B, T) positions, got others")
@@ -96,7 +106,7 @@ class Reference:
                 teacher_bias=None if linear.bias is None else whole_constant(linear.bias),
                 teacher_final_logit_softcapping=other.final_logit_softcapping,
                 teacher_logit_scale=other.logit_scale,
-                outputs=("entropy", "logps"),
+                outputs=("logps", *outputs),
                 **options,
             )
         inside, shape = positions >= 0, self.hidden.shape[:-1]
@@ -106,7 +116,7 @@ class Reference:
 
 
 def check_estimator(name: Any) -> None:
-    """Raise ValueError unless TRL's trainer can have it."""
+    """Raise ValueError unless `name` is a KL estimator that TRL's trainer can have."""
     if name not in ("k3", "full"):
         raise ValueError(f"kl_estimator: expected 'k3', which is TRL's own, or 'full', got {name!r}")
 
@@ -153,9 +163,8 @@ def without_estimate(trainer: Any) -> Iterator[None]:
 
 
 def add_term(trainer: Any, config: LossConfig, loss: Tensor, inputs: dict[str, Any], divergences: Tensor) -> Tensor:
-    """TRL's `loss` () and beta times the mean of `divergences` (B, T) that its loss type takes; with TRL's metrics."""
-    mask, trains = inputs["completion_mask"], trainer.model.training
-    mask = mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]
+    """Return TRL's `loss` () plus beta times the loss type's mean of `divergences` (B, T); and log TRL's metrics."""
+    mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
     if loss_of(config).normaliser == "num_items":  # of the generated batch, where TRL divides by those of one step
         items = inputs["num_items_in_batch"].clamp(min=1.0)

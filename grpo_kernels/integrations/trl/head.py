@@ -66,7 +66,7 @@ class ModelHead:
 
 @contextmanager
 def whole_heads(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` has a `ModelHead` where its weight alone would be the wrong thing to read."""
+    """Inside, `model` has a `ModelHead` if TRL must not read the weight of its head."""
     base: Any = causal_lm(model)
     head = base.get_output_embeddings()
     if not (is_fsdp_unit(head) or divided_modules(head) or _is_tuned(inner_head(head))):
@@ -84,7 +84,7 @@ def whole_heads(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_allowed() -> Iterator[None]:
-    """Inside, TRL's trainers are made of models with an adapter on their head, too; `check_head` is for afterwards."""
+    """Inside, TRL's trainers accept models with an adapter on their head; `check_head` looks at it afterwards."""
     patches = Patches()
     if hasattr(trl_grpo, _TUNED):
         patches.replace(trl_grpo, _TUNED, type(_TUNED, (), {}))  # of which no head is an instance

@@ -8,8 +8,7 @@ their gradient will be) says so with `rows`.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -21,34 +20,21 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
-from grpo_kernels.base.choices import LogitsDtype, LogprobOutput
+from grpo_kernels.base.choices import LogprobOutput
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.request import Gather
-from grpo_kernels.head.lora import LoRA
-from grpo_kernels.integrations.patching import Patches, parameters_of
-from grpo_kernels.integrations.trl import distillation, row_count
-from grpo_kernels.integrations.trl.exact_kl import Kept, Reference
+from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.head import ModelHead
+from grpo_kernels.integrations.trl.seam import Seam
 from grpo_kernels.logprob import Expectation, linear_logprob_with
 
-HOOK = "_ChunkedLogProbFunction"
-# The parameters of TRL's `forward`. A release that changes them has changed what the five results mean.
-PARAMETERS = (
-    "ctx",
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
-    "outputs",
-)
-NEEDED = ("add_fused_lm_head", "maybe_gather_lm_head_ctx")  # TRL's own, beside the hook
 OPTIONAL_OUTPUTS: tuple[LogprobOutput, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _scored(hidden: Tensor, weight: Tensor, positions: Tensor | None, **options: Any) -> dict[str, Tensor]:
+    """The results of a head call as `linear_logprob_with` has them."""
+    return linear_logprob_with(hidden, weight, **options)
 
 
 @dataclass
@@ -61,8 +47,8 @@ class Rows:
         counted: the labelled tokens that the loss reads, or None for all of them. The others are not projected.
         fill: log-probability reported where a labelled token is not counted, so that a ratio there stays finite.
         expected: the gradient to expect, for ids of shape (B, T).
-        kept: where to leave the hidden states of the calls, whose log-probabilities are then 0.
-        reference: what each token's distribution is to be compared with.
+        compute: function of the head calls, of hidden states, weight, positions in the flattened (B, T) and the options
+            of `linear_logprob_with`; it has the results of that by their names.
     """
 
     labelled: Tensor
@@ -70,13 +56,12 @@ class Rows:
     counted: Tensor | None = None
     fill: Tensor | None = None
     expected: Expectation | None = None
-    kept: Kept | None = None
-    reference: Reference | None = None
+    compute: Callable[..., dict[str, Tensor]] = _scored
     start: int = 0  # first sequence of the next call
     last_positions: int = 0  # completion positions of the sequences of the last call
 
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
-        """For each of the `rows` of the next head call its position in the flattened (B, T), -1 outside; None: unknown.
+        """Positions (rows,) of the next head call's rows in the flattened (B, T), -1 outside; None: unknown.
 
         TRL passes the labelled rows alone where it has Triton (`compact`), else every position of the sequences, of
         which the last T are the completion.
@@ -95,11 +80,11 @@ class Rows:
 
 
 _rows: ContextVar[Rows | None] = ContextVar("grpo_kernels_trl_rows", default=None)
-_logits_dtype = LossConfig.logits_dtype  # what `patch_trl` was asked for
+logits_dtype = LossConfig.logits_dtype  # `patch_trl` sets it
 
 
 class FusedHead:
-    """Stands in for TRL's autograd function: same call, same results, our engines."""
+    """Stand-in for TRL's autograd function: same call, same results, our engines."""
 
     @staticmethod
     @torch.compiler.disable  # a compiled model breaks its graph here: which rows count is data
@@ -118,13 +103,15 @@ class FusedHead:
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        options: dict[str, Any] = {
-            "temperature": temperature,
-            "final_logit_softcapping": final_logit_softcapping,
-            "logit_scale": logit_scale,
-        }
-        wanted = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
-        compute = partial(_score, targets=targets, wanted=wanted, options=options)
+        compute = partial(
+            _score,
+            ids=targets,
+            outputs=tuple(name for name in OPTIONAL_OUTPUTS if name in outputs),
+            temperature=temperature,
+            final_logit_softcapping=final_logit_softcapping,
+            logit_scale=logit_scale,
+            logits_dtype=logits_dtype,
+        )
         if isinstance(weight, ModelHead):
             found = weight.score(hidden, compute)
         else:
@@ -138,45 +125,25 @@ def _score(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
-    *,
-    lora: LoRA | None = None,
-    gather: Gather | None,
-    targets: Tensor,  # (N,)
-    wanted: tuple[LogprobOutput, ...],
-    options: dict[str, Any],
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """``"logps"`` and what is `wanted`, each (N,), of one head call."""
-    positions, mask, expected, fill = _known(hidden)
-    rows = _rows.get()
-    if rows is not None and rows.kept is not None:
-        rows.kept.take(hidden, positions, **options)
-        return dict.fromkeys(("logps", *wanted), hidden.new_zeros(len(hidden), dtype=torch.float32))
-    options = {
-        **options,
-        "bias": bias,
-        "lora": lora,
-        "gather": gather,
-        "mask": mask,
-        "expected": expected,
-        "logits_dtype": _logits_dtype,
-    }
+    """The results (N,) of one head call by their names; `options` are those of `linear_logprob_with`."""
+    rows, (positions, mask, expected, fill) = _rows.get(), _known(hidden)
+    compute = rows.compute if rows else _scored
     with _operands_as_trls(hidden):
-        if rows is not None and rows.reference is not None:
-            found = rows.reference.compare(hidden, weight, positions, ids=targets, **options)
-        else:
-            found = linear_logprob_with(hidden, weight, targets, outputs=wanted, **options)
+        found = compute(hidden, weight, positions, bias=bias, mask=mask, expected=expected, **options)
     if mask is not None and fill is not None:
         found["logps"] = torch.where(mask, found["logps"], fill)
     if not is_fake(hidden):
-        places = len(hidden) if rows is None or mask is None else rows.last_positions
+        places = rows.last_positions if rows and mask is not None else len(hidden)
         row_count.current().add(places, mask, (found["logps"], found.get("entropy")))
-    return {name: found[name] for name in ("logps", *wanted)}
+    return found
 
 
 def _operands_as_trls(hidden: Tensor) -> AbstractContextManager[Any]:
-    """Where TRL's rounding is asked for, a context in which products are in 16 bits if the hidden states are."""
+    """Context in which products of 16-bit hidden states are in 16 bits, if TRL's rounding is asked for."""
     kind = hidden.device.type
-    if _logits_dtype != "input" or hidden.dtype.itemsize != 2 or torch.is_autocast_enabled(kind):
+    if logits_dtype != "input" or hidden.dtype.itemsize != 2 or torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, hidden.dtype)
 
@@ -221,102 +188,22 @@ def rows(known: Rows | None) -> Iterator[None]:
         _rows.reset(token)
 
 
-def compatible() -> bool:
-    """Return True if this TRL has the hook with the signature that is known here."""
-    theirs = getattr(trl_utils, HOOK, None)
-    if theirs is FusedHead:
-        return True
-    forward = getattr(theirs, "forward", None)
-    is_known = forward is not None and parameters_of(forward) == PARAMETERS
-    return is_known and all(hasattr(trl_utils, name) for name in NEEDED)
-
-
-def warn_incompatible() -> None:
-    """One warning, whose source line is the caller's caller."""
-    import trl
-
-    warnings.warn(
-        f"grpo_kernels: trl {trl.__version__} has no fused language-model head with the signature of trl 1.15 and "
-        "1.16; TRL works unchanged, without grpo_kernels",
-        stacklevel=3,
-    )
-
-
-@contextmanager
-def hooked() -> Iterator[None]:
-    """Inside, TRL's fused head is ours, if this TRL is a known one; afterwards it is what it was."""
-    patches = Patches()
-    if compatible():
-        patches.replace(trl_utils, HOOK, FusedHead)
-    try:
-        yield
-    finally:
-        patches.restore()
-
-
-_patches = Patches("trl")  # what `patch_trl` has done
-
-
-class Patch(int):
-    """1 if TRL is patched, 0 if it was left alone. As a context manager it undoes on exit what it did."""
-
-    undoes: bool = False
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.undoes:
-            unpatch_trl()
-
-
-def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
-    """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
-
-    And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,
-    configurations and losses stay TRL's; models that already have their fused head use ours from the next call
-    on. What the trainers log has ``rows/projected`` and ``rows/gradient`` besides (`row_count`), which show that it is
-    at work; a trainer that makes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) has none, and
-    one warning. Calling it again changes nothing.
-
-    Args:
-        logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,
-            rounded to 16 bits where hidden states have no more, as TRL's own are, and an fp32 head before that.
-            For `FusedGRPOTrainer` too, while patched; not for distillation, whose logits TRL does not round.
-
-    Returns:
-        a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was left alone. The
-        value is also a context manager: ``with patch_trl(): trainer.train()``.
-
-    Raises:
-        ValueError: an unknown `logits_dtype`, or another one than that of the patch that is in force.
-    """
-    global _logits_dtype
-    LossConfig(logits_dtype=logits_dtype)  # which knows the choices
-    if getattr(trl_utils, HOOK, None) is FusedHead:
-        if logits_dtype != _logits_dtype:
-            raise ValueError(
-                f"logits_dtype: expected {_logits_dtype!r}, that of the patch in force, got {logits_dtype!r}; "
-                "unpatch_trl() comes first"
-            )
-        return Patch(True)
-    if not compatible():
-        warn_incompatible()
-        return Patch(False)
-    _logits_dtype = logits_dtype
-    _patches.replace(trl_utils, HOOK, FusedHead)
-    if not distillation.compatible():
-        distillation.warn_incompatible()
-    distillation.patch(_patches)
-    row_count.patch(_patches)
-    done = Patch(True)
-    done.undoes = True
-    return done
-
-
-def unpatch_trl() -> None:
-    """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
-    global _logits_dtype
-    _patches.restore()
-    row_count.PATCHED.reset()
-    _logits_dtype = LossConfig.logits_dtype
+SEAM = Seam(
+    trl_utils,
+    "_ChunkedLogProbFunction",
+    FusedHead,
+    (
+        "ctx",
+        "hidden",
+        "weight",
+        "bias",
+        "targets",
+        "temperature",
+        "chunk_size",
+        "final_logit_softcapping",
+        "logit_scale",
+        "outputs",
+    ),
+    unknown="fused language-model head with the signature of trl 1.15 and 1.16; TRL works unchanged",
+    needed=("add_fused_lm_head", "maybe_gather_lm_head_ctx"),
+)

@@ -29,7 +29,7 @@ except ImportError:  # another TRL: there is no place in its log then
 
 
 class RowCount:
-    """Counts on the device, and waits for it in `take` only."""
+    """Counter on the device; only `take` waits for it."""
 
     def __init__(self) -> None:
         self.reset()
@@ -103,7 +103,7 @@ def patch(patches: Patches) -> None:
 
 
 def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-    """transformers', with the rows; a warning where a step has been trained without any."""
+    """Log as transformers does, with the rows; warn if a step has been trained without any."""
     if self.model.training:
         found = PATCHED.take()
         if not found and "loss" in logs and not hasattr(self, "_row_count"):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.config import LossConfig
+from grpo_kernels.integrations.trl.step import counted_tokens
 from grpo_kernels.objective.sampler_correction import bounded_ratio, scored_difference
 
 
@@ -64,7 +65,7 @@ class SamplingFigures:
         self._ratios: list[Tensor] = []
 
     def add(self, gaps: Tensor, ratios: Tensor) -> bool:
-        """Takes the figures of a micro-batch; True if it was the last one, and so `log` is due."""
+        """Add the figures of a micro-batch; return True if it was the last one, so that `log` is due."""
         if self._due == 0:  # the batch is gone through again
             return False
         self._gaps.append(gaps)
@@ -73,7 +74,7 @@ class SamplingFigures:
         return self._due == 0
 
     def log(self, metrics: dict[str, list[float]], accelerator: Any) -> None:
-        """Appends the metrics, as TRL does: means of the ranks' means, 0 for a rank that has nothing."""
+        """Append the metrics, as TRL does: means of the ranks' means, 0 for a rank that has nothing."""
         gaps, ratios = torch.cat(self._gaps), torch.cat(self._ratios)
         for name, x, own, all_ranks in (
             ("sampling_logp_difference/mean", gaps, torch.mean, torch.mean),
@@ -87,15 +88,13 @@ class SamplingFigures:
 
 
 def fill_ratio(trainer: Any, inputs: dict[str, Any], logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Puts the ratio of `logps` (B, T) into `inputs`, (B, T) or (B, 1) as TRL has it.
+    """Put the ratio of `logps` (B, T) into `inputs`, (B, T) or (B, 1) as TRL has it.
 
     Returns:
         for the metrics: |logp - sampling logp| of the counted tokens that the sampler could score, and the ratios.
     """
     sampling, config = inputs["sampling_per_token_logps"], LossConfig(**options(trainer))
-    mask = inputs["completion_mask"].bool()
-    if "tool_mask" in inputs:
-        mask = mask & inputs["tool_mask"].bool()
+    mask = counted_tokens(inputs).bool()
     log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
     per_sequence = config.sampling_ratio_is_per_sequence
     ratio = bounded_ratio(config, log_ratio.sum(dim=-1, keepdim=True) if per_sequence else log_ratio)

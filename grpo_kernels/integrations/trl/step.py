@@ -20,6 +20,12 @@ REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
 _IMAGES = "pixel_values"
 
 
+def counted_tokens(inputs: dict[str, Any]) -> Tensor:
+    """(B, T), 0 where a token of TRL's batch is padding or a tool's."""
+    mask, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
+    return mask if tool_mask is None else mask * tool_mask
+
+
 def check_options(trainer: Any, owner: type) -> None:
     """Raise unless the loss of `trainer`, a method of `owner`, allows its options `zero_advantage` and `regroup`.
 
@@ -102,7 +108,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 @contextmanager
 def unmeasured(metrics: dict[str, list[float]]) -> Iterator[None]:
-    """Inside, nothing is added to `metrics` for good: a micro-batch without a sequence to measure."""
+    """Inside, `metrics` may grow; afterwards they are as before, for a micro-batch without a sequence to measure."""
     before = {name: len(x) for name, x in metrics.items()}
     yield
     for name in [*metrics]:
@@ -114,7 +120,7 @@ def unmeasured(metrics: dict[str, list[float]]) -> Iterator[None]:
 def without_dead(
     inputs: dict[str, Any], live: Tensor, config: LossConfig | None
 ) -> tuple[dict[str, Any], Tensor | float]:
-    """(inputs of TRL's loss, with sequences that are not `live` (B,) masked; a factor that makes its loss right).
+    """(inputs of TRL's loss, in which sequences that are not `live` (B,) are masked; a factor that corrects the loss).
 
     Their log-probabilities become 0, so that no ratio overflows. The factor is 1 but for a mean over all tokens of the
     micro-batch (bnpo).
@@ -127,5 +133,5 @@ def without_dead(
             found[name] = x.masked_fill(~keep, 0.0)
     if config is None or averaged_over(config, num_items=True) != "tokens":
         return found, 1.0
-    counted = mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]
+    counted = counted_tokens(inputs)
     return found, (counted * keep).sum() / counted.sum().clamp(min=1)

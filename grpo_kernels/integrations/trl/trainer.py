@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -21,14 +20,12 @@ from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
 from grpo_kernels.config import LossConfig, config_of_trainer
-from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.trunk import live_trunk
-from grpo_kernels.integrations.trl import exact_kl, hook, sampling, step
+from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, sampling, step
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting
-from grpo_kernels.objective.losses import loss_of
 
 
 class FusedLossMixin:
@@ -43,16 +40,11 @@ class FusedLossMixin:
             reference over the whole vocabulary, exact and of less variance, and so is the metric ``kl``.
             `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
             in the place of its log-probabilities.
-        zero_advantage: what becomes of sequences in which no token has a gradient (advantage 0 without KL term and
-            entropy bonus; masked whole). ``"score"``: the model runs them without graph, for the metrics, which stay
-            TRL's; ``"skip"``: not at all, and the loss's metrics are those of the others; ``"train"``: like all others.
-        padding: ``"trim"``: the model's forward is as wide as its longest sequence; ``"split"``: sequences sorted by
-            length, in forwards of least cost; ``"free"``: sequences one after the other, kept apart by their positions;
-            ``"keep"``: as TRL pads them. Where a model is not exact in a mode, a warning says what it does instead.
-        shared_prompts: True to compute a prompt once for all of its completions in a micro-batch.
+        zero_advantage, padding, shared_prompts, forward_overhead: what the model computes below its head: sequences
+            without gradient, columns of padding, prompts that the completions of a micro-batch share. The values are
+            those of `grpo_kernels.integrations.transformers.causal_lm_loss`, explained there.
         regroup: True to order the samples of an optimizer step by liveness, prompt and length, so that micro-batches
             have more in common.
-        forward_overhead: cost of one more forward that ``"split"`` reckons with, in tokens.
         args, kwargs: the trainer's own.
     """
 
@@ -77,8 +69,8 @@ class FusedLossMixin:
         if not isinstance(regroup, bool):
             raise TypeError(f"regroup: expected a bool, got {regroup!r}")
         self.regroup = regroup
-        if not hook.compatible():
-            hook.warn_incompatible()
+        if not hook.SEAM.is_known():
+            hook.SEAM.warn_unknown()
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
         self._reference_head: exact_kl.Kept | None = None  # of the reference's last scoring
@@ -88,14 +80,14 @@ class FusedLossMixin:
         self._token_count = TokenCount()
         self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
         self._sampling_figures = sampling.SamplingFigures(0)
-        with heads.adapters_allowed() if hook.compatible() else nullcontext():
+        with heads.adapters_allowed() if hook.SEAM.is_known() else nullcontext():
             super().__init__(*args, **kwargs)
-        if hook.compatible():
+        if hook.SEAM.is_known():
             heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
         step.check_options(self, self._loss_owner())
         exact_kl.check_beta(self)
         if self._has_exact_kl:
-            exact_kl.check_trainer(self, self._loss_owner(), hook.compatible())
+            exact_kl.check_trainer(self, self._loss_owner(), hook.SEAM.is_known())
 
     @property
     def _has_exact_kl(self) -> bool:
@@ -131,7 +123,7 @@ class FusedLossMixin:
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if self.regroup and self._trains and self._buffered_inputs is not before:
             batches, window = self._buffered_inputs, self.args.gradient_accumulation_steps
-            live = [self._live_sequences(self._rows_of_loss(batch)) for batch in batches]
+            live = [self._live_sequences(self._foreseen_rows(batch)) for batch in batches]
             self._buffered_inputs = step.regrouped(batches, live, min(window, len(batches)))
             inputs = self._buffered_inputs[self._step % len(batches)]  # type: ignore[attr-defined]
         return inputs
@@ -144,13 +136,13 @@ class FusedLossMixin:
         """TRL's loss, told what gradient to expect."""
         if self._must_make_ratio(inputs):
             inputs = self._lacks_ratio = {**inputs}
-        self._loss_rows = self._rows_of_loss(inputs)
+        self._loss_rows = self._foreseen_rows(inputs)
         live = self._live_sequences(self._loss_rows)
         factor: Tensor | float = 1.0
         measured: AbstractContextManager[None] = nullcontext()
         if live is not None and self.trunk_options.zero_advantage == "skip":
             inputs, factor = step.without_dead(inputs, live, self._loss_config())
-            self._loss_rows = self._rows_of_loss(inputs)
+            self._loss_rows = self._foreseen_rows(inputs)
             if not self.accelerator.gather(live.any().reshape(1)).any():
                 measured = step.unmeasured(self._metrics["train"])  # type: ignore[attr-defined]
         try:
@@ -181,9 +173,9 @@ class FusedLossMixin:
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         given = inspect.signature(score).bind(*args, **kwargs).arguments
         rows = self._rows_of_call(given)
-        whole = heads.whole_heads(given["model"]) if hook.compatible() else nullcontext()
-        trunk = self._trunk(given, rows) if rows is not None and hook.compatible() else nullcontext()
-        with hook.hooked(), hook.rows(rows), counting(self._row_count), whole, trunk:
+        whole = heads.whole_heads(given["model"]) if hook.SEAM.is_known() else nullcontext()
+        trunk = self._trunk(given, rows) if rows is not None and hook.SEAM.is_known() else nullcontext()
+        with hook.SEAM.filled(), hook.rows(rows), counting(self._row_count), whole, trunk:
             results = score(*args, **kwargs)
         if self._lacks_ratio is not None:
             inputs, self._lacks_ratio = self._lacks_ratio, None
@@ -198,7 +190,7 @@ class FusedLossMixin:
         mask[:, : -rows.labelled.size(1)] = False
         needed = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # a token is predicted from the one before it
         live = None if self.trunk_options.zero_advantage == "train" else self._live_sequences(rows)
-        count = self._token_count if self._trains and torch.is_grad_enabled() else None
+        count = self._token_count if self._trains else TokenCount()
         return live_trunk(given["model"], self.trunk_options, needed=needed, live=live, count=count)
 
     def _live_sequences(self, rows: hook.Rows | None) -> Tensor | None:
@@ -224,80 +216,29 @@ class FusedLossMixin:
         batch_size = given.get("batch_size") or labelled.size(0)
         if self._reference is not None:
             known = self._loss_rows or hook.Rows(labelled, batch_size)
-            return dataclasses.replace(known, labelled=labelled, batch_size=batch_size, reference=self._reference)
+            compare = self._reference.compare
+            return dataclasses.replace(known, labelled=labelled, batch_size=batch_size, compute=compare)
         if self._has_exact_kl and exact_kl.is_reference(self, given["model"]):
             self._reference_head = kept = exact_kl.Kept(self.accelerator.unwrap_model(given["model"]), labelled)
-            return hook.Rows(labelled, batch_size, kept=kept)
+            return hook.Rows(labelled, batch_size, compute=kept.take)
         loss_rows = self._loss_rows
         if loss_rows is None or not torch.is_grad_enabled() or loss_rows.labelled.shape != labelled.shape:
             return hook.Rows(labelled, batch_size)
         return dataclasses.replace(loss_rows, labelled=labelled, batch_size=batch_size)
 
-    def _rows_of_loss(self, inputs: dict[str, Any]) -> hook.Rows | None:
+    def _foreseen_rows(self, inputs: dict[str, Any]) -> hook.Rows | None:
         """The rows that the loss of this micro-batch reads and the gradient it will send; None without a known loss."""
-        config = self._loss_config() if torch.is_grad_enabled() and hook.compatible() else None
-        if config is None:
-            return None
-        labelled, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
-        counted = labelled if tool_mask is None else labelled * tool_mask
-        fill = None
-        if tool_mask is not None:
-            scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
-            fill = next((logps for logps in scored if logps is not None), None)
-        try:
-            expected = policy_expectation(config, completion_mask=counted, **self._policy_inputs(inputs, config))
-        except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not; it computes the loss, not we
-            warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=2)
-            expected = None
-        return hook.Rows(labelled, labelled.size(0), counted if tool_mask is not None else None, fill, expected)
+        config = self._loss_config() if torch.is_grad_enabled() and hook.SEAM.is_known() else None
+        return None if config is None else foreseen.rows_of_loss(self, inputs, config)
+
+    def _loss_config(self) -> LossConfig | None:
+        """The configuration of the loss that ``super()._compute_loss`` is, or None where it is not one we know."""
+        return foreseen.loss_config(self, self._loss_owner(), makes_ratio=self._lacks_ratio is not None)
 
     def _loss_owner(self) -> type:
         """The class whose loss ``super()._compute_loss`` is."""
         after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
         return next(cls for cls in after if "_compute_loss" in vars(cls))
-
-    def _loss_config(self) -> LossConfig | None:
-        """The configuration of the loss that ``super()._compute_loss`` is, or None where it is not one we know."""
-        owner = self._loss_owner()
-        overrides: dict[str, Any] = {"entropy_coef": self._entropy_coef(), "kl_estimator": self.kl_estimator}
-        if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
-            # It overrides the loss and reads none of these options.
-            overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None, "off_policy_mask_threshold": None}
-        elif owner is not GRPOTrainer:
-            return None
-        if self._lacks_ratio is not None and overrides.get("loss_type") != "gmpo":
-            overrides |= sampling.options(self)
-        try:
-            return dataclasses.replace(config_of_trainer(self.args), **overrides)
-        except (TypeError, ValueError) as error:
-            warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=2)
-            return None
-
-    def _entropy_coef(self) -> float:
-        """Weight of the entropy bonus in this step; under adaptive control TRL has its state on the trainer."""
-        if not getattr(self, "use_adaptive_entropy", False):
-            return float(self.args.entropy_coef)
-        too_low = self._last_world_entropy <= self.args.entropy_target  # type: ignore[attr-defined]
-        return float(self.entropy_coef) if too_low else 0.0  # type: ignore[attr-defined]
-
-    def _policy_inputs(self, inputs: dict[str, Any], config: LossConfig) -> dict[str, Any]:
-        """The batch as `policy_expectation` takes it, on a scale common to the policy term and the entropy bonus.
-
-        TRL divides the bonus and most losses by the accumulation steps G. dapo, cispo and vespo divide by
-        num_items / world_size * G / steps_per_generation instead: num_items / (world_size * steps_per_generation), with
-        that G taken out of both.
-        """
-        found = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
-        if config.masks_off_policy or config.corrects_sampling:
-            found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
-        enters = loss_of(config).importance_ratio
-        if enters == "argument" or (enters == "factor" and sampling.is_corrected(self)):
-            found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
-        items = inputs.get("num_items_in_batch")
-        if items is not None:
-            items = torch.as_tensor(items).clamp(min=1.0) / self.accelerator.num_processes
-            found["num_items_in_batch"] = items / (getattr(self.args, "steps_per_generation", None) or 1)
-        return {"advantages": inputs["advantages"], **found}
 
 
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):

@@ -100,7 +100,7 @@ def _teacher(engine: Any, micro_batch: Any) -> TeacherLogprobs:
 
 @functools.cache
 def with_aux(output: Any) -> Any:
-    """The class `output` of what a model returns, with the field that the engine reads."""
+    """The class `output` of a model's output, with the field that the engine reads."""
     names = {"__annotations__": {"fused_linear_aux": Any}, "fused_linear_aux": None, "__module__": output.__module__}
     return dataclasses.dataclass(type(output.__name__, (output,), names))
 
@@ -115,6 +115,6 @@ def _aux_class() -> Any:
 
 
 def aux_of(divergence: Tensor, student_mass: Tensor, teacher: TeacherLogprobs) -> Any:
-    """``fused_linear_aux``, (1, N) each."""
+    """Value of ``fused_linear_aux``: divergences and both masses, (1, N) each."""
     mass = teacher.logps.detach().float().exp().sum(dim=-1)
     return _aux_class()(distillation_losses=divergence, student_mass=student_mass, teacher_mass=mass)

@@ -133,6 +133,8 @@ def _forward(family: Family) -> Callable[..., Any]:
     if output is None or not {"log_probs", "entropy", *KEPT} <= {field.name for field in fields(output)}:
         raise LookupError(f"{family.output} has no log_probs and entropy")
 
+    from grpo_kernels.integrations.transformers.head import describe_head
+
     @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
@@ -147,14 +149,14 @@ def _forward(family: Family) -> Callable[..., Any]:
             outputs = body(self, **of_body)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
-        temperature, kept = given.get("temperature", 1.0), {key: getattr(outputs, key, None) for key in KEPT}
-        log_probs = entropy = None
-        if teacher is None or not teacher.alone:
-            log_probs, entropy = _head(self, hidden, ids, temperature)
-        if teacher is None:
-            return output(log_probs=log_probs, entropy=entropy, **kept)
-        aux = _distil(self, hidden, teacher, temperature)
-        return with_aux(output)(log_probs=log_probs, entropy=entropy, fused_linear_aux=aux, **kept)
+        head = describe_head(self)
+        ours, options = attach(head.module), {"temperature": given.get("temperature", 1.0), **head.constant_options}
+        results = {key: getattr(outputs, key, None) for key in KEPT}
+        if not (teacher and teacher.alone):
+            results["log_probs"], results["entropy"] = _logprobs(ours, hidden, ids, options)
+        if teacher:
+            return with_aux(output)(fused_linear_aux=_distilled(ours, hidden, teacher, options), **results)
+        return output(**results)
 
     return forward
 
@@ -173,50 +175,33 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
     return torch.roll(ids, -1, -1)
 
 
-def _head(model: Any, hidden: Tensor, ids: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+def _logprobs(head: Any, hidden: Tensor, ids: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, each shaped like the ids, in fp32 (fp64 for fp64 models).
 
     Raises:
         ValueError: the ids are not aligned with the hidden states.
     """
-    from grpo_kernels.integrations.transformers.head import describe_head
-
     if ids.shape != hidden.shape[:-1]:
         raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")
-    head = describe_head(model)
-    log_probs, entropy = attach(head.module).logprobs(
-        hidden,
-        ids,
-        temperature=temperature,
-        logit_scale=head.logit_scale,
-        final_logit_softcapping=head.final_logit_softcapping,
-        vocab_size=head.vocab_size,
-    )
-    assert entropy is not None
-    return log_probs, entropy
+    found: tuple[Tensor, Tensor] = head.logprobs(hidden, ids, **options)
+    return found
 
 
-def _distil(model: Any, hidden: Tensor, teacher: TeacherLogprobs, temperature: float | Tensor) -> Any:
+def _distilled(head: Any, hidden: Tensor, teacher: TeacherLogprobs, options: dict[str, Any]) -> Any:
     """The forward KL from the teacher's ids, and both masses on them, (1, N) each.
 
     Raises:
         ValueError: the teacher's tensors are not aligned with the hidden states.
     """
-    from grpo_kernels.integrations.transformers.head import describe_head
-
     if teacher.ids.shape[:-1] != hidden.shape[:-1]:
         got = tuple(teacher.ids.shape)
         raise ValueError(f"teacher_ids: expected {(*hidden.shape[:-1], 'K')}, K a position, got {got}")
-    head = describe_head(model)
-    found = attach(head.module).topk_divergence(
+    found = head.topk_divergence(
         hidden,
         teacher.ids,
         teacher.logps,
         log_prob_min_clamp=teacher.log_prob_min_clamp,
         outputs=("student_mass",),
-        temperature=temperature,
-        logit_scale=head.logit_scale,
-        final_logit_softcapping=head.final_logit_softcapping,
-        vocab_size=head.vocab_size,
+        **options,
     )
     return aux_of(found["divergence"], found["student_mass"], teacher)

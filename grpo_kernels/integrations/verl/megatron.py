@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -27,20 +26,7 @@ from grpo_kernels.integrations.verl.distillation import BACKEND
 from grpo_kernels.logprob import linear_logprob
 
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
-MARK = "_grpo_kernels_head"
-
-
-@dataclass(frozen=True)
-class Head:
-    """Facts about the model of a marked weight.
-
-    Attributes:
-        sequence_parallel: whether a gather over the tensor parallel ranks stands before the head.
-        vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
-    """
-
-    sequence_parallel: bool
-    vocab_size: int | None
+MARK = "_grpo_kernels_score"  # attribute of a head's weight: our function for it
 
 
 def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
@@ -87,14 +73,14 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def mark(model: Any, vocab_size: int | None = None) -> None:
-    """Let fused calls with the head of `model`, Megatron's GPTModel, be ours; `vocab_size` as in `Head`."""
-    head = Head(bool(model.config.sequence_parallel), vocab_size)
+    """Let fused calls with the head of `model`, Megatron's GPTModel, be ours; `vocab_size` as in `score`."""
+    ours = functools.partial(score, sequence_parallel=bool(model.config.sequence_parallel), vocab_size=vocab_size)
     layers = (getattr(model, "output_layer", None), getattr(getattr(model, "embedding", None), "word_embeddings", None))
     tied = model.share_embeddings_and_output_weights
     for layer in layers if tied else layers[:1]:
         weight = getattr(layer, "weight", None)
         if weight is not None:  # other pipeline stages have none
-            setattr(weight, MARK, head)
+            setattr(weight, MARK, ours)
 
 
 def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -107,10 +93,9 @@ def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tens
         dist_process_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies), (N,) each."""
-        head = getattr(weight, MARK, None)
-        if head is None:
-            return theirs(hidden, weight, labels, temperature, reduction, dist_process_group)
-        return score(hidden, weight, labels, temperature, reduction, dist_process_group, head)
+        function = getattr(weight, MARK, theirs)
+        found: tuple[Tensor, Tensor] = function(hidden, weight, labels, temperature, reduction, dist_process_group)
+        return found
 
     return linear_cross_entropy
 
@@ -122,9 +107,15 @@ def score(
     temperature: float,
     reduction: str,
     process_group: dist.ProcessGroup | None,
-    head: Head,
+    *,
+    sequence_parallel: bool,
+    vocab_size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """verl's ``linear_cross_entropy`` with our engines.
+
+    Args:
+        sequence_parallel: True if a gather over the tensor parallel ranks stands before the head.
+        vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
 
     Raises:
         ValueError: a reduction, which verl does not ask for, or labels that are not in the order of the hidden states.
@@ -137,10 +128,9 @@ def score(
     ranks = 1 if process_group is None else dist.get_world_size(process_group)
     if ranks == 1:
         process_group = None
-    elif head.sequence_parallel and hidden.requires_grad:
+    elif sequence_parallel and hidden.requires_grad:
         hidden = hidden.view_as(hidden)  # the hook is this call's, not the caller's
         hidden.register_hook(lambda d_hidden: d_hidden / ranks)
-    vocab_size = head.vocab_size
     if vocab_size is not None and vocab_size >= ranks * weight.size(0):
         vocab_size = None
     log_probs, entropy = linear_logprob(

@@ -40,7 +40,7 @@ PATCHERS: dict[str, Patcher] = {
 
 
 class _Importer(MetaPathFinder):
-    """Patches the modules of `PATCHERS` right after they were executed. It finds nothing itself."""
+    """Finder of the modules of `PATCHERS`, by the other finders; they are patched right after they were executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

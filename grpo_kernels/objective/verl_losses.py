@@ -20,19 +20,10 @@ geo_mean  -A exp(mean of the clipped R), one ratio a sequence                   
 ========= ======================================================================= ============================
 
 None of them uses the entropies or reference logps. The first five look at one token at a time and get the one-pass
-engine. What they do with an old policy that is not given is what they do on-policy: R = 0.
+engine. Without old log-probabilities they are on-policy: R = 0.
 
-The normaliser is the config's ``loss_type``, where verl has ``loss_agg_mode``:
-
-======================= ==========================================================================
-token-mean              "bnpo", or "dapo" with num_items_in_batch = batch_num_tokens / dp_size
-token-sum               "dapo" with num_items_in_batch=1
-seq-mean-token-sum      "luspo"
-seq-mean-token-mean     "grpo"
-seq-mean-token-sum-norm "dr_grpo" with max_completion_length = loss_scale_factor (verl's default: T)
-======================= ==========================================================================
-
-The last three divide by B, as verl does with its ``global_batch_size``; where that is not given, verl counts the
+The normaliser is the config's ``loss_type``, where verl has ``loss_agg_mode`` (docs/verl-losses.md has the table). A
+mean over sequences divides by B, as verl does with its ``global_batch_size``; where that is not given, verl counts the
 sequences that have a counted token. ``geo_mean`` is always a mean over sequences of means over tokens: take "grpo".
 An advantage of exactly 0 contributes exactly 0 to the policy term, and a clipped token no gradient, also where a ratio
 overflows. Means and shares of the tokens are over the call's, as verl's are over a micro-batch.
@@ -40,7 +31,7 @@ overflows. Means and shares of the tokens are over the call's, as verl's are ove
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 import torch
@@ -52,34 +43,57 @@ from grpo_kernels.token_loss.formulas import times
 
 __all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"]
 
+# Bounds of a field, as `check_number` takes them
+AT_LEAST_0, ABOVE_0, ANY_NUMBER = {"lowest": 0.0, "inclusive": True}, {"lowest": 0.0}, {"inclusive": True}
 LARGEST_LOG_RATIO = 20.0  # verl's clamp of R where the ratio is a constant
 LARGEST_SEQUENCE_LOG_RATIO = 10.0  # and of mean R in gspo, beyond which there is no gradient
 
 
+@dataclass(frozen=True)
 class _Objective:
-    """A policy loss without entropies; its fields, checked."""
+    """A policy loss without entropies: `loss`, times the importance sampling ratio. Its fields are checked."""
 
     token_level: ClassVar[bool] = False
     uses_entropies: ClassVar[bool] = False
-    positive: ClassVar[tuple[str, ...]] = ()  # fields that must be above 0
-    any_number: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name in self.any_number:
-                check_number(name, value)
-            elif name != "generator":
-                check_number(name, value, 0.0, name not in self.positive)
+        for x in fields(self):
+            if x.name != "generator":
+                check_number(x.name, getattr(self, x.name), **(x.metadata or AT_LEAST_0))
+
+    def __call__(self, tokens: TokenInputs) -> Tensor:
+        loss, ratio = self.loss(tokens), tokens.importance_sampling_ratio
+        return loss if ratio is None else times(loss, ratio)
+
+    def loss(self, tokens: TokenInputs) -> Tensor:
+        """Each token's loss, shaped like `tokens.logps`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
+class _Ranged(_Objective):
+    """A policy loss with a range, in verl's form: the distances of its two ends from the middle."""
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+
+    def _clipped(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is the bound; the ratio beyond it is never used."""
+        up = advantages > 0
+        bound = torch.where(up, torch.full_like(log_ratio, 1 + self.clip_ratio_high), 1 - self.clip_ratio_low)
+        ratio = torch.exp(log_ratio.detach())
+        beyond = torch.where(up, ratio > bound, ratio < bound) & (advantages != 0)
+        inside = _times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
+        return -torch.where(beyond, bound * advantages, inside), beyond
+
+
 class gpg(_Objective):
     """Group policy gradient: ``-A logp``."""
 
     token_level: ClassVar[bool] = True
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:
-        return _corrected(times(tokens.logps, -tokens.advantages), tokens)
+    def loss(self, tokens: TokenInputs) -> Tensor:
+        return times(tokens.logps, -tokens.advantages)
 
 
 @dataclass(frozen=True)
@@ -90,34 +104,30 @@ class dro(_Objective):
         dro_beta: weight of the squared log-ratio, above 0; verl has no default for it either.
     """
 
-    dro_beta: float
+    dro_beta: float = field(metadata=ABOVE_0)
     token_level: ClassVar[bool] = True
-    positive: ClassVar[tuple[str, ...]] = ("dro_beta",)
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:
+    def loss(self, tokens: TokenInputs) -> Tensor:
         penalty = 0.5 * self.dro_beta * (tokens.logps - tokens.old_per_token_logps).square()
-        return _corrected(times(tokens.logps, -tokens.advantages) + penalty, tokens)
+        return times(tokens.logps, -tokens.advantages) + penalty
 
 
-@dataclass(frozen=True)
-class cispo(_Objective):
+class cispo(_Ranged):
     """CISPO as verl has it: ``-clip(e^R, 1 - clip_ratio_low, 1 + clip_ratio_high) A logp``, the ratio a constant.
 
     The loss type "cispo" is TRL's, ``min(e^R, epsilon_high)``: the same with clip_ratio_low=1, clip_ratio_high =
     epsilon_high - 1.
     """
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
     token_level: ClassVar[bool] = True
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:
+    def loss(self, tokens: TokenInputs) -> Tensor:
         ratio = _constant_ratio(tokens).clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
-        return _corrected(times(tokens.logps, -ratio * tokens.advantages), tokens)
+        return times(tokens.logps, -ratio * tokens.advantages)
 
 
 @dataclass(frozen=True)
-class dppo_tv(_Objective):
+class dppo_tv(_Ranged):
     """DPPO, total variation: ``-min(e^R, clip_ratio_c) A logp``, the ratio a constant, where the policy may still move.
 
     A token counts if p - p_old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low` (A <= 0); its loss
@@ -125,27 +135,22 @@ class dppo_tv(_Objective):
 
     Args:
         clip_ratio_low, clip_ratio_high: bounds on the difference of the probabilities, not on the ratio.
-        clip_ratio_c: cap on the ratio. 3 is what a run of verl gets from its config; the 20 that its function falls
-            back on is never reached there, though the paper advises a high cap (section 5.4).
+        clip_ratio_c: cap on the ratio. A run of verl gets 3 from its config; the paper advises more (section 5.4).
     """
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = field(default=3.0, metadata=ABOVE_0)
     token_level: ClassVar[bool] = True
-    positive: ClassVar[tuple[str, ...]] = ("clip_ratio_c",)
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:
+    def loss(self, tokens: TokenInputs) -> Tensor:
         moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
         up = tokens.advantages > 0
         return self._kept(tokens, torch.where(up, moved <= self.clip_ratio_high, moved >= -self.clip_ratio_low))
 
     def _kept(self, tokens: TokenInputs, keep: Tensor) -> Tensor:
         weight = -_constant_ratio(tokens).clamp(max=self.clip_ratio_c) * tokens.advantages
-        return _corrected(times(tokens.logps, torch.where(keep, weight, 0.0)), tokens)
+        return times(tokens.logps, torch.where(keep, weight, 0.0))
 
 
-@dataclass(frozen=True)
 class dppo_kl(dppo_tv):
     """DPPO, KL: as `dppo_tv`, where a token counts if KL((p_old, 1 - p_old) || (p, 1 - p)) is in bounds.
 
@@ -153,7 +158,7 @@ class dppo_kl(dppo_tv):
     has moved the way its advantage pushes it. 1 - p is taken without cancellation, plus verl's 1e-8.
     """
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:
+    def loss(self, tokens: TokenInputs) -> Tensor:
         logps, old = tokens.logps.detach(), tokens.old_per_token_logps
         p, p_old = torch.exp(logps), torch.exp(old)
         rest, rest_old = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old))
@@ -164,7 +169,7 @@ class dppo_kl(dppo_tv):
 
 
 @dataclass(frozen=True)
-class clip_cov(_Objective):
+class clip_cov(_Ranged):
     """Clip-Cov: PPO's clipped loss, without some of the tokens that would lower the entropy most.
 
     Of the unclipped tokens whose covariance (A - mean A) (logp - mean logp), means over the batch, lies between
@@ -177,98 +182,76 @@ class clip_cov(_Objective):
             `process_group` it has to be in the same state on all ranks, which would draw different tokens else.
     """
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_cov_ratio: float = 0.0002
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
+    clip_cov_ratio: float = field(default=0.0002, metadata=ABOVE_0)
+    clip_cov_lb: float = field(default=1.0, metadata=ANY_NUMBER)
+    clip_cov_ub: float = field(default=5.0, metadata=ANY_NUMBER)
     generator: torch.Generator | None = None
-    positive: ClassVar[tuple[str, ...]] = ("clip_cov_ratio",)
-    any_number: ClassVar[tuple[str, ...]] = ("clip_cov_lb", "clip_cov_ub")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.generator is not None and getattr(self.generator, "device", None) != torch.device("cpu"):
             raise TypeError(f"generator: expected a torch.Generator on the CPU, got {self.generator!r}")
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:
-        log_ratio = tokens.logps - tokens.old_per_token_logps
-        loss, clipped = _clipped(log_ratio, tokens.advantages, 1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+    def loss(self, tokens: TokenInputs) -> Tensor:
+        loss, clipped = self._clipped(tokens.logps - tokens.old_per_token_logps, tokens.advantages)
         covariance = _covariance(tokens)
         eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & tokens.mask & ~clipped
         places = eligible.flatten().nonzero()[:, 0]
         number = max(int(self.clip_cov_ratio * int(tokens.mask.sum())), 1)
         drawn = torch.randperm(len(places), generator=self.generator)[:number]
-        dropped = torch.zeros_like(eligible).flatten()
-        dropped[places[drawn.to(places.device)]] = True
-        return _corrected(torch.where(dropped.view_as(loss), 0.0, loss), tokens)
+        return torch.where(_at_places(places[drawn.to(places.device)], eligible), 0.0, loss)
 
 
 @dataclass(frozen=True)
 class kl_cov(_Objective):
-    """KL-Cov: ``-e^R A``, plus ``ppo_kl_coef |R|`` for the tokens of highest covariance, as in `clip_cov`.
-
-    Those are ``max(1, int(kl_cov_ratio * counted tokens))``.
+    """KL-Cov: ``-e^R A``, plus ``ppo_kl_coef |R|`` for the ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of
+    highest covariance, as in `clip_cov`.
 
     Args:
         kl_cov_ratio: above 0, at most 1.
         ppo_kl_coef: weight of the penalty.
     """
 
-    kl_cov_ratio: float = 0.0002
+    kl_cov_ratio: float = field(default=0.0002, metadata=ABOVE_0)
     ppo_kl_coef: float = 0.1
-    positive: ClassVar[tuple[str, ...]] = ("kl_cov_ratio",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_cov_ratio > 1:
             raise ValueError(f"kl_cov_ratio: expected a number in (0, 1], got {self.kl_cov_ratio!r}")
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:
+    def loss(self, tokens: TokenInputs) -> Tensor:
         log_ratio = tokens.logps - tokens.old_per_token_logps
         loss = -_times_exp(log_ratio, tokens.advantages)
         places = tokens.mask.flatten().nonzero()[:, 0]
         number = min(max(1, int(len(places) * self.kl_cov_ratio)), len(places))
         highest = places[_covariance(tokens).flatten()[places].topk(number).indices]
-        penalised = torch.zeros_like(tokens.mask).flatten()
-        penalised[highest] = True
-        penalty = torch.where(penalised.view_as(loss), self.ppo_kl_coef * log_ratio.abs(), 0.0)
-        return _corrected(loss + penalty, tokens)
+        return loss + torch.where(_at_places(highest, tokens.mask), self.ppo_kl_coef * log_ratio.abs(), 0.0)
 
 
-@dataclass(frozen=True)
-class gspo(_Objective):
+class gspo(_Ranged):
     """GSPO-token: PPO's clipped loss of ``s = exp(sg[mean R] + logp - sg[logp])``, sg a constant, at most e^10.
 
-    Advantages and importance sampling ratios may be one per token. Where both are one per sequence its gradient is that
-    of ``importance_sampling_level="sequence"``, which also has metrics of the ratio and can be compiled: prefer that
-    then.
+    Advantages and importance sampling ratios may be one per token. Where both are one per sequence, prefer
+    ``importance_sampling_level="sequence"``: the gradient is the same, it has metrics of the ratio and can be compiled.
     """
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-
-    def __call__(self, tokens: TokenInputs) -> Tensor:
+    def loss(self, tokens: TokenInputs) -> Tensor:
         own = tokens.logps - tokens.logps.detach()
         mean = _sequence_mean(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
         log_ratio = _at_most(LARGEST_SEQUENCE_LOG_RATIO, own + mean)
-        loss, _ = _clipped(log_ratio, tokens.advantages, 1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
-        return _corrected(loss, tokens)
+        return self._clipped(log_ratio, tokens.advantages)[0]
 
 
-@dataclass(frozen=True)
-class geo_mean(_Objective):
+class geo_mean(_Ranged):
     """GMPO with an importance sampling ratio: ``-A exp(mean of the clipped R)``, clipped one-sidedly by the sign of A.
 
     The range is in log space, [-clip_ratio_low, clip_ratio_high], and the factor on a sequence is the geometric mean of
-    its tokens' importance sampling ratios. Without those it is ``loss_type="gmpo"``, which also has metrics of the
-    ratio and can be compiled: prefer that then.
+    its tokens' importance sampling ratios. Without those, prefer ``loss_type="gmpo"``: the same loss, with metrics of
+    the ratio, and it can be compiled.
     """
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-
-    def __call__(self, tokens: TokenInputs) -> Tensor:
+    def __call__(self, tokens: TokenInputs) -> Tensor:  # the importance sampling ratios are in the exponent
         log_ratio, up = tokens.logps - tokens.old_per_token_logps, tokens.advantages > 0
         bounded = torch.where(up, _at_most(self.clip_ratio_high, log_ratio), -_at_most(self.clip_ratio_low, -log_ratio))
         exponent = _sequence_mean(torch.where(tokens.advantages == 0, 0.0, bounded), tokens.mask)
@@ -290,15 +273,6 @@ def _times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     return torch.exp(torch.where(nothing, 0.0, log_ratio)) * advantages
 
 
-def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """PPO's ``-min(e^R A, clip(e^R, low, high) A)``, and where it is the bound; the ratio beyond it is never used."""
-    bound = torch.where(advantages > 0, torch.full_like(log_ratio, high), torch.full_like(log_ratio, low))
-    ratio = torch.exp(log_ratio.detach())
-    beyond = torch.where(advantages > 0, ratio > bound, ratio < bound) & (advantages != 0)
-    inside = _times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
-    return -torch.where(beyond, bound * advantages, inside), beyond
-
-
 def _at_most(bound: float, x: Tensor) -> Tensor:
     """`x`, or the bound where it is larger. Where both are equal the gradient passes, in any release of torch."""
     return torch.where(x > bound, bound, x)
@@ -314,12 +288,13 @@ def _covariance(tokens: TokenInputs) -> Tensor:
     return centred(tokens.advantages) * centred(tokens.logps.detach())
 
 
+def _at_places(places: Tensor, like: Tensor) -> Tensor:
+    """Bool, shaped like `like`: True at `places`, indices into the flattened tensor."""
+    found = torch.zeros_like(like).flatten()
+    found[places] = True
+    return found.view_as(like)
+
+
 def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
     """(B, T) -> (B, 1): the mean over each row's counted tokens."""
     return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def _corrected(loss: Tensor, tokens: TokenInputs) -> Tensor:
-    """Times the importance sampling ratio, if there is one."""
-    ratio = tokens.importance_sampling_ratio
-    return loss if ratio is None else times(loss, ratio)

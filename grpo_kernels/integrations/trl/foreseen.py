@@ -1,0 +1,83 @@
+"""The gradient that TRL's loss is going to send back, foreseen from the trainer's options and a micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from grpo_kernels.config import LossConfig, config_of_trainer
+from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.integrations.trl import sampling
+from grpo_kernels.integrations.trl.hook import Rows
+from grpo_kernels.integrations.trl.step import counted_tokens
+from grpo_kernels.objective.losses import loss_of
+
+
+def loss_config(trainer: Any, owner: type, *, makes_ratio: bool) -> LossConfig | None:
+    """The configuration of the loss of `trainer`, a method of `owner`, or None where it is not one we know.
+
+    `makes_ratio` is True while the ratio to the sampler is made of the loss's own log-probabilities (`sampling`).
+    """
+    overrides: dict[str, Any] = {"entropy_coef": _entropy_coef(trainer), "kl_estimator": trainer.kl_estimator}
+    if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
+        # It overrides the loss and reads none of these options.
+        overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None, "off_policy_mask_threshold": None}
+    elif owner is not GRPOTrainer:
+        return None
+    elif makes_ratio:
+        overrides |= sampling.options(trainer)
+    try:
+        return dataclasses.replace(config_of_trainer(trainer.args), **overrides)
+    except (TypeError, ValueError) as error:
+        _warn(error)
+        return None
+
+
+def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> Rows:
+    """The rows that the loss `config` of the micro-batch `inputs` reads, and the gradient it will send."""
+    labelled, counted, fill = inputs["completion_mask"], counted_tokens(inputs), None
+    if counted is not labelled:
+        scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
+        fill = next((logps for logps in scored if logps is not None), None)
+    try:
+        expected = policy_expectation(config, completion_mask=counted, **_policy_inputs(trainer, inputs, config))
+    except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not; it computes the loss, not we
+        _warn(error)
+        expected = None
+    return Rows(labelled, labelled.size(0), None if counted is labelled else counted, fill, expected)
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=3)
+
+
+def _entropy_coef(trainer: Any) -> float:
+    """Weight of the entropy bonus in this step; under adaptive control TRL has its state on the trainer."""
+    if not getattr(trainer, "use_adaptive_entropy", False):
+        return float(trainer.args.entropy_coef)
+    too_low = trainer._last_world_entropy <= trainer.args.entropy_target
+    return float(trainer.entropy_coef) if too_low else 0.0
+
+
+def _policy_inputs(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> dict[str, Any]:
+    """The batch as `policy_expectation` takes it, on a scale common to the policy term and the entropy bonus.
+
+    TRL divides the bonus and most losses by the accumulation steps G. dapo, cispo and vespo divide by
+    num_items / world_size * G / steps_per_generation instead: num_items / (world_size * steps_per_generation), with
+    that G taken out of both.
+    """
+    found = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
+    if config.masks_off_policy or config.corrects_sampling:
+        found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
+    enters = loss_of(config).importance_ratio
+    if enters == "argument" or (enters == "factor" and sampling.is_corrected(trainer)):
+        found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
+    items = inputs.get("num_items_in_batch")
+    if items is not None:
+        items = torch.as_tensor(items).clamp(min=1.0) / trainer.accelerator.num_processes
+        found["num_items_in_batch"] = items / (getattr(trainer.args, "steps_per_generation", None) or 1)
+    return {"advantages": inputs["advantages"], **found}
