@@ -21,7 +21,6 @@ from grpo_kernels.backends.triton_rows.scale import launch_scale
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
-from grpo_kernels.backends.triton_rows.teacher_grad import launch_teacher_grad
 from grpo_kernels.token_loss.record import TokenLoss
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
@@ -53,10 +52,7 @@ class TritonRows:
     ) -> None:
         config = _config("grad", chunk)
         with on(chunk.logits.device):
-            if c is None:
-                launch_grad(chunk, stats, a, b, out, config)
-            else:
-                launch_teacher_grad(chunk, stats, a, b, c, out, config)
+            launch_grad(chunk, stats, a, b, out, config, c)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
         """See `RowBackend`; torch has the rest, which is small: a factor for each row of d hidden."""

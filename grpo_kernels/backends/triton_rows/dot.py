@@ -187,6 +187,7 @@ def dot_kernel(
     rows = first_row.to(tl.int64) + offs_n
     ids = tl.load(ids_ptr + rows).to(tl.int32)
     inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    head = (None, bias_ptr, inner, outer)  # no pointers: its logits are not in memory
     offs_v = tl.arange(0, BLOCK_V)
     offs_h = tl.arange(0, BLOCK_H)
     m = tl.full([BLOCK_N], FLOOR, tl.float32)
@@ -220,7 +221,7 @@ def dot_kernel(
             x += tl.load(bias_ptr + first_id + offs_v, mask=offs_v < V - first_id, other=0.0)[None, :]
         if ROUNDED_TO is not None:
             x = x.to(ROUNDED_TO).to(tl.float32)
-        z = scaled(x, inner, outer, HAS_SOFTCAP)
+        z = scaled(x, head, HAS_SOFTCAP)
         offs_y = ids - first_id
         has_target = tl.max(((offs_y >= 0) & (offs_y < BLOCK_V)).to(tl.int32), axis=0) > 0
         if has_target | (first_id + BLOCK_V > V):  # in few tiles: the rest need neither mask nor search

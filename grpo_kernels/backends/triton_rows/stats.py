@@ -16,7 +16,7 @@ from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import log1p
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, row_factors, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, head_rows, scaled
 
 
 def launch_stats(chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
@@ -79,17 +79,15 @@ def stats_kernel(
 ):
     """Statistics of `BLOCK_N` rows; a pointer that is None is a result nobody wants."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    head = (row_ptrs, bias_ptr, inner, outer)
     ids = tl.load(ids_ptr + rows)
     results = (
         logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
     )  # fmt: skip
-    sums = reduce_rows(
-        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES
-    )
-    x_target = load_at(row_ptrs, bias_ptr, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
-    z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
+    sums = reduce_rows(head, V, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES)
+    x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     store_statistics(rows, counts, ids, V, sums, z_target, results)
 
 

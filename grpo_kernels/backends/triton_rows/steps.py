@@ -24,11 +24,8 @@ def row_block(block, n, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def reduce_rows(
-    row_ptrs,
-    bias_ptr,
+    head,
     V,
-    inner,
-    outer,
     HAS_SOFTCAP: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
     wanted,
@@ -41,9 +38,9 @@ def reduce_rows(
     sums = no_logits(BLOCK_N, LANES)
     whole = V // BLOCK_V * BLOCK_V
     for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-        sums = reduce_step(sums, row_ptrs, bias_ptr, start, None, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        sums = reduce_step(sums, head, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
     if whole < V:
-        sums = reduce_step(sums, row_ptrs, bias_ptr, whole, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        sums = reduce_step(sums, head, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
     return merge_lanes(sums, V, wanted)
 
 
@@ -56,25 +53,9 @@ def no_logits(R: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def reduce_step(
-    sums,  # of each lane: (R, W)
-    # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
-    row_ptrs,
-    bias_ptr,
-    start,
-    end,
-    inner,
-    outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    wanted,
-):
-    """Four logits more for every lane."""
-    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, sums[0].shape[1])
-    z0 = logits(x0, id0, end, inner, outer, HAS_SOFTCAP)
-    z1 = logits(x1, id1, end, inner, outer, HAS_SOFTCAP)
-    z2 = logits(x2, id2, end, inner, outer, HAS_SOFTCAP)
-    z3 = logits(x3, id3, end, inner, outer, HAS_SOFTCAP)
+def reduce_step(sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted):
+    """Four logits more for every lane of `sums` (R, W), as `load_logits` has them."""
+    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(head, start, end, HAS_SOFTCAP, ROUNDED_TO, sums[0].shape[1])
     return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
 
@@ -115,18 +96,33 @@ def merge_lanes(sums, V, wanted):
 
 
 @triton.jit
-def load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """Four tiles (R, W) of the projection side by side, from the column `start` on, and the columns (1, W) of each."""
-    x0, columns0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, W)
-    x1, columns1 = load_x(row_ptrs, bias_ptr, start + W, end, ROUNDED_TO, W)
-    x2, columns2 = load_x(row_ptrs, bias_ptr, start + 2 * W, end, ROUNDED_TO, W)
-    x3, columns3 = load_x(row_ptrs, bias_ptr, start + 3 * W, end, ROUNDED_TO, W)
+def load_logits(head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """Four tiles (R, W) of scaled logits side by side, and the columns (1, W) of each, as `load_step` has them."""
+    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, end, ROUNDED_TO, W)
+    z0 = logits(x0, id0, end, head, HAS_SOFTCAP)
+    z1 = logits(x1, id1, end, head, HAS_SOFTCAP)
+    z2 = logits(x2, id2, end, head, HAS_SOFTCAP)
+    z3 = logits(x3, id3, end, head, HAS_SOFTCAP)
+    return z0, z1, z2, z3, id0, id1, id2, id3
+
+
+@triton.jit
+def load_step(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """Four tiles (R, W) of the projection side by side, and the columns (1, W) of each.
+
+    They begin with the column `start`. `end` is where the vocabulary ends, None if it does not end in these tiles.
+    """
+    x0, columns0 = load_x(head, start, end, ROUNDED_TO, W)
+    x1, columns1 = load_x(head, start + W, end, ROUNDED_TO, W)
+    x2, columns2 = load_x(head, start + 2 * W, end, ROUNDED_TO, W)
+    x3, columns3 = load_x(head, start + 3 * W, end, ROUNDED_TO, W)
     return x0, x1, x2, x3, columns0, columns1, columns2, columns3
 
 
 @triton.jit
-def load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+def load_x(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
     """The projection (R, W) in the columns from `start` on, 0 from `end` on where there is one; and those columns."""
+    row_ptrs, bias_ptr, _inner, _outer = head
     columns = start + tl.arange(0, W)[None, :]
     here = None
     if end is not None:
@@ -135,9 +131,9 @@ def load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.const
 
 
 @triton.jit
-def logits(x, columns, end, inner, outer, HAS_SOFTCAP: tl.constexpr):
+def logits(x, columns, end, head, HAS_SOFTCAP: tl.constexpr):
     """z of x, -inf beyond the vocabulary."""
-    z = scaled(x, inner, outer, HAS_SOFTCAP)
+    z = scaled(x, head, HAS_SOFTCAP)
     if end is not None:
         z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make a number of it
     return z
@@ -164,6 +160,7 @@ def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
 
 
 @triton.jit
-def load_at(row_ptrs, bias_ptr, ids, mask, ROUNDED_TO: tl.constexpr):
+def load_at(head, ids, mask, ROUNDED_TO: tl.constexpr):
     """The projection (R, 1) at one column of each row, as `load_x` has it; 0 where `mask` (R,) is not set."""
+    row_ptrs, bias_ptr, _inner, _outer = head
     return load_projection(row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO)

@@ -21,7 +21,7 @@ PER_ROW = [
     *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
     *("mean_logits_ptr", "is_top1_ptr", "a_ptr", "b_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
     *("advantages_ptr", "d_logps_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
-    *("teacher_inv_t_ptr", "teacher_max_logit_ptr", "teacher_log_sum_ptr", "value_ptr", "slope_ptr", "c_ptr"),
+    *("teacher_inv_t_ptr", "teacher_max_logit_ptr", "teacher_log_sum_ptr", "value_ptr", "sum_k_ptr", "c_ptr"),
 ]
 ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -49,6 +49,18 @@ def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
     """Kernel arguments that describe `chunk`."""
     n, vocab = chunk.logits.shape
     return {"ids_ptr": chunk.ids, "n": n, "V": vocab, **head_arguments(chunk.logits, chunk.transform)}
+
+
+@triton.jit
+def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """Return of a head: pointers (R, 1) to the starts of `rows` (R,), and (inner, outer) as `row_factors` has them.
+
+    A head travels as one tuple, `head`: (row pointers, bias pointer, inner, outer). Each kernel puts the bias pointer
+    between these itself: in Triton 3.6 no function can return a tuple that holds None. HAS_SOFTCAP and ROUNDED_TO
+    travel by themselves: Triton makes run-time numbers of flags in a tuple, and a tuple cannot hold a dtype.
+    """
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    return logits_ptr + rows.to(tl.int64)[:, None] * stride_n, inner, outer
 
 
 @triton.jit
@@ -88,8 +100,9 @@ def _load(ptrs, mask):
 
 
 @triton.jit
-def scaled(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """z of x."""
+def scaled(x, head, HAS_SOFTCAP: tl.constexpr):
+    """The scaled logits z of a head's projection x."""
+    _row_ptrs, _bias_ptr, inner, outer = head
     z = x * inner
     if HAS_SOFTCAP:
         z = tanh(z) * outer
@@ -97,8 +110,9 @@ def scaled(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def row_slope(inner, outer, HAS_SOFTCAP: tl.constexpr):
+def row_slope(head, HAS_SOFTCAP: tl.constexpr):
     """The factor of d z / d x that all elements of a row share; with a soft-cap `bend` is the other."""
+    _row_ptrs, _bias_ptr, inner, outer = head
     if HAS_SOFTCAP:
         return 4.0 * inner * outer
     else:
@@ -106,6 +120,7 @@ def row_slope(inner, outer, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def bend(x, inner):
+def bend(x, head):
     """The element's own factor of d z / d x with a soft-cap, `row_slope` being the other."""
+    _row_ptrs, _bias_ptr, inner, _outer = head
     return quarter_tanh_slope(x * inner)
