@@ -143,12 +143,12 @@ struct StatColumns {
 // The teacher's statistics and the divergence (n,); all null, or at most value.
 template <class T>
 struct DivergenceColumns {
-  T *value, *slope, *max_logit, *log_sum;
+  T *value, *sum_k, *max_logit, *log_sum;
 
-  DivergenceColumns(int64_t n, const MaybeTensor& value, const MaybeTensor& slope, const MaybeTensor& max_logit,
+  DivergenceColumns(int64_t n, const MaybeTensor& value, const MaybeTensor& sum_k, const MaybeTensor& max_logit,
                     const MaybeTensor& log_sum)
       : value(column<T>(value, n, "value")),
-        slope(column<T>(slope, n, "slope")),
+        sum_k(column<T>(sum_k, n, "sum_k")),
         max_logit(column<T>(max_logit, n, "teacher_max_logit")),
         log_sum(column<T>(log_sum, n, "teacher_log_sum")) {}
 };

@@ -134,11 +134,11 @@ INLINE Diverged diverge(Kind kind, const Row<T>& row, const Row<T>& teacher, con
         const Terms<T> of = terms<T>(kind, at, logits<T, PLAIN>(row, start), logits<T, PLAIN>(teacher, start));
         value += of.value, k += of.k;
       }
-      add_to<T>(sums.value, value), add_to<T>(sums.slope, k);
+      add_to<T>(sums.value, value), add_to<T>(sums.sum_k, k);
     }
   }
   const double odd = static_cast<double>(at.offset) - at.offset;  // NaN where a head has NaN, or no finite logit
-  return {sums.value + odd, sums.slope + odd};
+  return {sums.value + odd, sums.sum_k + odd};
 }
 
 // `count` columns of both heads from `start` on: x and z of the student, and the terms.
@@ -159,7 +159,7 @@ INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& teacher, c
 // c (k - p sum k)
 template <class T>
 INLINE Vector<T> pull(const Divergence<T>& at, const Terms<T>& of) {
-  return (of.k - of.p * at.slope) * at.c;
+  return (of.k - of.p * at.sum_k) * at.c;
 }
 
 template <class T, bool PLAIN>

@@ -49,10 +49,10 @@ struct Surrogated {
   T loss, d_log_ratio, d_logp;
 };
 
-// KL(policy || reference), its derivative in logp, and over r that of r * kl, where r moves with logp: kl + slope
+// KL(policy || reference), its derivative in logp, and over r that of r * kl, where r moves with logp: kl + d_kl
 template <class T>
 struct Estimated {
-  T kl, slope, corrected_slope;
+  T kl, d_kl, d_corrected;
 };
 
 }  // namespace grpo_kernels

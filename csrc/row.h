@@ -61,14 +61,14 @@ struct Divergence {
   T max, inv_sum, teacher_max, teacher_inv_sum;  // as in Gradient
   T offset;                                      // z - y is more than log p - log q by it
   T beta, rest;                                  // the mixture's share of q, and of p
-  T c, slope;                                    // of a gradient: d loss / d D, and the sum of k
+  T c, sum_k;                                    // of a gradient: d loss / d D, and the sum of k
 
   Kind kind() const { return beta == T(0) ? Kind::forward : rest == T(0) ? Kind::reverse : Kind::mixed; }
 };
 
-// Sums over both rows: D and the sum of k, to which `Divergence::slope` is to be set.
+// Sums over both rows: D and the sum of k, to which `Divergence::sum_k` is to be set.
 struct Diverged {
-  double value, slope;
+  double value, sum_k;
 };
 
 template <class T>

@@ -22,7 +22,7 @@ The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up
 
     reverse  k = p d        forward  k = p - q        between  k = (1 - beta) p log(p / m)
 
-sum k is `DivergenceStats.slope`: of the same d, so that what all d share drops out.
+sum k is `DivergenceStats.sum_k`: of the same d, so that what all d share drops out.
 
 These functions are the one source for torch and Triton (csrc/divergence.inl is written after them): elementwise, of the
 functions imported here, numbers written as floats.
@@ -50,8 +50,8 @@ def reverse(d, lead, beta):
     ahead = d >= 0.0  # p >= q
     p = where(ahead, lead, lead * e)
     value = lead * where(ahead, phi, chi)
-    slope = p * where(ahead, x, -x)
-    return where(d == INF, INF, value), where(d == INF, INF, slope)
+    k = p * where(ahead, x, -x)
+    return where(d == INF, INF, value), where(d == INF, INF, k)
 
 
 def forward(d, lead, beta):

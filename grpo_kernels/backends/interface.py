@@ -132,7 +132,7 @@ class DivergenceStats(NamedTuple):
     """Per-row results over the logits of both heads, (n,) each."""
 
     value: Tensor  # D >= 0
-    slope: Tensor  # sum_v p_v d D / d p_v, up to a constant: what `grad` takes off, see `divergence`
+    sum_k: Tensor  # sum_v p_v d D / d p_v, up to a constant: `grad` takes it off every p, see `divergence`
     max_logit: Tensor  # the teacher's, and so is the next
     log_sum: Tensor
 
@@ -162,7 +162,7 @@ class RowBackend(Protocol):
         ...
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        """`DivergenceStats.value` and ``.slope`` (n,) of a chunk with a teacher, given both heads' row statistics.
+        """`DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher, given both heads' row statistics.
 
         These may be those of a whole vocabulary of which the columns are a part: the parts' results add up.
         """

@@ -73,13 +73,13 @@ class TorchRows:
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         assert chunk.teacher is not None
         known = DivergenceStats(stats.logps, stats.logps, teacher.max_logit, teacher.log_sum)  # the last two count
-        value, slope = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
+        value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
         for block in _even_blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
             some = replace(stats.rows(block), divergence=DivergenceStats(*(x[block] for x in known)))
             terms, k = _terms(chunk.logits[block], chunk.teacher, block, some)
-            value[block], slope[block] = terms.sum(dim=1), k.sum(dim=1)
+            value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
         odd = _offset(stats, known) * 0.0  # NaN where a row of the teacher has no finite logit, or NaN
-        return value + odd, slope + odd
+        return value + odd, sum_k + odd
 
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
@@ -127,7 +127,7 @@ class TorchRows:
             assert some.divergence is not None
             more = _terms(z, chunk.teacher, block, some)[1]
             p = torch.exp(z - some.max_logit[:, None]).mul_(torch.exp(-some.log_sum)[:, None])
-            more.sub_(p.mul_(some.divergence.slope[:, None])).mul_(c[block, None])
+            more.sub_(p.mul_(some.divergence.sum_k[:, None])).mul_(c[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
             factor = transform.scale * rows_inv_t
             if transform.softcap is not None:

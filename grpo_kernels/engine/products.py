@@ -84,7 +84,7 @@ class Products:
         size = a.abs() if b is None else a.abs() + ENTROPY_SLOPE * b.abs()
         if c is not None:
             assert divergence is not None
-            size = size + c.abs() * (1.0 + divergence.value.abs() + divergence.slope.abs())
+            size = size + c.abs() * (1.0 + divergence.value.abs() + divergence.sum_k.abs())
         size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)

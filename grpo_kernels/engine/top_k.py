@@ -13,7 +13,7 @@ student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k an
     forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
     reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
-What stands in brackets on the right is a number of the row, `DivergenceStats.slope`: a backend writes the columns as
+What stands in brackets on the right is a number of the row, `DivergenceStats.sum_k`: a backend writes the columns as
 for a log-probability with that coefficient whose id is none of them, and the K columns are then overwritten with what
 stands in the middle. So no backend needs a kernel for any of this. With a rest, the terms of D are those of
 `backends.divergence`, which are never negative. All that is (n, K) is done in double precision.
@@ -115,7 +115,7 @@ class TopKTeacher:
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = torch.full_like(chunk.ids, -1)
         alone = replace(found, divergence=None)  # the backend knows of no teacher
-        backend.grad(replace(chunk, ids=nowhere), alone, c * found.divergence.slope, None, out)
+        backend.grad(replace(chunk, ids=nowhere), alone, c * found.divergence.sum_k, None, out)
         d_raw = self._slopes(found, z) * c[:, None] * _d_logits(z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 
@@ -150,7 +150,7 @@ class TopKTeacher:
         elif measure.least_rest is not None:
             slopes = p - self.logps.exp()
         else:
-            slopes = -found.divergence.slope[:, None] * p - self._clamped(logp)[2]
+            slopes = -found.divergence.sum_k[:, None] * p - self._clamped(logp)[2]
         if measure.loss_max_clamp is not None:
             slopes = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, slopes)
         return slopes

@@ -49,7 +49,7 @@ class CppRows:
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         new = _Results(chunk.logits)
-        value, slope = new(), new()
+        value, sum_k = new(), new()
         torch.ops.grpo_kernels_cpp.diverge(
             *_rows(chunk),
             *_teacher(chunk),
@@ -58,9 +58,9 @@ class CppRows:
             teacher.max_logit,
             teacher.log_sum,
             value=value,
-            slope=slope,
+            sum_k=sum_k,
         )
-        return value, slope
+        return value, sum_k
 
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
@@ -77,7 +77,7 @@ class CppRows:
             a.contiguous(),  # the gradient of a sum may be one number, expanded
             None if b is None else b.contiguous(),
             None if c is None else c.contiguous(),
-            *((None,) * 3 if known is None else (known.slope, known.max_logit, known.log_sum)),
+            *((None,) * 3 if known is None else (known.sum_k, known.max_logit, known.log_sum)),
             chunk.first_id,
             out=out,
         )
@@ -114,7 +114,7 @@ class CppRows:
             a=terms["a"],
             log_ratio=terms["log_ratio"],
             kl=terms.get("kl"),
-            slope=diverged and diverged.slope,
+            sum_k=diverged and diverged.sum_k,
             teacher_max_logit=diverged and diverged.max_logit,
             teacher_log_sum=diverged and diverged.log_sum,
             out=out,

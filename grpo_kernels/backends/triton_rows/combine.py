@@ -16,7 +16,7 @@ BLOCK_N = 4
 def launch_combine(
     maxima: Tensor,  # (n, splits): m, rest and t of each part
     rests: Tensor,  # (n, splits)
-    slopes: Tensor,  # (n, splits)
+    ts: Tensor,  # (n, splits)
     target: Tensor,  # (n,) the target's z
     ids: Tensor,  # (n,)
     vocab: int,
@@ -32,7 +32,7 @@ def launch_combine(
             # data
             max_ptr=maxima,
             rest_ptr=rests,
-            slope_ptr=slopes,
+            t_ptr=ts,
             target_ptr=target,
             ids_ptr=ids,
             # results
@@ -57,7 +57,7 @@ def launch_combine(
 def combine_kernel(
     max_ptr,
     rest_ptr,
-    slope_ptr,
+    t_ptr,
     target_ptr,
     ids_ptr,
     logps_ptr,
@@ -76,7 +76,7 @@ def combine_kernel(
     at = rows.to(tl.int64)[:, None] * splits + offs_s
     m = tl.load(max_ptr + at, mask=offs_s < splits, other=float("-inf"))
     rest = tl.load(rest_ptr + at, mask=offs_s < splits, other=0.0)
-    t = tl.load(slope_ptr + at, mask=offs_s < splits, other=0.0)
+    t = tl.load(t_ptr + at, mask=offs_s < splits, other=0.0)
     m, rest, t, _e, _is_first = merge(m, rest, t)
     rest, log_sum, entropy = finish(m, rest, t)
     ids = tl.load(ids_ptr + rows)

@@ -80,7 +80,7 @@ def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, 
         "TERMS": terms_of(teacher.beta),
         "teacher_max_logit_ptr": diverged.max_logit,
         "teacher_log_sum_ptr": diverged.log_sum,
-        "sum_k_ptr": diverged.slope,
+        "sum_k_ptr": diverged.sum_k,
     }
 
 
@@ -99,7 +99,7 @@ def launch_diverge(chunk: Chunk, stats: RowStats, teacher: RowStats, config: Row
         value_ptr=diverged.value,
         **config.for_two_heads(vocab).arguments(),
     )
-    return diverged.value, diverged.slope
+    return diverged.value, diverged.sum_k
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)

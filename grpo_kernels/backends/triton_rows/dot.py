@@ -78,9 +78,9 @@ def launch_dot(
     """The same by the tiles of `config`, without checks, on the current device."""
     (n, width), vocab = hidden.shape, weight.shape[0]
     target = hidden.new_empty(n, dtype=torch.float32)
-    maxima, rests, slopes = hidden.new_empty(3, n, config.splits, dtype=torch.float32)
+    maxima, rests, ts = hidden.new_empty(3, n, config.splits, dtype=torch.float32)
     if n == 0:
-        return launch_combine(maxima, rests, slopes, target, ids, vocab, entropy=entropy)
+        return launch_combine(maxima, rests, ts, target, ids, vocab, entropy=entropy)
     weight, stride_wv = _with_stride(weight)
     hidden, stride_hn = _with_stride(hidden, copies=is_aligned(weight) and not is_aligned(hidden))
     use_tma = config.use_tma and is_aligned(weight)
@@ -97,7 +97,7 @@ def launch_dot(
         # results
         max_ptr=maxima,
         rest_ptr=rests,
-        slope_ptr=slopes,
+        t_ptr=ts,
         target_ptr=target,
         # sizes and strides
         n=n,
@@ -121,7 +121,7 @@ def launch_dot(
         num_stages=config.num_stages,
         enable_fp_fusion=False,
     )
-    return launch_combine(maxima, rests, slopes, target, ids, vocab, entropy=entropy)
+    return launch_combine(maxima, rests, ts, target, ids, vocab, entropy=entropy)
 
 
 def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
@@ -148,7 +148,7 @@ def dot_kernel(
     ids_ptr,
     max_ptr,
     rest_ptr,
-    slope_ptr,
+    t_ptr,
     target_ptr,
     n,
     V,
@@ -239,7 +239,7 @@ def dot_kernel(
     m = tl.where(rest == rest, m, float("nan"))
     tl.store(max_ptr + at, tl.where(is_empty, float("-inf"), m), mask=mask_n)
     tl.store(rest_ptr + at, rest, mask=mask_n)
-    tl.store(slope_ptr + at, t, mask=mask_n)
+    tl.store(t_ptr + at, t, mask=mask_n)
     is_here = (ids >= first_tile * BLOCK_V) & (ids < last_tile * BLOCK_V)
     tl.store(target_ptr + rows, target, mask=mask_n & is_here)
 
