@@ -63,7 +63,7 @@ struct Transform {
   std::optional<ScalarType> rounded_to;
 };
 
-// Rows of a head's logits; what messages say of them starts with `prefix`.
+// Rows of a head's logits; the names in messages start with `prefix`.
 template <class T>
 struct Rows {
   Matrix x;
@@ -118,7 +118,7 @@ struct Chunk {
 
   bool has_target(int64_t i) const { return ids[i] >= 0 && ids[i] < vocab; }
 
-  // f(i) for all rows: each by one thread, so that its bits do not depend on how many there are
+  // f(i) for all rows, each row by one thread, so that its bits do not depend on the number of threads
   template <class F>
   void each_row(const F& f) const {
     torch::stable::parallel_for(0, n, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)),

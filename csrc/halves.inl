@@ -63,7 +63,7 @@ INLINE void store(void* to, Dtype dtype, Vector<T> x) {
   std::memcpy(to, &x, sizeof x);
 }
 
-// The first `count` of them; the others are 0, or left alone.
+// The first `count` numbers; the others are 0 when read, and left alone when stored.
 template <class T>
 INLINE Vector<T> load_some(const void* from, Dtype dtype, int count) {
   if (count == kWidth<T>) return load<T>(from, dtype);

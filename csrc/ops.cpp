@@ -8,7 +8,7 @@
 #include "row_stats.h"
 #include "token_loss.h"
 
-// Rows of logits, and of the teacher's where there is one: as a schema has them, and the functions behind it.
+// The arguments for rows of logits, and for the teacher's: in the schemas, and in the functions behind them.
 #define ROWS                                                                                                        \
   "Tensor logits, Tensor ids, Tensor? bias, Tensor? inv_temperatures, float inner, float outer, bool has_softcap, " \
   "ScalarType? rounded_to, "
@@ -47,7 +47,7 @@ Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bo
   return sums;
 }
 
-// What the kernels need for row i's divergence, but for its gradient.
+// The arguments of the kernels for row i's divergence, without those of its gradient.
 template <class T>
 Divergence<T> divergence_of(const Chunk<T>& chunk, const T* max_logit, const T* log_sum,
                             const DivergenceColumns<T>& teacher, int64_t i) {

@@ -1,4 +1,4 @@
-// What the functions of formulas.h are made of: the counterparts of the torch functions of the same names.
+// The functions that formulas.h calls: the counterparts of the torch functions of the same names.
 #pragma once
 
 #include <cmath>
@@ -49,7 +49,7 @@ struct Surrogated {
   T loss, d_log_ratio, d_logp;
 };
 
-// KL(policy || reference), its derivative in logp, and over r that of r * kl, where r moves with logp: kl + d_kl
+// KL(policy || reference), its derivative in logp, and kl + d_kl, the derivative of r * kl divided by r
 template <class T>
 struct Estimated {
   T kl, d_kl, d_corrected;

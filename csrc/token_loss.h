@@ -1,5 +1,5 @@
-// A loss of one token from its log-probability: the counterpart of PolicyObjective in grpo_kernels/objective/policy.py,
-// operation by operation in the same dtype, so that at a ratio of 1 the bits are its.
+// The loss of one token from its log-probability: the counterpart of PolicyObjective in grpo_kernels/objective/policy.py,
+// operation by operation in the same dtype, so that at a ratio of 1 both have the same bits.
 #pragma once
 
 #include <cmath>
@@ -24,8 +24,8 @@ struct LossConstants {
   }
 };
 
-// Of one token. On-policy `advantage` is the derivative of the policy term, weight and gate included.
-// With a teacher the KL is the divergence of the whole row.
+// The inputs of one token. On-policy `advantage` is the derivative of the policy term, weight and gate included. With a
+// teacher the KL is the divergence of the whole row.
 template <class T>
 struct Token {
   T advantage, weight, gate, old, ref, divergence;
@@ -44,7 +44,7 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
   Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
   TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0), T(0)};
   if (token.on_policy) {
-    terms.loss += logp - logp;  // NaN where there is no finite log-probability: nothing else would tell
+    terms.loss += logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
   } else {
     if (token.has_gate) {
       s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};

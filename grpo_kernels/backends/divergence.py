@@ -1,4 +1,4 @@
-"""Divergences of one distribution from another, term by term: how they are written so that nothing cancels.
+"""Divergences of one distribution from another, term by term, written so that nothing cancels.
 
 With p the student's probabilities, q the teacher's, d = log p - log q, m = (1 - beta) p + beta q, over the vocabulary::
 
@@ -81,7 +81,7 @@ def mixed(d, lead, beta):
 
 
 def powers(d):
-    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x), which see above."""
+    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x); the module defines these."""
     x = clamp_max(magnitude(d), FAR)
     e = exp(-x)
     near = x < NEAR

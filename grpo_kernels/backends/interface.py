@@ -28,7 +28,7 @@ class LogitTransform:
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
     def factors(self) -> tuple[float, float]:
-        """(inner, outer): all that a kernel has to multiply by, save the temperatures where each row has its own.
+        """Return (inner, outer), the factors of all rows; a row's own temperature is not in them.
 
         ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``, inner = scale / cap
         and outer = cap / T. A temperature a row belongs to the last of the two. In double precision, as torch would.
@@ -188,11 +188,11 @@ class RowBackend(Protocol):
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):
-    """One that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
+    """Backend that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """`stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once; and the divergence, of a
-        chunk with a teacher, whose `TokenLoss.kl` is ``"full"``.
+        """Do `stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once. A chunk with a
+        teacher, whose `TokenLoss.kl` is ``"full"``, gets the divergence, too.
 
         An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
         """
@@ -201,12 +201,13 @@ class FusedRowBackend(RowBackend, Protocol):
 
 @runtime_checkable
 class SinglePassRowBackend(RowBackend, Protocol):
-    """One that can also write a gradient while it reduces the row, save for a factor of the row."""
+    """Backend that can also write a gradient while it reduces the row, save for a factor of the row."""
 
     def single_pass(
         self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
     ) -> tuple[RowStats, Tensor]:
-        """`stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) = ``out * scale[:, None]``.
+        """Return `stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) is
+        ``out * scale[:, None]``.
 
         `out` (n, V) is fp32 or bf16, may be the logits themselves, and no part of them otherwise; never fp16, which
         holds no e^40. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``. Elements
@@ -218,7 +219,7 @@ class SinglePassRowBackend(RowBackend, Protocol):
 
 @runtime_checkable
 class DotRowBackend(RowBackend, Protocol):
-    """One that can also do the projection, without logits in memory."""
+    """Backend that can also do the projection, without logits in memory."""
 
     def score_dot(
         self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool

@@ -27,7 +27,7 @@ BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep 
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # at a time, where logits are rounded
 TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
-LOWEST = -1e4  # exp of it is 0 in every dtype, and 0 * it is 0, which 0 * -inf is not
+LOWEST = -1e4  # its exponential is 0 in every dtype, and 0 * LOWEST is 0, which 0 * -inf is not
 
 
 class TorchRows:
@@ -118,7 +118,7 @@ class TorchRows:
     def _grad_with_teacher(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor
     ) -> None:
-        """The same, a few rows at a time, with what the divergence gives added."""
+        """Do `grad` a few rows at a time, and add the divergence's part."""
         assert chunk.teacher is not None
         assert stats.divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
@@ -142,12 +142,12 @@ class TorchRows:
 
 
 def _offset(stats: RowStats, teacher: DivergenceStats) -> Tensor:
-    """(n,) by how much z - y is more than log p - log q."""
+    """Return (z - y) - (log p - log q), (n,)."""
     return (stats.max_logit - teacher.max_logit) + (stats.log_sum - teacher.log_sum)
 
 
 def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
-    """(r, V) the terms of the divergence and k, of the rows `block`, whose logits z (r, V) and statistics are given."""
+    """Return the divergence's terms and k, (r, V) each, of the rows `block` with logits z (r, V)."""
     y, known = teacher.logits[block], stats.divergence
     assert known is not None
     d = z - y
@@ -174,7 +174,7 @@ def _block_stats(
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
     is_inf = top == torch.inf  # the others' probability is 0, also where there are several
     rest = rest.masked_fill_(is_inf, 0.0)
-    others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; is >= 1, so no cancelling
+    others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; >= 1, so nothing cancels
     log_sum = torch.log1p(rest)
     margin = others.log() + (top - target)
     out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])

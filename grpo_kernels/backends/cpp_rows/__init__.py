@@ -1,9 +1,9 @@
 """The row backend in C++, for CPUs: the kernels of csrc/, compiled on first use or in a wheel (`build`).
 
-The logits are read as the products left them, in any floating dtype: what is done to them first (`LogitTransform`)
-happens on the fly. Sums of lanes and logarithms are taken in float64, whatever the logits' dtype; the loss of a token
-is made of `token_loss.formulas`, operation by operation. A row's bits depend on nothing but the row: not on
-threads, nor on the processor's instruction set.
+The kernels read the logits as the products left them, in any floating dtype, and apply the `LogitTransform` on the fly.
+Sums over lanes and logarithms are taken in float64, whatever the logits' dtype. The loss of a token follows
+`token_loss.formulas` operation by operation. A row's bits depend on the row alone: not on threads, nor on the
+processor's instruction set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CppRows:
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Nothing: the kernels read the raw projection."""
+        """Do nothing: the kernels read the raw projection."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         new = _Results(chunk.logits)
@@ -66,7 +66,7 @@ class CppRows:
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
     ) -> None:
         known = None if c is None else stats.divergence
-        chunk = replace(chunk, teacher=None) if c is None else chunk  # which then has no part in it
+        chunk = replace(chunk, teacher=None) if c is None else chunk  # without c the teacher has no part in it
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),

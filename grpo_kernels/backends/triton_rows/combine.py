@@ -1,4 +1,4 @@
-"""From the running sums of the parts of a vocabulary to the statistics of whole rows."""
+"""Statistics of whole rows from the running sums of the parts of a vocabulary."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """From the parts (n, splits) of `BLOCK_N` rows to their statistics."""
+    """Make the statistics of `BLOCK_N` rows from their parts (n, splits)."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
     offs_s = tl.arange(0, BLOCK_S)[None, :]
     at = rows.to(tl.int64)[:, None] * splits + offs_s

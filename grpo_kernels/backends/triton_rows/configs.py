@@ -86,7 +86,7 @@ class DotConfig:
 
 
 def family(arch: str) -> str:
-    """Whose entries a device takes; ``"cpu"`` stands for the interpreter, and most small GPUs take the default ones."""
+    """Return the family whose entries `arch` takes: ``"interpreter"`` for ``"cpu"``, ``"default"`` if it is unknown."""
     return arch if arch in FAMILIES else KIN.get(arch, "default")
 
 

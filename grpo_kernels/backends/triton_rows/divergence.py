@@ -1,8 +1,8 @@
 """Divergences of one head's row from another's: the formulas compiled, and their sums over the vocabulary.
 
-The formulas are those of `backends.divergence`, whose text is compiled with what is here in the place of torch's
-functions. The offset that makes log p - log q of a difference of logits is taken from the stored statistics, in all
-kernels alike: equal rows have terms and k of exactly 0.
+The formulas are those of `backends.divergence`: their text is compiled with the functions below in the place of
+torch's. All kernels take the offset between z - y and log p - log q from the stored statistics, so that terms and k of
+equal rows are exactly 0.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def magnitude(x):
 _NAMES: dict[str, Any] = {
     "__name__": divergence.__name__,
     "tl": tl,  # which the interpreter looks for
-    "exp": exp_term,  # of numbers <= 0; what is multiplied by it is a term of a sum
+    "exp": exp_term,  # of numbers <= 0, in terms of a sum
     **{f.__name__: f for f in (clamp_max, full_like, log1p, magnitude, mixture_series, phi_series, where)},
     **{name: tl.constexpr(getattr(divergence, name)) for name in ("INF", "FAR", "NEAR", "NEAR_MIXTURE", "ALMOST")},
 }
@@ -166,7 +166,7 @@ def diverge_kernel(
 
 @triton.jit
 def normalisers(m, log_sum, teacher_m, teacher_log_sum):
-    """Return what a row's terms need of both heads' statistics, (R, 1) each; the last is (z - y) - d."""
+    """Return (m, 1 / sum) of both heads and their offset, (z - y) - (log p - log q), (R, 1) each, for `terms`."""
     offset = (m - teacher_m) + (log_sum - teacher_log_sum)
     return m, exp(-log_sum), teacher_m, exp(-teacher_log_sum), offset
 

@@ -75,7 +75,7 @@ def score_dot(
 def launch_dot(
     hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, config: DotConfig, *, entropy: bool
 ) -> RowStats:
-    """The same by the tiles of `config`, without checks, on the current device."""
+    """Do `score_dot` by the tiles of `config`, without checks, on the current device."""
     (n, width), vocab = hidden.shape, weight.shape[0]
     target = hidden.new_empty(n, dtype=torch.float32)
     maxima, rests, ts = hidden.new_empty(3, n, config.splits, dtype=torch.float32)

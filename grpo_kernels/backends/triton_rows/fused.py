@@ -1,7 +1,7 @@
 """A whole `TokenLoss` in one launch: row statistics, the loss of each token, and d loss / d (raw projection).
 
-The first pass over a row is `stats`', with the same bits; the second is `grad`'s, and goes back from the row's end,
-over what the cache may still have.
+The first pass over a row is that of `stats`, with the same bits. The second is that of `grad`. It goes back from the
+row's end, which the cache may still hold.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def fused_kernel(
         loss += beta * weight * kl
         a += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=counts)
-    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else would tell
+    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else makes it NaN
     loss = tl.where(ids < 0, float("nan"), loss)
 
     tl.store(logps_ptr + rows, logp, mask=counts)
@@ -188,7 +188,7 @@ def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
     if old_ptr is None:
         log_ratio = tl.where(logp == logp, 0.0, logp)
         loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
-        loss += logp - logp  # NaN where there is no finite log-probability: nothing else would tell
+        loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
         loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)

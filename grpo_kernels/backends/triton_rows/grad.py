@@ -1,7 +1,7 @@
 """d loss / d (raw projection) of a chunk of logits from its statistics.
 
-All elements are written as if none were the target; whoever wrote the target's column then writes it again, after all
-have arrived at a barrier. So no column is compared with the target.
+A program writes all elements as if none were the target. After a barrier it writes the target's column again. So no
+column is compared with the target.
 
 With a teacher, ``c (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`). The sum is known: it is taken off
 every p_j, as a is.
@@ -31,7 +31,7 @@ from grpo_kernels.backends.triton_rows.transform import (
     scaled,
 )
 
-STEPS = 4  # a program: what it computes once for its rows is then a tenth of its work
+STEPS = 4  # tiles of a program: the work that it does once for its rows is then a tenth
 
 
 def launch_grad(
@@ -188,8 +188,8 @@ def grad_kernel(
 def row_terms(head, log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Return the row terms (R, 1) that `write_gradient` needs: d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. What p and d z / d x
-    have in common in a row is in both.
+    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. Both terms include the
+    factors that all p and d z / d x of a row share.
     """
     common = exp(-log_sum) * row_slope(head, HAS_SOFTCAP)
     level = -a
@@ -234,7 +234,7 @@ def write_gradient(
     """One tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
 
     In quarters: a thread then reads and writes four neighbours at a time, and a warp whole sectors, in 16 bits too. All
-    are read before the first is written, which the compiler must take for what is read next.
+    quarters are read before the first is written: the compiler has to assume that a write changes what is read next.
     """
     x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(head, start, end, ROUNDED_TO, BLOCK_V // 4)
     y0, y1, y2, y3 = x0, x1, x2, x3

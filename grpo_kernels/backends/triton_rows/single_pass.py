@@ -5,12 +5,14 @@ The largest logit is not known before the last one is read, so the gradient is w
     ref = max(z of the first columns, z of the target) <= m
     out_j = e^(z_j - ref),   out_y = -(1 - p_y) S,   S = sum_j e^(z_j - ref) = e^(m - ref) (1 + rest)
 
-times the element's own part of the slope with a soft-cap. What a row has in common, minus the slope's other part over
-S, comes back as `scale`: whoever multiplies the rows by a matrix multiplies the product's rows by it, fewer numbers.
+With a soft-cap, out_j has the element's own factor of d z / d x, too (`bend`). The row's common factor, the other part
+of d z / d x over -S, is returned as `scale`. A caller that multiplies the rows by a matrix multiplies the rows of the
+product by `scale`: these are fewer numbers.
+
 Each logit is read once and each element of the gradient written once: 6 bytes an element in 16 bits.
 
-Where m is more than `FARTHEST` above ref, or where there is no such number (NaN, infinities), the row is read again and
-gets its ordinary gradient, and a scale of 1. In place a row always is: after the first pass its logits would be gone.
+Where m is more than `FARTHEST` above ref, or one of them is NaN or infinite, the row is read again and gets its
+ordinary gradient, and a scale of 1. In place every row is read again: the first pass must not overwrite its logits.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ def single_pass_kernel(
         d_target *= bend(x_target, head)
     tl.store(scale_ptr + rows[:, None], scale, mask=counts[:, None])
     again = tl.reshape(is_near == 0, rows.shape) & counts
-    barrier()  # before anybody writes what another has read or written
+    barrier()  # nobody writes before all have read and written
     if tl.max(again.to(tl.int32), axis=0) > 0:
         one = tl.full(m.shape, 1.0, tl.float32)
         level, tilt = row_terms(head, log_sum, 0.0, one, 0.0, False, HAS_SOFTCAP)
@@ -161,7 +163,7 @@ def single_pass_kernel(
 def reduce_and_write(
     sums, head, out_ptrs, start, end, counts, ref, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
-    """`reduce_step`, and e^(z - ref) written."""
+    """Reduce as `reduce_step` does, and write e^(z - ref)."""
     LANES: tl.constexpr = sums[0].shape[1]
     if end is None:
         x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, None, ROUNDED_TO, LANES)
@@ -183,7 +185,7 @@ def reduce_and_write(
 
 @triton.jit
 def write_unscaled(x, columns, end, out_ptrs, counts, ref, head, HAS_SOFTCAP: tl.constexpr):
-    """Write e^(z - ref), times what of the slope is the element's own, of x (R, W); returns z."""
+    """Write e^(z - ref) of x (R, W), times `bend` with a soft-cap; return z."""
     z = logits(x, columns, end, head, HAS_SOFTCAP)
     d = exp_term(z - ref)
     if HAS_SOFTCAP:

@@ -1,7 +1,7 @@
 """Row statistics of a chunk of logits: log-probability, maximum, log sum, entropy, and what is asked for besides.
 
-One program owns whole rows and reads each once. How many lanes a row has (`BLOCK_V`) depends on the vocabulary alone,
-and with that its bits: not on the other rows, nor on the row's place among them.
+One program owns whole rows and reads each once. The number of lanes (`BLOCK_V`) depends on the vocabulary alone. So the
+bits of a row depend neither on the other rows nor on the row's place among them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def new_statistics(logits: Tensor, *, entropy: bool, extras: tuple[str, ...]) ->
 
 
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:
-    """Where `store_statistics` puts them, by the names of a kernel's arguments."""
+    """Kernel arguments: the pointers that `store_statistics` writes to."""
     return {
         "logps_ptr": stats.logps,
         "max_logit_ptr": stats.max_logit,
@@ -93,14 +93,14 @@ def stats_kernel(
 
 @triton.jit
 def sums_for(results):
-    """Which of the sums the `results` that are wanted take; see `steps`."""
+    """Return `wanted` (see `steps`) for `results`, in which a pointer that is None is a result nobody wants."""
     _logps, _max_logit, _log_sum, entropies, log_sum_sq_probs, mean_logits, is_top1 = results
     return entropies is not None, log_sum_sq_probs is not None, mean_logits is not None, is_top1 is not None
 
 
 @triton.jit
 def store_statistics(rows, counts, ids, V, sums, z_target, results):
-    """Store what is wanted of the rows that count; returns rest as `finish` does, and logp.
+    """Store the wanted results of the rows that count; return rest and log_sum, as `finish` does, and logp.
 
     The sums are those of whole rows, as `merge_lanes` returned them, z_target (R,) the targets' z. `results` is a tuple
     of pointers in the order of the kernel's arguments, None where nobody wants them.

@@ -1,11 +1,11 @@
 """A row in steps: four tiles side by side, folded into the running sums of as many lanes as one of them has columns.
 
-Whole steps have no mask, so that loads are wide and nothing is compared; what is left at the end of a row, less than a
-step, is the only one with a mask.
+Whole steps have no mask, so that loads are wide and nothing is compared. Only the rest of a row, less than a step, has
+a mask.
 
 The sums of a row or of a lane travel as one tuple, `sums`: (m, rest, t) of `reduce`, the sum of squares, the sum of z,
-and the lowest id of the largest z. Which of them are asked for is another, `wanted`: (t, squares, total, top_id), each
-true or false when the kernel is compiled. What is not asked for is some number.
+and the lowest id of the largest z. A second tuple, `wanted`, says which of (t, squares, total, top_id) are asked for,
+each true or false when the kernel is compiled. A sum that is not asked for is an arbitrary number.
 """
 
 import triton
@@ -17,7 +17,7 @@ from grpo_kernels.backends.triton_rows.transform import load_projection, scaled
 
 @triton.jit
 def row_block(block, n, BLOCK_N: tl.constexpr):
-    """The rows (BLOCK_N,) of a block, and which count: those past the last repeat it, so that all can be read."""
+    """Rows (BLOCK_N,) of a block, and whether each counts: the last row is repeated, so that all can be read."""
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.minimum(rows, n - 1), rows < n
 
@@ -61,7 +61,7 @@ def reduce_step(sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: t
 
 @triton.jit
 def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
-    """`fold` and what goes with it, of each lane's sums and logits, (R, W), and the logits' columns, (1, W)."""
+    """Fold four logits z (R, W), of the columns id (1, W), into the sums of each lane."""
     m, rest, t, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
     if with_total:
@@ -78,7 +78,7 @@ def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
 
 @triton.jit
 def merge_lanes(sums, V, wanted):
-    """From the sums of each lane (R, W) to those of the rows (R,)."""
+    """Merge the sums of the lanes (R, W) into those of the rows (R,)."""
     m, rest, t, squares, total, top_id = sums
     _with_entropy, with_squares, with_total, with_top_id = wanted
     lane_m = m
@@ -135,7 +135,7 @@ def logits(x, columns, end, head, HAS_SOFTCAP: tl.constexpr):
     """z of x, -inf beyond the vocabulary."""
     z = scaled(x, head, HAS_SOFTCAP)
     if end is not None:
-        z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make a number of it
+        z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make -inf a number
     return z
 
 

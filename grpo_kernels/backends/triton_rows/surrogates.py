@@ -1,4 +1,4 @@
-"""The functions of `token_loss.formulas`, compiled: their text, with what is here in the place of torch's functions.
+"""The functions of `token_loss.formulas`, compiled: their text, with the functions below in the place of torch's.
 
 Triton finds a function's text through its code object, and what it calls in its globals.
 """

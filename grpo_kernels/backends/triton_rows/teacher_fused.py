@@ -1,7 +1,7 @@
 """A whole `TokenLoss` with the divergence from a teacher as its KL term, in one launch: see `fused`.
 
-Three passes over both rows: their statistics, those of the student with `stats`' bits; the divergence, with
-`diverge`'s; the gradient. Each goes back from where the one before it ended, over what the cache may still have.
+Three passes over both rows: the statistics (the student's with the bits of `stats`), the divergence (with the bits of
+`diverge`), and the gradient. Each begins where the one before it ended, which the cache may still hold.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def teacher_fused_kernel(
     x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
-    # what is stored, or loaded again, is not held in registers while the rows are read again
+    # stored now and loaded again, so that no register holds them while the rows are read again
     tl.store(logps_ptr + rows, logp, mask=counts)
     tl.store(max_logit_ptr + rows, m, mask=counts)
     tl.store(log_sum_ptr + rows, log_sum, mask=counts)
@@ -149,7 +149,7 @@ def teacher_fused_kernel(
     loss, a, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
     c = beta * weight
     loss = tl.where(ids < 0, float("nan"), loss + c * value)
-    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else would tell
+    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else makes it NaN
     tl.store(value_ptr + rows, value, mask=counts)
     tl.store(sum_k_ptr + rows, sum_k, mask=counts)
     tl.store(loss_ptr + rows, loss, mask=counts)

@@ -1,6 +1,6 @@
 """From the raw projection x to the scaled logits z = softcap(scale * round(x + bias)) / T, on the fly, and d z / d x.
 
-All that is constant in a row is folded into two factors (`LogitTransform.factors`): z = x * inner, or with a soft-cap
+The constants of a row are folded into two factors (`LogitTransform.factors`): z = x * inner, or with a soft-cap
 z = tanh(x * inner) * outer.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
-# Arguments with one number a row: read once, so that it is not worth a variant of the kernel where they lie.
+# Arguments with one number a row. Each is read once, so that its alignment is not worth a variant of the kernel.
 PER_ROW = [
     *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
     *("mean_logits_ptr", "is_top1_ptr", "a_ptr", "b_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
@@ -53,7 +53,7 @@ def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
 
 @triton.jit
 def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """Return of a head: pointers (R, 1) to the starts of `rows` (R,), and (inner, outer) as `row_factors` has them.
+    """Return pointers (R, 1) to the starts of a head's `rows` (R,), and (inner, outer) as `row_factors` returns them.
 
     A head travels as one tuple, `head`: (row pointers, bias pointer, inner, outer). Each kernel puts the bias pointer
     between these itself: in Triton 3.6 no function can return a tuple that holds None. HAS_SOFTCAP and ROUNDED_TO
@@ -65,7 +65,7 @@ def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: 
 
 @triton.jit
 def row_factors(inv_t_ptr, rows, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """(inner, outer) in fp32, for all rows, or (R, 1) for the rows (R, 1) where each has its own temperature."""
+    """Return (inner, outer) in fp32: numbers, or (R, 1) where each of the rows (R, 1) has its own temperature."""
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     if inv_t_ptr is not None:
