@@ -2,8 +2,8 @@
 
 A backend knows no matrix product, and of the loss only two numbers a row. It is called in this order on one chunk::
 
-    prepare_(logits, transform)             raw projection -> what the backend wants to read
-    stats(chunk, ...)    -> RowStats        log-probability, entropy, what `grad` needs
+    prepare_(logits, transform)             raw projection -> the form that the backend reads
+    stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
     grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
 or, for a loss that can be described by a `TokenLoss` and a backend that fuses, ``fused`` in place of the last two.
@@ -23,7 +23,7 @@ from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BackendName, choices
 
-NAMES = choices(BackendName)  # what calls take
+NAMES = choices(BackendName)  # that calls take
 BACKENDS = tuple(name for name in NAMES if name != "auto")
 
 

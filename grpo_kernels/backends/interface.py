@@ -41,11 +41,11 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of the logits: what a backend reads.
+    """Some rows of the logits, as a backend reads them.
 
     Attributes:
         logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left them; n is at least 16.
-        ids: int64 in [0, V), each row's target; `fused` and `grad` say what others mean.
+        ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw projection to the scaled logits z.
         first_id: the id of the first column, where the columns are a part of the vocabulary: only `grad` can do that.
         teacher: the logits that another head has for the same rows, where a divergence from them is wanted.
@@ -164,7 +164,7 @@ class RowBackend(Protocol):
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         """`DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher, given both heads' row statistics.
 
-        These may be those of a whole vocabulary of which the columns are a part: the parts' results add up.
+        The statistics may be those of a whole vocabulary that the columns are a part of: the parts' results add up.
         """
         ...
 
@@ -174,7 +174,7 @@ class RowBackend(Protocol):
         """``out = d loss / d (raw projection)``; a = d loss / d logp, b = d loss / d entropy, c = d loss / d D, (n,).
 
         `out` (n, V) may be the logits themselves, or another tensor, of 16 bits too; the logits are lost either way. A
-        part of the vocabulary has no target in rows whose id lies elsewhere. `c` is there if the chunk has a teacher.
+        row whose id is none of the columns has no target. Without `c` the teacher, if there is one, has no part in it.
         """
         ...
 
@@ -212,7 +212,7 @@ class SinglePassRowBackend(RowBackend, Protocol):
         `out` (n, V) is fp32 or bf16, may be the logits themselves, and no part of them otherwise; never fp16, which
         holds no e^40. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``. Elements
         of `out` are up to e^40 (as large as V e^40 at the target), which products in fp32 and bf16 hold; scale is 1 in
-        rows that are not finite, and there `out` is what `grad` would write for a = 1.
+        rows that are not finite, and there `out` is the gradient for a = 1.
         """
         ...
 

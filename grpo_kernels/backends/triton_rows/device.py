@@ -30,7 +30,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def launch_trouble() -> str | None:
-    """Return why nothing can be launched, and what to install; None if all is there.
+    """Return the reason why nothing can be launched, and the remedy; None if all is there.
 
     Before its first launch Triton compiles a module in C, for the release of Python that it runs in. The question does
     the same, once in a process; Triton keeps the result.

@@ -136,7 +136,7 @@ def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
 def is_aligned(x: Tensor) -> bool:
     """Return True if rows of x (r, H) start and end at multiples of 16 elements, the first at one of 16 bytes.
 
-    That is what pointers need for wide loads; a tensor descriptor would do with less.
+    Wide loads by pointers need that; a tensor descriptor would do with less.
     """
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
 
@@ -173,7 +173,7 @@ def dot_kernel(
 ):
     """The running sums of `BLOCK_N` rows over one part of the vocabulary; `hidden`, `weight`: descriptors or pointers.
 
-    A tile takes half of a thread's registers or more: what lives through the inner loop is kept small, and columns are
+    A tile takes half of a thread's registers or more: few values live through the inner loop, and columns are
     constants that are compared with scalars.
     """
     # The rows of a group vary fastest, then the parts, then the groups.

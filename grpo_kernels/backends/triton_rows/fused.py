@@ -161,7 +161,7 @@ def fused_kernel(
             head, log_sum[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT, HAS_SOFTCAP
         )
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
-        barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        barrier()  # `out` may be `logits`: all threads have read before one writes
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
             write_gradient(

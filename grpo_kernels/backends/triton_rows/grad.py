@@ -144,7 +144,7 @@ def grad_kernel(
     if b_ptr is not None:
         entropy = tl.load(entropies_ptr + rows)[:, None]
         b = tl.load(b_ptr + rows)[:, None]
-    taken_off = a
+    taken_off = a  # of every p_j
     pair = None
     if TERMS is not None:
         teacher_ptrs, teacher_inner, teacher_outer = head_rows(
@@ -158,7 +158,7 @@ def grad_kernel(
         c = tl.load(c_ptr + rows)[:, None]
         taken_off = a + c * sum_k
         pair = (teacher, known, c * row_slope(head, HAS_SOFTCAP), teacher_beta)
-        if has_target:  # now, since the loop leaves no registers for what this takes
+        if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
             k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)

@@ -145,7 +145,7 @@ def single_pass_kernel(
         d_target *= bend(x_target, head)
     tl.store(scale_ptr + rows[:, None], scale, mask=counts[:, None])
     again = tl.reshape(is_near == 0, rows.shape) & counts
-    barrier()  # nobody writes before all have read and written
+    barrier()  # all threads have read and written before one writes again
     if tl.max(again.to(tl.int32), axis=0) > 0:
         one = tl.full(m.shape, 1.0, tl.float32)
         level, tilt = row_terms(head, log_sum, 0.0, one, 0.0, False, HAS_SOFTCAP)

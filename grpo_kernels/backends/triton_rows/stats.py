@@ -1,4 +1,4 @@
-"""Row statistics of a chunk of logits: log-probability, maximum, log sum, entropy, and what is asked for besides.
+"""Row statistics of a chunk of logits: log-probability, maximum, log sum, entropy, and others if asked for.
 
 One program owns whole rows and reads each once. The number of lanes (`BLOCK_V`) depends on the vocabulary alone. So the
 bits of a row depend neither on the other rows nor on the row's place among them.
@@ -77,7 +77,7 @@ def stats_kernel(
     BLOCK_V: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Statistics of `BLOCK_N` rows; a pointer that is None is a result nobody wants."""
+    """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
     head = (row_ptrs, bias_ptr, inner, outer)
@@ -93,7 +93,7 @@ def stats_kernel(
 
 @triton.jit
 def sums_for(results):
-    """Return `wanted` (see `steps`) for `results`, in which a pointer that is None is a result nobody wants."""
+    """Return `wanted` (see `steps`) for `results`: a pointer is None where its result is not wanted."""
     _logps, _max_logit, _log_sum, entropies, log_sum_sq_probs, mean_logits, is_top1 = results
     return entropies is not None, log_sum_sq_probs is not None, mean_logits is not None, is_top1 is not None
 
@@ -103,7 +103,7 @@ def store_statistics(rows, counts, ids, V, sums, z_target, results):
     """Store the wanted results of the rows that count; return rest and log_sum, as `finish` does, and logp.
 
     The sums are those of whole rows, as `merge_lanes` returned them, z_target (R,) the targets' z. `results` is a tuple
-    of pointers in the order of the kernel's arguments, None where nobody wants them.
+    of pointers in the order of the kernel's arguments, None where a result is not wanted.
     """
     m, rest, t, squares, total, top_id = sums
     logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr = results

@@ -169,7 +169,7 @@ def teacher_fused_kernel(
         k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
         d_target += c * (k - exp(logp) * sum_k)
         d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
-        barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        barrier()  # `out` may be `logits`: all threads have read before one writes
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
             write_gradient(
