@@ -63,7 +63,7 @@ struct Transform {
   std::optional<ScalarType> rounded_to;
 };
 
-// Rows of a head's logits; what messages say of them starts with `prefix`.
+// Rows of a head's logits; the names in messages start with `prefix`.
 template <class T>
 struct Rows {
   Matrix x;
@@ -118,7 +118,7 @@ struct Chunk {
 
   bool has_target(int64_t i) const { return ids[i] >= 0 && ids[i] < vocab; }
 
-  // f(i) for all rows: each by one thread, so that its bits do not depend on how many there are
+  // f(i) for all rows, each row by one thread, so that its bits do not depend on the number of threads
   template <class F>
   void each_row(const F& f) const {
     torch::stable::parallel_for(0, n, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, vocab)),
@@ -143,12 +143,12 @@ struct StatColumns {
 // The teacher's statistics and the divergence (n,); all null, or at most value.
 template <class T>
 struct DivergenceColumns {
-  T *value, *slope, *max_logit, *log_sum;
+  T *value, *sum_k, *max_logit, *log_sum;
 
-  DivergenceColumns(int64_t n, const MaybeTensor& value, const MaybeTensor& slope, const MaybeTensor& max_logit,
+  DivergenceColumns(int64_t n, const MaybeTensor& value, const MaybeTensor& sum_k, const MaybeTensor& max_logit,
                     const MaybeTensor& log_sum)
       : value(column<T>(value, n, "value")),
-        slope(column<T>(slope, n, "slope")),
+        sum_k(column<T>(sum_k, n, "sum_k")),
         max_logit(column<T>(max_logit, n, "teacher_max_logit")),
         log_sum(column<T>(log_sum, n, "teacher_log_sum")) {}
 };

@@ -1,4 +1,4 @@
-// Which instruction set's kernels are used: decided at run time.
+// The choice of an instruction set's kernels, at run time.
 #include <atomic>
 #include <cstring>
 

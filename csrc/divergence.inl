@@ -8,9 +8,9 @@ struct Powers {
   Vector<T> x, e, less, phi, chi;
 };
 
-constexpr float kFar = 1e30f;  // 0 * it is 0
+constexpr float kFar = 1e30f;  // 0 * kFar is 0
 
-// In float none of them needs a series of its own: where n is 0, phi is the polynomial of the exponential.
+// In float no series is needed: where n is 0, phi is the polynomial of the exponential.
 INLINE Powers<float> powers(Float d) {
   const Float size = magnitude(d), x = size > kFar ? splat<Float>(kFar) : size;
   const auto far = x > 87.0f;
@@ -21,7 +21,7 @@ INLINE Powers<float> powers(Float d) {
   return {x, e, less, phi, x < 0.5f ? -less * x - phi : -less - e * x};
 }
 
-// In double they have: 18 terms.
+// In double the series have 18 terms.
 constexpr int kTerms = 18;
 constexpr double phi_term(int k) { return k < 0 ? 1.0 : phi_term(k - 1) / (k + 2); }  // 1 / (k + 2)!
 constexpr double mixture_term(int k) { return 1.0 / ((k + 1.0) * (k + 2.0)); }
@@ -56,7 +56,7 @@ INLINE Mixture<double> mixture(Double w) {
   return {log, w > -0.125 ? w * w * series<mixture_term>(-w) : (w + 1.0) * log - w};
 }
 
-// Of some columns: p, the term of the divergence, and k.
+// p, the term of the divergence, and k of some columns.
 template <class T>
 struct Terms {
   Vector<T> p, value, k;
@@ -71,7 +71,7 @@ INLINE void forward(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> le
   of.k = lead * (ahead ? -at.less : at.less);
 }
 
-// Of KL(p || q): infinite where a q of 0 meets a p > 0.
+// `value` and `k` of KL(p || q): infinite where a q of 0 meets a p > 0.
 template <class T>
 INLINE void reverse(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead) {
   const auto ahead = d >= T(0), unmet = d == T(INFINITY);
@@ -80,7 +80,7 @@ INLINE void reverse(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> le
   of.k = unmet ? infinite : of.p * (ahead ? at.x : -at.x);
 }
 
-// Of (1 - beta) KL(p || m) + beta KL(q || m): m = lead (1 + w), w = share (e^-x - 1).
+// `value` and `k` of (1 - beta) KL(p || m) + beta KL(q || m): m = lead (1 + w), w = share (e^-x - 1).
 template <class T>
 INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead, T beta, T rest) {
   const auto ahead = d >= T(0);
@@ -94,7 +94,7 @@ INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead
 template <class T>
 INLINE Vector<T> distance(const Divergence<T>& at, Vector<T> z, Vector<T> y) {
   const Vector<T> d = z - y;
-  return d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: both are 0. Any other NaN is that of the offset
+  return d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: p = q = 0; else the offset is NaN
 }
 
 template <class T>
@@ -112,7 +112,7 @@ INLINE Terms<T> terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T>
   return of;
 }
 
-// The same without `value`. That of the reverse divergence takes one exponential.
+// `terms` without `value`, for the gradient: the reverse divergence then takes one exponential.
 template <class T>
 INLINE Terms<T> gradient_terms(Kind kind, const Divergence<T>& at, Vector<T> z, Vector<T> y) {
   if (kind != Kind::reverse) return terms<T>(kind, at, z, y);
@@ -134,11 +134,11 @@ INLINE Diverged diverge(Kind kind, const Row<T>& row, const Row<T>& teacher, con
         const Terms<T> of = terms<T>(kind, at, logits<T, PLAIN>(row, start), logits<T, PLAIN>(teacher, start));
         value += of.value, k += of.k;
       }
-      add_to<T>(sums.value, value), add_to<T>(sums.slope, k);
+      add_to<T>(sums.value, value), add_to<T>(sums.sum_k, k);
     }
   }
   const double odd = static_cast<double>(at.offset) - at.offset;  // NaN where a head has NaN, or no finite logit
-  return {sums.value + odd, sums.slope + odd};
+  return {sums.value + odd, sums.sum_k + odd};
 }
 
 // `count` columns of both heads from `start` on: x and z of the student, and the terms.
@@ -159,7 +159,7 @@ INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& teacher, c
 // c (k - p sum k)
 template <class T>
 INLINE Vector<T> pull(const Divergence<T>& at, const Terms<T>& of) {
-  return (of.k - of.p * at.slope) * at.c;
+  return (of.k - of.p * at.sum_k) * at.c;
 }
 
 template <class T, bool PLAIN>

@@ -48,9 +48,9 @@ Surrogated<T> sapo(T log_ratio, T advantage, T, T tau_pos, T tau_neg) {
   const auto ratio = exp(log_ratio);
   const auto tau = where(advantage > T(0.0), full_like(ratio, tau_pos), full_like(ratio, tau_neg));
   const auto gate = sigmoid(tau * (ratio - T(1.0)));
-  const auto slope = T(4.0) * gate * sigmoid(tau * (T(1.0) - ratio));
+  const auto d_gate = T(4.0) * gate * sigmoid(tau * (T(1.0) - ratio));
   const auto loss = -times(T(4.0) * gate / tau, advantage);
-  return {loss, -times(ratio, slope * advantage), full_like(loss, T(0.0))};
+  return {loss, -times(ratio, d_gate * advantage), full_like(loss, T(0.0))};
 }
 
 // -phi(w) A logp, phi a constant (https://arxiv.org/abs/2602.10693); w is the sequence's, in place of r.
@@ -105,17 +105,17 @@ enum class Estimator : int64_t { none, k1, k2, k3 };
 constexpr int64_t kSurrogates = 7, kEstimators = 4;
 constexpr int64_t kConstants[] = {3, 1, 2, 4, 0, 0, 0}, kMostConstants = 4;
 
-// `slope` is the advantage, or on-policy d loss / d logp; `c` are the surrogate's constants
+// `advantage` is on-policy d loss / d logp; `c` are the surrogate's constants.
 template <class T>
-Surrogated<T> surrogate(Surrogate which, T log_ratio, T slope, T logp, const T* c) {
+Surrogated<T> surrogate(Surrogate which, T log_ratio, T advantage, T logp, const T* c) {
   switch (which) {
-    case Surrogate::clipped: return clipped(log_ratio, slope, logp, c[0], c[1], c[2]);
-    case Surrogate::cispo: return cispo(log_ratio, slope, logp, c[0]);
-    case Surrogate::sapo: return sapo(log_ratio, slope, logp, c[0], c[1]);
-    case Surrogate::vespo: return vespo(log_ratio, slope, logp, c[0], c[1], c[2], c[3]);
-    case Surrogate::unclipped: return unclipped(log_ratio, slope, logp);
-    case Surrogate::constant: return constant(log_ratio, slope, logp);
-    case Surrogate::linear: return linear(log_ratio, slope, logp);
+    case Surrogate::clipped: return clipped(log_ratio, advantage, logp, c[0], c[1], c[2]);
+    case Surrogate::cispo: return cispo(log_ratio, advantage, logp, c[0]);
+    case Surrogate::sapo: return sapo(log_ratio, advantage, logp, c[0], c[1]);
+    case Surrogate::vespo: return vespo(log_ratio, advantage, logp, c[0], c[1], c[2], c[3]);
+    case Surrogate::unclipped: return unclipped(log_ratio, advantage, logp);
+    case Surrogate::constant: return constant(log_ratio, advantage, logp);
+    case Surrogate::linear: return linear(log_ratio, advantage, logp);
   }
   return {NAN, NAN, NAN};
 }

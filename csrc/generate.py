@@ -49,14 +49,14 @@ def header(source: str) -> str:
         f"constexpr int64_t kSurrogates = {len(surrogates)}, kEstimators = {len(estimators) + 1};",
         f"constexpr int64_t kConstants[] = {{{', '.join(map(str, counts))}}}, kMostConstants = {max(counts)};",
         "",
-        "// `slope` is the advantage, or on-policy d loss / d logp; `c` are the surrogate's constants",
+        "// `advantage` is on-policy d loss / d logp; `c` are the surrogate's constants.",
         "template <class T>",
-        "Surrogated<T> surrogate(Surrogate which, T log_ratio, T slope, T logp, const T* c) {",
+        "Surrogated<T> surrogate(Surrogate which, T log_ratio, T advantage, T logp, const T* c) {",
         "  switch (which) {",
     ]
     for name, count in zip(surrogates, counts, strict=True):
         constants = "".join(f", c[{i}]" for i in range(count))
-        lines.append(f"    case Surrogate::{name}: return {name}(log_ratio, slope, logp{constants});")
+        lines.append(f"    case Surrogate::{name}: return {name}(log_ratio, advantage, logp{constants});")
     lines += ["  }", "  return {NAN, NAN, NAN};", "}", ""]
     lines += ["template <class T>", "Estimated<T> estimate_kl(Estimator which, T logp, T ref) {", "  switch (which) {"]
     lines += [f"    case Estimator::{name}: return {name}(logp, ref);" for name in estimators]

@@ -21,7 +21,7 @@ INLINE Float from_f16(Half h) {
 INLINE Half to_f16(Float x) {
   const UInt u = bits<UInt>(x), sign = u & 0x80000000u, size = u ^ sign;
   const UInt rounded = (size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
-  // below 2^-14 a float addition rounds: what is added puts the last bit of a half into the last bit of the float
+  // below 2^-14 a float addition rounds: the addend moves the last bit of a half to the last bit of the float
   const UInt magic = splat<UInt>(126u << 23);
   const UInt small = bits<UInt>(bits<Float>(size) + bits<Float>(magic)) - magic;
   const UInt is_small = bits<UInt>(size < splat<UInt>(113u << 23));
@@ -63,7 +63,7 @@ INLINE void store(void* to, Dtype dtype, Vector<T> x) {
   std::memcpy(to, &x, sizeof x);
 }
 
-// The first `count` of them; the others are 0, or left alone.
+// The first `count` numbers; the others are 0 when read, and left alone when stored.
 template <class T>
 INLINE Vector<T> load_some(const void* from, Dtype dtype, int count) {
   if (count == kWidth<T>) return load<T>(from, dtype);

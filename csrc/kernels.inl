@@ -1,5 +1,5 @@
 // The row kernels compiled for one instruction set: a file for each (rows_*.cpp) names it, with VECTOR_BYTES and, where
-// it is not what the compiler assumes anyway, TARGET. What is included before may run on any processor.
+// it is not what the compiler assumes anyway, TARGET. The files included before it may run on any processor.
 #include <cmath>
 #include <cstring>
 

@@ -8,7 +8,7 @@
 #include "row_stats.h"
 #include "token_loss.h"
 
-// Rows of logits, and of the teacher's where there is one: as a schema has them, and the functions behind it.
+// The arguments for rows of logits, and for the teacher's: in the schemas, and in the functions behind them.
 #define ROWS                                                                                                        \
   "Tensor logits, Tensor ids, Tensor? bias, Tensor? inv_temperatures, float inner, float outer, bool has_softcap, " \
   "ScalarType? rounded_to, "
@@ -47,7 +47,7 @@ Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bo
   return sums;
 }
 
-// What the kernels need for row i's divergence, but for its gradient.
+// The arguments of the kernels for row i's divergence, without those of its gradient.
 template <class T>
 Divergence<T> divergence_of(const Chunk<T>& chunk, const T* max_logit, const T* log_sum,
                             const DivergenceColumns<T>& teacher, int64_t i) {
@@ -61,7 +61,7 @@ void write_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_su
   const Divergence<T> at = divergence_of(chunk, max_logit, log_sum, out, i);
   const Diverged found = kernels<T>().diverge(chunk.rows.row(i), chunk.teacher->row(i), at);
   out.value[i] = static_cast<T>(found.value);
-  out.slope[i] = static_cast<T>(found.slope);
+  out.sum_k[i] = static_cast<T>(found.sum_k);
 }
 
 // a = d loss / d logp, b = d loss / d entropy, c = d loss / d D
@@ -79,7 +79,7 @@ void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const Di
   at.out = out.row(i), at.dtype = out.dtype;
   if (!chunk.teacher.has_value()) return kernels<T>().gradient(chunk.rows.row(i), at);
   Divergence<T> from = divergence_of(chunk, stats.max_logit, stats.log_sum, teacher, i);
-  from.c = by.c, from.slope = teacher.slope[i];
+  from.c = by.c, from.sum_k = teacher.sum_k[i];
   kernels<T>().gradient_with_teacher(chunk.rows.row(i), at, chunk.teacher->row(i), from);
 }
 
@@ -108,10 +108,10 @@ void stats_of(const Chunk<T>& chunk, const Tensor& logps, const Tensor& max_logi
 
 template <class T>
 void diverge_of(const Chunk<T>& chunk, const Tensor& max_logit, const Tensor& log_sum, const Tensor& teacher_max_logit,
-                const Tensor& teacher_log_sum, const Tensor& value, const Tensor& slope) {
+                const Tensor& teacher_log_sum, const Tensor& value, const Tensor& sum_k) {
   STD_TORCH_CHECK(chunk.teacher.has_value(), "teacher_logits: expected");
   const T *max_logits = column<T>(max_logit, chunk.n, "max_logit"), *log_sums = column<T>(log_sum, chunk.n, "log_sum");
-  const DivergenceColumns<T> out(chunk.n, value, slope, teacher_max_logit, teacher_log_sum);
+  const DivergenceColumns<T> out(chunk.n, value, sum_k, teacher_max_logit, teacher_log_sum);
   chunk.each_row([&](int64_t i) { write_divergence(chunk, max_logits, log_sums, out, i); });
 }
 
@@ -119,23 +119,23 @@ struct GradTensors {
   Tensor logps, max_logit, log_sum;
   MaybeTensor entropies;
   Tensor a;
-  MaybeTensor b, c, slope, teacher_max_logit, teacher_log_sum;
+  MaybeTensor b, c, sum_k, teacher_max_logit, teacher_log_sum;
 };
 
 template <class T>
 void grad_of(const Chunk<T>& chunk, const GradTensors& given, int64_t first_id, const Tensor& out) {
   const int64_t n = chunk.n;
   const StatColumns<T> stats(n, given.logps, given.max_logit, given.log_sum, given.entropies);
-  const DivergenceColumns<T> teacher(n, std::nullopt, given.slope, given.teacher_max_logit, given.teacher_log_sum);
+  const DivergenceColumns<T> teacher(n, std::nullopt, given.sum_k, given.teacher_max_logit, given.teacher_log_sum);
   const T *a = column<T>(given.a, n, "a"), *b = column<T>(given.b, n, "b"), *c = column<T>(given.c, n, "c");
   const Matrix to(out, n, chunk.vocab, "out");
   check_out<T>(to);
   STD_TORCH_CHECK(b == nullptr || stats.entropies != nullptr, "entropies: expected with b");
-  const bool is_given[] = {c != nullptr, teacher.slope != nullptr, teacher.max_logit != nullptr,
+  const bool is_given[] = {c != nullptr, teacher.sum_k != nullptr, teacher.max_logit != nullptr,
                            teacher.log_sum != nullptr};
   for (const bool x : is_given) {
     STD_TORCH_CHECK(x == chunk.teacher.has_value(),
-                    "c, slope, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one none");
+                    "c, sum_k, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one none");
   }
   chunk.each_row([&](int64_t i) {
     const Coefficients<T> by{a[i], b ? b[i] : T(0), c ? c[i] : T(0)};
@@ -151,7 +151,7 @@ struct TokenTensors {
 
 struct FusedResults {
   Tensor logps, max_logit, log_sum, entropies, loss, a, log_ratio;
-  MaybeTensor kl, slope, teacher_max_logit, teacher_log_sum, out;
+  MaybeTensor kl, sum_k, teacher_max_logit, teacher_log_sum, out;
 };
 
 // The teacher's own statistics of row i, written.
@@ -173,7 +173,7 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
   const T *old = column<T>(tokens.old, n, "old"), *ref = column<T>(tokens.ref, n, "ref");
   const T* gate = column<T>(tokens.gate, n, "gate");
   const StatColumns<T> stats(n, results.logps, results.max_logit, results.log_sum, results.entropies);
-  const DivergenceColumns<T> teacher(n, results.kl, results.slope, results.teacher_max_logit, results.teacher_log_sum);
+  const DivergenceColumns<T> teacher(n, results.kl, results.sum_k, results.teacher_max_logit, results.teacher_log_sum);
   T *loss = column<T>(results.loss, n, "loss"), *a = column<T>(results.a, n, "a");
   T *log_ratio = column<T>(results.log_ratio, n, "log_ratio"), *kl = teacher.value;
   const LossConstants<T> constants = given.template to<T>();
@@ -181,15 +181,15 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
   STD_TORCH_CHECK(!(estimates && has_teacher), "estimator: expected none with a teacher");
   STD_TORCH_CHECK(tokens.ref.has_value() == estimates && results.kl.has_value() == (estimates || has_teacher),
                   "ref, kl: expected with an estimator, without one neither, but kl with a teacher");
-  const bool is_given[] = {teacher.slope != nullptr, teacher.max_logit != nullptr, teacher.log_sum != nullptr};
+  const bool is_given[] = {teacher.sum_k != nullptr, teacher.max_logit != nullptr, teacher.log_sum != nullptr};
   for (const bool x : is_given) {
     STD_TORCH_CHECK(x == has_teacher,
-                    "slope, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one none");
+                    "sum_k, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one none");
   }
   const bool on_policy = !tokens.old.has_value();
   STD_TORCH_CHECK(tokens.d_logps.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
                   "old, advantages: expected together, and without them d_logps");
-  const T* slopes = on_policy ? d_logps : advantages;
+  const T* factors = on_policy ? d_logps : advantages;
   std::optional<Matrix> to;
   if (results.out.has_value()) {
     to.emplace(*results.out, n, chunk.vocab, "out");
@@ -201,7 +201,7 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
       write_teacher_stats(chunk, teacher, i);
       write_divergence(chunk, stats.max_logit, stats.log_sum, teacher, i);
     }
-    const Token<T> token{slopes[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
+    const Token<T> token{factors[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
                          has_teacher ? kl[i] : T(0), on_policy, gate != nullptr, has_teacher};
     const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
     loss[i] = terms.loss, a[i] = terms.a, log_ratio[i] = terms.log_ratio;
@@ -227,18 +227,18 @@ void stats(ROWS_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& 
 }
 
 void diverge(ROWS_IN, TEACHER_IN, const Tensor& max_logit, const Tensor& log_sum, const Tensor& teacher_max_logit,
-             const Tensor& teacher_log_sum, const Tensor& value, const Tensor& slope) {
+             const Tensor& teacher_log_sum, const Tensor& value, const Tensor& sum_k) {
   with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
-    diverge_of(chunk, max_logit, log_sum, teacher_max_logit, teacher_log_sum, value, slope);
+    diverge_of(chunk, max_logit, log_sum, teacher_max_logit, teacher_log_sum, value, sum_k);
   });
 }
 
 void grad(ROWS_IN, TEACHER_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum,
           const MaybeTensor& entropies, const Tensor& a, const MaybeTensor& b, const MaybeTensor& c,
-          const MaybeTensor& slope, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
+          const MaybeTensor& sum_k, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
           int64_t first_id, const Tensor& out) {
   with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
-    grad_of(chunk, {logps, max_logit, log_sum, entropies, a, b, c, slope, teacher_max_logit, teacher_log_sum},
+    grad_of(chunk, {logps, max_logit, log_sum, entropies, a, b, c, sum_k, teacher_max_logit, teacher_log_sum},
             first_id, out);
   });
 }
@@ -248,7 +248,7 @@ void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor
            std::vector<double> constants, int64_t estimator, bool corrects_kl, double beta, double d_entropy,
            const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const Tensor& entropies,
            const Tensor& loss, const Tensor& a, const Tensor& log_ratio, const MaybeTensor& kl,
-           const MaybeTensor& slope, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
+           const MaybeTensor& sum_k, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
            const MaybeTensor& out) {
   STD_TORCH_CHECK(surrogate >= 0 && surrogate < kSurrogates, "surrogate: unknown");
   STD_TORCH_CHECK(estimator >= 0 && estimator < kEstimators, "estimator: unknown");
@@ -259,7 +259,7 @@ void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor
   std::copy(constants.begin(), constants.end(), given.constants);
   with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
     fused_of(chunk, {advantages, d_logps, weights, old, ref, gate}, given,
-             {logps, max_logit, log_sum, entropies, loss, a, log_ratio, kl, slope, teacher_max_logit, teacher_log_sum,
+             {logps, max_logit, log_sum, entropies, loss, a, log_ratio, kl, sum_k, teacher_max_logit, teacher_log_sum,
               out});
   });
 }
@@ -279,15 +279,15 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
         "Tensor(e!)? log_sum_sq_probs, Tensor(f!)? mean_logits, Tensor(g!)? is_top1) -> ()");
   m.def("diverge(" ROWS TEACHER
         "Tensor max_logit, Tensor log_sum, Tensor teacher_max_logit, Tensor teacher_log_sum, "
-        "*, Tensor(a!) value, Tensor(b!) slope) -> ()");
+        "*, Tensor(a!) value, Tensor(b!) sum_k) -> ()");
   m.def("grad(" ROWS TEACHER
         "Tensor logps, Tensor max_logit, Tensor log_sum, Tensor? entropies, Tensor a, Tensor? b, Tensor? c, "
-        "Tensor? slope, Tensor? teacher_max_logit, Tensor? teacher_log_sum, int first_id, *, Tensor(a!) out) -> ()");
+        "Tensor? sum_k, Tensor? teacher_max_logit, Tensor? teacher_log_sum, int first_id, *, Tensor(a!) out) -> ()");
   m.def("fused(" ROWS TEACHER
         "Tensor? advantages, Tensor? d_logps, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, int surrogate, "
         "float[] constants, int estimator, bool corrects_kl, float beta, float d_entropy, "
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, Tensor(e!) loss, "
-        "Tensor(f!) a, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? slope, Tensor(j!)? teacher_max_logit, "
+        "Tensor(f!) a, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? sum_k, Tensor(j!)? teacher_max_logit, "
         "Tensor(k!)? teacher_log_sum, Tensor(l!)? out) -> ()");
   m.def("isa(str name) -> str");
 }

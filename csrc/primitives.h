@@ -1,4 +1,4 @@
-// What the functions of formulas.h are made of: the counterparts of the torch functions of the same names.
+// The functions that formulas.h calls: the counterparts of the torch functions of the same names.
 #pragma once
 
 #include <cmath>
@@ -49,10 +49,10 @@ struct Surrogated {
   T loss, d_log_ratio, d_logp;
 };
 
-// KL(policy || reference), its derivative in logp, and over r that of r * kl, where r moves with logp: kl + slope
+// KL(policy || reference), its derivative in logp, and kl + d_kl, the derivative of r * kl divided by r
 template <class T>
 struct Estimated {
-  T kl, slope, corrected_slope;
+  T kl, d_kl, d_corrected;
 };
 
 }  // namespace grpo_kernels

@@ -1,5 +1,5 @@
-// What the ops (ops.cpp) and the kernels of each instruction set (rows.inl) say to each other. T is float, or double for
-// double rows.
+// The records that the ops (ops.cpp) and the kernels of each instruction set (rows.inl) exchange. T is float, or double
+// for double rows.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ enum class Dtype { f32, f64, bf16, f16 };
 
 constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
 
-constexpr float kLowest = -1e4f;  // e^ of it is 0, and 0 * it is 0, which 0 * -inf is not
+constexpr float kLowest = -1e4f;  // e^kLowest is 0, and 0 * kLowest is 0, which 0 * -inf is not
 
 // A row of the raw projection x, and how it becomes logits:
 //   z = x * inner, or tanh(x * inner) * outer with a soft-cap, of round(x + bias)
@@ -55,20 +55,20 @@ struct Gradient {
 // KL(q || p), KL(p || q) and the generalised Jensen-Shannon divergence, of the student's p from the teacher's q.
 enum class Kind { forward, reverse, mixed };
 
-// Of the student's row and its teacher's: what a divergence, and its gradient, need besides the rows.
+// The numbers that a divergence and its gradient need besides the rows of student and teacher.
 template <class T>
 struct Divergence {
   T max, inv_sum, teacher_max, teacher_inv_sum;  // as in Gradient
-  T offset;                                      // z - y is more than log p - log q by it
+  T offset;                                      // (z - y) - (log p - log q)
   T beta, rest;                                  // the mixture's share of q, and of p
-  T c, slope;                                    // of a gradient: d loss / d D, and the sum of k
+  T c, sum_k;                                    // for the gradient: d loss / d D, and the sum of k
 
   Kind kind() const { return beta == T(0) ? Kind::forward : rest == T(0) ? Kind::reverse : Kind::mixed; }
 };
 
-// Sums over both rows: D and the sum of k, to which `Divergence::slope` is to be set.
+// Sums over both rows: D, and the sum of k that the gradient takes as `Divergence::sum_k`.
 struct Diverged {
-  double value, slope;
+  double value, sum_k;
 };
 
 template <class T>

@@ -1,4 +1,4 @@
-// From the sums over a row to its statistics, and from the statistics to what the gradient of the row needs; in double.
+// Statistics of a row from its sums, and the numbers that its gradient needs from the statistics; in double.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@ inline double target_logp(const Sums& sums) {
   return -((x > 0.0 ? x : 0.0) + std::log1p(std::exp(-std::fabs(x))));
 }
 
-// What `Kernels::gradient` needs besides the target's place and where to write.
+// The arguments of `Kernels::gradient`, except the target's place and the output.
 template <class T>
 Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T a, T b, bool has_b) {
   const double p = std::exp(static_cast<double>(logp)), others = -std::expm1(static_cast<double>(logp));
@@ -46,8 +46,8 @@ Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T a, T b, bool has
   return at;
 }
 
-// What `Kernels::diverge` needs, from the statistics of both heads. The offset is rounded once: of the same statistics it
-// is 0, whatever they are.
+// The arguments of `Kernels::diverge`, from the statistics of both heads. The offset is rounded once, so that it is
+// exactly 0 where both heads have the same statistics.
 template <class T>
 Divergence<T> row_divergence(T max, T log_sum, T teacher_max, T teacher_log_sum, double beta) {
   const double m = max, l = log_sum, teacher_m = teacher_max, teacher_l = teacher_log_sum;

@@ -8,7 +8,7 @@ constexpr int64_t kTile = 128 * kLanes;  // sums in T have 128 terms
 template <class T>
 constexpr Dtype kDtype = sizeof(T) == 4 ? Dtype::f32 : Dtype::f64;
 
-// How many numbers there are from `start` on, one vector's at most.
+// The number of elements from `start` on, one vector's at most.
 template <class T>
 INLINE int count_at(int64_t start, int64_t size) {
   return size - start < kWidth<T> ? static_cast<int>(size - start) : kWidth<T>;

@@ -1,5 +1,5 @@
-// A loss of one token from its log-probability: the counterpart of PolicyObjective in grpo_kernels/objective/policy.py,
-// operation by operation in the same dtype, so that at a ratio of 1 the bits are its.
+// The loss of one token from its log-probability: the counterpart of PolicyObjective in grpo_kernels/objective/policy.py,
+// operation by operation in the same dtype, so that at a ratio of 1 both have the same bits.
 #pragma once
 
 #include <cmath>
@@ -24,11 +24,11 @@ struct LossConstants {
   }
 };
 
-// Of one token. `slope` is its advantage; on-policy the policy term's derivative, weight and gate included.
-// With a teacher the KL is the divergence of the whole row.
+// The inputs of one token. On-policy `advantage` is the derivative of the policy term, weight and gate included. With a
+// teacher the KL is the divergence of the whole row.
 template <class T>
 struct Token {
-  T slope, weight, gate, old, ref, divergence;
+  T advantage, weight, gate, old, ref, divergence;
   bool on_policy, has_gate, has_teacher;
 };
 
@@ -41,10 +41,10 @@ struct TokenTerms {
 template <class T>
 TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T logp) {
   const T log_ratio = token.on_policy ? T(0) : logp - token.old;
-  Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.slope, logp, c.constants);
+  Surrogated<T> s = surrogate(c.surrogate, log_ratio, token.advantage, logp, c.constants);
   TokenTerms<T> terms{s.loss, s.d_logp, log_ratio, T(0), T(0)};
   if (token.on_policy) {
-    terms.loss += logp - logp;  // NaN where there is no finite log-probability: nothing else would tell
+    terms.loss += logp - logp;  // NaN without a finite log-probability: nothing else makes it NaN
   } else {
     if (token.has_gate) {
       s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};
@@ -54,14 +54,14 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
   }
   if (c.estimator != Estimator::none) {
     const Estimated<T> found = estimate_kl(c.estimator, logp, token.ref);
-    T slope = found.slope;
+    T d_kl = found.d_kl;
     terms.kl = found.kl;
     if (c.corrects_kl) {
       const T ratio = std::exp(log_ratio);
-      terms.kl = times(ratio, found.kl), slope = times(ratio, found.corrected_slope);
+      terms.kl = times(ratio, found.kl), d_kl = times(ratio, found.d_corrected);
     }
     const T factor = c.beta * token.weight;
-    terms.loss += factor * terms.kl, terms.a += factor * slope;
+    terms.loss += factor * terms.kl, terms.a += factor * d_kl;
   }
   if (token.has_teacher) {
     terms.kl = token.divergence, terms.d_divergence = c.beta * token.weight;

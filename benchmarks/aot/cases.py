@@ -27,7 +27,6 @@ from grpo_kernels.backends.triton_rows import (
     single_pass,
     stats,
     teacher_fused,
-    teacher_grad,
 )
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
 from grpo_kernels.engine.device import CUDA
@@ -94,7 +93,7 @@ def cases() -> list[Counted]:
         Counted("diverge", "forward", _diverge(0.0), products=2),
         Counted("diverge", "reverse", _diverge(1.0), products=2),
         Counted("diverge", "Jensen-Shannon", _diverge(0.5), products=2),
-        Counted("teacher_grad", "reverse", _teacher_grad(1.0), products=4),
+        Counted("grad", "teacher, reverse", _teacher_grad(1.0), products=4),
         Counted("teacher_fused", "constant, reverse", _teacher_fused(1.0), sweeps=3, products=4),
         Counted("dot", "bf16", _dot),
     ]
@@ -140,9 +139,7 @@ def _diverge(beta: float) -> Callable[[], Any]:
 
 def _teacher_grad(beta: float) -> Callable[[], Any]:
     config = row_config("grad", V, ARCH)
-    return lambda: teacher_grad.launch_teacher_grad(
-        _pair(beta), pair_statistics(), empty(N), None, empty(N), _rows(V, BF16), config
-    )
+    return lambda: grad.launch_grad(_pair(beta), pair_statistics(), empty(N), None, _rows(V, BF16), config, empty(N))
 
 
 def _teacher_fused(beta: float) -> Callable[[], Any]:

@@ -28,7 +28,6 @@ from grpo_kernels.backends.triton_rows import (
     single_pass,
     stats,
     teacher_fused,
-    teacher_grad,
 )
 from grpo_kernels.backends.triton_rows.configs import (
     ROW_KERNELS,
@@ -188,10 +187,10 @@ def _teacher_grad(arch: str, config: RowConfig) -> Iterator[Case]:
         for dtype, has_b in ((FP32, False), (BF16, True), (FP16, True)):
             if dtype == BF16 or (student, beta) == ("plain", 1.0):
                 chunk, out = with_teacher((student, teacher), vocab, beta), empty(N, vocab, dtype=dtype)
-                slopes = (empty(N), empty(N) if has_b else None, empty(N))
-                launch = partial(teacher_grad.launch_teacher_grad, chunk, pair_statistics(), *slopes, out, config)
+                b = empty(N) if has_b else None
+                launch = partial(grad.launch_grad, chunk, pair_statistics(), empty(N), b, out, config, empty(N))
                 variant = f"{_row(config)} V {vocab} {student}, {teacher} beta {beta:g} {_short(dtype)}"
-                yield Case("teacher_grad", variant, arch, launch, (student, vocab) == ("all", V))
+                yield Case("grad", variant, arch, launch, (student, vocab) == ("all", V))
 
 
 def _teacher_fused(arch: str, config: RowConfig) -> Iterator[Case]:

@@ -355,7 +355,8 @@ def compare_dot(case: Case, kernels: Any) -> Iterator[Compared]:
     yield "entropies", stats.entropies, entropies, 1.0 + entropies, STATISTIC
 
 
-# By the name of the kernel; `dot` has `combine` in it. Those of `WRITES` write a gradient, also over the logits.
+# By the name of the kernel; `teacher_grad` is `grad` with a teacher, `dot` has `combine` in it. Those of `WRITES` write
+# a gradient, also over the logits.
 KERNELS: dict[str, Callable[[Case, Any], Iterator[Compared]]] = {
     "stats": compare_stats,
     "diverge": compare_diverge,

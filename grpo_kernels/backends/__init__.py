@@ -1,9 +1,9 @@
-"""Row backends: what is done to a chunk of logits, row by row, between the matrix products.
+"""Row backends: the work on a chunk of logits, row by row, between the matrix products.
 
 A backend knows no matrix product, and of the loss only two numbers a row. It is called in this order on one chunk::
 
-    prepare_(logits, transform)             raw projection -> what the backend wants to read
-    stats(chunk, ...)    -> RowStats        log-probability, entropy, what `grad` needs
+    prepare_(logits, transform)             raw projection -> the form that the backend reads
+    stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
     grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
 or, for a loss that can be described by a `TokenLoss` and a backend that fuses, ``fused`` in place of the last two.
@@ -23,7 +23,7 @@ from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BackendName, choices
 
-NAMES = choices(BackendName)  # what calls take
+NAMES = choices(BackendName)  # that calls take
 BACKENDS = tuple(name for name in NAMES if name != "auto")
 
 
@@ -68,7 +68,7 @@ def name_backend(name: str, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def _reason(chosen: str, device: torch.device) -> str:
-    """Why "auto" came to `chosen`."""
+    """Reason why "auto" chose `chosen`."""
     if chosen == "triton":
         return f"{device.type} tensors and Triton is installed"
     from grpo_kernels.backends.cpp_rows.build import load
@@ -77,7 +77,7 @@ def _reason(chosen: str, device: torch.device) -> str:
 
 
 def _refusal(name: str, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-    """Why the backend cannot serve, or None if it can; asked for by name, it may do what it would not by itself."""
+    """Reason why the backend cannot serve, or None. "auto" is refused where only an interpreter could serve."""
     if name == "torch":
         return None
     if name == "cpp":
@@ -88,7 +88,7 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype, *, asked_for: 
 
 
 def _cpp_refusal(device: torch.device) -> str | None:
-    """Why the C++ kernels cannot run, or None if they can; they are found, built and loaded here."""
+    """Reason why the C++ kernels cannot run, or None; they are found, built and loaded here."""
     if device.type != "cpu":
         return f"it serves CPU tensors, and these are {device.type} tensors"
     from grpo_kernels.backends.cpp_rows.build import load  # not at import, and not where it is not wanted
@@ -100,7 +100,7 @@ def _cpp_refusal(device: torch.device) -> str | None:
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype, *, interpreted: bool) -> str | None:
-    """Why the Triton kernels cannot run, or None if they can; on a CPU only if Triton's interpreter may do."""
+    """Reason why the Triton kernels cannot run, or None. `interpreted`: Triton's interpreter may serve on a CPU."""
     if dtype == torch.float64:
         return "its kernels compute in float32, and these inputs ask for float64"
     if device.type != "cuda" and not interpreted:

@@ -1,4 +1,4 @@
-"""Divergences of one distribution from another, term by term: how they are written so that nothing cancels.
+"""Divergences of one distribution from another, term by term, written so that nothing cancels.
 
 With p the student's probabilities, q the teacher's, d = log p - log q, m = (1 - beta) p + beta q, over the vocabulary::
 
@@ -15,14 +15,14 @@ as d^2::
     forward     q log(q / p) + p - q    = q phi(-d)
 
 and likewise between. An error that all d share, such as that of the normalisers, then changes D in second order only.
-What is computed is x = |d| and the larger of p and q; p phi(-x) is written q chi(x), chi(x) = 1 - e^-x (1 + x), so that
-nothing overflows.
+The functions compute with x = |d| and the larger of p and q; p phi(-x) is written q chi(x), chi(x) = 1 - e^-x (1 + x),
+so that nothing overflows.
 
 The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up to a constant::
 
     reverse  k = p d        forward  k = p - q        between  k = (1 - beta) p log(p / m)
 
-sum k is `DivergenceStats.slope`: of the same d, so that what all d share drops out.
+sum k is `DivergenceStats.sum_k`. It is computed from the same d, so that an error that all d share drops out.
 
 These functions are the one source for torch and Triton (csrc/divergence.inl is written after them): elementwise, of the
 functions imported here, numbers written as floats.
@@ -41,7 +41,7 @@ NEAR = 0.5  # e^-x - 1 + x by its series below, by itself above
 NEAR_MIXTURE = -0.125  # (1 + w) log(1 + w) - w likewise
 PHI = tuple(1.0 / math.factorial(k + 2) for k in range(18))
 MIXTURE = tuple(1.0 / ((k + 1) * (k + 2)) for k in range(18))
-TERMS = {torch.float32: 7, torch.float64: 18}  # of a series: what is left out is less than a unit in the last place
+TERMS = {torch.float32: 7, torch.float64: 18}  # of a series: the rest is less than a unit in the last place
 
 
 def reverse(d, lead, beta):
@@ -50,8 +50,8 @@ def reverse(d, lead, beta):
     ahead = d >= 0.0  # p >= q
     p = where(ahead, lead, lead * e)
     value = lead * where(ahead, phi, chi)
-    slope = p * where(ahead, x, -x)
-    return where(d == INF, INF, value), where(d == INF, INF, slope)
+    k = p * where(ahead, x, -x)
+    return where(d == INF, INF, value), where(d == INF, INF, k)
 
 
 def forward(d, lead, beta):
@@ -81,7 +81,7 @@ def mixed(d, lead, beta):
 
 
 def powers(d):
-    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x), which see above."""
+    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x); the module defines these."""
     x = clamp_max(magnitude(d), FAR)
     e = exp(-x)
     near = x < NEAR

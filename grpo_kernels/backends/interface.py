@@ -28,7 +28,7 @@ class LogitTransform:
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
     def factors(self) -> tuple[float, float]:
-        """(inner, outer): all that a kernel has to multiply by, save the temperatures where each row has its own.
+        """Return (inner, outer), the factors of all rows; a row's own temperature is not in them.
 
         ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``, inner = scale / cap
         and outer = cap / T. A temperature a row belongs to the last of the two. In double precision, as torch would.
@@ -41,11 +41,11 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of the logits: what a backend reads.
+    """Some rows of the logits, as a backend reads them.
 
     Attributes:
         logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left them; n is at least 16.
-        ids: int64 in [0, V), each row's target; `fused` and `grad` say what others mean.
+        ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw projection to the scaled logits z.
         first_id: the id of the first column, where the columns are a part of the vocabulary: only `grad` can do that.
         teacher: the logits that another head has for the same rows, where a divergence from them is wanted.
@@ -123,7 +123,7 @@ class DivergenceStats(NamedTuple):
     """Per-row results over the logits of both heads, (n,) each."""
 
     value: Tensor  # D >= 0
-    slope: Tensor  # sum_v p_v d D / d p_v, up to a constant: what `grad` takes off, see `divergence`
+    sum_k: Tensor  # sum_v p_v d D / d p_v, up to a constant: `grad` takes it off every p, see `divergence`
     max_logit: Tensor  # the teacher's, and so is the next
     log_sum: Tensor
 
@@ -153,9 +153,9 @@ class RowBackend(Protocol):
         ...
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        """`DivergenceStats.value` and ``.slope`` (n,) of a chunk with a teacher, given both heads' row statistics.
+        """`DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher, given both heads' row statistics.
 
-        These may be those of a whole vocabulary of which the columns are a part: the parts' results add up.
+        The statistics may be those of a whole vocabulary that the columns are a part of: the parts' results add up.
         """
         ...
 
@@ -165,7 +165,7 @@ class RowBackend(Protocol):
         """``out = d loss / d (raw projection)``; a = d loss / d logp, b = d loss / d entropy, c = d loss / d D, (n,).
 
         `out` (n, V) may be the logits themselves, or another tensor, of 16 bits too; the logits are lost either way. A
-        part of the vocabulary has no target in rows whose id lies elsewhere. `c` is there if the chunk has a teacher.
+        row whose id is none of the columns has no target. Without `c` the teacher, if there is one, has no part in it.
         """
         ...
 
@@ -179,11 +179,11 @@ class RowBackend(Protocol):
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):
-    """One that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
+    """Backend that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """`stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once; and the divergence, of a
-        chunk with a teacher, whose `TokenLoss.kl` is ``"full"``.
+        """Do `stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once. A chunk with a
+        teacher, whose `TokenLoss.kl` is ``"full"``, gets the divergence, too.
 
         An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
         """
@@ -192,24 +192,25 @@ class FusedRowBackend(RowBackend, Protocol):
 
 @runtime_checkable
 class SinglePassRowBackend(RowBackend, Protocol):
-    """One that can also write a gradient while it reduces the row, save for a factor of the row."""
+    """Backend that can also write a gradient while it reduces the row, save for a factor of the row."""
 
     def single_pass(
         self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
     ) -> tuple[RowStats, Tensor]:
-        """`stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) = ``out * scale[:, None]``.
+        """Return `stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) is
+        ``out * scale[:, None]``.
 
         `out` (n, V) is fp32 or bf16, may be the logits themselves, and no part of them otherwise; never fp16, which
         holds no e^40. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``. Elements
         of `out` are up to e^40 (as large as V e^40 at the target), which products in fp32 and bf16 hold; scale is 1 in
-        rows that are not finite, and there `out` is what `grad` would write for a = 1.
+        rows that are not finite, and there `out` is the gradient for a = 1.
         """
         ...
 
 
 @runtime_checkable
 class DotRowBackend(RowBackend, Protocol):
-    """One that can also do the projection, without logits in memory."""
+    """Backend that can also do the projection, without logits in memory."""
 
     def score_dot(
         self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool

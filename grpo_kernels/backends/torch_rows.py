@@ -28,7 +28,7 @@ BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep 
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # at a time, where logits are rounded
 TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
-LOWEST = -1e4  # exp of it is 0 in every dtype, and 0 * it is 0, which 0 * -inf is not
+LOWEST = -1e4  # its exponential is 0 in every dtype, and 0 * LOWEST is 0, which 0 * -inf is not
 
 
 class TorchRows:
@@ -74,13 +74,13 @@ class TorchRows:
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         assert chunk.teacher is not None
         known = DivergenceStats(stats.logps, stats.logps, teacher.max_logit, teacher.log_sum)  # the last two count
-        value, slope = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
+        value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
         for block in _even_blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
             some = replace(take(stats, block), divergence=take(known, block))
             terms, k = _terms(chunk.logits[block], chunk.teacher, block, some)
-            value[block], slope[block] = terms.sum(dim=1), k.sum(dim=1)
+            value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
         odd = _offset(stats, known) * 0.0  # NaN where a row of the teacher has no finite logit, or NaN
-        return value + odd, slope + odd
+        return value + odd, sum_k + odd
 
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
@@ -119,7 +119,7 @@ class TorchRows:
     def _grad_with_teacher(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor
     ) -> None:
-        """The same, a few rows at a time, with what the divergence gives added."""
+        """Do `grad` a few rows at a time, and add the divergence's part."""
         assert chunk.teacher is not None
         assert stats.divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
@@ -128,7 +128,7 @@ class TorchRows:
             assert some.divergence is not None
             more = _terms(z, chunk.teacher, block, some)[1]
             p = torch.exp(z - some.max_logit[:, None]).mul_(torch.exp(-some.log_sum)[:, None])
-            more.sub_(p.mul_(some.divergence.slope[:, None])).mul_(c[block, None])
+            more.sub_(p.mul_(some.divergence.sum_k[:, None])).mul_(c[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
             factor = transform.scale * rows_inv_t
             if transform.softcap is not None:
@@ -143,12 +143,12 @@ class TorchRows:
 
 
 def _offset(stats: RowStats, teacher: DivergenceStats) -> Tensor:
-    """(n,) by how much z - y is more than log p - log q."""
+    """Return (z - y) - (log p - log q), (n,)."""
     return (stats.max_logit - teacher.max_logit) + (stats.log_sum - teacher.log_sum)
 
 
 def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
-    """(r, V) the terms of the divergence and k, of the rows `block`, whose logits z (r, V) and statistics are given."""
+    """Return the divergence's terms and k, (r, V) each, of the rows `block` with logits z (r, V)."""
     y, known = teacher.logits[block], stats.divergence
     assert known is not None
     d = z - y
@@ -175,7 +175,7 @@ def _block_stats(
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
     is_inf = top == torch.inf  # the others' probability is 0, also where there are several
     rest = rest.masked_fill_(is_inf, 0.0)
-    others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; is >= 1, so no cancelling
+    others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; >= 1, so nothing cancels
     log_sum = torch.log1p(rest)
     margin = others.log() + (top - target)
     out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])

@@ -80,11 +80,11 @@ class HeadPlan:
         found = self._reduced(chunk, entropy=entropy, extras=() if rows.top_k else extras)
         if chunk.teacher is not None:
             teacher = self._reduced(chunk.of_teacher(), entropy=False, extras=())
-            value, slope = self.backend.diverge(chunk, found, teacher)
+            value, sum_k = self.backend.diverge(chunk, found, teacher)
             if self.shard is not None:
-                parts = gather_stacked(torch.stack([value, slope]), self.shard.process_group)
-                value, slope = parts.sum(dim=0).unbind()
-            found = replace(found, divergence=DivergenceStats(value, slope, teacher.max_logit, teacher.log_sum))
+                parts = gather_stacked(torch.stack([value, sum_k]), self.shard.process_group)
+                value, sum_k = parts.sum(dim=0).unbind()
+            found = replace(found, divergence=DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum))
         if rows.invalid is not None:
             found.logps.masked_fill_(rows.invalid, torch.nan)
         return found if rows.top_k is None else rows.top_k.diverged(found, self.shard)

@@ -82,7 +82,7 @@ class Products:
         size = d_logp.abs() if d_entropy is None else d_logp.abs() + ENTROPY_BOUND * d_entropy.abs()
         if d_divergence is not None:
             assert divergence is not None
-            size = size + d_divergence.abs() * (1.0 + divergence.value.abs() + divergence.slope.abs())
+            size = size + d_divergence.abs() * (1.0 + divergence.value.abs() + divergence.sum_k.abs())
         size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)

@@ -13,7 +13,7 @@ student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k an
     forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
     reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
-What stands in brackets on the right is a number of the row, `DivergenceStats.slope`: a backend writes the columns as
+What stands in brackets on the right is a number of the row, `DivergenceStats.sum_k`: a backend writes the columns as
 for a log-probability with that coefficient whose id is none of them, and the K columns are then overwritten with what
 stands in the middle. So no backend needs a kernel for any of this. With a rest, the terms of D are those of
 `backends.divergence`, which are never negative. All that is (n, K) is done in double precision.
@@ -94,17 +94,17 @@ class TopKTeacher:
         if measure.least_rest is None:
             logp_clamped, logq, q = self._clamped(logp)
             terms = torch.where(logq == -torch.inf, 0.0, logq.exp() * (logq - logp_clamped))
-            value, slope = terms.sum(dim=1), -q.sum(dim=1)
+            value, sum_k = terms.sum(dim=1), -q.sum(dim=1)
         else:
-            value, slope = _with_rest(logp, logq, measure.least_rest, measure.reverse)
+            value, sum_k = _with_rest(logp, logq, measure.least_rest, measure.reverse)
         if measure.loss_max_clamp is not None:
             most = measure.loss_max_clamp
-            slope = torch.where(value.abs() >= most, 0.0, slope)
+            sum_k = torch.where(value.abs() >= most, 0.0, sum_k)
             value = value.clamp(min=-most, max=most)
-        value, slope, mass = value.to(dtype), slope.to(dtype), logp.exp().sum(dim=1).to(dtype)
+        value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
         none = torch.zeros_like(value)  # no logits of the teacher, no statistics of them
         extras = {**found.extras, "student_mass": mass}
-        return replace(found, divergence=DivergenceStats(value, slope, none, none), extras=extras)
+        return replace(found, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
     def grad(self, backend: RowBackend, chunk: Chunk, found: RowStats, d_divergence: Tensor, out: Tensor) -> None:
         """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` would write it.
@@ -117,7 +117,7 @@ class TopKTeacher:
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = torch.full_like(chunk.ids, -1)
         alone = replace(found, divergence=None)  # the backend knows of no teacher
-        backend.grad(replace(chunk, ids=nowhere), alone, d_divergence * found.divergence.slope, None, out)
+        backend.grad(replace(chunk, ids=nowhere), alone, d_divergence * found.divergence.sum_k, None, out)
         d_raw = self._d_logits(found, self.z) * d_divergence[:, None] * _d_projection(self.z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 
@@ -152,14 +152,14 @@ class TopKTeacher:
         elif measure.least_rest is not None:
             d_z = p - self.logps.exp()
         else:
-            d_z = -found.divergence.slope[:, None] * p - self._clamped(logp)[2]
+            d_z = -found.divergence.sum_k[:, None] * p - self._clamped(logp)[2]
         if measure.loss_max_clamp is not None:
             d_z = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, d_z)
         return d_z
 
 
 def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
-    """D (n,) over K + 1 outcomes and its slope, of log-probabilities (n, K), -inf where padding is."""
+    """D (n,) over K + 1 outcomes and its sum_k, of log-probabilities (n, K), -inf where padding is."""
     p_rest, q_rest = _rest(logp).clamp(min=least), _rest(logq).clamp(min=least)
     d_rest = p_rest.log() - q_rest.log()
     d = torch.where(logq == -torch.inf, 0.0, logp - logq)

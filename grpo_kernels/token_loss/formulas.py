@@ -47,9 +47,9 @@ def sapo(log_ratio, advantage, logp, tau_pos, tau_neg):
     ratio = exp(log_ratio)
     tau = where(advantage > 0.0, full_like(ratio, tau_pos), full_like(ratio, tau_neg))
     gate = sigmoid(tau * (ratio - 1.0))
-    slope = 4.0 * gate * sigmoid(tau * (1.0 - ratio))  # d (4 / tau) gate / d r
+    d_gate = 4.0 * gate * sigmoid(tau * (1.0 - ratio))  # d (4 / tau) gate / d r
     loss = -times(4.0 * gate / tau, advantage)
-    return loss, -times(ratio, slope * advantage), full_like(loss, 0.0)
+    return loss, -times(ratio, d_gate * advantage), full_like(loss, 0.0)
 
 
 def vespo(log_weight, advantage, logp, k_pos, lambda_pos, k_neg, lambda_neg):

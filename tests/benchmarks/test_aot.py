@@ -17,7 +17,7 @@ from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, sp
 from benchmarks.aot.sass import Flow, parsed
 
 KERNELS = (
-    *("stats", "grad", "fused", "single_pass", "diverge", "teacher_grad", "teacher_fused"),
+    *("stats", "grad", "fused", "single_pass", "diverge", "teacher_fused"),
     *("dot", "combine", "scale"),
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

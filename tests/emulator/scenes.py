@@ -107,7 +107,7 @@ SCENES = (
     Scene("single_pass, in place", "single_pass_kernel", lambda: _single_pass(in_place=True)),
     Scene("grad, in place", "grad_kernel", _grad),
     Scene("diverge", "diverge_kernel", _diverge),
-    Scene("teacher_grad, in place", "teacher_grad_kernel", _teacher_grad),
+    Scene("grad with a teacher, in place", "grad_kernel", _teacher_grad),
     Scene("teacher_fused, in place", "teacher_fused_kernel", _teacher_fused),
     Scene("combine", "combine_kernel", _combine, rows_before=12_000_000),
 )

@@ -149,7 +149,7 @@ class DivergenceSuite:
                 stats = self.stats(chunk)
                 assert stats.divergence is not None
                 assert not stats.divergence.value.any()
-                assert not stats.divergence.slope.any()
+                assert not stats.divergence.sum_k.any()
                 assert not self.gradient_of_divergence(chunk, stats).any()
 
     @pytest.mark.parametrize("banned", ["student", "teacher", "both", "more by the student", "more by the teacher"])
@@ -188,7 +188,7 @@ class DivergenceSuite:
         self.check_rows(raw, other, beta)
 
     def test_no_numbers(self, beta: float) -> None:
-        """NaN and inf in either head, or nothing but -inf: value, slope and gradient are NaN, in that row alone."""
+        """NaN and inf in either head, or nothing but -inf: value, sum k and gradient are NaN, in that row alone."""
         for vocab in (1, self.vocabs[-2], self.wide):
             clean, other_clean = 2 * self.randn(9, vocab), 2 * self.randn(9, vocab)
             raw, other = clean.clone(), other_clean.clone()

@@ -18,11 +18,10 @@ from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
 from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused, teacher_fused_kernel
-from grpo_kernels.backends.triton_rows.teacher_grad import launch_teacher_grad, teacher_grad_kernel
 from grpo_kernels.token_loss.record import TokenLoss
 
 V = 1024
-KERNELS = (stats_kernel, grad_kernel, fused_kernel, diverge_kernel, teacher_grad_kernel, teacher_fused_kernel)
+KERNELS = (stats_kernel, grad_kernel, fused_kernel, diverge_kernel, teacher_fused_kernel)
 
 
 class NoDriver:
@@ -56,7 +55,7 @@ def launch_all(n: int, at: int, swept: float) -> None:
     pair = Chunk(x, ids, transform, at, Teacher(x, transform, (0.5 + swept) / 2))
     launch_diverge(pair, stats, stats, config["stats"])
     diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
-    launch_teacher_grad(pair, diverged, ones, ones, ones, x, config["grad"])
+    launch_grad(pair, diverged, ones, ones, x, config["grad"], ones)
     launch_teacher_fused(pair, replace(loss, kl="full", ref=None, corrects_kl=False), x, config["fused"])
 
 

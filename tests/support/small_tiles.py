@@ -16,7 +16,6 @@ from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
-from grpo_kernels.backends.triton_rows.teacher_grad import launch_teacher_grad
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -39,10 +38,7 @@ class SmallTiles(TritonRows):
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
     ) -> None:
-        if c is None:
-            launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits))
-        else:
-            launch_teacher_grad(chunk, stats, a, b, c, out, self._tile(chunk.logits))
+        launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits), c)
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         launch = launch_fused if chunk.teacher is None else launch_teacher_fused

@@ -1,9 +1,9 @@
 """The row backend in C++, for CPUs: the kernels of csrc/, compiled on first use or in a wheel (`build`).
 
-The logits are read as the products left them, in any floating dtype: what is done to them first (`LogitTransform`)
-happens on the fly. Sums of lanes and logarithms are taken in float64, whatever the logits' dtype; the loss of a token
-is made of `token_loss.formulas`, operation by operation. A row's bits depend on nothing but the row: not on
-threads, nor on the processor's instruction set.
+The kernels read the logits as the products left them, in any floating dtype, and apply the `LogitTransform` on the fly.
+Sums over lanes and logarithms are taken in float64, whatever the logits' dtype. The loss of a token follows
+`token_loss.formulas` operation by operation. A row's bits depend on the row alone: not on threads, nor on the
+processor's instruction set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CppRows:
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Nothing: the kernels read the raw projection."""
+        """Do nothing: the kernels read the raw projection."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         new = _Results(chunk.logits)
@@ -49,7 +49,7 @@ class CppRows:
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         new = _Results(chunk.logits)
-        value, slope = new(), new()
+        value, sum_k = new(), new()
         torch.ops.grpo_kernels_cpp.diverge(
             *_rows(chunk),
             *_teacher(chunk),
@@ -58,15 +58,15 @@ class CppRows:
             teacher.max_logit,
             teacher.log_sum,
             value=value,
-            slope=slope,
+            sum_k=sum_k,
         )
-        return value, slope
+        return value, sum_k
 
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
     ) -> None:
         known = None if c is None else stats.divergence
-        chunk = replace(chunk, teacher=None) if c is None else chunk  # which then has no part in it
+        chunk = replace(chunk, teacher=None) if c is None else chunk  # without c the teacher has no part in it
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),
@@ -77,7 +77,7 @@ class CppRows:
             a.contiguous(),  # the gradient of a sum may be one number, expanded
             None if b is None else b.contiguous(),
             None if c is None else c.contiguous(),
-            *((None,) * 3 if known is None else (known.slope, known.max_logit, known.log_sum)),
+            *((None,) * 3 if known is None else (known.sum_k, known.max_logit, known.log_sum)),
             chunk.first_id,
             out=out,
         )
@@ -114,7 +114,7 @@ class CppRows:
             a=terms["a"],
             log_ratio=terms["log_ratio"],
             kl=terms.get("kl"),
-            slope=diverged and diverged.slope,
+            sum_k=diverged and diverged.sum_k,
             teacher_max_logit=diverged and diverged.max_logit,
             teacher_log_sum=diverged and diverged.log_sum,
             out=out,

@@ -206,7 +206,7 @@ def cache_folder() -> Path:
 
 
 def cache_key(sources: Path) -> str:
-    """Return a digest of all that the library depends on: its sources, how and for what they are compiled."""
+    """Return a digest of all that the library depends on: sources, flags, torch and platform."""
     target = (FLAGS, torch.__version__, platform.machine(), platform.libc_ver())
     contents = [(path.name, path.read_bytes()) for path in source_files(sources)]
     return hashlib.sha256(repr((target, contents)).encode()).hexdigest()[:16]

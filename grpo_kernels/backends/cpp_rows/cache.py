@@ -1,4 +1,4 @@
-"""The cache of built libraries: what may be loaded from it, and one builder at a time.
+"""The cache of built libraries: the checks before one is loaded, and the lock of the one builder.
 
 Loading a library runs it. So the folders that we make, and the files in them, must belong to us or to root, and nobody
 else may be able to write them. No folder above them, links followed, may let another user replace them. Only we can
@@ -27,7 +27,7 @@ LOCK_SECONDS = 120.0  # of waiting for another process's build, which takes some
 
 
 class Untrusted(Unavailable):
-    """Name of what another user could have written, and the way to fix that."""
+    """Error: another user could have written a file or folder; it names that, and the way to fix it."""
 
 
 def own_folder(folder: Path, *, made: int) -> None:

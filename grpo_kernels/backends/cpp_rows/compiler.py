@@ -1,4 +1,4 @@
-"""The C++ compiler: which one, how it is called, and how it is stopped."""
+"""The C++ compiler: its choice, its command line, and its end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The row backend in Triton, for GPUs, and for a CPU with ``TRITON_INTERPRET=1`` set before Triton is imported.
 
-The logits are read as the products left them: what is done to them first (`LogitTransform`) happens on the fly. All is
-computed in float32; its numbers are those of `torch_rows.TorchRows`, which see.
+The kernels read the logits as the products left them and apply the `LogitTransform` on the fly, in float32.
+`torch_rows.TorchRows` has the formulas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from grpo_kernels.backends.triton_rows.scale import launch_scale
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
-from grpo_kernels.backends.triton_rows.teacher_grad import launch_teacher_grad
 from grpo_kernels.token_loss.record import TokenLoss
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
@@ -36,7 +35,7 @@ class TritonRows:
         return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Nothing: the kernels read the raw projection."""
+        """Do nothing: the kernels read the raw projection."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         config = _config("stats", chunk)
@@ -53,13 +52,10 @@ class TritonRows:
     ) -> None:
         config = _config("grad", chunk)
         with on(chunk.logits.device):
-            if c is None:
-                launch_grad(chunk, stats, a, b, out, config)
-            else:
-                launch_teacher_grad(chunk, stats, a, b, c, out, config)
+            launch_grad(chunk, stats, a, b, out, config, c)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        """See `RowBackend`; torch has the rest, which is small: a factor for each row of d hidden."""
+        """See `RowBackend`. Torch serves where each row has a factor of its own, as d hidden has, which is small."""
         if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
             torch.mul(x, factor, out=out)
             return
@@ -79,7 +75,7 @@ class TritonRows:
         if out.dtype == torch.float16:
             raise ValueError("out: expected float32 or bfloat16, got float16, which e^40 does not fit")
         logits = chunk.logits
-        config = _config("stats", chunk)  # whose bits these statistics have
+        config = _config("stats", chunk)  # the same tile, so that the statistics have the same bits
         in_place = out.dtype == logits.dtype and out.data_ptr() == logits.data_ptr()
         with on(logits.device):
             return launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)

@@ -1,4 +1,4 @@
-"""From the running sums of the parts of a vocabulary to the statistics of whole rows."""
+"""Statistics of whole rows from the running sums of the parts of a vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_N = 4
 def launch_combine(
     maxima: Tensor,  # (n, splits): m, rest and t of each part
     rests: Tensor,  # (n, splits)
-    slopes: Tensor,  # (n, splits)
+    ts: Tensor,  # (n, splits)
     target: Tensor,  # (n,) the target's z
     ids: Tensor,  # (n,)
     vocab: int,
@@ -32,7 +32,7 @@ def launch_combine(
             # data
             max_ptr=maxima,
             rest_ptr=rests,
-            slope_ptr=slopes,
+            t_ptr=ts,
             target_ptr=target,
             ids_ptr=ids,
             # results
@@ -57,7 +57,7 @@ def launch_combine(
 def combine_kernel(
     max_ptr,
     rest_ptr,
-    slope_ptr,
+    t_ptr,
     target_ptr,
     ids_ptr,
     logps_ptr,
@@ -70,13 +70,13 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """From the parts (n, splits) of `BLOCK_N` rows to their statistics."""
+    """Make the statistics of `BLOCK_N` rows from their parts (n, splits)."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
     offs_s = tl.arange(0, BLOCK_S)[None, :]
     at = rows.to(tl.int64)[:, None] * splits + offs_s
     m = tl.load(max_ptr + at, mask=offs_s < splits, other=float("-inf"))
     rest = tl.load(rest_ptr + at, mask=offs_s < splits, other=0.0)
-    t = tl.load(slope_ptr + at, mask=offs_s < splits, other=0.0)
+    t = tl.load(t_ptr + at, mask=offs_s < splits, other=0.0)
     m, rest, t, _e, _is_first = merge(m, rest, t)
     rest, log_sum, entropy = finish(m, rest, t)
     ids = tl.load(ids_ptr + rows)

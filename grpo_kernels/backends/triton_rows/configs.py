@@ -3,7 +3,7 @@
 The table was filled in beforehand (`benchmarks/tune.py`); nothing is timed at run time, when the winner would change
 from one run to the next, and the bits with it. For the same reason a configuration follows from the vocabulary, the
 width of the hidden states, their dtype and the device's family alone: never from the number of rows. The first entry of
-a family that fits is taken. ``"measured"`` says whether an entry was timed, and on what.
+a family that fits is taken. ``"measured"`` says whether an entry was timed, and on which device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 TABLE = "tuned.json"
 FAMILIES = ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter", "default")
 KIN = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942"}
-# What a program may have of shared memory; "default" stands for devices that nobody looked at.
+# The most shared memory of a program; "default" stands for all other devices.
 SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 65536}
 Entry = dict[str, Any]
 
@@ -86,7 +86,7 @@ class DotConfig:
 
 
 def family(arch: str) -> str:
-    """Whose entries a device takes; ``"cpu"`` stands for the interpreter, and most small GPUs take the default ones."""
+    """Return the family whose entries `arch` takes: ``"interpreter"`` for ``"cpu"``, ``"default"`` if it is unknown."""
     return arch if arch in FAMILIES else KIN.get(arch, "default")
 
 

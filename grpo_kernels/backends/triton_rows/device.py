@@ -1,4 +1,4 @@
-"""Which device a launch is for, and whether there can be one."""
+"""The device of a launch, and the reasons why Triton may be unable to launch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def arch_of(device: torch.device) -> str:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels run on the current device's current stream, and that must be the tensors' device."""
+    """Make `device` current: kernels run on the current device's stream, which has to be that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
 def launch_trouble() -> str | None:
-    """Return why nothing can be launched, and what to install; None if all is there.
+    """Return the reason why nothing can be launched, and the remedy; None if all is there.
 
     Before its first launch Triton compiles a module in C, for the release of Python that it runs in. The question does
     the same, once in a process; Triton keeps the result.

@@ -1,13 +1,8 @@
 """Divergences of one head's row from another's: the formulas compiled, and their sums over the vocabulary.
 
-The formulas are those of `backends.divergence`, whose text is compiled with what is here in the place of torch's
-functions. The offset that makes log p - log q of a difference of logits is taken from the stored statistics, in all
-kernels alike: equal rows have terms and k of exactly 0.
-
-What is known of a head travels as one tuple: (row pointers (R, 1), bias pointer, inner, outer), see `transform`. Each
-kernel makes it itself: in Triton 3.6 no function can return a tuple that holds None, as the pointer of no bias is.
-What a kernel is compiled for travels by itself: Triton makes run-time numbers of flags in a tuple, and none holds a
-dtype.
+The formulas are those of `backends.divergence`: their text is compiled with the functions below in the place of
+torch's. All kernels take the offset between z - y and log p - log q from the stored statistics, so that terms and k of
+equal rows are exactly 0.
 """
 
 from __future__ import annotations
@@ -20,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends import divergence
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats, Teacher
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p
 from grpo_kernels.backends.triton_rows.reduce import sum_lanes
-from grpo_kernels.backends.triton_rows.steps import load_step, logits, row_block
+from grpo_kernels.backends.triton_rows.steps import load_logits, row_block
 from grpo_kernels.backends.triton_rows.surrogates import clamp_max, compiled, full_like, where
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, head_arguments, row_factors
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, head_arguments, head_rows, scaled
 
 DEGREE = tl.constexpr(divergence.TERMS[torch.float32] - 1)  # of the series
 PHI = tl.constexpr(divergence.PHI[: DEGREE.value + 1])
@@ -63,7 +58,7 @@ def magnitude(x):
 _NAMES: dict[str, Any] = {
     "__name__": divergence.__name__,
     "tl": tl,  # which the interpreter looks for
-    "exp": exp_term,  # of numbers <= 0; what is multiplied by it is a term of a sum
+    "exp": exp_term,  # of numbers <= 0, in terms of a sum
     **{f.__name__: f for f in (clamp_max, full_like, log1p, magnitude, mixture_series, phi_series, where)},
     **{name: tl.constexpr(getattr(divergence, name)) for name in ("INF", "FAR", "NEAR", "NEAR_MIXTURE", "ALMOST")},
 }
@@ -76,39 +71,35 @@ def terms_of(beta: float) -> Any:
     return _TERMS[divergence.terms_of(beta)]
 
 
-def pair_arguments(chunk: Chunk) -> dict[str, Any]:
-    """Kernel arguments that describe a chunk with a teacher, without the ids."""
-    teacher = chunk.teacher
-    assert teacher is not None
-    of_teacher = head_arguments(teacher.logits, teacher.transform).items()
-    n, vocab = chunk.logits.shape
+def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, Any]:
+    """Kernel arguments that describe a chunk's teacher and the divergence, save for its value."""
+    of_head = head_arguments(teacher.logits, teacher.transform).items()
     return {
-        "n": n,
-        "V": vocab,
-        **head_arguments(chunk.logits, chunk.transform),
-        **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_teacher},
+        **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_head},
         "teacher_beta": teacher.beta,
         "TERMS": terms_of(teacher.beta),
+        "teacher_max_logit_ptr": diverged.max_logit,
+        "teacher_log_sum_ptr": diverged.log_sum,
+        "sum_k_ptr": diverged.sum_k,
     }
 
 
 def launch_diverge(chunk: Chunk, stats: RowStats, teacher: RowStats, config: RowConfig) -> tuple[Tensor, Tensor]:
-    """Value and slope (n,) of a chunk with a teacher, given both heads' statistics."""
-    n, new = len(chunk.logits), chunk.logits.new_empty
-    value, slope = new(n), new(n)
+    """The divergence and the sum of k (n,) of a chunk with a teacher, given both heads' statistics."""
+    assert chunk.teacher is not None
+    (n, vocab), new = chunk.logits.shape, chunk.logits.new_empty
+    diverged = DivergenceStats(new(n), new(n), teacher.max_logit, teacher.log_sum)
     diverge_kernel[(triton.cdiv(n, config.block_n),)](
-        **pair_arguments(chunk),
-        # statistics
+        n=n,
+        V=vocab,
+        **head_arguments(chunk.logits, chunk.transform),
+        **teacher_arguments(chunk.teacher, diverged),
         max_logit_ptr=stats.max_logit,
         log_sum_ptr=stats.log_sum,
-        teacher_max_logit_ptr=teacher.max_logit,
-        teacher_log_sum_ptr=teacher.log_sum,
-        # results
-        value_ptr=value,
-        slope_ptr=slope,
-        **config.for_two_heads(chunk.logits.shape[1]).arguments(),
+        value_ptr=diverged.value,
+        **config.for_two_heads(vocab).arguments(),
     )
-    return value, slope
+    return diverged.value, diverged.sum_k
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
@@ -123,7 +114,7 @@ def diverge_kernel(
     teacher_log_sum_ptr,
     # results: (n,)
     value_ptr,
-    slope_ptr,
+    sum_k_ptr,
     # shapes and strides
     n,
     V,
@@ -152,12 +143,12 @@ def diverge_kernel(
 ):
     """The divergence of `BLOCK_N` rows, and the sum of their k."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    student = (logits_ptr + rows.to(tl.int64)[:, None] * stride_n, bias_ptr, inner, outer)
-    teacher_inner, teacher_outer = row_factors(
-        teacher_inv_t_ptr, rows[:, None], teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP
-    )
-    teacher_ptrs = teacher_logits_ptr + rows.to(tl.int64)[:, None] * teacher_stride_n
+    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    head = (row_ptrs, bias_ptr, inner, outer)
+    teacher_ptrs, teacher_inner, teacher_outer = head_rows(
+        teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr, teacher_inner, teacher_outer,
+        TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
     known = normalisers(
         tl.load(max_logit_ptr + rows)[:, None],
@@ -165,119 +156,68 @@ def diverge_kernel(
         tl.load(teacher_max_logit_ptr + rows)[:, None],
         tl.load(teacher_log_sum_ptr + rows)[:, None],
     )
-    value, slope = diverge_rows(
-        student,
-        teacher,
-        known,
-        V,
-        teacher_beta,
-        TERMS,
-        HAS_SOFTCAP,
-        ROUNDED_TO,
-        TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO,
-        BLOCK_N,
-        BLOCK_V,
-        NUM_STAGES,
-    )
+    value, sum_k = diverge_rows(
+        head, teacher, known, V, teacher_beta, TERMS,
+        HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_N, BLOCK_V, NUM_STAGES,
+    )  # fmt: skip
     tl.store(value_ptr + rows, value, mask=counts)
-    tl.store(slope_ptr + rows, slope, mask=counts)
+    tl.store(sum_k_ptr + rows, sum_k, mask=counts)
 
 
 @triton.jit
 def normalisers(m, log_sum, teacher_m, teacher_log_sum):
-    """Return what a row's terms need of both heads' statistics, (R, 1) each; the last is (z - y) - d."""
+    """Return (m, 1 / sum) of both heads and their offset, (z - y) - (log p - log q), (R, 1) each, for `terms`."""
     offset = (m - teacher_m) + (log_sum - teacher_log_sum)
     return m, exp(-log_sum), teacher_m, exp(-teacher_log_sum), offset
 
 
 @triton.jit
 def diverge_rows(
-    student,
-    teacher,
-    known,  # as `normalisers` returned it
-    V,
-    beta,
-    TERMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr,
-    TEACHER_ROUNDED_TO: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    head, teacher, known, V, beta, TERMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Sums of the divergence's terms and of k, (BLOCK_N,), from the rows' ends to their starts.
 
-    Both are NaN where a row of either head has no finite logit, or a NaN.
+    Both are NaN where a row of either head has no finite logit, or a NaN. `known` is what `normalisers` returned.
     """
     LANES: tl.constexpr = BLOCK_V // 4
     value = tl.zeros((BLOCK_N, LANES), tl.float32)
-    slope = tl.zeros((BLOCK_N, LANES), tl.float32)
+    sum_k = tl.zeros((BLOCK_N, LANES), tl.float32)
     whole = V // BLOCK_V * BLOCK_V
     if whole < V:
-        value, slope = diverge_step(
-            value,
-            slope,
-            student,
-            teacher,
-            known,
-            whole,
-            V,
-            beta,
-            TERMS,
-            HAS_SOFTCAP,
-            ROUNDED_TO,
-            TEACHER_HAS_SOFTCAP,
-            TEACHER_ROUNDED_TO,
-        )
+        value, sum_k = diverge_step(
+            value, sum_k, head, teacher, known, whole, V, beta, TERMS,
+            HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+        )  # fmt: skip
     for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
-        value, slope = diverge_step(
-            value,
-            slope,
-            student,
-            teacher,
-            known,
-            whole - back,
-            None,
-            beta,
-            TERMS,
-            HAS_SOFTCAP,
-            ROUNDED_TO,
-            TEACHER_HAS_SOFTCAP,
-            TEACHER_ROUNDED_TO,
-        )
+        value, sum_k = diverge_step(
+            value, sum_k, head, teacher, known, whole - back, None, beta, TERMS,
+            HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+        )  # fmt: skip
     offset = tl.reshape(known[4], (BLOCK_N,))
     odd = offset - offset  # 0, or NaN
-    return sum_lanes(value) + odd, sum_lanes(slope) + odd
+    return sum_lanes(value) + odd, sum_lanes(sum_k) + odd
 
 
 @triton.jit
 def diverge_step(
-    value, slope, student, teacher, known, start, end, beta, TERMS: tl.constexpr,
+    value, sum_k, head, teacher, known, start, end, beta, TERMS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
-    """Four columns more for every lane, from `start` on, to where the vocabulary ends; None if it does not end here."""
-    z0, z1, z2, z3 = load_logits(student, start, end, HAS_SOFTCAP, ROUNDED_TO, value.shape[1])
-    y0, y1, y2, y3 = load_logits(teacher, start, end, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, value.shape[1])
+    """Four columns more for every lane, as `load_logits` has them: beyond the vocabulary terms and k are 0."""
+    W: tl.constexpr = value.shape[1]
+    z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(head, start, end, HAS_SOFTCAP, ROUNDED_TO, W)
+    y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
+        teacher, start, end, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, W
+    )
     value0, k0 = terms(z0, y0, known, beta, TERMS)
     value1, k1 = terms(z1, y1, known, beta, TERMS)
     value2, k2 = terms(z2, y2, known, beta, TERMS)
     value3, k3 = terms(z3, y3, known, beta, TERMS)
-    return value + ((value0 + value1) + (value2 + value3)), slope + ((k0 + k1) + (k2 + k3))
-
-
-@triton.jit
-def load_logits(head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """Four tiles (R, W) of a head's scaled logits side by side, -inf beyond the vocabulary: terms and k are 0 there."""
-    row_ptrs, bias_ptr, inner, outer = head
-    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, W)
-    z0 = logits(x0, id0, end, inner, outer, HAS_SOFTCAP)
-    z1 = logits(x1, id1, end, inner, outer, HAS_SOFTCAP)
-    z2 = logits(x2, id2, end, inner, outer, HAS_SOFTCAP)
-    z3 = logits(x3, id3, end, inner, outer, HAS_SOFTCAP)
-    return z0, z1, z2, z3
+    return value + ((value0 + value1) + (value2 + value3)), sum_k + ((k0 + k1) + (k2 + k3))
 
 
 @triton.jit
@@ -289,3 +229,13 @@ def terms(z, y, known, beta, TERMS: tl.constexpr):
     ahead = d >= 0.0
     lead = exp_term(tl.where(ahead, z - m, y - teacher_m)) * tl.where(ahead, inv_sum, teacher_inv_sum)
     return TERMS(d, lead, beta)
+
+
+@triton.jit
+def k_of(
+    x, y, head, teacher, known, beta, TERMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr
+):
+    """k of the projections x of the student and y of the teacher, (R, W)."""
+    z = scaled(x, head, HAS_SOFTCAP)
+    _value, k = terms(z, scaled(y, teacher, TEACHER_HAS_SOFTCAP), known, beta, TERMS)
+    return k

@@ -75,12 +75,12 @@ def score_dot(
 def launch_dot(
     hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, config: DotConfig, *, entropy: bool
 ) -> RowStats:
-    """The same by the tiles of `config`, without checks, on the current device."""
+    """Do `score_dot` by the tiles of `config`, without checks, on the current device."""
     (n, width), vocab = hidden.shape, weight.shape[0]
     target = hidden.new_empty(n, dtype=torch.float32)
-    maxima, rests, slopes = hidden.new_empty(3, n, config.splits, dtype=torch.float32)
+    maxima, rests, ts = hidden.new_empty(3, n, config.splits, dtype=torch.float32)
     if n == 0:
-        return launch_combine(maxima, rests, slopes, target, ids, vocab, entropy=entropy)
+        return launch_combine(maxima, rests, ts, target, ids, vocab, entropy=entropy)
     weight, stride_wv = _with_stride(weight)
     hidden, stride_hn = _with_stride(hidden, copies=is_aligned(weight) and not is_aligned(hidden))
     use_tma = config.use_tma and is_aligned(weight)
@@ -97,7 +97,7 @@ def launch_dot(
         # results
         max_ptr=maxima,
         rest_ptr=rests,
-        slope_ptr=slopes,
+        t_ptr=ts,
         target_ptr=target,
         # sizes and strides
         n=n,
@@ -121,7 +121,7 @@ def launch_dot(
         num_stages=config.num_stages,
         enable_fp_fusion=False,
     )
-    return launch_combine(maxima, rests, slopes, target, ids, vocab, entropy=entropy)
+    return launch_combine(maxima, rests, ts, target, ids, vocab, entropy=entropy)
 
 
 def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
@@ -136,7 +136,7 @@ def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
 def is_aligned(x: Tensor) -> bool:
     """Return True if rows of x (r, H) start and end at multiples of 16 elements, the first at one of 16 bytes.
 
-    That is what pointers need for wide loads; a tensor descriptor would do with less.
+    Wide loads by pointers need that; a tensor descriptor would do with less.
     """
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
 
@@ -148,7 +148,7 @@ def dot_kernel(
     ids_ptr,
     max_ptr,
     rest_ptr,
-    slope_ptr,
+    t_ptr,
     target_ptr,
     n,
     V,
@@ -173,7 +173,7 @@ def dot_kernel(
 ):
     """The running sums of `BLOCK_N` rows over one part of the vocabulary; `hidden`, `weight`: descriptors or pointers.
 
-    A tile takes half of a thread's registers or more: what lives through the inner loop is kept small, and columns are
+    A tile takes half of a thread's registers or more: few values live through the inner loop, and columns are
     constants that are compared with scalars.
     """
     # The rows of a group vary fastest, then the parts, then the groups.
@@ -187,6 +187,7 @@ def dot_kernel(
     rows = first_row.to(tl.int64) + offs_n
     ids = tl.load(ids_ptr + rows).to(tl.int32)
     inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    head = (None, bias_ptr, inner, outer)  # no pointers: its logits are not in memory
     offs_v = tl.arange(0, BLOCK_V)
     offs_h = tl.arange(0, BLOCK_H)
     m = tl.full([BLOCK_N], FLOOR, tl.float32)
@@ -220,7 +221,7 @@ def dot_kernel(
             x += tl.load(bias_ptr + first_id + offs_v, mask=offs_v < V - first_id, other=0.0)[None, :]
         if ROUNDED_TO is not None:
             x = x.to(ROUNDED_TO).to(tl.float32)
-        z = scaled(x, inner, outer, HAS_SOFTCAP)
+        z = scaled(x, head, HAS_SOFTCAP)
         offs_y = ids - first_id
         has_target = tl.max(((offs_y >= 0) & (offs_y < BLOCK_V)).to(tl.int32), axis=0) > 0
         if has_target | (first_id + BLOCK_V > V):  # in few tiles: the rest need neither mask nor search
@@ -238,7 +239,7 @@ def dot_kernel(
     m = tl.where(rest == rest, m, float("nan"))
     tl.store(max_ptr + at, tl.where(is_empty, float("-inf"), m), mask=mask_n)
     tl.store(rest_ptr + at, rest, mask=mask_n)
-    tl.store(slope_ptr + at, t, mask=mask_n)
+    tl.store(t_ptr + at, t, mask=mask_n)
     is_here = (ids >= first_tile * BLOCK_V) & (ids < last_tile * BLOCK_V)
     tl.store(target_ptr + rows, target, mask=mask_n & is_here)
 

@@ -1,7 +1,7 @@
 """A whole `TokenLoss` in one launch: row statistics, the loss of each token, and d loss / d (raw projection).
 
-The first pass over a row is `stats`', with the same bits; the second is `grad`'s, and goes back from the row's end,
-over what the cache may still have.
+The first pass over a row is that of `stats`, with the same bits. The second is that of `grad`. It goes back from the
+row's end, which the cache may still hold.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.grad import row_terms, target_gradient, write_gradient, write_target
+from grpo_kernels.backends.triton_rows.grad import of_raw, row_terms, store_target, target_gradient, write_gradient
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, row_factors, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, head_rows, scaled
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -121,15 +121,15 @@ def fused_kernel(
 ):
     """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient; a KL term if there is `ref_ptr`."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    head = (row_ptrs, bias_ptr, inner, outer)
     ids = tl.load(ids_ptr + rows)
     is_id = (ids >= 0) & (ids < V)
-    x_target = load_at(row_ptrs, bias_ptr, ids, is_id, ROUNDED_TO)
-    z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
+    x_target = load_at(head, ids, is_id, ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     wanted = (True, False, False, False)
     m, rest, t, _squares, _total, _top_id = reduce_rows(
-        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
+        head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
@@ -145,7 +145,7 @@ def fused_kernel(
         loss += beta * weight * kl
         a += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=counts)
-    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else would tell
+    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else makes it NaN
     loss = tl.where(ids < 0, float("nan"), loss)
 
     tl.store(logps_ptr + rows, logp, mask=counts)
@@ -158,24 +158,23 @@ def fused_kernel(
     if out_ptr is not None:
         b_rows = tl.zeros_like(a) + d_entropy
         level, tilt = row_terms(
-            log_sum[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT,
-            inner, outer, HAS_SOFTCAP,
-        )  # fmt: skip
+            head, log_sum[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT, HAS_SOFTCAP
+        )
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
-        barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        barrier()  # `out` may be `logits`: all threads have read before one writes
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
             write_gradient(
-                row_ptrs, out_ptrs, bias_ptr, whole, V, counts, m[:, None], level, tilt,
-                HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+                head, out_ptrs, whole, V, counts, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
+                HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
             write_gradient(
-                row_ptrs, out_ptrs, bias_ptr, whole - back, None, counts, m[:, None], level, tilt,
-                HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+                head, out_ptrs, whole - back, None, counts, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
+                HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         d_target = target_gradient(logp[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT)
-        write_target(out_ptrs, ids, is_id & counts, d_target, x_target, inner, outer, HAS_SOFTCAP)
+        store_target(out_ptrs, ids, is_id & counts, of_raw(d_target, x_target, head, HAS_SOFTCAP))
 
 
 @triton.jit
@@ -189,7 +188,7 @@ def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
     if old_ptr is None:
         log_ratio = tl.where(logp == logp, 0.0, logp)
         loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
-        loss += logp - logp  # NaN where there is no finite log-probability: nothing else would tell
+        loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
         loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)

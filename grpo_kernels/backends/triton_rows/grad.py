@@ -1,10 +1,15 @@
 """d loss / d (raw projection) of a chunk of logits from its statistics.
 
-All elements are written as if none were the target; whoever wrote the target's column then writes it again, after all
-have arrived at a barrier. So no column is compared with the target.
+A program writes all elements as if none were the target. After a barrier it writes the target's column again. So no
+column is compared with the target.
+
+With a teacher, ``c (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`). The sum is known: it is taken off
+every p_j, as a is.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,6 +18,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.divergence import k_of, normalisers, teacher_arguments
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
 from grpo_kernels.backends.triton_rows.steps import load_at, load_step, row_block
@@ -20,12 +26,12 @@ from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     bend,
     chunk_arguments,
-    row_factors,
+    head_rows,
     row_slope,
     scaled,
 )
 
-STEPS = 4  # a program: what it computes once for its rows is then a tenth of its work
+STEPS = 4  # tiles of a program: the work that it does once for its rows is then a tenth
 
 
 def launch_grad(
@@ -35,12 +41,19 @@ def launch_grad(
     b: Tensor | None,  # (n,)
     out: Tensor,  # (n, V), may be the chunk's logits
     config: RowConfig,
+    c: Tensor | None = None,  # (n,), where the chunk has a teacher
 ) -> None:
     """Write d loss / d (raw projection) to `out`."""
     n, vocab = chunk.logits.shape
+    with_teacher: dict[str, Any] = {}
+    if c is not None:
+        assert chunk.teacher is not None and stats.divergence is not None
+        config = config.for_two_heads(vocab)
+        with_teacher = {"c_ptr": c.contiguous(), **teacher_arguments(chunk.teacher, stats.divergence)}
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocab, STEPS * config.block_v),)
     grad_kernel[grid](
         **chunk_arguments(chunk),
+        **with_teacher,
         first_id=chunk.first_id,
         # statistics and coefficients
         logps_ptr=stats.logps,
@@ -88,22 +101,38 @@ def grad_kernel(
     BLOCK_V: tl.constexpr,
     STEPS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    # a teacher: its logits, statistics and transform, c, and the divergence
+    teacher_logits_ptr=None,
+    teacher_stride_n=None,
+    teacher_max_logit_ptr=None,
+    teacher_log_sum_ptr=None,
+    sum_k_ptr=None,
+    c_ptr=None,
+    teacher_bias_ptr=None,
+    teacher_inv_t_ptr=None,
+    teacher_inner=None,
+    teacher_outer=None,
+    TEACHER_HAS_SOFTCAP: tl.constexpr = False,
+    TEACHER_ROUNDED_TO: tl.constexpr = None,
+    teacher_beta=None,
+    TERMS: tl.constexpr = None,
 ):
-    """Up to `STEPS` tiles of the gradient; without `b_ptr` the entropy has no part in it."""
+    """Up to `STEPS` tiles of the gradient. Without `b_ptr` the entropy has no part in it, without TERMS no teacher."""
     parts = tl.cdiv(V, STEPS * BLOCK_V)
     rows, counts = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
     last = tl.minimum(first + STEPS * BLOCK_V, V)
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    head = (row_ptrs, bias_ptr, inner, outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
 
     target = tl.load(ids_ptr + rows) - first_id
     is_here = counts & (target >= first) & (target < last)
     has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
     x_target = tl.zeros((BLOCK_N, 1), tl.float32)
-    if HAS_SOFTCAP:
-        x_target = load_at(row_ptrs, bias_ptr, target, is_here, ROUNDED_TO)
+    d_target = x_target
+    if HAS_SOFTCAP or TERMS is not None:
+        x_target = load_at(head, target, is_here, ROUNDED_TO)
         if has_target:
             barrier()  # `out` may be `logits`: that is read before anybody writes
 
@@ -115,31 +144,54 @@ def grad_kernel(
     if b_ptr is not None:
         entropy = tl.load(entropies_ptr + rows)[:, None]
         b = tl.load(b_ptr + rows)[:, None]
-    level, tilt = row_terms(log_sum, entropy, a, b, b_ptr is not None, inner, outer, HAS_SOFTCAP)
+    taken_off = a  # of every p_j
+    pair = None
+    if TERMS is not None:
+        teacher_ptrs, teacher_inner, teacher_outer = head_rows(
+            teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr, teacher_inner, teacher_outer,
+            TEACHER_HAS_SOFTCAP,
+        )  # fmt: skip
+        teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
+        teacher_m = tl.load(teacher_max_logit_ptr + rows)[:, None]
+        known = normalisers(m, log_sum, teacher_m, tl.load(teacher_log_sum_ptr + rows)[:, None])
+        sum_k = tl.load(sum_k_ptr + rows)[:, None]
+        c = tl.load(c_ptr + rows)[:, None]
+        taken_off = a + c * sum_k
+        pair = (teacher, known, c * row_slope(head, HAS_SOFTCAP), teacher_beta)
+        if has_target:  # before the loop, which has no registers left for this
+            logp = tl.load(logps_ptr + rows)[:, None]
+            y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
+            k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
+            d_target = target_gradient(logp, entropy, a, b, b_ptr is not None) + c * (k - exp(logp) * sum_k)
+            d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
+    level, tilt = row_terms(head, log_sum, entropy, taken_off, b, b_ptr is not None, HAS_SOFTCAP)
     whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
     for start in tl.range(first, whole, BLOCK_V, num_stages=NUM_STAGES):
         write_gradient(
-            row_ptrs, out_ptrs, bias_ptr, start, None, counts, m, level, tilt,
-            b_ptr is not None, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            head, out_ptrs, start, None, counts, m, level, tilt, b_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     if whole < last:
         write_gradient(
-            row_ptrs, out_ptrs, bias_ptr, whole, V, counts, m, level, tilt,
-            b_ptr is not None, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            head, out_ptrs, whole, V, counts, m, level, tilt, b_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     if has_target:
-        d = target_gradient(tl.load(logps_ptr + rows)[:, None], entropy, a, b, b_ptr is not None)
-        write_target(out_ptrs, target, is_here, d, x_target, inner, outer, HAS_SOFTCAP)
+        if TERMS is None:
+            logp = tl.load(logps_ptr + rows)[:, None]
+            d_target = target_gradient(logp, entropy, a, b, b_ptr is not None)
+            d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
+        store_target(out_ptrs, target, is_here, d_target)
 
 
 @triton.jit
-def row_terms(log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr):
+def row_terms(head, log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Return the row terms (R, 1) that `write_gradient` needs: d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. What p and d z / d x
-    have in common in a row is in both.
+    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. Both terms include the
+    factors that all p and d z / d x of a row share.
     """
-    common = exp(-log_sum) * row_slope(inner, outer, HAS_SOFTCAP)
+    common = exp(-log_sum) * row_slope(head, HAS_SOFTCAP)
     level = -a
     tilt = 0.0
     if HAS_ENTROPY_GRADIENT:
@@ -159,10 +211,9 @@ def target_gradient(logp, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr):
 
 @triton.jit
 def write_gradient(
-    # the tile: (R, 1) pointers, (V,), its first column and where the vocabulary ends, None if not here; (R,)
-    row_ptrs,
+    head,
+    # the tile: (R, 1) pointers, its first column and where the vocabulary ends, None if not here; (R,)
     out_ptrs,
-    bias_ptr,
     start,
     end,
     counts,
@@ -171,56 +222,62 @@ def write_gradient(
     level,
     tilt,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    # the transform
-    inner,
-    outer,
     HAS_SOFTCAP: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    # with a teacher: (its head, `normalisers`, c times `row_slope` (R, 1), beta)
+    pair=None,
+    TERMS: tl.constexpr = None,
+    TEACHER_HAS_SOFTCAP: tl.constexpr = False,
+    TEACHER_ROUNDED_TO: tl.constexpr = None,
 ):
     """One tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
 
     In quarters: a thread then reads and writes four neighbours at a time, and a warp whole sectors, in 16 bits too. All
-    are read before the first is written, which the compiler must take for what is read next.
+    quarters are read before the first is written: the compiler has to assume that a write changes what is read next.
     """
-    x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(
-        row_ptrs, bias_ptr, start, end, ROUNDED_TO, BLOCK_V // 4
-    )
-    d0 = gradient(x0, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(head, start, end, ROUNDED_TO, BLOCK_V // 4)
+    y0, y1, y2, y3 = x0, x1, x2, x3
+    if TERMS is not None:
+        y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_step(pair[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4)
+    d0 = gradient(x0, y0, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
     store_rows(out_ptrs, d0, columns0, end, counts)
-    d1 = gradient(x1, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    d1 = gradient(x1, y1, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
     store_rows(out_ptrs, d1, columns1, end, counts)
-    d2 = gradient(x2, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    d2 = gradient(x2, y2, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
     store_rows(out_ptrs, d2, columns2, end, counts)
-    d3 = gradient(x3, m, level, tilt, HAS_ENTROPY_GRADIENT, inner, outer, HAS_SOFTCAP)
+    d3 = gradient(x3, y3, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
     store_rows(out_ptrs, d3, columns3, end, counts)
 
 
 @triton.jit
-def gradient(x, m, level, tilt, HAS_ENTROPY_GRADIENT: tl.constexpr, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """d loss / dx of x (R, W), which is not the target's."""
-    shifted = scaled(x, inner, outer, HAS_SOFTCAP) - m
+def gradient(
+    x, y, head, m, level, tilt, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    pair, TERMS: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """d loss / dx of x (R, W), which is not the target's; y is the teacher's projection, anything if there is none."""
+    shifted = scaled(x, head, HAS_SOFTCAP) - m
     d = level
     if HAS_ENTROPY_GRADIENT:
         d = tl.fma(tl.where(shifted < LOWEST, LOWEST, shifted), tilt, level)
     d = d * exp_term(shifted)
     if HAS_SOFTCAP:
-        d = d * bend(x, inner)
+        d = d * bend(x, head)
+    if TERMS is not None:
+        teacher, known, steep, beta = pair
+        more = steep * k_of(x, y, head, teacher, known, beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
+        if HAS_SOFTCAP:
+            more = more * bend(x, head)
+        d = d + more
     return d
 
 
 @triton.jit
-def write_target(out_ptrs, target, mask, d, x, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """Overwrite one column of each row for which `mask` (R,) is set; d = d z, x the target's projection, (R, 1)."""
-    store_target(out_ptrs, target, mask, of_raw(d, x, inner, outer, HAS_SOFTCAP))
-
-
-@triton.jit
-def of_raw(d, x, inner, outer, HAS_SOFTCAP: tl.constexpr):
+def of_raw(d, x, head, HAS_SOFTCAP: tl.constexpr):
     """d loss / dx from d = d loss / dz, (R, 1)."""
-    d = d * row_slope(inner, outer, HAS_SOFTCAP)
+    d = d * row_slope(head, HAS_SOFTCAP)
     if HAS_SOFTCAP:
-        d = d * bend(x, inner)
+        d = d * bend(x, head)
     return d
 
 

@@ -31,7 +31,7 @@ def exp_term(x):
 
 @triton.jit
 def exp(x):
-    """e^x, its relative error the same for all x: the power of 2 split off, and back."""
+    """e^x with the same relative error for all x: the power of 2 is split off, and multiplied in again."""
     x = tl.where(x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x))  # inf and 0 from there on; NaN passes
     n = tl.floor(x * LOG2_E + 0.5)
     return 2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)  # 2^n overflows before e^x does
@@ -39,7 +39,7 @@ def exp(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x > -1, with what 1 + x lost to rounding put back: nothing below -1/2, where 1 + x is exact."""
+    """log(1 + x) for x > -1. It adds what 1 + x lost to rounding, which is nothing below -1/2, where 1 + x is exact."""
     u = 1.0 + x
     lost = x - (u - 1.0)
     return tl.where(u - 1.0 == x, tl.log(u), tl.log(u) + lost / u)  # nothing is lost, also where x is inf
@@ -87,7 +87,7 @@ def quarter_tanh_slope(x):
 
 @triton.jit
 def _decay(x):
-    """(q, 1 / (1 + q)) with q = e^(-2 |x|), of which tanh and its slope are made; compilers share it among the two.
+    """(q, 1 / (1 + q)) with q = e^(-2 |x|), for tanh and its slope; compilers compute it once for both.
 
     1 / y is written as 1 / sqrt(y^2), two instructions on any GPU, right to 2^-22.9 and half of the square's rounding.
     A division is ten, and Triton has no approximate one that its interpreter knows.

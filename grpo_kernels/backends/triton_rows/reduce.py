@@ -27,10 +27,10 @@ LOWEST = tl.constexpr(-1e4)  # e^LOWEST is 0, and 0 * LOWEST is 0, which 0 * -in
 def fold(m, rest, t, x0, x1, x2, x3):
     """The running sums (m, rest, t) with four logits added, all of one shape; an x of -inf changes nothing.
 
-    Whatever is not the largest, be it an x or the old m, is a term of the sums: so one instance of the largest stays
-    out. What was summed before is rescaled once for the four.
+    Each x, and the old m, is a term of the sums unless it is the largest, so one instance of the largest stays out. The
+    earlier sums are rescaled once for the four.
 
-    Also returns what `fold_squares` needs: the factor on what was summed before, and the four new terms.
+    Also return what `fold_squares` needs: the factor on the earlier sums, and the four new terms.
     """
     low0, top = _low_high(m, x0)
     low1, top = _low_high(top, x1)
@@ -48,7 +48,7 @@ def fold(m, rest, t, x0, x1, x2, x3):
 
 @triton.jit
 def fold_squares(squares, keep, e0, e1, e2, e3):
-    """Running sum of e^(2 (x - m)) over what `rest` sums; the others as `fold` returned them."""
+    """Running sum of e^(2 (x - m)) over the terms of `rest`; the other arguments as `fold` returned them."""
     return tl.fma(keep * keep, squares, tl.fma(e3, e3, tl.fma(e2, e2, tl.fma(e1, e1, e0 * e0))))
 
 
@@ -68,7 +68,7 @@ def join(m, rest, t, other_m, other_rest, other_t):
 def merge(m, rest, t):
     """The running sums along the last axis as one: (R, W) each -> (R,) each, W a power of 2.
 
-    Also returns what `merge_squares` needs: the factors (R, W) on each lane's sums, and whose m it is that is left out.
+    Also return what `merge_squares` needs: the factors (R, W) on each lane's sums, and the lane whose m is left out.
     """
     W: tl.constexpr = m.shape[1]
     top = tl.max(m, axis=1)
@@ -120,7 +120,7 @@ def target_logp(m, rest, z):
 
     Its own term is left out of the sum: log p = -log(1 + sum of the others / e^(z - m)).
     """
-    others = tl.where(z == m, rest, 1.0 + (rest - exp(z - m)))  # in the second case >= 1, so nothing cancels
+    others = tl.where(z == m, rest, 1.0 + (rest - exp(z - m)))  # in the second case >= 1: nothing cancels
     return -softplus(tl.log(others) + (m - z))
 
 

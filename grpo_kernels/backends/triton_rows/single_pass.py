@@ -5,12 +5,14 @@ The largest logit is not known before the last one is read, so the gradient is w
     ref = max(z of the first columns, z of the target) <= m
     out_j = e^(z_j - ref),   out_y = -(1 - p_y) S,   S = sum_j e^(z_j - ref) = e^(m - ref) (1 + rest)
 
-times the element's own part of the slope with a soft-cap. What a row has in common, minus the slope's other part over
-S, comes back as `scale`: whoever multiplies the rows by a matrix multiplies the product's rows by it, fewer numbers.
+With a soft-cap, out_j has the element's own factor of d z / d x, too (`bend`). The row's common factor, the other part
+of d z / d x over -S, is returned as `scale`. A caller that multiplies the rows by a matrix multiplies the rows of the
+product by `scale`: these are fewer numbers.
+
 Each logit is read once and each element of the gradient written once: 6 bytes an element in 16 bits.
 
-Where m is more than `FARTHEST` above ref, or where there is no such number (NaN, infinities), the row is read again and
-gets its ordinary gradient, and a scale of 1. In place a row always is: after the first pass its logits would be gone.
+Where m is more than `FARTHEST` above ref, or one of them is NaN or infinite, the row is read again and gets its
+ordinary gradient, and a scale of 1. In place every row is read again: the first pass must not overwrite its logits.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from grpo_kernels.backends.triton_rows.steps import (
     reduce_rows,
     row_block,
 )
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, chunk_arguments, row_factors, row_slope, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, chunk_arguments, head_rows, row_slope, scaled
 
 FARTHEST = tl.constexpr(40.0)  # e^40 times the size of a vocabulary is far from the largest float, and from bfloat16's
 
@@ -103,13 +105,13 @@ def single_pass_kernel(
     """`BLOCK_N` rows, from raw projection to statistics and gradient."""
     LANES: tl.constexpr = BLOCK_V // 4
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    head = (row_ptrs, bias_ptr, inner, outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
     ids = tl.load(ids_ptr + rows)
     is_id = (ids >= 0) & (ids < V)
-    x_target = load_at(row_ptrs, bias_ptr, ids, is_id, ROUNDED_TO)
-    z_target = scaled(x_target, inner, outer, HAS_SOFTCAP)
+    x_target = load_at(head, ids, is_id, ROUNDED_TO)
+    z_target = scaled(x_target, head, HAS_SOFTCAP)
 
     results = (
         logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
@@ -117,25 +119,17 @@ def single_pass_kernel(
     wanted = sums_for(results)
     ref = z_target
     if IN_PLACE:
-        sums = reduce_rows(
-            row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
-        )
+        sums = reduce_rows(head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES)
     else:
-        x, columns = load_x(row_ptrs, bias_ptr, 0, V, ROUNDED_TO, LANES)
-        z = logits(x, columns, V, inner, outer, HAS_SOFTCAP)
+        x, columns = load_x(head, 0, V, ROUNDED_TO, LANES)
+        z = logits(x, columns, V, head, HAS_SOFTCAP)
         ref = tl.maximum(ref, tl.max(z, axis=1)[:, None])
         sums = no_logits(BLOCK_N, LANES)
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-            sums = reduce_and_write(
-                sums, row_ptrs, out_ptrs, bias_ptr, start, None, counts, ref, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-                wanted,
-            )  # fmt: skip
+            sums = reduce_and_write(sums, head, out_ptrs, start, None, counts, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
         if whole < V:
-            sums = reduce_and_write(
-                sums, row_ptrs, out_ptrs, bias_ptr, whole, V, counts, ref, inner, outer, HAS_SOFTCAP, ROUNDED_TO,
-                wanted,
-            )  # fmt: skip
+            sums = reduce_and_write(sums, head, out_ptrs, whole, V, counts, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
         sums = merge_lanes(sums, V, wanted)
     rest, log_sum, logp = store_statistics(rows, counts, ids, V, sums, tl.reshape(z_target, ids.shape), results)
 
@@ -144,28 +138,22 @@ def single_pass_kernel(
     log_sum = log_sum[:, None]
     is_near = (m - ref <= FARTHEST) & (not IN_PLACE)  # not so if it is NaN
     sum_exp = exp(m - ref) * (1.0 + rest)
-    in_row = row_slope(inner, outer, HAS_SOFTCAP)
+    in_row = row_slope(head, HAS_SOFTCAP)
     scale = tl.where(is_near, -in_row / sum_exp, 1.0)
     d_target = expm1(logp)[:, None] * tl.where(is_near, sum_exp, -in_row)  # 1 - p, which must not cancel
     if HAS_SOFTCAP:
-        d_target *= bend(x_target, inner)
+        d_target *= bend(x_target, head)
     tl.store(scale_ptr + rows[:, None], scale, mask=counts[:, None])
     again = tl.reshape(is_near == 0, rows.shape) & counts
-    barrier()  # before anybody writes what another has read or written
+    barrier()  # all threads have read and written before one writes again
     if tl.max(again.to(tl.int32), axis=0) > 0:
         one = tl.full(m.shape, 1.0, tl.float32)
-        level, tilt = row_terms(log_sum, 0.0, one, 0.0, False, inner, outer, HAS_SOFTCAP)
+        level, tilt = row_terms(head, log_sum, 0.0, one, 0.0, False, HAS_SOFTCAP)
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-            write_gradient(
-                row_ptrs, out_ptrs, bias_ptr, start, None, again, m, level, tilt,
-                False, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            )  # fmt: skip
+            write_gradient(head, out_ptrs, start, None, again, m, level, tilt, False, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V)
         if whole < V:
-            write_gradient(
-                row_ptrs, out_ptrs, bias_ptr, whole, V, again, m, level, tilt,
-                False, inner, outer, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
-            )  # fmt: skip
+            write_gradient(head, out_ptrs, whole, V, again, m, level, tilt, False, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V)
         barrier()
     mask = (is_id & counts)[:, None]
     tl.store(out_ptrs + ids[:, None], d_target.to(out_ptr.dtype.element_ty), mask=mask)
@@ -173,47 +161,34 @@ def single_pass_kernel(
 
 @triton.jit
 def reduce_and_write(
-    sums,  # of each lane: (R, W)
-    # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
-    row_ptrs,
-    out_ptrs,
-    bias_ptr,
-    start,
-    end,
-    counts,
-    ref,
-    inner,
-    outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    wanted,
+    sums, head, out_ptrs, start, end, counts, ref, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
-    """`reduce_step`, and e^(z - ref) written."""
+    """Reduce as `reduce_step` does, and write e^(z - ref)."""
     LANES: tl.constexpr = sums[0].shape[1]
     if end is None:
-        x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, None, ROUNDED_TO, LANES)
-        z0 = write_unscaled(x0, id0, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-        z1 = write_unscaled(x1, id1, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-        z2 = write_unscaled(x2, id2, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-        z3 = write_unscaled(x3, id3, None, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, None, ROUNDED_TO, LANES)
+        z0 = write_unscaled(x0, id0, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z1 = write_unscaled(x1, id1, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z2 = write_unscaled(x2, id2, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z3 = write_unscaled(x3, id3, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
     else:  # masks take registers: one tile after the other
-        x0, id0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, LANES)
-        z0 = write_unscaled(x0, id0, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-        x1, id1 = load_x(row_ptrs, bias_ptr, start + LANES, end, ROUNDED_TO, LANES)
-        z1 = write_unscaled(x1, id1, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-        x2, id2 = load_x(row_ptrs, bias_ptr, start + 2 * LANES, end, ROUNDED_TO, LANES)
-        z2 = write_unscaled(x2, id2, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
-        x3, id3 = load_x(row_ptrs, bias_ptr, start + 3 * LANES, end, ROUNDED_TO, LANES)
-        z3 = write_unscaled(x3, id3, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP)
+        x0, id0 = load_x(head, start, end, ROUNDED_TO, LANES)
+        z0 = write_unscaled(x0, id0, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        x1, id1 = load_x(head, start + LANES, end, ROUNDED_TO, LANES)
+        z1 = write_unscaled(x1, id1, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        x2, id2 = load_x(head, start + 2 * LANES, end, ROUNDED_TO, LANES)
+        z2 = write_unscaled(x2, id2, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        x3, id3 = load_x(head, start + 3 * LANES, end, ROUNDED_TO, LANES)
+        z3 = write_unscaled(x3, id3, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
     return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
 
 @triton.jit
-def write_unscaled(x, columns, end, out_ptrs, counts, ref, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """Write e^(z - ref), times what of the slope is the element's own, of x (R, W); returns z."""
-    z = logits(x, columns, end, inner, outer, HAS_SOFTCAP)
+def write_unscaled(x, columns, end, out_ptrs, counts, ref, head, HAS_SOFTCAP: tl.constexpr):
+    """Write e^(z - ref) of x (R, W), times `bend` with a soft-cap; return z."""
+    z = logits(x, columns, end, head, HAS_SOFTCAP)
     d = exp_term(z - ref)
     if HAS_SOFTCAP:
-        d = d * bend(x, inner)
+        d = d * bend(x, head)
     store_rows(out_ptrs, d, columns, end, counts)
     return z

@@ -1,7 +1,7 @@
-"""Row statistics of a chunk of logits: log-probability, maximum, log sum, entropy, and what is asked for besides.
+"""Row statistics of a chunk of logits: log-probability, maximum, log sum, entropy, and others if asked for.
 
-One program owns whole rows and reads each once. How many lanes a row has (`BLOCK_V`) depends on the vocabulary alone,
-and with that its bits: not on the other rows, nor on the row's place among them.
+One program owns whole rows and reads each once. The number of lanes (`BLOCK_V`) depends on the vocabulary alone. So the
+bits of a row depend neither on the other rows nor on the row's place among them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import log1p
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, row_factors, scaled
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, head_rows, scaled
 
 
 def launch_stats(chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
@@ -36,7 +36,7 @@ def new_statistics(logits: Tensor, *, entropy: bool, extras: tuple[str, ...]) ->
 
 
 def pointers(stats: RowStats) -> dict[str, Tensor | None]:
-    """Where `store_statistics` puts them, by the names of a kernel's arguments."""
+    """Kernel arguments: the pointers that `store_statistics` writes to."""
     return {
         "logps_ptr": stats.logps,
         "max_logit_ptr": stats.max_logit,
@@ -77,35 +77,33 @@ def stats_kernel(
     BLOCK_V: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Statistics of `BLOCK_N` rows; a pointer that is None is a result nobody wants."""
+    """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    row_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride_n
+    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    head = (row_ptrs, bias_ptr, inner, outer)
     ids = tl.load(ids_ptr + rows)
     results = (
         logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
     )  # fmt: skip
-    sums = reduce_rows(
-        row_ptrs, bias_ptr, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES
-    )
-    x_target = load_at(row_ptrs, bias_ptr, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
-    z_target = tl.reshape(scaled(x_target, inner, outer, HAS_SOFTCAP), ids.shape)
+    sums = reduce_rows(head, V, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES)
+    x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     store_statistics(rows, counts, ids, V, sums, z_target, results)
 
 
 @triton.jit
 def sums_for(results):
-    """Which of the sums the `results` that are wanted take; see `steps`."""
+    """Return `wanted` (see `steps`) for `results`: a pointer is None where its result is not wanted."""
     _logps, _max_logit, _log_sum, entropies, log_sum_sq_probs, mean_logits, is_top1 = results
     return entropies is not None, log_sum_sq_probs is not None, mean_logits is not None, is_top1 is not None
 
 
 @triton.jit
 def store_statistics(rows, counts, ids, V, sums, z_target, results):
-    """Store what is wanted of the rows that count; returns rest as `finish` does, and logp.
+    """Store the wanted results of the rows that count; return rest and log_sum, as `finish` does, and logp.
 
     The sums are those of whole rows, as `merge_lanes` returned them, z_target (R,) the targets' z. `results` is a tuple
-    of pointers in the order of the kernel's arguments, None where nobody wants them.
+    of pointers in the order of the kernel's arguments, None where a result is not wanted.
     """
     m, rest, t, squares, total, top_id = sums
     logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr = results

@@ -1,11 +1,11 @@
 """A row in steps: four tiles side by side, folded into the running sums of as many lanes as one of them has columns.
 
-Whole steps have no mask, so that loads are wide and nothing is compared; what is left at the end of a row, less than a
-step, is the only one with a mask.
+Whole steps have no mask, so that loads are wide and nothing is compared. Only the rest of a row, less than a step, has
+a mask.
 
 The sums of a row or of a lane travel as one tuple, `sums`: (m, rest, t) of `reduce`, the sum of squares, the sum of z,
-and the lowest id of the largest z. Which of them are asked for is another, `wanted`: (t, squares, total, top_id), each
-true or false when the kernel is compiled. What is not asked for is some number.
+and the lowest id of the largest z. A second tuple, `wanted`, says which of (t, squares, total, top_id) are asked for,
+each true or false when the kernel is compiled. A sum that is not asked for is an arbitrary number.
 """
 
 import triton
@@ -17,18 +17,15 @@ from grpo_kernels.backends.triton_rows.transform import load_projection, scaled
 
 @triton.jit
 def row_block(block, n, BLOCK_N: tl.constexpr):
-    """The rows (BLOCK_N,) of a block, and which count: those past the last repeat it, so that all can be read."""
+    """Rows (BLOCK_N,) of a block, and whether each counts: the last row is repeated, so that all can be read."""
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.minimum(rows, n - 1), rows < n
 
 
 @triton.jit
 def reduce_rows(
-    row_ptrs,
-    bias_ptr,
+    head,
     V,
-    inner,
-    outer,
     HAS_SOFTCAP: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
     wanted,
@@ -41,9 +38,9 @@ def reduce_rows(
     sums = no_logits(BLOCK_N, LANES)
     whole = V // BLOCK_V * BLOCK_V
     for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-        sums = reduce_step(sums, row_ptrs, bias_ptr, start, None, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        sums = reduce_step(sums, head, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
     if whole < V:
-        sums = reduce_step(sums, row_ptrs, bias_ptr, whole, V, inner, outer, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        sums = reduce_step(sums, head, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
     return merge_lanes(sums, V, wanted)
 
 
@@ -56,31 +53,15 @@ def no_logits(R: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def reduce_step(
-    sums,  # of each lane: (R, W)
-    # the columns from `start` on, to where the vocabulary ends; `end` is None if it does not end here
-    row_ptrs,
-    bias_ptr,
-    start,
-    end,
-    inner,
-    outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    wanted,
-):
-    """Four logits more for every lane."""
-    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO, sums[0].shape[1])
-    z0 = logits(x0, id0, end, inner, outer, HAS_SOFTCAP)
-    z1 = logits(x1, id1, end, inner, outer, HAS_SOFTCAP)
-    z2 = logits(x2, id2, end, inner, outer, HAS_SOFTCAP)
-    z3 = logits(x3, id3, end, inner, outer, HAS_SOFTCAP)
+def reduce_step(sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted):
+    """Four logits more for every lane of `sums` (R, W), as `load_logits` has them."""
+    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(head, start, end, HAS_SOFTCAP, ROUNDED_TO, sums[0].shape[1])
     return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
 
 @triton.jit
 def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
-    """`fold` and what goes with it, of each lane's sums and logits, (R, W), and the logits' columns, (1, W)."""
+    """Fold four logits z (R, W), of the columns id (1, W), into the sums of each lane."""
     m, rest, t, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
     if with_total:
@@ -97,7 +78,7 @@ def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
 
 @triton.jit
 def merge_lanes(sums, V, wanted):
-    """From the sums of each lane (R, W) to those of the rows (R,)."""
+    """Merge the sums of the lanes (R, W) into those of the rows (R,)."""
     m, rest, t, squares, total, top_id = sums
     _with_entropy, with_squares, with_total, with_top_id = wanted
     lane_m = m
@@ -115,18 +96,33 @@ def merge_lanes(sums, V, wanted):
 
 
 @triton.jit
-def load_step(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """Four tiles (R, W) of the projection side by side, from the column `start` on, and the columns (1, W) of each."""
-    x0, columns0 = load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO, W)
-    x1, columns1 = load_x(row_ptrs, bias_ptr, start + W, end, ROUNDED_TO, W)
-    x2, columns2 = load_x(row_ptrs, bias_ptr, start + 2 * W, end, ROUNDED_TO, W)
-    x3, columns3 = load_x(row_ptrs, bias_ptr, start + 3 * W, end, ROUNDED_TO, W)
+def load_logits(head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """Four tiles (R, W) of scaled logits side by side, and the columns (1, W) of each, as `load_step` has them."""
+    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, end, ROUNDED_TO, W)
+    z0 = logits(x0, id0, end, head, HAS_SOFTCAP)
+    z1 = logits(x1, id1, end, head, HAS_SOFTCAP)
+    z2 = logits(x2, id2, end, head, HAS_SOFTCAP)
+    z3 = logits(x3, id3, end, head, HAS_SOFTCAP)
+    return z0, z1, z2, z3, id0, id1, id2, id3
+
+
+@triton.jit
+def load_step(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """Four tiles (R, W) of the projection side by side, and the columns (1, W) of each.
+
+    They begin with the column `start`. `end` is where the vocabulary ends, None if it does not end in these tiles.
+    """
+    x0, columns0 = load_x(head, start, end, ROUNDED_TO, W)
+    x1, columns1 = load_x(head, start + W, end, ROUNDED_TO, W)
+    x2, columns2 = load_x(head, start + 2 * W, end, ROUNDED_TO, W)
+    x3, columns3 = load_x(head, start + 3 * W, end, ROUNDED_TO, W)
     return x0, x1, x2, x3, columns0, columns1, columns2, columns3
 
 
 @triton.jit
-def load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+def load_x(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
     """The projection (R, W) in the columns from `start` on, 0 from `end` on where there is one; and those columns."""
+    row_ptrs, bias_ptr, _inner, _outer = head
     columns = start + tl.arange(0, W)[None, :]
     here = None
     if end is not None:
@@ -135,11 +131,11 @@ def load_x(row_ptrs, bias_ptr, start, end, ROUNDED_TO: tl.constexpr, W: tl.const
 
 
 @triton.jit
-def logits(x, columns, end, inner, outer, HAS_SOFTCAP: tl.constexpr):
+def logits(x, columns, end, head, HAS_SOFTCAP: tl.constexpr):
     """z of x, -inf beyond the vocabulary."""
-    z = scaled(x, inner, outer, HAS_SOFTCAP)
+    z = scaled(x, head, HAS_SOFTCAP)
     if end is not None:
-        z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make a number of it
+        z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make -inf a number
     return z
 
 
@@ -164,6 +160,7 @@ def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
 
 
 @triton.jit
-def load_at(row_ptrs, bias_ptr, ids, mask, ROUNDED_TO: tl.constexpr):
+def load_at(head, ids, mask, ROUNDED_TO: tl.constexpr):
     """The projection (R, 1) at one column of each row, as `load_x` has it; 0 where `mask` (R,) is not set."""
+    row_ptrs, bias_ptr, _inner, _outer = head
     return load_projection(row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO)

@@ -1,6 +1,6 @@
-"""The functions of `token_loss.formulas`, compiled: their text, with what is here in the place of torch's functions.
+"""The functions of `token_loss.formulas`, compiled: their text, with the functions below in the place of torch's.
 
-Triton finds a function's text through its code object, and what it calls in its globals.
+Triton finds a function's text through its code object, and the functions that it calls in its globals.
 """
 
 from types import FunctionType
@@ -60,7 +60,7 @@ def compiled(formula: Any, names: dict[str, Any] = _GLOBALS) -> Any:
     """A function of `formulas`, for kernels; the helpers first, which the others call by name.
 
     Args:
-        names: what its text may name; the function is added to it.
+        names: the globals of its text; the function is added to them.
     """
     made = triton.jit(FunctionType(formula.__code__, names, formula.__name__))
     return names.setdefault(formula.__name__, made)

@@ -1,7 +1,7 @@
 """A whole `TokenLoss` with the divergence from a teacher as its KL term, in one launch: see `fused`.
 
-Three passes over both rows: their statistics, those of the student with `stats`' bits; the divergence, with
-`diverge`'s; the gradient. Each goes back from where the one before it ended, over what the cache may still have.
+Three passes over both rows: the statistics (the student's with the bits of `stats`), the divergence (with the bits of
+`diverge`), and the gradient. Each begins where the one before it ended, which the cache may still hold.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats
 from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import diverge_rows, normalisers, pair_arguments
+from grpo_kernels.backends.triton_rows.divergence import diverge_rows, k_of, normalisers, teacher_arguments
 from grpo_kernels.backends.triton_rows.fused import loss_arguments, policy_loss
-from grpo_kernels.backends.triton_rows.grad import store_target
+from grpo_kernels.backends.triton_rows.grad import of_raw, row_terms, store_target, target_gradient, write_gradient
+from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
-from grpo_kernels.backends.triton_rows.steps import merge_lanes, no_logits, reduce_step, row_block
-from grpo_kernels.backends.triton_rows.teacher_grad import (
-    load_one,
-    teacher_row_terms,
-    teacher_target_gradient,
-    write_teacher_gradient,
-)
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, row_factors, scaled
+from grpo_kernels.backends.triton_rows.steps import load_at, merge_lanes, no_logits, reduce_step, row_block
+from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, head_rows, row_slope, scaled
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -35,14 +30,14 @@ def launch_teacher_fused(
     config: RowConfig,
 ) -> RowStats:
     """Statistics with the divergence's and the loss's terms; d loss / d (raw projection) goes to `out`."""
-    assert loss.kl == "full", loss.kl
+    assert loss.kl == "full" and chunk.teacher is not None, loss.kl
     n, new = len(chunk.logits), chunk.logits.new_empty
     logps, max_logit, log_sum, entropies = (new(n) for _ in range(4))
     divergence = DivergenceStats(*(new(n) for _ in range(4)))
     terms = {name: divergence.value if name == "kl" else new(n) for name in loss.terms}
     teacher_fused_kernel[(triton.cdiv(n, config.block_n),)](
-        **pair_arguments(chunk),
-        ids_ptr=chunk.ids,
+        **chunk_arguments(chunk),
+        **teacher_arguments(chunk.teacher, divergence),
         **loss_arguments(loss),
         # results
         logps_ptr=logps,
@@ -50,9 +45,6 @@ def launch_teacher_fused(
         log_sum_ptr=log_sum,
         entropies_ptr=entropies,
         value_ptr=divergence.value,
-        slope_ptr=divergence.slope,
-        teacher_max_logit_ptr=divergence.max_logit,
-        teacher_log_sum_ptr=divergence.log_sum,
         loss_ptr=terms["loss"],
         a_ptr=terms["a"],
         log_ratio_ptr=terms["log_ratio"],
@@ -82,7 +74,7 @@ def teacher_fused_kernel(
     log_sum_ptr,
     entropies_ptr,
     value_ptr,
-    slope_ptr,
+    sum_k_ptr,
     teacher_max_logit_ptr,
     teacher_log_sum_ptr,
     loss_ptr,
@@ -122,32 +114,24 @@ def teacher_fused_kernel(
 ):
     """`BLOCK_N` rows, from both raw projections to loss and, with `out_ptr`, gradient."""
     rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    student = (logits_ptr + rows.to(tl.int64)[:, None] * stride_n, bias_ptr, inner, outer)
-    teacher_inner, teacher_outer = row_factors(
-        teacher_inv_t_ptr, rows[:, None], teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP
-    )
-    teacher_ptrs = teacher_logits_ptr + rows.to(tl.int64)[:, None] * teacher_stride_n
+    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    head = (row_ptrs, bias_ptr, inner, outer)
+    teacher_ptrs, teacher_inner, teacher_outer = head_rows(
+        teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr, teacher_inner, teacher_outer,
+        TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
     m, rest, t, teacher_m, teacher_rest, teacher_t = reduce_both(
-        student,
-        teacher,
-        V,
-        HAS_SOFTCAP,
-        ROUNDED_TO,
-        TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO,
-        BLOCK_N,
-        BLOCK_V,
-        NUM_STAGES,
-    )
+        head, teacher, V, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
+        BLOCK_N, BLOCK_V, NUM_STAGES,
+    )  # fmt: skip
     rest, log_sum, entropy = finish(m, rest, t)
     _rest, teacher_log_sum, _entropy = finish(teacher_m, teacher_rest, teacher_t)
     ids = tl.load(ids_ptr + rows)
-    x_target = load_one(student, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
-    z_target = tl.reshape(scaled(x_target, student[2], student[3], HAS_SOFTCAP), ids.shape)
+    x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
-    # what is stored, or loaded again, is not held in registers while the rows are read again
+    # stored now and loaded again, so that no register holds them while the rows are read again
     tl.store(logps_ptr + rows, logp, mask=counts)
     tl.store(max_logit_ptr + rows, m, mask=counts)
     tl.store(log_sum_ptr + rows, log_sum, mask=counts)
@@ -155,58 +139,47 @@ def teacher_fused_kernel(
     tl.store(teacher_max_logit_ptr + rows, teacher_m, mask=counts)
     tl.store(teacher_log_sum_ptr + rows, teacher_log_sum, mask=counts)
     known = normalisers(m[:, None], log_sum[:, None], teacher_m[:, None], teacher_log_sum[:, None])
-    value, slope = diverge_rows(
-        student,
-        teacher,
-        known,
-        V,
-        teacher_beta,
-        TERMS,
-        HAS_SOFTCAP,
-        ROUNDED_TO,
-        TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO,
-        BLOCK_N,
-        BLOCK_V,
-        NUM_STAGES,
-    )
+    value, sum_k = diverge_rows(
+        head, teacher, known, V, teacher_beta, TERMS,
+        HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_N, BLOCK_V, NUM_STAGES,
+    )  # fmt: skip
 
     ids = tl.load(ids_ptr + rows)
     tokens = (advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr)
     loss, a, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
     c = beta * weight
     loss = tl.where(ids < 0, float("nan"), loss + c * value)
-    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else would tell
+    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else makes it NaN
     tl.store(value_ptr + rows, value, mask=counts)
-    tl.store(slope_ptr + rows, slope, mask=counts)
+    tl.store(sum_k_ptr + rows, sum_k, mask=counts)
     tl.store(loss_ptr + rows, loss, mask=counts)
     tl.store(a_ptr + rows, a, mask=counts)
     tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
     if out_ptr is not None:
-        slope = slope[:, None]
-        a = a[:, None]
+        sum_k, a, c = sum_k[:, None], a[:, None], c[:, None]
+        logp, log_sum, entropy = logp[:, None], log_sum[:, None], entropy[:, None]
         b = tl.zeros_like(a) + d_entropy
-        c = c[:, None]
-        coefficients = teacher_row_terms(
-            student, log_sum[:, None], entropy[:, None], slope, a, b, c, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP
-        )  # fmt: skip
+        level, tilt = row_terms(head, log_sum, entropy, a + c * sum_k, b, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP)
+        pair = (teacher, known, c * row_slope(head, HAS_SOFTCAP), teacher_beta)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         mask = counts & (ids >= 0) & (ids < V)
-        d_target = teacher_target_gradient(
-            student, teacher, ids, mask, known, logp[:, None], entropy[:, None], slope, a, b, c, HAS_ENTROPY_GRADIENT,
-            teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
-        )  # fmt: skip
-        barrier()  # `out` may be `logits`: nobody writes before everybody has read
+        x_target = load_at(head, ids, mask, ROUNDED_TO)
+        y_target = load_at(teacher, ids, mask, TEACHER_ROUNDED_TO)
+        d_target = target_gradient(logp, entropy, a, b, HAS_ENTROPY_GRADIENT)
+        k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
+        d_target += c * (k - exp(logp) * sum_k)
+        d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
+        barrier()  # `out` may be `logits`: all threads have read before one writes
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-            write_teacher_gradient(
-                student, teacher, out_ptrs, start, None, counts, known, coefficients, HAS_ENTROPY_GRADIENT,
-                teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_V,
+            write_gradient(
+                head, out_ptrs, start, None, counts, known[0], level, tilt, HAS_ENTROPY_GRADIENT,
+                HAS_SOFTCAP, ROUNDED_TO, BLOCK_V, pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
             )  # fmt: skip
         if whole < V:
-            write_teacher_gradient(
-                student, teacher, out_ptrs, whole, V, counts, known, coefficients, HAS_ENTROPY_GRADIENT,
-                teacher_beta, TERMS, HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_V,
+            write_gradient(
+                head, out_ptrs, whole, V, counts, known[0], level, tilt, HAS_ENTROPY_GRADIENT,
+                HAS_SOFTCAP, ROUNDED_TO, BLOCK_V, pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
             )  # fmt: skip
         ids = tl.load(ids_ptr + rows)
         store_target(out_ptrs, ids, counts & (ids >= 0) & (ids < V), d_target)
@@ -214,68 +187,27 @@ def teacher_fused_kernel(
 
 @triton.jit
 def reduce_both(
-    student, teacher, V,
+    head, teacher, V,
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """(m, rest, t) of the student's rows and the teacher's, (BLOCK_N,) each: `reduce_rows` of both at once."""
+    wanted = (True, False, False, False)
+    wanted_of_teacher = (False, False, False, False)
     sums = no_logits(BLOCK_N, BLOCK_V // 4)
     teacher_sums = no_logits(BLOCK_N, BLOCK_V // 4)
     whole = V // BLOCK_V * BLOCK_V
     for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-        sums, teacher_sums = reduce_both_step(
-            sums,
-            teacher_sums,
-            student,
-            teacher,
-            start,
-            None,
-            HAS_SOFTCAP,
-            ROUNDED_TO,
-            TEACHER_HAS_SOFTCAP,
-            TEACHER_ROUNDED_TO,
+        sums = reduce_step(sums, head, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        teacher_sums = reduce_step(
+            teacher_sums, teacher, start, None, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, wanted_of_teacher
         )
     if whole < V:
-        sums, teacher_sums = reduce_both_step(
-            sums,
-            teacher_sums,
-            student,
-            teacher,
-            whole,
-            V,
-            HAS_SOFTCAP,
-            ROUNDED_TO,
-            TEACHER_HAS_SOFTCAP,
-            TEACHER_ROUNDED_TO,
+        sums = reduce_step(sums, head, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
+        teacher_sums = reduce_step(
+            teacher_sums, teacher, whole, V, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, wanted_of_teacher
         )
-    m, rest, t, _squares, _total, _top_id = merge_lanes(sums, V, (True, False, False, False))
-    teacher_m, teacher_rest, teacher_t, _squares, _total, _top_id = merge_lanes(
-        teacher_sums, V, (False, False, False, False)
-    )
+    m, rest, t, _squares, _total, _top_id = merge_lanes(sums, V, wanted)
+    teacher_m, teacher_rest, teacher_t, _squares, _total, _top_id = merge_lanes(teacher_sums, V, wanted_of_teacher)
     return m, rest, t, teacher_m, teacher_rest, teacher_t
-
-
-@triton.jit
-def reduce_both_step(
-    sums,
-    teacher_sums,
-    student,
-    teacher,
-    start,
-    end,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr,
-    TEACHER_ROUNDED_TO: tl.constexpr,
-):
-    """`reduce_step` of both heads."""
-    sums = reduce_step(
-        sums, student[0], student[1], start, end, student[2], student[3], HAS_SOFTCAP, ROUNDED_TO,
-        (True, False, False, False),
-    )  # fmt: skip
-    teacher_sums = reduce_step(
-        teacher_sums, teacher[0], teacher[1], start, end, teacher[2], teacher[3], TEACHER_HAS_SOFTCAP,
-        TEACHER_ROUNDED_TO, (False, False, False, False),
-    )  # fmt: skip
-    return sums, teacher_sums

@@ -1,6 +1,6 @@
 """From the raw projection x to the scaled logits z = softcap(scale * round(x + bias)) / T, on the fly, and d z / d x.
 
-All that is constant in a row is folded into two factors (`LogitTransform.factors`): z = x * inner, or with a soft-cap
+The constants of a row are folded into two factors (`LogitTransform.factors`): z = x * inner, or with a soft-cap
 z = tanh(x * inner) * outer.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
-# Arguments with one number a row: read once, so that it is not worth a variant of the kernel where they lie.
+# Arguments with one number a row. Each is read once, so that its alignment is not worth a variant of the kernel.
 PER_ROW = [
     *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
     *("mean_logits_ptr", "is_top1_ptr", "a_ptr", "b_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
     *("advantages_ptr", "d_logps_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
-    *("teacher_inv_t_ptr", "teacher_max_logit_ptr", "teacher_log_sum_ptr", "value_ptr", "slope_ptr", "c_ptr"),
+    *("teacher_inv_t_ptr", "teacher_max_logit_ptr", "teacher_log_sum_ptr", "value_ptr", "sum_k_ptr", "c_ptr"),
 ]
 ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -52,8 +52,20 @@ def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
 
 
 @triton.jit
+def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """Return pointers (R, 1) to the starts of a head's `rows` (R,), and (inner, outer) as `row_factors` returns them.
+
+    A head travels as one tuple, `head`: (row pointers, bias pointer, inner, outer). Each kernel puts the bias pointer
+    between these itself: in Triton 3.6 no function can return a tuple that holds None. HAS_SOFTCAP and ROUNDED_TO
+    travel by themselves: Triton makes run-time numbers of flags in a tuple, and a tuple cannot hold a dtype.
+    """
+    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
+    return logits_ptr + rows.to(tl.int64)[:, None] * stride_n, inner, outer
+
+
+@triton.jit
 def row_factors(inv_t_ptr, rows, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """(inner, outer) in fp32, for all rows, or (R, 1) for the rows (R, 1) where each has its own temperature."""
+    """Return (inner, outer) in fp32: numbers, or (R, 1) where each of the rows (R, 1) has its own temperature."""
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     if inv_t_ptr is not None:
@@ -88,8 +100,9 @@ def _load(ptrs, mask):
 
 
 @triton.jit
-def scaled(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """z of x."""
+def scaled(x, head, HAS_SOFTCAP: tl.constexpr):
+    """The scaled logits z of a head's projection x."""
+    _row_ptrs, _bias_ptr, inner, outer = head
     z = x * inner
     if HAS_SOFTCAP:
         z = tanh(z) * outer
@@ -97,8 +110,9 @@ def scaled(x, inner, outer, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def row_slope(inner, outer, HAS_SOFTCAP: tl.constexpr):
+def row_slope(head, HAS_SOFTCAP: tl.constexpr):
     """The factor of d z / d x that all elements of a row share; with a soft-cap `bend` is the other."""
+    _row_ptrs, _bias_ptr, inner, outer = head
     if HAS_SOFTCAP:
         return 4.0 * inner * outer
     else:
@@ -106,6 +120,7 @@ def row_slope(inner, outer, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def bend(x, inner):
+def bend(x, head):
     """The element's own factor of d z / d x with a soft-cap, `row_slope` being the other."""
+    _row_ptrs, _bias_ptr, inner, _outer = head
     return quarter_tanh_slope(x * inner)

@@ -133,7 +133,7 @@ def test_refusals_of_teachers() -> None:
         kernels.diverge(plain, stats, stats)
     without = replace(stats, divergence=None)
     for some, known, c in ((chunk, without, a), (plain, stats, a), (plain, without, a)):
-        with pytest.raises(RuntimeError, match="c, slope, teacher_max_logit, teacher_log_sum: expected"):
+        with pytest.raises(RuntimeError, match="c, sum_k, teacher_max_logit, teacher_log_sum: expected"):
             kernels.grad(some, known, a, None, out, c)
     with pytest.raises(RuntimeError, match="kl: expected"):
         kernels.fused(plain, full_loss(a, 0), out)

@@ -39,7 +39,7 @@ class Divergences(FusedDivergenceSuite):
     ],
 )
 def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], beta: float) -> None:
-    """`diverge`, `teacher_grad` and `teacher_fused`; targets in quarters of tiles and in the tail; in place and not."""
+    """The kernels of two heads; targets in quarters of tiles and in the tail; in place and not."""
     suite = Divergences(layout)
     ids = torch.tensor(sorted({x for x in (0, 1024, 4095, 4096, 8192) if x < vocab and vocab < 10**5} | {vocab - 1}))
     n = len(ids)
