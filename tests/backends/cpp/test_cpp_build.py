@@ -120,6 +120,7 @@ def hanging(world: World) -> None:
         (lambda w: w.patch.setenv("CXX", "no-such -O3"), "no C++ compiler: no-such, which CXX names, is not on PATH"),
         (lambda w: w.patch.setenv("CXX", 'g++ "'), "expected a command in CXX, got 'g++ \"' (No closing quotation)"),
         (lambda w: w.compiler("echo last words >&2; exit 3"), "the compiler failed (exit status 3)"),
+        (lambda w: w.compiler("printf '\\377\\376' >&2; exit 1"), "the compiler failed (exit status 1)"),
         (lambda w: w.compiler("exit 0"), "cxx wrote no library, although it ended well"),
         (hanging, "the compiler took more than 0.5 s"),
         (lambda w: (w.sources / "ops.cpp").unlink(), "its sources are not in"),
