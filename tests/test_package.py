@@ -142,16 +142,6 @@ def test_public_names_are_documented(name):
     assert (getattr(grpo_kernels, name).__doc__ or "").strip()
 
 
-def test_the_packages_help_is_a_screen_that_names_all_that_is_public_and_says_what_is_not():
-    text = grpo_kernels.__doc__
-    assert len(text.splitlines()) <= 30
-    said = set(re.findall(r"\w+", text))
-    assert {*grpo_kernels.__all__} <= said
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    internal = packages - {*grpo_kernels.__all__}
-    assert internal == set(re.findall(r"`(\w+)`", text.split("All other modules")[1]))
-
-
 def test_dir_is_what_is_public():
     shown = {name for name in dir(grpo_kernels) if not name.startswith("__")}
     assert shown == {*grpo_kernels.__all__, "typing"}
@@ -308,11 +298,6 @@ def test_imports_flow_one_way(name):
 @pytest.mark.parametrize("path", IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_reaches_itself(path):
     assert path not in reached(path)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) <= 400
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
