@@ -13,7 +13,6 @@ import concurrent.futures
 import subprocess
 import sys
 
-from tests.support.cpp_faults import CPP_FAULTS
 from tests.support.planted import Fault, survives
 
 KERNELS = "grpo_kernels/backends/triton_rows/"
@@ -229,7 +228,6 @@ FAULTS = [
         "a slice adds to no slice before", ENGINE + "slices.py", "first=self._columns.start == 0", "first=True", WHOLE
     ),
     Fault("a block of rows adds to no block before", ENGINE + "slices.py", "first=start == 0", "first=True", MIXED),
-    *CPP_FAULTS,
     # divergences from a teacher
     Fault(
         "phi by subtraction alone",
