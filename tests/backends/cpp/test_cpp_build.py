@@ -30,6 +30,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_fresh_cache_is_filled_once_and_serves_without_a_compiler(tmp_path):
     strict = shlex.join([*compiler.compiler(), "-Wall", "-Wextra", "-Werror"])
     origin, path = lines(start(LOAD, TORCH_EXTENSIONS_DIR=tmp_path, CXX=strict))
