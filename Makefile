@@ -159,5 +159,5 @@ format: $(STAMP)  ## rewrites the sources as `make lint` wants them
 	$(PY) -m ruff format .
 
 clean:  ## removes the environment, caches and everything built
-	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
