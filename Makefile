@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-torch demo bench docs lint aot emulate roofline faults sanitize fuzz soak peers gpu tune parity wheel dist format clean
+.PHONY: help test test-slow test-torch demo bench docs lint aot emulate roofline faults sanitize fuzz peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -36,7 +36,6 @@ ROOFLINE_ARGS ?=
 FAULTS      ?=
 SANITIZE_ARGS ?=
 FUZZ_ARGS   ?=
-SOAK_ARGS   ?=
 PEERS_ARGS  ?=
 GPU_ARGS    ?=
 TUNE_ARGS   ?=
@@ -127,9 +126,6 @@ sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tes
 fuzz: $(STAMP)  ## ten minutes of random and hostile calls, seeded and minimised (FUZZ_ARGS="--minutes 1 --seed 7 --replay loss:3")
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ_ARGS) </dev/null
 
-soak: $(STAMP)  ## 2,000 calls a workload with a flat count of tensors, threads, descriptors and memory (SOAK_ARGS="--calls 200")
-	OMP_NUM_THREADS=1 $(PY) -m tests.soak $(SOAK_ARGS) </dev/null
-
 peers: $(STAMP)  ## the GRPO tests of TRL, Liger and verl, with theirs and with ours (TRL_SOURCE=DIR LIGER_SOURCE=DIR VERL_SOURCE=DIR)
 	$(PY) -m tests.peers $(PEERS_ARGS) </dev/null
 
@@ -163,5 +159,5 @@ format: $(STAMP)  ## rewrites the sources as `make lint` wants them
 	$(PY) -m ruff format .
 
 clean:  ## removes the environment, caches and everything built
-	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -74,31 +74,6 @@ def docstring(name: str) -> str:
     return ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text()))
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "demo"])
-def test_a_script_says_what_it_is_before_its_first_slow_import(name: str) -> None:
-    told = False
-    for node in ast.parse((ROOT / "examples" / f"{name}.py").read_text()).body:
-        if isinstance(node, ast.If):
-            told |= ast.unparse(node) == "if __name__ == '__main__':\n    begin(__doc__)"
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            quick = {*sys.stdlib_module_names, "begin"}
-            assert told or all(module.split(".")[0] in quick for module in modules), f"line {node.lineno}"
-    assert told
-
-
-@pytest.mark.parametrize(
-    ("load", "mine", "free"), [(0.3, 8, 8), (2.6, 8, 5), (2.6, 4, 4), (40.0, 8, 1), (7.4, 2, 1)], ids=str
-)
-def test_busy_cores_are_left_to_others(load: float, mine: int, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from examples import begin
-
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(mine)))
-    assert begin.free_cores() == free
-
-
 def test_every_script_is_covered() -> None:
     shared = {"arithmetic", "begin", "demo", "demo_report", "head_cost", "unified_view"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | set(EXAMPLES)

@@ -111,17 +111,11 @@ MODULES = {module_name(path): path for path in FILES if path.parent != ROOT or p
 IMPORTS = {path: imported(path) for path in MODULES.values()}
 
 
-def test_import_loads_no_heavy_package():
-    heavy = run("-c", f"import grpo_kernels, sys; print([name for name in {HEAVY} if name in sys.modules])")
-    # torch itself may load some of them
-    torch_alone = run("-c", f"import torch, sys; print([name for name in {HEAVY} if name in sys.modules])")
-    assert heavy.returncode == 0, heavy.stderr
-    assert heavy.stdout == torch_alone.stdout
-
-
-def test_import_prints_nothing_and_warns_of_nothing():
-    done = run("-W", "error::DeprecationWarning:grpo_kernels", "-c", "import grpo_kernels")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_import_loads_no_heavy_package_says_nothing_and_warns_of_nothing():
+    listed = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = run("-W", "error::DeprecationWarning:grpo_kernels", "-c", f"import grpo_kernels; {listed}")
+    torch_alone = run("-c", f"import torch; {listed}")  # torch itself may load some of them
+    assert (done.returncode, done.stdout, done.stderr) == (0, torch_alone.stdout, "")
 
 
 def test_version_is_the_distributions():
@@ -140,16 +134,6 @@ def test_ships_its_types():
 @pytest.mark.parametrize("name", grpo_kernels.__all__)
 def test_public_names_are_documented(name):
     assert (getattr(grpo_kernels, name).__doc__ or "").strip()
-
-
-def test_the_packages_help_is_a_screen_that_names_all_that_is_public_and_says_what_is_not():
-    text = grpo_kernels.__doc__
-    assert len(text.splitlines()) <= 30
-    said = set(re.findall(r"\w+", text))
-    assert {*grpo_kernels.__all__} <= said
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    internal = packages - {*grpo_kernels.__all__}
-    assert internal == set(re.findall(r"`(\w+)`", text.split("All other modules")[1]))
 
 
 def test_dir_is_what_is_public():
@@ -308,11 +292,6 @@ def test_imports_flow_one_way(name):
 @pytest.mark.parametrize("path", IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_reaches_itself(path):
     assert path not in reached(path)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) <= 400
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))

@@ -126,58 +126,10 @@ def test_a_source_archive_has_all_that_a_wheel_is_made_of_and_no_part_of_the_tes
     assert {name for name in names(wheel) if ".dist-info/" not in name} == shipped
 
 
-README = """# A library [![checks](https://a.b/badge.svg)](https://a.b) [![more](docs/badge.svg)](docs/more.md)
-
-![Time of each](docs/plots/time.png)
-
-<picture><source media="(prefers-color-scheme: dark)" srcset="docs/dark.svg">
-<img alt="Memory" src="docs/light.svg"></picture>
-
-See [the `design`](docs/design.md#why), [its page](https://a.b/c), [below](#below), [ours][ours] and [theirs][theirs],
-<a href="docs/x.md">a page</a>, <a href="https://a.b">another</a>.
-
-```python
-table[0](1), ops["![no picture](x)"](2)
-
-
-after_two_empty_lines = "[no link](x)"
-```
-
-[ours]: docs/ours.md
-[theirs]: https://a.b/theirs
-"""
-SHOWN = """# A library
-
-See the `design`, [its page](https://a.b/c), below, ours and [theirs][theirs],
-a page, <a href="https://a.b">another</a>.
-
-```python
-table[0](1), ops["![no picture](x)"](2)
-
-
-after_two_empty_lines = "[no link](x)"
-```
-
-[theirs]: https://a.b/theirs
-"""
-
-
 def test_one_version_everywhere():
     texts = {name: (CHECKOUT / name).read_text() for name in ("pyproject.toml", "CITATION.cff")}
     found = {name: re.search(r'^version(?:: | = ")([^"\n]+)', text, re.MULTILINE) for name, text in texts.items()}
     assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(texts, grpo_kernels.__version__)
-
-
-def test_a_package_index_shows_no_picture_and_no_link_that_leads_nowhere(tmp_path):
-    (tmp_path / "README.md").write_text(README)
-    shutil.copy(CHECKOUT / "setup.py", tmp_path)
-    name = 'name = "grpo-kernels"\nversion = "0"\n'
-    (tmp_path / "pyproject.toml").write_text(f'[project]\n{name}dynamic = ["readme"]\n')
-    (tmp_path / "csrc").mkdir()
-    run(sys.executable, "setup.py", "--quiet", "egg_info", cwd=tmp_path)
-    shown = (tmp_path / "grpo_kernels.egg-info" / "PKG-INFO").read_text().partition("\n\n")[2]
-    lines = [line.rstrip() for line in shown.strip().splitlines()]
-    assert lines == SHOWN.strip().splitlines()
 
 
 def test_our_readme_has_no_link_to_a_file_on_a_package_index(tree):

@@ -379,6 +379,27 @@ def test_empty_batches() -> None:
 
 # groups that span ranks
 
+
+def those_before(data: SimpleNamespace, rows: slice, process_group: Any) -> list[Tensor]:
+    """The other estimators on some rows."""
+    rewards, mask, values = data.rewards[rows], data.mask[rows], data.token_rewards[rows]
+    pg = {"process_group": process_group}
+    groups = {"group_ids": data.ids[rows], **pg}
+    ends = torch.arange(2 * len(data.ids)).view(-1, 2)[rows] % 7
+    return [
+        adv.group_advantages(rewards, **groups),
+        adv.group_advantages(rewards, scale="batch", std="population", **groups),
+        adv.group_advantages(rewards, aggregation="normalize_then_sum", **groups),
+        adv.group_advantages(rewards, 13, **pg),
+        adv.rloo_advantages(rewards, normalize=True, **groups),
+        adv.process_advantages(rewards, ends, completion_mask=mask, **groups),
+        adv.process_advantages(rewards, ends, length=7, **groups),
+        adv.gae(values, -values, mask, whiten_advantages=True, **pg)[0],
+        adv.reinforce_plus_plus(rewards, mask, per_token_kl=values, **groups),
+        adv.whiten(values, mask, **pg),
+    ]
+
+
 SPLITS = (6, 5, 13)  # rows of rank 0: about equal shares, unequal ones, and nothing for rank 1
 
 
@@ -388,7 +409,7 @@ def rank_task(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for first in SPLITS:
         rows = slice(0, first) if rank == 0 else slice(first, 13)
-        results[str(first)] = every(data, rows, group)
+        results[str(first)] = every(data, rows, group) + those_before(data, rows, group)
     padded = batch(8)  # whose rows rank 1 does not pad as far
     padded.mask[6:, 4:] = False
     results["ragged"] = every(padded, slice(0, 6) if rank == 0 else slice(6, 13), group, None if rank == 0 else 4)
@@ -407,6 +428,8 @@ def test_groups_that_span_ranks() -> None:
     padded.mask[6:, 4:] = False
     for key in (*map(str, SPLITS), "ragged"):
         expected = every(padded if key == "ragged" else data, slice(0, 13))
+        if key != "ragged":
+            expected += those_before(data, slice(0, 13), None)
         for own, other, whole in zip(first[key], second[key], expected, strict=True):
             if whole.dim() == 2 and key == "ragged":
                 other = torch.nn.functional.pad(other, (0, 3))

@@ -386,6 +386,7 @@ def test_an_output_is_a_pytree() -> None:
     assert doubled.metrics["kl"] == total.double() / count.double()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own
 def test_inductor() -> None:
     """The default backend: one graph with all of it."""

@@ -61,63 +61,6 @@ def test_gradcheck_of_linear_logprob(kind: str, expected: str | None) -> None:
     assert gradcheck(lambda *x: torch.stack(call(*x)).sum(), inputs, fast_mode=False)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "kl": {"beta": 0.3},
-    "delta": {"delta": 1.5},
-    "ratio": {"ratio": True},
-    "softcap-bias": {"final_logit_softcapping": 2.0, "bias": True, "logit_scale": 1.3, "temperature": 0.8},
-    "entropy": {"entropy_coef": 0.2},
-}
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-# (loss type, level, options): what a loss ignores is left out
-CONFIGS = [
-    (loss_type, level, option)
-    for loss_type, level in LOSSES
-    for option in OPTIONS
-    if (option != "delta" or loss_type in CLIPPED) and (option != "ratio" or loss_type != "gmpo")
-]
-
-
-def differentiable(loss_type: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with which the loss's constant weights are constant under finite differences, too."""
-    if loss_type == "cispo":
-        return {**options, "epsilon_high": 0.01}  # every ratio is above the cap
-    if loss_type == "vespo":  # on-policy: log w is 0
-        return {**options, "use_bias_correction_kl": False, "old": False}
-    return options
-
-
-@pytest.mark.parametrize(("loss_type", "level", "option"), CONFIGS, ids=lambda x: str(x))
-def test_gradcheck_of_the_loss(loss_type: str, level: str, option: str) -> None:
-    options = differentiable(loss_type, OPTIONS[option])
-    inputs = leaves(options.pop("bias", False) if option != "softcap-bias" else True)
-    own = {k: x for k, x in options.items() if k not in ("bias", "ratio", "old")}
-    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, max_completion_length=7, **own)
-    ids, mask = torch.tensor([[0, 4, 2], [1, 3, 2]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
-    head = {k: own[k] for k in ("temperature", "logit_scale", "final_logit_softcapping") if k in own}
-    with torch.no_grad():
-        own_logps, _ = linear_logprob(*inputs[:2], ids, bias=inputs[2] if len(inputs) > 2 else None, **head)
-    # log-ratios on either side of both clip bounds and of delta, and none near: 0.18, -0.22, 0.41
-    moved = torch.tensor([[0.05, 0.9, 0.3], [-0.45, 0.0, -0.1]], dtype=F64)
-    given = {
-        "advantages": torch.tensor([[1.3, -0.7, 0.4], [-1.1, 0.0, 0.8]], dtype=F64),
-        "ref_per_token_logps": own_logps + 0.3 if own.get("beta") else None,
-        "old_per_token_logps": own_logps - moved if options.get("old", True) else None,
-        "importance_sampling_ratio": torch.tensor([[0.7, 1.2, 1.9], [0.2, 0.0, 1.0]], dtype=F64)
-        if options.get("ratio") else None,
-    }  # fmt: skip
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return grpo_loss(hidden, weight, ids, mask, **given, bias=bias, config=config).loss
-
-    assert gradcheck(loss, inputs, fast_mode=False)
-
-
-def test_there_are_enough_configurations() -> None:
-    assert len(CONFIGS) >= 80
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_gradcheck_of_a_custom_objective(level: str) -> None:
     function = lambda tokens: torch.tanh(tokens.logps) * tokens.advantages - 0.3 * tokens.entropies**2  # noqa: E731

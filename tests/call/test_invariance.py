@@ -156,18 +156,6 @@ def test_loss_and_logprob_take_the_same_temperature() -> None:
     assert torch.equal(out.entropies, entropies)
 
 
-def test_nothing_is_shifted() -> None:
-    """The hidden state at a position scores the id at that position: a one-hot head tells them apart."""
-    b, t, v = 2, 5, 12
-    weight = 20 * torch.eye(v)
-    ids = torch.arange(b * t).view(b, t)
-    hidden = torch.eye(v)[ids]
-    out = grpo_loss(hidden, weight, ids, torch.ones(b, t), torch.ones(b))
-    assert bool((out.per_token_logps > -1e-6).all())
-    logps, _ = linear_logprob(hidden[:, :-1], weight, ids[:, 1:])
-    assert bool((logps < -19).all())
-
-
 def test_packed_sequences_of_very_different_lengths_need_no_padding(every_backend: str) -> None:
     """One long sequence beside many of one token: nothing of (sequences, longest) elements is made."""
     short = 2000 if every_backend == "torch" else 200  # the interpreter is slow

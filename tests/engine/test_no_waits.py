@@ -39,6 +39,10 @@ CALLS = {
     "two_pass-off-policy-mask": (LossConfig(off_policy_mask_threshold=0.1), BOTH, "two_pass", (1, 1)),
     "lean": (SEQUENCE, BOTH, "lean", (1, 1)),
     "score": (ALL_TERMS, NEITHER, "score", (1, 0)),
+    **{
+        f"one_pass-{name}": (LossConfig(loss_type=name), BOTH, "one_pass", (2, 0))
+        for name in ("bnpo", "dr_grpo", "cispo", "sapo", "luspo")
+    },
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)

@@ -38,16 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for pair in given.replay:
             name, _, seed = pair.partition(":")
             failure = harness.trial(known[name], int(seed))
-            known[name].close()
             print(f"{pair} passes: {known[name].options(int(seed))}" if failure is None else failure)
             failures += [failure] if failure else []
         return int(bool(failures))
     seed = secrets.randbits(32) if given.seed is None else given.seed
     chosen = [known[name] for name in given.category or known]
     print(f"seed {seed}, {given.minutes:g} minutes, {', '.join(category.name for category in chosen)}")
-    tallies = harness.fuzz(chosen, 60.0 * given.minutes, seed)
-    print(harness.table(tallies))
-    return int(any(tally.failures for tally in tallies.values()))
+    found = harness.fuzz(chosen, 60.0 * given.minutes, seed)
+    for name, (trials, failures) in found.items():
+        print(f"{name}: {trials} trials, {len(failures)} failed", *(failure.seed for failure in failures))
+    return int(any(failures for _, failures in found.values()))
 
 
 if __name__ == "__main__":

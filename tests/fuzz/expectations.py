@@ -171,4 +171,4 @@ def compare(case: Case, leaves: dict[str, Tensor | None], logps: Tensor, g: Tens
             raise AssertionError(f"d {name}{list(where)}: got {got[where]:.6g}, want {grad[where]:.6g}")
 
 
-EXPECTED = Category("expected", draw, check, share=2.0)
+EXPECTED = Category("expected", draw, check)

@@ -6,11 +6,12 @@ plain one. So a failure is minimised by leaving options out, one after the other
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Options = dict[str, Any]
@@ -24,8 +25,6 @@ class Category:
     name: str
     draw: Callable[[random.Random], Options]
     check: Callable[[Options], None]  # raises if the library does not do what it promises
-    share: float = 1.0  # of the time
-    close: Callable[[], None] = lambda: None
 
     def options(self, seed: int) -> Options:
         """The trial of a seed: the same on every machine."""
@@ -50,15 +49,6 @@ class Failure:
             f"  smallest of {len(self.options)} options: {self.smallest}\n"
             f"  with it: {self.smallest_error}"
         )
-
-
-@dataclass
-class Tally:
-    """What became of a category."""
-
-    trials: int = 0
-    seconds: float = 0.0
-    failures: list[Failure] = field(default_factory=list)
 
 
 def error_of(category: Category, options: Options) -> Exception | None:
@@ -112,40 +102,19 @@ def seeds(start: int) -> Iterator[int]:
 
 
 def fuzz(
-    categories: Sequence[Category],
-    seconds: float,
-    start: int,
-    *,
-    most: Mapping[str, int] | None = None,
-    tell: Callable[[str], None] = print,
-) -> dict[str, Tally]:
-    """Trials of all categories, each in its share of the time, until `seconds` are over or each had its `most`."""
-    tallies = {category.name: Tally() for category in categories}
-    streams = {category.name: seeds(start) for category in categories}
+    categories: Sequence[Category], seconds: float, start: int, *, most: int | None = None
+) -> dict[str, tuple[int, list[Failure]]]:
+    """Trials of all categories in turn, until `seconds` are over or each had its `most`: their number, and failures."""
+    found: dict[str, tuple[int, list[Failure]]] = {category.name: (0, []) for category in categories}
     end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end:
-            open_ones = [x for x in categories if most is None or tallies[x.name].trials < most[x.name]]
-            if not open_ones:
-                break
-            category = min(open_ones, key=lambda x: tallies[x.name].seconds / x.share)
-            tally, began = tallies[category.name], time.monotonic()
-            failure = trial(category, next(streams[category.name]))
-            tally.trials += 1
-            tally.seconds += time.monotonic() - began
-            if failure is not None:
-                tally.failures.append(failure)
-                tell(str(failure))
-    finally:
+    for seed in itertools.islice(seeds(start), most):
         for category in categories:
-            category.close()
-    return tallies
-
-
-def table(tallies: dict[str, Tally]) -> str:
-    """Counts by category, and the seeds that failed."""
-    rows = [f"{'category':<12} {'trials':>7} {'failures':>9} {'seconds':>8}"]
-    for name, tally in tallies.items():
-        failed = "  seeds " + " ".join(str(x.seed) for x in tally.failures) if tally.failures else ""
-        rows.append(f"{name:<12} {tally.trials:>7} {len(tally.failures):>9} {tally.seconds:>8.1f}{failed}")
-    return "\n".join(rows)
+            if time.monotonic() > end:
+                return found
+            trials, failures = found[category.name]
+            failure = trial(category, seed)
+            if failure is not None:
+                print(failure)
+                failures.append(failure)
+            found[category.name] = (trials + 1, failures)
+    return found

@@ -176,4 +176,4 @@ def padded(out: Any, stays: Tensor | None) -> Any:
     )
 
 
-LOSS = Category("loss", draw, check, share=4.0)
+LOSS = Category("loss", draw, check)

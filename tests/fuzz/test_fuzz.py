@@ -17,15 +17,15 @@ from tests.fuzz.harness import Category
 from tests.fuzz.losses import LOSS
 
 SECONDS = 30.0
-MOST = {"loss": 50, "expected": 60, "advantages": 100, "ranks": 15, "cache": 4, "rewards": 25}
+MOST = 60
 START = 20240203
 
 
 def test_half_a_minute_of_it_finds_nothing() -> None:
-    tallies = harness.fuzz(categories.ALL, SECONDS, START, most=MOST)
-    assert all(tally.trials > 0 for tally in tallies.values()), harness.table(tallies)
-    failures = [failure for tally in tallies.values() for failure in tally.failures]
-    assert not failures, "\n".join([harness.table(tallies), *map(str, failures)])
+    found = harness.fuzz(categories.ALL, SECONDS, START, most=MOST)
+    assert all(trials > 0 for trials, _ in found.values()), found
+    failures = [failure for _, some in found.values() for failure in some]
+    assert not failures, "\n".join(map(str, failures))
 
 
 @pytest.fixture
@@ -75,26 +75,6 @@ def test_minimised_keeps_what_the_failure_needs() -> None:
     assert failure is not None and failure.smallest.keys() == {"a", "b"}
     assert failure.smallest_error == "ValueError: too much"
     assert category.options(7) == draw(random.Random("sums 7"))
-
-
-def test_each_category_gets_its_share_and_a_seed_is_replayed() -> None:
-    seen: dict[str, list[float]] = {"odd": [], "even": []}
-    made = [
-        Category(name, lambda draw: {"x": draw.random()}, lambda options, name=name: seen[name].append(options["x"]))
-        for name in seen
-    ]
-    tallies = harness.fuzz(made, 60.0, 3, most={"odd": 5, "even": 8})
-    assert {name: tally.trials for name, tally in tallies.items()} == {"odd": 5, "even": 8}
-    first = next(harness.seeds(3))
-    assert made[0].options(first)["x"] == seen["odd"][0]
-    assert "even               8         0" in harness.table(tallies)
-
-
-def test_an_unknown_category_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--category", "lost"], ["--replay", "lost:1"]):
-        with pytest.raises(SystemExit):
-            command.main(arguments)
-        assert "no category 'lost'; there are loss, expected" in capsys.readouterr().err
 
 
 def test_random_trials_cover_what_they_are_to_cover() -> None:

@@ -154,7 +154,7 @@ def test_a_graph_of_the_log_probabilities_replays(
 
 
 # How often a step waits for the device: with a mask, to learn how many positions count; without KL and entropy bonus,
-# and in a second pass, to learn how many carry gradient.
+# and in a second pass, to learn how many carry gradient. (engine/test_no_waits.py counts it without a device.)
 WAITS = {
     "no mask": {"on-policy": 1, "kl": 0, "entropy": 0},
     "mask": {"one_pass": 2, "two_pass": 2, "lean": 2},
@@ -164,8 +164,8 @@ WAITS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_waits_without_a_mask(device: torch.device, config: str, head: str, backend: str, as_in_use: None) -> None:
-    given = batch(device)
+def test_waits_without_a_mask(gpu: torch.device, config: str, head: str, backend: str, as_in_use: None) -> None:
+    given = batch(gpu)
     given["weight"].requires_grad_(head == "trains")
     given["hidden"].requires_grad_(head != "no gradient")
     if config == "on-policy":
@@ -177,9 +177,9 @@ def test_waits_without_a_mask(device: torch.device, config: str, head: str, back
             out.loss.backward()
 
     step()  # what is compiled or allocated once may wait
-    found, allowed = waits(step, device), WAITS["no mask"][config] if head != "no gradient" else 0
+    found, allowed = waits(step), WAITS["no mask"][config] if head != "no gradient" else 0
     assert len(found) == allowed, found
-    if device.type == "cuda" and allowed == 0:  # the stricter form: the call fails where it waits
+    if allowed == 0:  # the stricter form: the call fails where it waits
         torch.cuda.set_sync_debug_mode("error")
         try:
             step()
@@ -188,21 +188,21 @@ def test_waits_without_a_mask(device: torch.device, config: str, head: str, back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scoring_without_a_mask_does_not_wait(device: torch.device, backend: str, as_in_use: None) -> None:
-    given = batch(device)
+def test_scoring_without_a_mask_does_not_wait(gpu: torch.device, backend: str, as_in_use: None) -> None:
+    given = batch(gpu)
 
     def step() -> None:
         with torch.no_grad():
             linear_logprob(given["hidden"], given["weight"], given["completion_ids"], backend=backend)
 
     step()
-    assert waits(step, device) == []
+    assert waits(step) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", WAITS["mask"])
-def test_waits_with_a_mask(device: torch.device, engine: str, backend: str, as_in_use: None) -> None:
-    given = batch(device)
+def test_waits_with_a_mask(gpu: torch.device, engine: str, backend: str, as_in_use: None) -> None:
+    given = batch(gpu)
     mask = torch.ones_like(given["completion_ids"])
     mask[:, -1] = 0
     given["completion_mask"] = mask
@@ -211,5 +211,5 @@ def test_waits_with_a_mask(device: torch.device, engine: str, backend: str, as_i
         grpo_loss(**given, engine=engine, backend=backend).loss.backward()
 
     step()
-    found = waits(step, device)
+    found = waits(step)
     assert len(found) == WAITS["mask"][engine], found

@@ -174,21 +174,6 @@ def test_an_adapter_that_does_not_fit_is_refused() -> None:
         grpo_loss(leaf, weight, ids[None], None, torch.ones(1), engine="frozen", lora=lora)
 
 
-def test_what_does_not_fit_a_head_with_padding_is_refused() -> None:
-    """`vocab_size` cuts bias and adapter as it does the weight: not to a size that they did not have."""
-    hidden, weight, ids = torch.randn(3, 8), torch.randn(10, 8), torch.zeros(3, dtype=torch.long)
-    a, b = torch.randn(2, 8), torch.randn(10, 2)
-    wrong = {
-        r"^lora: expected a LoRA, got tuple": {"lora": (a, b)},
-        r"^lora\.b: expected a tensor, got NoneType": {"lora": LoRA(a, None)},  # type: ignore[arg-type]
-        r"^lora\.b: expected a row for each of the 10 of weight, got shape \(9, 2\)": {"lora": LoRA(a, b[:9])},
-        r"^bias: expected a row for each of the 10 of weight, got shape \(12,\)": {"bias": torch.randn(12)},
-    }
-    for says, options in wrong.items():
-        with pytest.raises((TypeError, ValueError), match=says):
-            linear_logprob(hidden, weight, ids, vocab_size=7, **options)
-
-
 def test_two_kinds_of_16_bits() -> None:
     """Hidden states in bf16 may be larger than any number of an adapter in fp16."""
     hidden, weight = torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.bfloat16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -401,11 +400,3 @@ def test_compiled_layers_see_few_shapes() -> None:
             seen = len(compiled)
     assert len(compiled) == seen, "no shape that is compiled anew after the first batches"
     torch._dynamo.reset()
-
-
-def test_the_page_has_the_verdicts() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training-step.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith(" |")]
-    families = [x for x in rows if len(x) == 3]
-    found = {kind: (plain, given) for kinds, plain, given in families for kind in kinds.split(", ")}
-    assert {kind: found.get(kind) for kind in FAMILIES} == FAMILIES

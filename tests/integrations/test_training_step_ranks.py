@@ -37,6 +37,7 @@ JOBS: list[Job] = [
     ("DDP", "tied", "uneven", "defaults"),
     ("FSDP2", "tied", "uneven", "defaults"),
     ("FSDP2, trunk a unit", "qwen3", "one rank without", "defaults"),
+    ("FSDP2, head a unit", "qwen3", "uneven", "defaults"),
     ("DDP, checkpointing", "qwen3", "uneven", "split"),
     ("DDP, reentrant checkpointing", "qwen3", "uneven", "split"),
     ("DDP, static graph", "qwen3", "one rank without", "defaults"),
@@ -100,8 +101,9 @@ def wrapped(wrap: str, model: Any) -> nn.Module:
         return DistributedDataParallel(model, static_graph="static" in wrap)
     for layer in model.model.layers:
         fully_shard(layer, reshard_after_forward=True)
-    if "trunk" in wrap:
-        fully_shard(model.model, reshard_after_forward=True)
+    for name, module in {"trunk": model.model, "head": model.lm_head}.items():
+        if name in wrap:
+            fully_shard(module, reshard_after_forward=True)
     return fully_shard(model)
 
 

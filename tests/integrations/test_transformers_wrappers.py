@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from grpo_kernels import GRPOLoss, LossConfig
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import assert_as_model, last_columns, peft_model, shared_batch, text_batch
-from tests.support.ranks import run_ranks
+from tests.support.model_checks import assert_as_model, last_columns, peft_model, text_batch
 
 
 @pytest.mark.parametrize(
@@ -125,60 +123,6 @@ def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> Non
             got = completion_logprobs(compiled, ids, attention_mask, mask)[0]
         assert torch.equal(compiled(input_ids=ids, attention_mask=attention_mask).logits, before)
     assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask, padding="keep")[0])
-
-
-def engine_task(rank: int, world_size: int) -> dict[str, Any]:
-    """For each engine (losses, logps, gradients) of two steps of accumulation on this rank's sequence."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-    from torch.nn.parallel import DistributedDataParallel
-
-    def root_alone(model: Any) -> Any:
-        return fully_shard(model, reshard_after_forward=True)
-
-    def head_apart(model: Any) -> Any:
-        for module in (*model.model.layers, model.lm_head):
-            fully_shard(module, reshard_after_forward=True)
-        return fully_shard(model)
-
-    def ddp(model: Any) -> Any:
-        return DistributedDataParallel(model, find_unused_parameters=True)
-
-    warnings.filterwarnings("error", message=".*returned a view tensor")  # whose hooks FSDP2 may lose
-    found: dict[str, Any] = {}
-    for wrap in (root_alone, head_apart, ddp):
-        model = wrap(tiny.text_model("cohere2"))
-        batch = shared_batch(rank)
-        scored = {name: batch[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-        with torch.no_grad():
-            logps, _ = completion_logprobs(model, **scored)
-        for _ in range(2):
-            out = causal_lm_loss(model, GRPOLoss(loss_type="grpo", beta=0.1), **batch, ref_per_token_logps=logps - 0.2)
-            (out.loss / 2).backward()
-        gradients = {}
-        for name, x in model.named_parameters():
-            full = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
-            gradients[name.removeprefix("module.")] = full
-        found[wrap.__name__] = (out.loss.detach(), logps, gradients)
-    return found
-
-
-def test_fsdp2_and_ddp_give_the_gradients_of_one_process() -> None:
-    model, batch = tiny.text_model("cohere2"), shared_batch(None)
-    scored = {name: batch[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-    with torch.no_grad():
-        logps, _ = completion_logprobs(model, **scored)
-    out = causal_lm_loss(model, GRPOLoss(loss_type="grpo", beta=0.1), **batch, ref_per_token_logps=logps - 0.2)
-    out.loss.backward()
-    ranks = run_ranks(engine_task, 2)
-    for engine in ranks[0]:
-        torch.testing.assert_close(sum(found[engine][0] for found in ranks) / 2, out.loss.detach())
-        torch.testing.assert_close(torch.cat([found[engine][1] for found in ranks]), logps)
-        for found in ranks:
-            gradients = found[engine][2]
-            assert gradients.keys() == dict(model.named_parameters()).keys()
-            for name, x in model.named_parameters():
-                torch.testing.assert_close(gradients[name], x.grad, msg=lambda m, n=name, e=engine: f"{e} {n}: {m}")
 
 
 def masking(forward: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import warnings
 from typing import Any
@@ -17,7 +16,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from benchmarks import tiny_models, tiny_run
 from grpo_kernels.base import checks
-from grpo_kernels.integrations.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl, unpatch_trl
+from grpo_kernels.integrations.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl.row_count import PATCHED, RowCount
 
 ROWS = {"rows/projected", "rows/gradient"}
@@ -121,19 +120,3 @@ def test_what_was_counted_before_is_not_logged_after_patching() -> None:
     PATCHED.add(4, None, (2 * x,))
     with patch_trl():
         assert PATCHED.take() == {}
-
-
-def test_patching_and_unpatching_say_what_they_change(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "grpo_kernels"):
-        assert patch_trl()
-        unpatch_trl()
-    names = [
-        "trl.trainer.utils._ChunkedLogProbFunction",
-        "trl.trainer.distillation_trainer._chunked_divergence_loss",
-        "trl.trainer.base_trainer._BaseTrainer.log",
-    ]
-    assert caplog.messages == [
-        *(f"patched trl: {name} is that of grpo_kernels" for name in names),
-        *(f"unpatched trl: {name} is its own again" for name in reversed(names)),
-    ]
-    assert PATCHED.take() == {}

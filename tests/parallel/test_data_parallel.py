@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from grpo_kernels import GRPOLoss, LMHeadLogProb, LossConfig, LossOutput, attach, grpo_loss
 from tests.support import parallel_cases as cases
 from tests.support.case_builder import Case
+from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
 from tests.support.parallel_cases import LOSSES, SETUPS, TIED, Run, relative_error, truth
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss
@@ -28,7 +29,7 @@ HSDP = ("FSDP2, head in the root unit", "FSDP2, head its own unit")
 Gradients = dict[str, Tensor]
 
 
-def check(got: list[dict[str, Any]], want: dict[str, Gradients], dtype: torch.dtype = torch.float64) -> None:
+def check(got: list[dict[Any, Any]], want: dict[Any, Gradients], dtype: torch.dtype = torch.float64) -> None:
     """Every rank has the gradients wanted under each name."""
     for found in got:
         assert found.keys() == want.keys()
@@ -250,6 +251,27 @@ def logprobs_truth(entropy: bool) -> Gradients:
         per_token = (3.0 * logps).square() - (entropies if entropy else 0.0)
         (per_token * batch.completion_mask).sum().div(2).backward()
     return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+ADAPTED = [
+    *itertools.product(
+        PLACES,
+        ("off-policy", "sequence ratio"),
+        ("DDP", *HSDP, "FSDP2, head in a unit with another layer"),
+    )
+]
+
+
+def run_adapters(rank: int, world_size: int) -> dict[Any, Gradients]:
+    found = {}
+    for where, loss, way in ADAPTED:
+        run = Run(SETUPS[way], adapted_loss(where, loss), CPU, torch.float64)
+        found[where, loss, way] = run.train(adapted(where))
+    return found
+
+
+def test_adapters_on_body_or_head() -> None:
+    check(run_ranks(run_adapters, 2), {case: adapted_truth(case[0], LOSSES[case[1]]) for case in ADAPTED})
 
 
 class ReturnsTheOutput(nn.Module):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz.rank_mismatches import MISMATCHES
-from tests.fuzz.rank_pool import RankFailure, RankPool
-from tests.fuzz.rank_trials import KINDS, problems
+from tests.support.rank_mismatches import MISMATCHES
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.rank_trials import KINDS, problems
 
 
 @pytest.fixture(scope="module")

@@ -58,13 +58,3 @@ def peft_model(model: Any, **fields: Any) -> Any:
             if "modules_to_save" in name:
                 x.add_(0.3 * torch.randn_like(x))
     return wrapped.eval()
-
-
-def shared_batch(rank: int | None) -> dict[str, Tensor]:
-    """Two sequences, or the one of `rank`."""
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
-    batch = {"input_ids": ids, "attention_mask": attention_mask, "completion_mask": mask}
-    batch["advantages"] = torch.tensor([1.0, -0.5, 0.3]).double()
-    rows = slice(0, 2) if rank is None else slice(rank, rank + 1)
-    return {name: x[rows] for name, x in batch.items()}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from grpo_kernels.loss import LossOutput
@@ -25,11 +22,6 @@ BACKENDS = ("torch", "triton")
 def on_backends(*engines: str) -> list[tuple[str, str]]:
     """Each engine with each backend that has it."""
     return [(engine, x) for engine in engines for x in BACKENDS if (engine, x) != ("score_dot", "torch")]
-
-
-aten = torch.ops.aten
-WAITING = (aten.nonzero.default, aten._local_scalar_dense.default, aten.masked_select.default)  # for the device
-LIBRARY, ON_THE_CPU_ONLY = "grpo_kernels/", "checks.py"  # which looks at values where that costs no wait
 
 
 def move(case: Case, device: torch.device) -> Case:
@@ -139,36 +131,8 @@ class Graphed:
         return self.results
 
 
-class _CountedOnCpu(TorchDispatchMode):
-    """Counts what would be a wait on a GPU, and says where."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        index = args[1] if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) else []
-        if func in WAITING or any(i is not None and i.dtype == torch.bool for i in index):
-            self.count(str(func))
-        return func(*args, **(kwargs or {}))
-
-    def count(self, what: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if LIBRARY in frame.filename]
-        last = frames[-1] if frames else None
-        if last is not None and not last.filename.endswith(ON_THE_CPU_ONLY):
-            self.places.append(f"{what} at {last.filename.rpartition('/')[2]}:{last.lineno}")
-
-
-def waits(function: Callable[[], Any], device: torch.device) -> list[str]:
-    """Each wait for the device in `function`, in words; on a CPU what would be one."""
-    if device.type != "cuda":
-        to_list = torch.Tensor.tolist  # on a CPU no operation
-        with (
-            _CountedOnCpu() as counted,
-            mock.patch.object(torch.Tensor, "tolist", lambda x: (counted.count("tolist"), to_list(x))[1]),
-        ):
-            function()
-        return counted.places
+def waits(function: Callable[[], Any]) -> list[str]:
+    """Each wait for the device in `function`, in words."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

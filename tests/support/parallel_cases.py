@@ -1,6 +1,6 @@
 """A tiny language model under the ways to divide it over ranks, and its gradients from one process in float64.
 
-Shared by the gloo tests and by ``tests/multi_gpu.py``, which runs the same on GPUs.
+Shared by the gloo tests and by `tests/gpu/test_gpu_ranks.py`, which runs the same on GPUs.
 """
 
 from __future__ import annotations

@@ -39,8 +39,10 @@ def server_context() -> Any:
     return context
 
 
-def run_ranks(task: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """``[task(rank, world_size, *args) for each rank]``, each in a process of its own, within one gloo group.
+def run_ranks(
+    task: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", seconds: float = SECONDS
+) -> list[Any]:
+    """``[task(rank, world_size, *args) for each rank]``, each in a process of its own, within one group.
 
     Raises:
         AssertionError: a rank raised (its traceback is the message), or did not return in time.
@@ -50,22 +52,22 @@ def run_ranks(task: Callable[..., Any], world_size: int, *args: Any) -> list[Any
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=_work, args=(task, rank, world_size, store, results, args), daemon=True)
+            context.Process(target=_work, args=(task, rank, world_size, store, results, args, backend), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
         try:
-            return _collect(results, ranks)
+            return _collect(results, ranks, seconds)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
 
 
-def _collect(results: Any, ranks: list[Any]) -> list[Any]:
+def _collect(results: Any, ranks: list[Any], seconds: float) -> list[Any]:
     found: dict[int, Any] = {}
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     while len(found) < len(ranks):
         try:
             rank, result, error = results.get(timeout=1.0)
@@ -76,7 +78,7 @@ def _collect(results: Any, ranks: list[Any]) -> list[Any]:
                 raise AssertionError(f"ranks ended without a result, exit codes {codes}") from None
             if time.monotonic() > end:
                 missing = sorted(set(range(len(ranks))) - found.keys())
-                raise AssertionError(f"ranks {missing} did not return within {SECONDS} s") from None
+                raise AssertionError(f"ranks {missing} did not return within {seconds:g} s") from None
             continue
         if error is not None:
             raise AssertionError(f"rank {rank}:\n{error}")
@@ -84,12 +86,14 @@ def _collect(results: Any, ranks: list[Any]) -> list[Any]:
     return [found[rank] for rank in range(len(ranks))]
 
 
-def _work(task: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: Any) -> None:
+def _work(
+    task: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: Any, backend: str
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
         result = task(rank, world_size, *args)
         dist.barrier()
         results.put((rank, _packed(result), None))

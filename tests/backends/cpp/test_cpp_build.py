@@ -30,6 +30,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_fresh_cache_is_filled_once_and_serves_without_a_compiler(tmp_path):
     strict = shlex.join([*compiler.compiler(), "-Wall", "-Wextra", "-Werror"])
     origin, path = lines(start(LOAD, TORCH_EXTENSIONS_DIR=tmp_path, CXX=strict))
@@ -120,6 +121,7 @@ def hanging(world: World) -> None:
         (lambda w: w.patch.setenv("CXX", "no-such -O3"), "no C++ compiler: no-such, which CXX names, is not on PATH"),
         (lambda w: w.patch.setenv("CXX", 'g++ "'), "expected a command in CXX, got 'g++ \"' (No closing quotation)"),
         (lambda w: w.compiler("echo last words >&2; exit 3"), "the compiler failed (exit status 3)"),
+        (lambda w: w.compiler("printf '\\377\\376' >&2; exit 1"), "the compiler failed (exit status 1)"),
         (lambda w: w.compiler("exit 0"), "cxx wrote no library, although it ended well"),
         (hanging, "the compiler took more than 0.5 s"),
         (lambda w: (w.sources / "ops.cpp").unlink(), "its sources are not in"),

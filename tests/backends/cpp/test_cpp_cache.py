@@ -157,6 +157,7 @@ OTHERS = {
     "a loop": lambda path: path.symlink_to(path),
     "a folder": Path.mkdir,
     "a pipe": os.mkfifo,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
     "a link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
 }
 

@@ -112,24 +112,6 @@ def assert_close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_in_place_leave_what_is_around(dtype: torch.dtype) -> None:
-    """In rows of any dtype that are part of wider ones, at any alignment."""
-    for vocab in (1, 31, 33, 100, 4099):
-        for left in (1, 3):
-            raw, ids = rows(4, vocab, CPU)
-            stats = CPP.stats(Chunk(raw, ids, PLAIN), entropy=False)
-            wide = torch.full((4, vocab + 50), 77.0, dtype=dtype)
-            part = wide[:, left : left + vocab]
-            part.copy_(raw)
-            want = torch.empty_like(raw)
-            CPP.grad(Chunk(part, ids, PLAIN), stats, stats.logps, None, want)
-            CPP.grad(Chunk(part, ids, PLAIN), stats, stats.logps, None, part)
-            assert torch.equal(part, want.to(dtype))
-            assert (wide[:, :left] == 77).all()
-            assert (wide[:, left + vocab :] == 77).all()
-
-
 def test_ids_that_do_not_exist() -> None:
     """Their log-probability is NaN, all else is the row's; they have no gradient of their own."""
     for vocab in (1, 40, 4097):
@@ -149,14 +131,6 @@ def test_ids_that_do_not_exist() -> None:
             elsewhere = torch.tensor([not 0 <= i - first_id < vocab for i in ids.tolist()])
             torch.testing.assert_close(out[elsewhere], -p[elsewhere])
             assert (wide[:, [0, -1]] == 77).all()
-
-
-def test_no_rows() -> None:
-    raw, none = torch.empty(0, 5), torch.empty(0, dtype=torch.int64)
-    stats = CPP.stats(Chunk(raw, none, PLAIN), entropy=True, extras=EXTRAS)
-    fused = CPP.fused(Chunk(raw, none, PLAIN), make_loss(stats.logps, 3), torch.empty_like(raw))
-    CPP.grad(Chunk(raw, none, PLAIN), stats, stats.logps, None, torch.empty_like(raw))
-    assert all(x.shape == (0,) for x in (*stats.extras.values(), *fused.terms.values(), stats.logps, fused.entropies))
 
 
 def many_outcomes() -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from grpo_kernels import LoRA, LossConfig, token_level
-from tests.fuzz.rank_calls import VALUES
-from tests.fuzz.rank_kinds import Mismatch, alone, config, differs, fits
+from tests.support.rank_calls import VALUES
+from tests.support.rank_kinds import Mismatch, alone, config, differs, fits
 
 NAN = math.nan
 OLD = {"old_per_token_logps": torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.25, -3.0]])}

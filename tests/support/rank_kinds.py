@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_kernels import LossConfig
-from tests.fuzz.rank_calls import CALLS, Arguments
+from tests.support.rank_calls import CALLS, Arguments
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.fuzz.rank_calls import CALLS
-from tests.fuzz.rank_mismatches import FITTING, MISMATCHES
-from tests.fuzz.rank_pool import RankFailure, RankPool
+from tests.support.rank_calls import CALLS
+from tests.support.rank_mismatches import FITTING, MISMATCHES
+from tests.support.rank_pool import RankFailure, RankPool
 
 RAISED = ("TypeError", "ValueError")
 KINDS = {group: [*kinds, *FITTING[group]] for group, kinds in MISMATCHES.items()}
