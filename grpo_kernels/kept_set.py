@@ -23,8 +23,8 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_budget, check_ids, check_mask, check_shape, check_tensor
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.options import HeadOptions
+from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, stages_of
 from grpo_kernels.engine.products import accumulator_of
-from grpo_kernels.engine.truncated_support import KeptSetLogprob, KeptSets, stages_of
 from grpo_kernels.head.lm_head import LMHead
 
 if TYPE_CHECKING:

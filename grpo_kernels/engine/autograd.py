@@ -46,7 +46,7 @@ class PolicyLoss(torch.autograd.Function):
         stats = first.stats
         assert stats is not None
         assert stats.entropies is not None
-        ctx.request, ctx.like = request, head.map(shape_and_dtype)
+        ctx.request, ctx.shapes = request, head.map(shape_and_dtype)
         if first.grads is not None:
             _save(ctx, None, replace(first, stats=None))
         elif request.engine.recomputes:
@@ -59,10 +59,10 @@ class PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         request, (head, first) = ctx.request, _saved(ctx)
         if not request.engine.recomputes:
-            return None, None, None, *returned(first.grads, ctx.like, request, first.grad_rows, d_loss)
+            return None, None, None, *returned(first.grads, ctx.shapes, request, first.grad_rows, d_loss)
         with request.gathered_weight():
             grads, indices = second_pass(head, request, first.stats, map_tensors(d_loss.mul, first.coefficients))
-        return None, None, None, *returned(grads, ctx.like, request, indices)
+        return None, None, None, *returned(grads, ctx.shapes, request, indices)
 
 
 @first_order
@@ -84,7 +84,7 @@ class LinearLogprob(torch.autograd.Function):
         first = request.engine.first_pass(head, request)
         stats = first.stats
         assert stats is not None
-        ctx.request, ctx.like = request, head.map(shape_and_dtype)
+        ctx.request, ctx.shapes = request, head.map(shape_and_dtype)
         if request.engine.stores is not Stored.NOTHING:
             if request.token_loss is not None:  # a fused kernel asks nobody
                 first = replace(first, coefficients=_all_coefficients(request, stats))
@@ -109,7 +109,7 @@ class LinearLogprob(torch.autograd.Function):
         with ctx.request.gathered_weight():
             head, first = _saved(ctx)
             upstream = Coefficients(d_logps, d_entropies, d_divergences)
-            return None, None, *_gradient(ctx.request, ctx.like, head, first, upstream)
+            return None, None, *_gradient(ctx.request, ctx.shapes, head, first, upstream)
 
 
 def _save(ctx: Any, head: Head | None, first: ForwardResult) -> None:
@@ -134,7 +134,7 @@ def _saved(ctx: Any) -> tuple[Any, Any]:  # Head, ForwardResult
 
 
 def _gradient(
-    request: Request, like: Like, head: Head, first: ForwardResult, upstream: Coefficients
+    request: Request, shapes: GradientShapes, head: Head, first: ForwardResult, upstream: Coefficients
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the head's tensors, from those of all positions' results."""
     rows, stats, stored, grad_rows = request.rows, first.stats, first.grads, first.grad_rows
@@ -145,7 +145,7 @@ def _gradient(
         came = came._replace(**{main: stats.logps.new_zeros(len(rows))})
     if stored is None or grad_rows is None:
         total, indices = second_pass(head, request, stats, came)
-        return returned(total, like, request, indices)
+        return returned(total, shapes, request, indices)
     if request.engine.stores is Stored.PER_ROW:
         g = getattr(came, main)
         factor, rest = g[grad_rows, None], came._replace(**{main: g.index_fill(0, grad_rows, 0.0)})
@@ -157,14 +157,14 @@ def _gradient(
         left, far = size_of(rest, came)
         if far:  # what is stored is far larger than what is wanted: nothing of it would survive
             total, indices = second_pass(head, request, stats, came)
-            return returned(total, like, request, indices)
+            return returned(total, shapes, request, indices)
     if not left:
-        return returned(stored, like, request, grad_rows, factor)
+        return returned(stored, shapes, request, grad_rows, factor)
     more, indices = second_pass(head, request, stats, rest)
     scaled = map_tensors(lambda x: _times(x, factor, x.dtype, request.plan.backend), stored)
     total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(came, rest, indices))
     every = torch.arange(len(rows), device=rows.positions.device)
-    return returned(total, like, request, every)
+    return returned(total, shapes, request, every)
 
 
 def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
@@ -181,7 +181,7 @@ def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor:
     return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
 
 
-Like = HeadTensors[tuple[torch.Size, torch.dtype]]  # of the gradients to return
+GradientShapes = HeadTensors[tuple[torch.Size, torch.dtype]]  # of the gradients to return
 
 
 def shape_and_dtype(x: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -237,9 +237,9 @@ def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tenso
 
 
 def returned(
-    grads: Gradients, like: Like, request: Request, indices: Tensor, factor: Tensor | None = None
+    grads: Gradients, shapes: GradientShapes, request: Request, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients times `factor`, () or (m, 1), as shapes and dtypes of `like` want them, each rounded once.
+    """Return the gradients times `factor`, () or (m, 1), as `shapes` wants them, each rounded once.
 
     Their rows are those at `indices` among the rows of the call. Of a sharded head each rank has what its own columns
     give to a row: the ranks' parts are added up.
@@ -257,11 +257,11 @@ def returned(
         return all_rows(_times(x, factor, dtype, backend), positions, shape[0])
 
     found = HeadTensors(
-        None if grads.hidden is None else row_by_row(grads.hidden, *like.hidden),
-        None if grads.weight is None else whole(grads.weight, like.weight[1]),
-        None if grads.bias is None or like.bias is None else whole(grads.bias, like.bias[1]),
-        None if grads.lora_u is None or like.lora_u is None else row_by_row(grads.lora_u, *like.lora_u),
-        None if grads.lora_b is None or like.lora_b is None else whole(grads.lora_b, like.lora_b[1]),
+        None if grads.hidden is None else row_by_row(grads.hidden, *shapes.hidden),
+        None if grads.weight is None else whole(grads.weight, shapes.weight[1]),
+        None if grads.bias is None or shapes.bias is None else whole(grads.bias, shapes.bias[1]),
+        None if grads.lora_u is None or shapes.lora_u is None else row_by_row(grads.lora_u, *shapes.lora_u),
+        None if grads.lora_b is None or shapes.lora_b is None else whole(grads.lora_b, shapes.lora_b[1]),
     )
     return tuple(found)
 
