@@ -39,47 +39,37 @@ from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 
 class PolicyObjective:
-    """The built-in losses. `weights` (n,) are `normaliser.token_weights` of the same tokens."""
+    """The built-in losses.
+
+    Args:
+        config: the loss.
+        tokens: the tokens that count.
+        weights: (n,) their `normaliser.token_weights`.
+
+    Attributes:
+        on_policy: True without old log-probabilities: the ratio is 1, the policy term's derivative known beforehand.
+        lacks_ratio: True if the importance sampling ratio must be made of this call's log-probabilities.
+        couples_tokens: True if a token's gradient depends on other tokens' log-probabilities or entropies.
+        is_known: True if the whole gradient is known before any log-probability.
+        has_entropy_gradient: True if the loss depends on the entropies.
+    """
 
     def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
-        self.config, self.tokens, self.weights = config, tokens, weights
-        self.loss_type = loss_of(config)
-        if self._lacks_ratio and tokens.old_per_token_logps is not None:  # then it is known from the start
-            self.tokens = with_sampling_ratio(config, tokens, tokens.old_per_token_logps)
-
-    @property
-    def on_policy(self) -> bool:
-        """True without old log-probabilities: the ratio is 1, the policy term's derivative known before the forward."""
-        return self.tokens.old_per_token_logps is None
-
-    @property
-    def has_entropy_gradient(self) -> bool:
-        return self.config.entropy_coef != 0.0
-
-    @property
-    def couples_tokens(self) -> bool:
-        """True if a token's gradient depends on other tokens' log-probabilities or entropies."""
-        return self.config.couples_tokens(on_policy=self.on_policy, sampled=self._sampled)
-
-    @property
-    def is_known(self) -> bool:
-        """True if the whole gradient is known before any log-probability."""
-        return self.config.knows_gradient(on_policy=self.on_policy, sampled=self._sampled)
-
-    @property
-    def _sampled(self) -> bool:
-        return self.tokens.sampling_per_token_logps is not None
-
-    @property
-    def _lacks_ratio(self) -> bool:
-        """True if the importance sampling ratio must be computed from this call's log-probabilities."""
-        return self.config.corrects_sampling and self.tokens.importance_sampling_ratio is None
+        old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
+        self.on_policy = old is None
+        self.lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
+        if self.lacks_ratio and old is not None:  # then it is known from the start
+            tokens, self.lacks_ratio = with_sampling_ratio(config, tokens, old), False
+        self.config, self.tokens, self.weights, self.loss_type = config, tokens, weights, loss_of(config)
+        self.couples_tokens = config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
+        self.is_known = config.knows_gradient(on_policy=self.on_policy, sampled=sampled)
+        self.has_entropy_gradient = config.entropy_coef != 0.0
 
     def settle(self) -> None:
         """Do now, once, what would be done at the first chunk of rows: it may need all ranks, and a rank without rows
         has no chunk.
         """
-        if self.on_policy and not self.couples_tokens and not self._lacks_ratio:
+        if self.on_policy and not self.couples_tokens and not self.lacks_ratio:
             _ = self._at_ratio_one
 
     @cached_property
@@ -108,7 +98,7 @@ class PolicyObjective:
         assert not self.couples_tokens
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
-        if not self.on_policy or self._lacks_ratio:
+        if not self.on_policy or self.lacks_ratio:
             return Coefficients(part._per_token(logps, None, None)[1], d_entropy, part._d_divergence)
         d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
         if self.config.estimates_kl:
@@ -127,7 +117,7 @@ class PolicyObjective:
 
     def token_loss(self) -> TokenLoss | None:
         """Loss that a row kernel can compute by itself; None if tokens are coupled or lack their ratio."""
-        if self.couples_tokens or self._lacks_ratio:
+        if self.couples_tokens or self.lacks_ratio:
             return None
         config, tokens = self.config, self.tokens
         known = "linear" if self.loss_type.is_linear else "constant"
@@ -177,7 +167,7 @@ class PolicyObjective:
         Without `divergences` l_t lacks their term, of which a_t has no part.
         """
         config, tokens, weights = self.config, self.tokens, self.weights
-        if self._lacks_ratio:
+        if self.lacks_ratio:
             complete = PolicyObjective(config, with_sampling_ratio(config, tokens, logps), weights)
             return complete._per_token(logps, keep_entropy, divergences)
         old = tokens.old_per_token_logps
