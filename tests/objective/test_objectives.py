@@ -146,8 +146,8 @@ def with_gradient(name: str, given: dict[str, Tensor], mode: str = "token-mean",
 
 def agree(found: Evaluation, loss: Tensor, gradient: Tensor, rtol: float = 1e-12) -> None:
     torch.testing.assert_close(found.loss, loss, rtol=rtol, atol=1e-14)
-    torch.testing.assert_close(found.a, gradient, rtol=rtol, atol=1e-14)
-    assert found.b is None
+    torch.testing.assert_close(found.d_logp, gradient, rtol=rtol, atol=1e-14)
+    assert found.coefficients.d_entropy is None
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -171,11 +171,11 @@ def test_both_sides_of_every_bound_are_tested() -> None:
     given = batch(0)
     given["advantages"][4] = 0.5  # where it is 0 everything is
     count, log_ratio = int(given["mask"].sum()), (given["logps"] - given["old"])[given["mask"]]
-    dropped = {name: evaluate(ours(name), given, *MODES["token-mean"]).a == 0 for name in OURS}
+    dropped = {name: evaluate(ours(name), given, *MODES["token-mean"]).d_logp == 0 for name in OURS}
     for name in ("dppo_tv", "dppo_kl", "clip_cov"):
         assert 5 < dropped[name].sum() < count - 5
     nothing_drawn = objectives.clip_cov(**OURS["clip_cov"] | {"clip_cov_lb": 1e9, "clip_cov_ub": 1e10})
-    clipped = evaluate(nothing_drawn, given, *MODES["token-mean"]).a == 0
+    clipped = evaluate(nothing_drawn, given, *MODES["token-mean"]).d_logp == 0
     assert (dropped["clip_cov"] & ~clipped).sum() == int(0.1 * count)
     assert log_ratio.abs().max() > 25
 
@@ -224,8 +224,8 @@ def test_gspo_is_the_ratio_of_a_sequence_where_nothing_is_one_a_token() -> None:
     for seed in range(4):
         for weighted, per_token in ((True, True), (False, True), (True, False), (False, False)):
             given = batch(seed, per_token=per_token, weighted=weighted)
-            found = evaluate(ours("gspo"), given, *MODES["seq-mean-token-mean"]).a
-            other = evaluate(None, given, sequence, None).a
+            found = evaluate(ours("gspo"), given, *MODES["seq-mean-token-mean"]).d_logp
+            other = evaluate(None, given, sequence, None).d_logp
             if weighted or per_token:
                 assert (found - other).abs().max() > 0.3 * found.abs().max()
             else:
@@ -280,7 +280,7 @@ def test_trls_cispo_is_one_of_verls() -> None:
     wanted = evaluate(objectives.cispo(clip_ratio_low=1.0, clip_ratio_high=0.5), given, config, None)
     found = evaluate(None, given, config, None)
     torch.testing.assert_close(found.loss, wanted.loss)
-    torch.testing.assert_close(found.a, wanted.a, rtol=1e-12, atol=1e-8)  # verl's ratio is at least e^-20
+    torch.testing.assert_close(found.d_logp, wanted.d_logp, rtol=1e-12, atol=1e-8)  # verl's ratio is at least e^-20
 
 
 # from hidden states
@@ -417,11 +417,11 @@ def test_defaults_are_verls() -> None:
 
 def test_draws_are_of_the_generator_or_torchs_own() -> None:
     given = batch(2)
-    runs = [evaluate(ours("clip_cov"), given, *MODES["token-mean"]).a for _ in range(2)]
+    runs = [evaluate(ours("clip_cov"), given, *MODES["token-mean"]).d_logp for _ in range(2)]
     assert torch.equal(*runs)
     torch.manual_seed(SEED)
     default = objectives.clip_cov(**OURS["clip_cov"])
-    first, *more = (evaluate(default, given, *MODES["token-mean"]).a for _ in range(9))
+    first, *more = (evaluate(default, given, *MODES["token-mean"]).d_logp for _ in range(9))
     assert torch.equal(first, runs[0])
     assert not all(torch.equal(first, other) for other in more)
 

@@ -65,18 +65,16 @@ def run_scored(
 
     if is_checked:
         return run(head, None)
-    check = HeadCheck(head, batch)
-    results, found = run(head, check), check.verified(base)
-    if found != head:
-        head, check = found, HeadCheck(found, batch)
-        results, found = run(head, check), check.verified(base)
-        if found != head:
-            raise ValueError(
-                f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {found}"
-            )
-    # What was measured is the same on all ranks, which run the model equally often; a row of padding may be NaN.
-    heads.remember(model, head, compared=check.is_finite)
-    return results
+    for _ in range(2):  # a second time with the constants that the first has measured, if the config was wrong
+        check = HeadCheck(head, batch)
+        results = run(head, check)
+        found = check.verified(base)
+        if found == head:
+            # Measured the same on all ranks, which run the model equally often; logits of a row of padding may be NaN
+            heads.remember(model, head, compared=check.is_finite)
+            return results
+        head = found
+    raise ValueError(f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {head}")
 
 
 class _HeadCall:

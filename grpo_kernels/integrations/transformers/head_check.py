@@ -1,8 +1,9 @@
 """The check of a head in a model's first forward: what does the model do to logits, and is its head one linear layer?
 
 Beside the scores the model is given two rows in the place of logits: real logits, which its own head has projected from
-one hidden state; and a ladder of known numbers, which shows every scale, soft-cap and cut. The ladder verifies the
-constants of `HeadSpec`, or they are measured by it. With the real logits our log-probabilities are compared.
+one hidden state; and a ladder of known numbers, which shows every scale, soft-cap and cut. If the ladder does not
+come back as the constants of `HeadSpec` say, they are measured from it. From the real logits follow the model's own
+log-probabilities, with which ours are compared.
 """
 
 from __future__ import annotations
