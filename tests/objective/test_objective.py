@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_kernels import LossConfig, grpo_loss, presets
+from grpo_kernels.base.records import take
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.objective.losses import LOSSES
@@ -51,7 +52,7 @@ def test_worked_example_of_a_clipped_term() -> None:
     made = objective(LossConfig(epsilon=0.2), tokens_of(torch.full((1, 1), -3.0), torch.tensor([1.24])))
     result = made.evaluate(torch.tensor([-1.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
     torch.testing.assert_close(result.loss, torch.tensor(-1.2 * 1.24, dtype=torch.float64), rtol=1e-7, atol=0)
-    assert result.a.item() == 0
+    assert result.d_logp.item() == 0
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -73,10 +74,10 @@ def test_derivatives_are_those_of_the_loss(loss_type: str, level: str) -> None:
         # The weights of cispo and vespo are constants of the differentiation: only their KL term is comparable.
         if loss_type not in ("cispo", "vespo"):
             slope = (made.evaluate(logps + e, entropies).loss - made.evaluate(logps - e, entropies).loss) / (2 * step)
-            assert slope.item() == pytest.approx(at.a[t].item(), rel=1e-6, abs=1e-9)
+            assert slope.item() == pytest.approx(at.d_logp[t].item(), rel=1e-6, abs=1e-9)
         slope = (made.evaluate(logps, entropies + e).loss - made.evaluate(logps, entropies - e).loss) / (2 * step)
-        assert at.b is not None
-        assert slope.item() == pytest.approx(at.b[t].item(), rel=1e-6, abs=1e-9)
+        assert at.coefficients.d_entropy is not None
+        assert slope.item() == pytest.approx(at.coefficients.d_entropy[t].item(), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -96,10 +97,8 @@ def test_coefficients_of_some_rows_are_those_of_all(loss_type: str, old_given: b
     logps, entropies = draw().flatten(), draw().flatten().abs()
     whole = made.evaluate(logps, entropies)
     for index in (torch.tensor([7, 2, 3]), torch.arange(10)):
-        a, b, _ = made.coefficients(index, logps[index], entropies[index])
-        torch.testing.assert_close(a, whole.a[index], rtol=1e-14, atol=1e-16)
-        assert b is not None and whole.b is not None
-        torch.testing.assert_close(b, whole.b[index], rtol=1e-14, atol=1e-16)
+        found = made.coefficients(index, logps[index], entropies[index])
+        torch.testing.assert_close(found, take(whole.coefficients, index), rtol=1e-14, atol=1e-16)
 
 
 def test_published_estimators_on_policy() -> None:
@@ -108,7 +107,7 @@ def test_published_estimators_on_policy() -> None:
     logps = torch.linspace(-3, -1, 10, dtype=torch.float64)
     for config, divisor in ((presets.REINFORCE, 10), (presets.RLOO, 2)):
         at = objective(config, tokens_of(None, advantages)).evaluate(logps, logps.abs())
-        torch.testing.assert_close(at.a, -advantages.repeat_interleave(5) / divisor)
+        torch.testing.assert_close(at.d_logp, -advantages.repeat_interleave(5) / divisor)
 
 
 def test_rewards_in_the_place_of_advantages_show_in_the_metrics() -> None:

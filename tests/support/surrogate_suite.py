@@ -146,7 +146,7 @@ class FusedSuite:
         loss = made.token_loss()
         assert loss is not None
         fused = self.kernels.fused(Chunk(raw, ids, LogitTransform()), loss, None)
-        found = {"fused": fused.terms["a"], "evaluated": made.evaluate(logps, logps).a}
+        found = {"fused": fused.terms["a"], "evaluated": made.evaluate(logps, logps).d_logp}
         found["in part"] = made.coefficients(torch.arange(12, device=self.device), logps, logps)[0]
         at = logps.double()
         assert tokens.ref_per_token_logps is not None
@@ -189,10 +189,10 @@ class FusedSuite:
         found = self.kernels.fused(Chunk(raw, tokens.ids, LogitTransform()), loss, None)
         assert found.entropies is not None
         got, want = made.assemble(found.terms, found.entropies), made.evaluate(found.logps, found.entropies)
-        for name in ("loss", "a", "policy_loss"):
+        for name in ("loss", "d_logp", "policy_loss"):
             x = getattr(want, name)
             check(name, getattr(got, name), x, 64 * U * (1 + x.abs()))
-        assert (got.b is None) == (want.b is None)
+        assert (got.coefficients.d_entropy is None) == (want.coefficients.d_entropy is None)
         if estimator is not None:
             assert got.terms.kl is not None
             check("kl", got.terms.kl, want.terms.kl, 64 * U * (1 + want.terms.kl.abs()))
