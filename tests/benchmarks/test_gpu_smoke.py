@@ -131,7 +131,7 @@ from types import SimpleNamespace
 import pytest, torch, triton
 from triton.backends.compiler import GPUTarget
 from benchmarks.aot.launches import caught
-from benchmarks.aot import pretend_gpu
+from tests.support import pretend_gpu
 from benchmarks.gpu import smoke
 triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, memory=False), caught() as launches:
