@@ -21,9 +21,8 @@ import torch
 
 from benchmarks import figures, labels, tables
 from benchmarks.cases import HEADS, BenchCase
-from benchmarks.machine import describe_cpu, git_commit, peer_versions
+from benchmarks.machine import ROOT, describe_cpu, git_commit, peer_versions
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
-from benchmarks.process import ROOT
 from benchmarks.providers import PROVIDERS, named
 from benchmarks.run import How, Results, measure_case, measure_peaks
 

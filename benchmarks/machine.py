@@ -15,6 +15,7 @@ import torch
 
 from grpo_kernels.diagnostics import report
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
     "quack-kernels", "nvidia-cutlass-dsl", "numpy",

@@ -19,9 +19,9 @@ from benchmarks import run
 from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_apart
 from benchmarks.cases import HEADS, WORKLOADS, Absence, BenchCase, Inputs, case, make_inputs, policy_loss
 from benchmarks.flops import counter
+from benchmarks.machine import ROOT
 from benchmarks.memory import Peak, is_measured
 from benchmarks.plan import TOKENS, cpu_cases, gpu_cases, memory_cases
-from benchmarks.process import ROOT, environment
 from benchmarks.providers import Outcome, build, named, torch_heads
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.run import How, Results, Step, check, check_room, measure_case, measure_peaks, times
@@ -309,7 +309,7 @@ def test_smoke(tmp_path: Path) -> None:
         "--docs",
         str(docs),
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment(toy=False), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(out.read_text())
     assert found["status"] == "complete" and found["format"] == 2 and found["commit"]
