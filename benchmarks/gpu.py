@@ -265,8 +265,7 @@ def run_sanitizers(results: Results, until: float, folder: Path, *, toy: bool) -
 
 def sanitizer_summary(code: int | None, output: str, tests: dict[str, int]) -> dict[str, Any]:
     """Sum up what the tool said; the vendor's own kernels are not ours to judge."""
-    reports = re.split(r"(?m)^(?==+ (?:Invalid|Error|Warning|Race|Program hit))", output)
-    reports = [x for x in reports if x.startswith("=")]
+    _, *reports = re.split(r"(?m)^(?==+ (?:Invalid|Error|Warning|Race|Program hit))", output)
     ours = [x for x in reports if any(re.search(rf"\b{name}\b", x) for name in kernel_names())]
     total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
     if code is None:

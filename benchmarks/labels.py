@@ -6,36 +6,8 @@ import re
 from typing import Any
 
 from benchmarks.figures import Case
+from benchmarks.providers import DISTILLERS, PROVIDERS
 
-# name: (label, "{}" being the version of the distribution that follows, that distribution)
-PROVIDERS: dict[str, tuple[str, str | None]] = {
-    "ours": ("grpo_kernels", None),
-    "ours/torch": ("grpo_kernels, torch backend", None),
-    "ours/two_pass": ("grpo_kernels, two passes", None),
-    "ours/one_pass": ("grpo_kernels, one pass", None),
-    "ours/lean": ("grpo_kernels, lean engine", None),
-    "ours/expected": ("grpo_kernels, linear_logprob", None),
-    "ours/score_dot": ("grpo_kernels, score_dot", None),
-    "products": ("matrix products alone", None),
-    "eager": ("all logits, log_softmax", None),
-    "eager/selective": ("all logits, TRL's selective", None),
-    "compiled": ("all logits, torch.compile", None),
-    "linear_ce": ("torch {} linear_cross_entropy", "torch"),
-    "linear_ce/chunked": ("torch {} linear_cross_entropy, in chunks", "torch"),
-    "trl": ("TRL {} fused head", "trl"),
-    "liger_grpo": ("Liger {} fused GRPO loss", "liger-kernel"),
-    "liger_grpo/uncompiled": ("Liger {} fused GRPO loss, not compiled", "liger-kernel"),
-    "liger_ce": ("Liger {} scaled CE", "liger-kernel"),
-    "liger_torch": ("Liger {} scaled CE, torch", "liger-kernel"),
-    "verl_torch": ("verl {} torch head", "verl"),
-    "verl_triton": ("verl {} Triton head", "verl"),
-    "unsloth": ("Unsloth {} fused log-probs", "unsloth_zoo"),
-    "cce": ("Apple CCE {}", "cut-cross-entropy"),
-    "quack": ("QuACK {} linear CE", "quack-kernels"),
-    "quack/chunked": ("QuACK {} mean CE, no policy loss", "quack-kernels"),
-    "liger_jsd": ("Liger {} chunked JSD loss, torch", "liger-kernel"),
-    "liger_jsd/fused": ("Liger {} fused JSD, Triton", "liger-kernel"),
-}
 # In a figure, whose footer has the versions.
 BRIEF = {
     "eager": "all logits",
@@ -83,9 +55,9 @@ MOST_TEXT = 160
 def label(name: str, versions: dict[str, Any] | None = None) -> str:
     """A provider for readers: "trl" is "TRL 1.16 fused head". One that is not known keeps its name."""
     base, _, mib = name.partition("@")
-    words, distribution = PROVIDERS.get(base, (base, None))
-    number = short((versions or {}).get(distribution)) if distribution else ""
-    words = re.sub(r" {2,}", " ", words.format(number)).strip()
+    known = PROVIDERS.get(base) or DISTILLERS.get(base)
+    number = short((versions or {}).get(known.package)) if known else ""
+    words = re.sub(r" {2,}", " ", known.label.format(number)).strip() if known else base
     return f"{words}, {mib} MiB" if mib else words
 
 

@@ -109,8 +109,6 @@ def _sections(data: dict[str, Any]) -> list[Section]:
         found.append(("Scaling", (), _scaling(series)))
     if accuracy := figures.of_part(data, "accuracy"):
         found.append(("Accuracy", (), _accuracy(accuracy)))
-    if (data.get("training") or {}).get("models"):
-        found.append(("The head in a training step", ("training",), _training(data["training"])))
     if data.get("goals"):
         found.append(("Goals", (), markdown(list(GOAL.values()), [_goal(goal) for goal in data["goals"]])))
     return found
@@ -274,27 +272,6 @@ def _accuracy(cases: dict[str, Case]) -> list[str]:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else share(value)
-
-
-def _training(training: dict[str, Any]) -> list[str]:
-    """A line for each model: the share of the head in the step, with TRL's head and with ours."""
-    models: dict[tuple[str, str, str, int], dict[str, Any]] = {}
-    for x in training["models"]:
-        size = " x ".join(str(value) for value in x.get("head") or [])
-        key = (labels.tidy(x.get("model", "")), size, x.get("kind", ""), x.get("tokens", 0))
-        models.setdefault(key, {})[x.get("trainer", "")] = x
-    trainers = list(dict.fromkeys(name for found in models.values() for name in found))
-    cells = []
-    for (model, size, kind, tokens), found in models.items():
-        entries = [found.get(name, {}) for name in trainers]
-        shares = [x.get(key) for key in ("head_share", "head_share_of_update") for x in entries]
-        cells.append([model, size, kind, number(tokens), *("" if x is None else share(round(x, 3)) for x in shares)])
-    head = ["model", "head, V x H", "kind", "tokens", *trainers, *(f"{x}, without generation" for x in trainers)]
-    text = [
-        "The share of the head: of the seconds where they were measured, of the operations where they were computed",
-        "([measuring.md](measuring.md#the-head-in-a-training-step)).",
-    ]
-    return [*text, "", *markdown(head, cells)]
 
 
 def _goal(goal: dict[str, Any]) -> list[str]:

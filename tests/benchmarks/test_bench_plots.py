@@ -13,7 +13,8 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from benchmarks import labels, plots, tables
+from benchmarks import plots, tables
+from benchmarks.providers import PROVIDERS
 from tests.support.bench_results import results, sparse
 
 Data = dict[str, Any]
@@ -160,7 +161,7 @@ def test_cases_say_how_many_times_faster_ours_is(data: Data) -> None:
 
 
 def test_a_provider_has_one_colour() -> None:
-    colours = {name: plots.color(name) for name in labels.PROVIDERS}
+    colours = {name: plots.color(name) for name in PROVIDERS}
     assert {colours[name] for name in colours if name.startswith("ours")} == {plots.BLUE}
     assert plots.color("ours@64") == plots.BLUE
     others = {name: x for name, x in colours.items() if not name.startswith("ours")}

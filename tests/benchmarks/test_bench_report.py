@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import labels, tables
-from tests.support.bench_results import ABSENT, TRAINING, parsed, results, sparse
+from tests.support.bench_results import ABSENT, parsed, results, sparse
 
 Data = dict[str, Any]
 
@@ -94,16 +94,6 @@ def test_accuracy(data: Data) -> None:
             assert row[f"logp, {name}"] == f"{found['logp_mean']:.1e}"
             assert row[f"d hidden, {name}"] == f"{found['d_hidden']:.1e}"
             assert row[f"ratios off, {name}"] == labels.share(found["ratio_off"])
-
-
-def test_shares_of_the_head(data: Data) -> None:
-    (rows,) = parsed(tables.lines(data), "The head in a training step")
-    shares = {(x["model"], x["kind"], x["trainer"]): x["head_share"] for x in TRAINING["models"]}
-    for row in rows:
-        for trainer in ("TRL 1.16", "grpo_kernels"):
-            share = shares.get((row["model"], row["kind"], trainer))
-            assert row[trainer] == ("" if share is None else labels.share(round(share, 3)))
-    assert {(row["model"], row["kind"]) for row in rows} == {key[:2] for key in shares}
 
 
 def test_goals(data: Data) -> None:

@@ -189,21 +189,6 @@ def test_rounds_that_disagree_widen_the_ratio() -> None:
     assert found is not None and found[1:] == (pytest.approx(2.2 / 2), pytest.approx(2 / 0.5))
 
 
-def test_steps_measured_alone_stand_beside_the_newest_other_results(tmp_path: Path) -> None:
-    whole = {name: x for name, x in results().items() if name != "step"}
-    for day, date in ((1, "2026-11-20"), (2, "2026-11-21")):
-        (tmp_path / f"cpu-{date}.json").write_text(json.dumps({**whole, "day": day}))
-    alone = {**{name: results()[name] for name in ("device", "step", "machine")}, "cases": {}, "date": "today"}
-    alone |= {"threads": 2, "runs": {"step": {"threads": 1}}}
-    page = command.for_page(alone, tmp_path)
-    assert (page["day"], page["cases"].keys(), page["step"]) == (2, whole["cases"].keys(), alone["step"])
-    assert (page["runs"]["step"]["date"], page["runs"]["step"]["threads"]) == ("today", 1)
-    assert page["date"] == whole["date"]
-    assert command.for_page({**alone, "smoke": True}, tmp_path) == {**alone, "smoke": True}
-    with_cases = {**alone, "cases": whole["cases"]}
-    assert command.for_page(with_cases, tmp_path) == with_cases
-
-
 def test_no_case_of_the_part_memory_slows_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Blocks that go back to the system when freed come back as page faults, in what is timed next."""
     called: list[bool] = []

@@ -69,7 +69,7 @@ def results(seed: int = 1) -> dict[str, Any]:
         "format": 2, "date": "2026-11-21T10:00:00+00:00", "commit": "0123456789abcdef0123456789abcdef01234567",
         "command": ["--save", "/home/someone/out/found.json", "--plot"], "device": "cpu", "threads": 2,
         "status": "complete", "machine": MACHINE, "versions": VERSIONS, "cases": cases,
-        "training": TRAINING, "step": STEP,
+        "step": STEP,
         "runs": {
             "memory": {"date": "2026-11-22T09:00:00+00:00", "commit": "fedcba98765"}, "step": {"threads": 1},
         },
@@ -153,37 +153,6 @@ def sparse() -> dict[str, Any]:
         "status": "stopped",
         "cases": {"a": {**shape, "providers": found}, "b": {**shape, "providers": {}}},
     }
-
-
-TRAINING = {
-    "conditions": {"step": "8 prompts x 8 completions of 64 tokens", "script": "/home/someone/train.py"},
-    "models": [
-        {
-            "model": "tiny Qwen3", "head": [2048, 64], "kind": "measured", "trainer": trainer, "tokens": 512,
-            "seconds": {"generation": 0.9, "head": head, "body": 0.5, "optimizer": 0.05, "other": 0.1},
-            "head_share": head / (head + 1.55), "peak_mib": 900.5,
-        }
-        for trainer, head in (("TRL 1.16", 0.22), ("grpo_kernels", 0.057))
-    ] + [
-        {
-            "model": model, "head": [151936, h], "kind": "computed", "trainer": "TRL 1.16", "tokens": 32768,
-            "flops": {"head": head, "body": body, "generation": gen},
-            "head_share": head / (head + body + gen),
-        }
-        for model, h, head, body, gen in (
-            ("Qwen3-0.6B", 1024, 4.1e13, 1.1e14, 4.2e13), ("Qwen3-8B", 4096, 1.6e14, 1.6e15, 5.1e14),
-        )
-    ] + [
-        {
-            "model": "Qwen3-8B", "head": [151936, 4096], "kind": "computed", "trainer": "grpo_kernels", "tokens": 32768,
-            "flops": {"head": 1.2e14, "body": 1.6e15, "generation": 5.1e14}, "head_share": 1.2 / 22.3,
-            "variants": [
-                {"gradient_checkpointing": False, "live_share": 1.0, "head_share": 0.2, "head_share_of_update": 0.3}
-            ],
-        }
-    ],
-    "not_measured": {"Qwen3-8B": "needs about 131 GiB, 5 GiB are free"},
-}  # fmt: skip
 
 
 def parsed(text: list[str], title: str) -> list[list[dict[str, str]]]:
