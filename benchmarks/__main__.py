@@ -8,7 +8,6 @@ meanwhile: the tables say how much of the machine other processes used. On a GPU
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, labels, tables
+from benchmarks import figures, labels, machine, tables
 from benchmarks.cases import HEADS, BenchCase
-from benchmarks.machine import ROOT, describe_cpu, git_commit, peer_versions
+from benchmarks.machine import ROOT
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
 from benchmarks.providers import PROVIDERS, named
 from benchmarks.run import How, Results, measure_case, measure_peaks
@@ -87,19 +86,14 @@ def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     """Run what was asked for."""
     torch.set_num_threads(options.threads)
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    about = machine.about(on_gpu=False)
     results = Results(
-        options.save or RESULTS / f"cpu{_kind(options)}-{date[:10]}.json",
-        format=2,
+        options.save or RESULTS / f"cpu{_kind(options)}-{about['date'][:10]}.json",
+        **about,
         status="running",
         smoke=options.smoke,
         command=[labels.tidy(x) for x in command],  # without places on this machine
-        device="cpu",
-        date=date,
-        commit=git_commit(ROOT),
         threads=options.threads,
-        machine=describe_cpu(),
-        versions=peer_versions(),
         cases={},
     )
     measure_peaks([x for x in chosen(options) if x.part == APART], results, backend=options.backend)

@@ -105,13 +105,11 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
         toy = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:]], {**os.environ, **toy})
-    about = machine.describe(ROOT, options.commit)
-    name = "cpu" if options.dry_run else re.sub(r"[^a-z0-9]+", "-", str(about["device"]).lower()).strip("-")
+    about = machine.about(on_gpu=not options.dry_run, commit=options.commit)
+    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
     out = options.out or ROOT / "benchmarks" / "results" / f"{name}-{about['date'][:10]}.json"
-    results = Results(
-        out, format=2, status="running", dry_run=options.dry_run, machine=about, device=about["device"],
-        commit=about["commit"], date=about["date"], command=list(sys.argv[1:] if given is None else given),
-    )  # fmt: skip
+    command = list(sys.argv[1:] if given is None else given)
+    results = Results(out, **about, status="running", dry_run=options.dry_run, command=command)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     folder = out.with_name(out.name + ".logs")
     shutil.rmtree(folder, ignore_errors=True)
@@ -341,7 +339,6 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
         until=until,
     )  # fmt: skip
     cases = {case.name: case.toy() if toy else case for case in gpu_cases()}
-    results.merge(versions=machine.peer_versions())
     results.merge("clocks", before=machine.clocks())
     for item in plan(options.cases, options.providers, profiles=options.profile, parts=not options.no_micro):
         if time.time() > until:

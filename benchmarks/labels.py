@@ -234,13 +234,10 @@ def _commit(data: dict[str, Any]) -> str:
 
 def _machine(data: dict[str, Any]) -> str:
     machine = data.get("machine") or {}
-    system = machine.get("system") or {}
+    system, devices = machine.get("system") or {}, machine.get("devices") or {}
     parts = [
         _device(data),
-        f"capability {machine['capability']}" if machine.get("capability") else "",
-        f"{machine['multiprocessors']} multiprocessors" if machine.get("multiprocessors") else "",
-        f"{machine['memory_gib']} GiB" if machine.get("memory_gib") else "",
-        f"driver {machine['driver']}" if machine.get("driver") else "",
+        *(f"{name} {text}" for name, text in devices.items() if name != "cpu"),
         f"{system['cores']} cores" if system.get("cores") else "",
         count(data["threads"], "thread") if data.get("threads") else "",
         str(system.get("os", "")),
@@ -249,8 +246,6 @@ def _machine(data: dict[str, Any]) -> str:
 
 
 def _versions(data: dict[str, Any]) -> str:
-    machine = data.get("machine") or {}
-    found = {name: machine.get(name) for name in ("python", "cuda", "triton")}
-    found |= {name: (machine.get("versions") or {}).get(name) for name in ("python", "triton") if not found[name]}
-    found |= data.get("versions") or {}
+    of_machine = (data.get("machine") or {}).get("versions") or {}
+    found = {**{name: of_machine.get(name) for name in ("python", "triton")}, **(data.get("versions") or {})}
     return ", ".join(f"{name} {number}" for name, number in found.items() if number)

@@ -133,10 +133,10 @@ def test_conditions(data: Data) -> None:
 
 
 def test_gpu_conditions() -> None:
-    machine = {"capability": "9.0", "multiprocessors": 132, "memory_gib": 139.8, "driver": "580.1", "python": "3.12.1"}
-    data = {"format": 2, "device": "NVIDIA H200", "machine": {**machine, "cuda": "13.0", "triton": None}, "cases": {}}
-    text = "\n".join(tables.lines(data))
-    for words in ("NVIDIA H200", "capability 9.0", "132 multiprocessors", "139.8 GiB", "cuda 13.0", "python 3.12.1"):
+    devices = {"cpu": "x86_64", "cuda:0": "NVIDIA H200, capability 9.0, 140 GiB, CUDA 13.0", "driver_version": "580.1"}
+    machine = {"versions": {"python": "3.12.1"}, "system": {"os": "Linux"}, "devices": devices}
+    text = "\n".join(tables.lines({"format": 2, "device": "NVIDIA H200", "machine": machine, "cases": {}}))
+    for words in ("machine: NVIDIA H200", "capability 9.0, 140 GiB, CUDA 13.0", "580.1", "python 3.12.1"):
         assert words in text
     assert "triton" not in text
     assert "None" not in text

@@ -44,7 +44,7 @@ def test_dry_run(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["status"] == "complete"
     assert found["dry_run"]
-    assert found["machine"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == torch.__version__
     assert found["tests"]["together"]["counts"]["failed"] == 0
     assert found["tests"]["together"]["counts"]["skipped"] > 0  # loudly, in a file of their own reasons
     smoke = found["tests"]["smoke"]
