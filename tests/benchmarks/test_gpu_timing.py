@@ -95,7 +95,7 @@ def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_interleaving() -> None:
-    """Every provider in every round, in turn; a slow one in some; one that fails is left out, and the rest go on."""
+    """Every provider in every round, in turn; one that fails is left out, and the rest go on, till time is up."""
     ran: list[str] = []
     failed: dict[str, Exception] = {}
 
@@ -107,18 +107,14 @@ def test_interleaving() -> None:
 
         return run
 
-    names = ("a", "b", "slow", "bad")
-    rounds = list(
-        interleaved(
-            {name: step(name) for name in names}, Clock(CPU), expected_ms={"a": 1, "b": 1, "slow": 500, "bad": 1},
-            before=lambda name: None, failed=failed.__setitem__, until=time.time() + 60, rounds=12,
-        )
-    )  # fmt: skip
+    names = ("a", "b", "bad")
+    steps, until = {name: step(name) for name in names}, time.time() + 60
+    rounds = list(interleaved(steps, Clock(CPU), failed=failed.__setitem__, until=until, rounds=12))
     samples = rounds[-1]
     assert len(rounds) == 12
-    assert [len(samples[name]) for name in names] == [12, 12, 6, 1]
+    assert [len(samples[name]) for name in names] == [12, 12, 1]
     assert list(failed) == ["bad"]
-    assert ran[:4] != ran[4:8]  # another order
+    assert ran[:3] != ran[3:6]  # another order
     assert quantiles([3.0, 1.0, 2.0])["median"] == 2.0
     assert quantiles([]) == {"samples": 0}
 
