@@ -22,18 +22,6 @@ BRIEF = {
     "cce": "Apple CCE",
     "quack": "QuACK",
 }
-CASES = {
-    "main": "trainable head, on-policy",
-    "frozen": "frozen head",
-    "score": "log-probabilities only",
-    "bf16": "bf16",
-    "padding": "half padding",
-    "half zero": "half without gradient",
-    "off-policy": "off-policy",
-    "top entropy": "top 20 % of entropy",
-    "gspo": "GSPO",
-    "kl": "with a KL term",
-}
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 MODES = {
     "full": "forward and backward",
@@ -66,13 +54,6 @@ def brief_name(name: str) -> str:
     base, _, mib = name.partition("@")
     words = BRIEF.get(base) or label(base)
     return f"{words}, {mib} MiB" if mib else words
-
-
-def case_name(name: str, case: Case) -> str:
-    """A case for readers."""
-    if case.get("part") == "shapes":
-        return f"{case.get('model', name)}, frozen" if case.get("frozen") else str(case.get("model", name))
-    return CASES.get(name, name.replace("_", " "))
 
 
 def short(version: Any) -> str:

@@ -18,7 +18,7 @@ from benchmarks.providers import PROVIDERS
 from tests.support.bench_results import results, sparse
 
 Data = dict[str, Any]
-NAMES = ["step", "memory", "time", "cases"]
+NAMES = ["step", "memory", "time"]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -140,24 +140,6 @@ def test_a_limit_is_never_drawn_as_slower_than_the_whole(data: Data) -> None:
         figure = drawn("time", changed)
         assert ("within noise" in words(figure)) is said
         assert ("matrix products alone:" in words(figure)) is not said
-
-
-def test_cases_say_how_many_times_faster_ours_is(data: Data) -> None:
-    figure = drawn("cases", data)
-    shown = {name: x for name, x in data["cases"].items() if x["part"] in ("main", "shapes", "workloads")}
-    points = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
-    wanted = []
-    for case in shown.values():
-        mode = "score" if case["score"] else "full"
-        trl, ours = (case["providers"][x]["ms"][mode]["median"] for x in ("trl", "ours"))
-        wanted.append(trl / ours)
-    assert [line.get_xdata()[0] for line in points] == wanted
-    assert {to_hex(line.get_color()) for line in points} == {plots.COLORS["trl"].lower()}
-    assert (
-        plots.cases_claim(data)
-        == f"Faster than TRL's fused head in {sum(x > 1 for x in wanted)} of {len(wanted)} cases"
-    )
-    assert "GSPO" in words(figure) and "Llama-3.2-1B" in words(figure)
 
 
 def test_a_provider_has_one_colour() -> None:

@@ -258,7 +258,7 @@ def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
     newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
     assert main(["--report", str(newest), "--plot", "--docs", str(tmp_path)]) == 0
     assert (tmp_path / "benchmarks.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
-    assert sorted(x.name for x in (tmp_path / "plots").iterdir()) == ["cases.png", "memory.png", "step.png", "time.png"]
+    assert sorted(x.name for x in (tmp_path / "plots").iterdir()) == ["memory.png", "step.png", "time.png"]
 
 
 @pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
@@ -332,6 +332,6 @@ def test_smoke(tmp_path: Path) -> None:
                 assert x["status"] == "ok", (given.name, name, x)
     page = (docs / "benchmarks.md").read_text()
     assert all(f"plots/{plot.name}" in page for plot in (docs / "plots").iterdir())
-    assert {plot.name for plot in (docs / "plots").iterdir()} == {"cases.png", "time.png"}
+    assert {plot.name for plot in (docs / "plots").iterdir()} == {"time.png"}
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
     assert main(["--report", str(out)]) == 0
