@@ -137,7 +137,7 @@ def test_conditions(data: Data) -> None:
     said = ("AMD EPYC", "2 cores", "2 threads", "python 3.11.7", "torch 2.13.0+cpu", "trl 1.16.0", "liger-kernel 0.8.5")
     for words in (
         *said,
-        "cpp (CPU tensors)",
+        "cpp (CPU tensors;",
         data["commit"],
         data["date"],
         "rounds: 2 to 3",
