@@ -114,7 +114,7 @@ aot: $(STAMP)  ## every kernel compiled for sm_80, sm_90, sm_100 and gfx942, no 
 emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, executed without a GPU, every access watched (EMULATE_ARGS="-k grad")
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.emulator -n $(TEST_WORKERS) --dist worksteal $(EMULATE_ARGS) </dev/null
 
-roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, and docs/roofline.md (ROOFLINE_ARGS=--update)
+roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, against docs/roofline.md (ROOFLINE_ARGS=--update)
 	$(PY) -m benchmarks.aot.roofline $(ROOFLINE_ARGS) </dev/null
 
 faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must notice each (FAULTS="name ...")

@@ -8,7 +8,6 @@ meanwhile: the tables say how much of the machine other processes used. On a GPU
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -19,17 +18,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, labels, tables
+from benchmarks import figures, labels, machine, tables
 from benchmarks.cases import HEADS, BenchCase
-from benchmarks.machine import describe_cpu, git_commit, peer_versions
+from benchmarks.machine import ROOT
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
-from benchmarks.process import ROOT
 from benchmarks.providers import PROVIDERS, named
 from benchmarks.run import How, Results, measure_case, measure_peaks
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 STEP = "step"  # the part that trains with TRL; only where asked for, it takes ten minutes
-KEPT = ("training", STEP)  # of the results, from runs of their own
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -89,19 +86,14 @@ def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     """Run what was asked for."""
     torch.set_num_threads(options.threads)
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    about = machine.about(on_gpu=False)
     results = Results(
-        options.save or RESULTS / f"cpu{_kind(options)}-{date[:10]}.json",
-        format=2,
+        options.save or RESULTS / f"cpu{_kind(options)}-{about['date'][:10]}.json",
+        **about,
         status="running",
         smoke=options.smoke,
         command=[labels.tidy(x) for x in command],  # without places on this machine
-        device="cpu",
-        date=date,
-        commit=git_commit(ROOT),
         threads=options.threads,
-        machine=describe_cpu(),
-        versions=peer_versions(),
         cases={},
     )
     measure_peaks([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
@@ -117,45 +109,26 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     return results
 
 
-def with_apart(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data`, and what it has none of from the newest results of `folder`: training steps and memory against tokens,
-    which take too long to be measured every time. ``runs`` has the conditions of each.
+def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`data`, and of the parts that it has none of those of the newest results of `folder` on such a device.
+
+    Training steps and memory against tokens take too long to be measured every time. ``runs`` has the conditions of a
+    part that is of another run than the main cases.
     """
     if data.get("smoke") or data.get("dry_run"):
         return data
-    runs, cases = dict(data.get("runs") or {}), dict(data.get("cases") or {})
-    for part in KEPT:
-        if part not in data and (found := _newest(data, folder, part)):
-            data = {**data, part: found[part]}
-            runs[part] = _conditions(figures.of_run(found, part))
-    if not figures.of_part(data, APART) and (found := _newest(data, folder, APART)):
-        cases |= figures.of_part(found, APART)
-        runs[APART] = _conditions(found)
-    return {**data, "cases": cases, "runs": runs}
-
-
-def for_page(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data`; if all of it is of parts that are measured apart, beside the newest results of all other parts."""
-    whole = sorted(folder.glob(f"{data['device']}-20*.json"))
-    if data.get("smoke") or not whole or data["cases"].keys() - figures.of_part(data, APART).keys():
-        return data
-    base = json.loads(whole[-1].read_text())
-    found = {part: data[part] for part in KEPT if part in data}
-    runs = {part: _conditions(figures.of_run(data, part)) for part in (*found, APART)}
-    return with_apart({**base, **found, "cases": base["cases"] | data["cases"], "runs": runs}, folder)
-
-
-def _newest(data: dict[str, Any], folder: Path, part: str) -> dict[str, Any] | None:
-    """Of the same device; of the same processor too for the part "training", whose seconds stand beside others."""
-    for file in sorted(folder.glob(f"*{part}*.json"), reverse=True):
-        found: dict[str, Any] = json.loads(file.read_text())
-        if found["device"] == data["device"] and (part != "training" or labels.cpu(found) == labels.cpu(data)):
-            return found
-    return None
-
-
-def _conditions(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: data.get(name) for name in ("date", "commit", "threads", "versions", "machine")}
+    others = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    others = sorted((x for x in others if x.get("device") == data["device"]), key=lambda x: x["date"], reverse=True)
+    base = next((x for x in (data, *others) if figures.of_part(x, "main")), data)
+    page = {**base, "cases": dict(base.get("cases") or {}), "runs": dict(base.get("runs") or {})}
+    for part in (STEP, APART):
+        source = next((x for x in (data, *others) if x.get(part) or figures.of_part(x, part)), base)
+        if source is not base:
+            page |= {part: source[part]} if part in source else {}
+            page["cases"] |= figures.of_part(source, part)
+            of_part = figures.of_run(source, part)
+            page["runs"][part] = {x: of_part.get(x) for x in ("date", "commit", "threads", "versions", "machine")}
+    return page
 
 
 def _kind(options: argparse.Namespace) -> str:
@@ -186,14 +159,12 @@ def main(given: Sequence[str] | None = None) -> int:
         results = measure(options, sys.argv[1:] if given is None else given)
         data = results.data
         print(f"results: {results.path}")
-    data = with_apart(data, RESULTS)
-    print("\n".join(tables.lines(data)))
+    page = with_others(data, RESULTS)
+    print("\n".join(tables.lines(page)))
     if options.plot:
         from benchmarks import plots
 
-        data = for_page(data, RESULTS)
-        drawn = plots.render(data, options.docs / "plots")
-        tables.write(data, options.docs / "benchmarks.md", drawn)
+        tables.write(page, options.docs / "benchmarks.md", plots.render(page, options.docs / "plots"))
     return int(is_wrong(data))
 
 

@@ -69,8 +69,9 @@ def mode(case: Case) -> str:
 
 
 def over(case: Case, name: str, other: str) -> float | None:
-    """The time of a provider over that of another one, in the leading mode."""
-    return ratio(median(case, name, mode(case)), median(case, other, mode(case)))
+    """The time of a provider over that of another one, in its own turn where it had one; in the leading mode."""
+    beside = (providers(case).get(name, {}).get("anchors") or {}).get(other, {})
+    return ratio(median(case, name, mode(case)), beside.get("median") or median(case, other, mode(case)))
 
 
 def in_seconds(cases: dict[str, Case]) -> bool:

@@ -6,36 +6,8 @@ import re
 from typing import Any
 
 from benchmarks.figures import Case
+from benchmarks.providers import DISTILLERS, PROVIDERS
 
-# name: (label, "{}" being the version of the distribution that follows, that distribution)
-PROVIDERS: dict[str, tuple[str, str | None]] = {
-    "ours": ("grpo_kernels", None),
-    "ours/torch": ("grpo_kernels, torch backend", None),
-    "ours/two_pass": ("grpo_kernels, two passes", None),
-    "ours/one_pass": ("grpo_kernels, one pass", None),
-    "ours/lean": ("grpo_kernels, lean engine", None),
-    "ours/expected": ("grpo_kernels, linear_logprob", None),
-    "ours/score_dot": ("grpo_kernels, score_dot", None),
-    "products": ("matrix products alone", None),
-    "eager": ("all logits, log_softmax", None),
-    "eager/selective": ("all logits, TRL's selective", None),
-    "compiled": ("all logits, torch.compile", None),
-    "linear_ce": ("torch {} linear_cross_entropy", "torch"),
-    "linear_ce/chunked": ("torch {} linear_cross_entropy, in chunks", "torch"),
-    "trl": ("TRL {} fused head", "trl"),
-    "liger_grpo": ("Liger {} fused GRPO loss", "liger-kernel"),
-    "liger_grpo/uncompiled": ("Liger {} fused GRPO loss, not compiled", "liger-kernel"),
-    "liger_ce": ("Liger {} scaled CE", "liger-kernel"),
-    "liger_torch": ("Liger {} scaled CE, torch", "liger-kernel"),
-    "verl_torch": ("verl {} torch head", "verl"),
-    "verl_triton": ("verl {} Triton head", "verl"),
-    "unsloth": ("Unsloth {} fused log-probs", "unsloth_zoo"),
-    "cce": ("Apple CCE {}", "cut-cross-entropy"),
-    "quack": ("QuACK {} linear CE", "quack-kernels"),
-    "quack/chunked": ("QuACK {} mean CE, no policy loss", "quack-kernels"),
-    "liger_jsd": ("Liger {} chunked JSD loss, torch", "liger-kernel"),
-    "liger_jsd/fused": ("Liger {} fused JSD, Triton", "liger-kernel"),
-}
 # In a figure, whose footer has the versions.
 BRIEF = {
     "eager": "all logits",
@@ -49,18 +21,6 @@ BRIEF = {
     "unsloth": "Unsloth",
     "cce": "Apple CCE",
     "quack": "QuACK",
-}
-CASES = {
-    "main": "trainable head, on-policy",
-    "frozen": "frozen head",
-    "score": "log-probabilities only",
-    "bf16": "bf16",
-    "padding": "half padding",
-    "half zero": "half without gradient",
-    "off-policy": "off-policy",
-    "top entropy": "top 20 % of entropy",
-    "gspo": "GSPO",
-    "kl": "with a KL term",
 }
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 MODES = {
@@ -83,9 +43,9 @@ MOST_TEXT = 160
 def label(name: str, versions: dict[str, Any] | None = None) -> str:
     """A provider for readers: "trl" is "TRL 1.16 fused head". One that is not known keeps its name."""
     base, _, mib = name.partition("@")
-    words, distribution = PROVIDERS.get(base, (base, None))
-    number = short((versions or {}).get(distribution)) if distribution else ""
-    words = re.sub(r" {2,}", " ", words.format(number)).strip()
+    known = PROVIDERS.get(base) or DISTILLERS.get(base)
+    number = short((versions or {}).get(known.package)) if known else ""
+    words = re.sub(r" {2,}", " ", known.label.format(number)).strip() if known else base
     return f"{words}, {mib} MiB" if mib else words
 
 
@@ -94,13 +54,6 @@ def brief_name(name: str) -> str:
     base, _, mib = name.partition("@")
     words = BRIEF.get(base) or label(base)
     return f"{words}, {mib} MiB" if mib else words
-
-
-def case_name(name: str, case: Case) -> str:
-    """A case for readers."""
-    if case.get("part") == "shapes":
-        return f"{case.get('model', name)}, frozen" if case.get("frozen") else str(case.get("model", name))
-    return CASES.get(name, name.replace("_", " "))
 
 
 def short(version: Any) -> str:
@@ -262,13 +215,10 @@ def _commit(data: dict[str, Any]) -> str:
 
 def _machine(data: dict[str, Any]) -> str:
     machine = data.get("machine") or {}
-    system = machine.get("system") or {}
+    system, devices = machine.get("system") or {}, machine.get("devices") or {}
     parts = [
         _device(data),
-        f"capability {machine['capability']}" if machine.get("capability") else "",
-        f"{machine['multiprocessors']} multiprocessors" if machine.get("multiprocessors") else "",
-        f"{machine['memory_gib']} GiB" if machine.get("memory_gib") else "",
-        f"driver {machine['driver']}" if machine.get("driver") else "",
+        *(f"{name} {text}" for name, text in devices.items() if name != "cpu"),
         f"{system['cores']} cores" if system.get("cores") else "",
         count(data["threads"], "thread") if data.get("threads") else "",
         str(system.get("os", "")),
@@ -277,8 +227,6 @@ def _machine(data: dict[str, Any]) -> str:
 
 
 def _versions(data: dict[str, Any]) -> str:
-    machine = data.get("machine") or {}
-    found = {name: machine.get(name) for name in ("python", "cuda", "triton")}
-    found |= {name: (machine.get("versions") or {}).get(name) for name in ("python", "triton") if not found[name]}
-    found |= data.get("versions") or {}
+    of_machine = (data.get("machine") or {}).get("versions") or {}
+    found = {**{name: of_machine.get(name) for name in ("python", "triton")}, **(data.get("versions") or {})}
     return ", ".join(f"{name} {number}" for name, number in found.items() if number)

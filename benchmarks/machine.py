@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
-import platform
 import subprocess
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from grpo_kernels.diagnostics import report
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
     "quack-kernels", "nvidia-cutlass-dsl", "numpy",
@@ -22,35 +22,19 @@ PACKAGES = (
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu")
 
 
-def describe(root: Path, commit: str | None = None) -> dict[str, Any]:
-    """Device, driver and versions; `commit` where the caller knows it better than the checkout does."""
-    has_gpu = torch.cuda.is_available()
-    found: dict[str, Any] = {
-        "device": platform.processor() or platform.machine(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": _version("triton"),
-        "commit": commit or git_commit(root),
-        "driver": _nvidia_smi("driver_version").get("driver_version"),
-    }
-    if has_gpu:
-        properties = torch.cuda.get_device_properties(0)
-        found |= {
-            "device": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-        }
-    return found
-
-
-def describe_cpu() -> report.Report:
-    """The environment as a bug report gives it, without places on this machine."""
+def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
+    """Device, date, commit, machine and versions of a run; `commit` where the caller knows better than the checkout."""
     found = report.collect()
-    found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[0]
-    return found
+    found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[0]  # without places on this machine
+    found["devices"] |= _nvidia_smi("driver_version")
+    return {
+        "format": 2,
+        "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or git_commit(ROOT),
+        "machine": found,
+        "versions": peer_versions(),
+    }
 
 
 def peer_versions() -> dict[str, str]:

@@ -115,16 +115,10 @@ def passes(case: BenchCase) -> list[tuple[str, ...]]:
     others = [name for name in case.providers if name not in ANCHORS]
     if case.name not in GOAL_CASES:
         return [(*anchors, *others)]
-    kinds = [[x for x in others if kind(x)] for kind in (_is_about_goals, _is_other_peer, is_ours)]
-    return [(*anchors, *names) for names in kinds if names]
-
-
-def _is_about_goals(name: str) -> bool:
-    return name in GOALS
-
-
-def _is_other_peer(name: str) -> bool:
-    return name not in GOALS and not is_ours(name)
+    about_goals = [x for x in others if x in GOALS]
+    peers = [x for x in others if x not in GOALS and not is_ours(x)]
+    ours = [x for x in others if x not in GOALS and is_ours(x)]
+    return [(*anchors, *names) for names in (about_goals, peers, ours) if names]
 
 
 def _edges(main: BenchCase) -> list[BenchCase]:

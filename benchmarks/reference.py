@@ -11,7 +11,6 @@ and of a divergence from a teacher the same of its own d z, by the textbook's fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ from benchmarks.providers import Outcome
 
 SLICE = 8192  # of the vocabulary at a time
 SAMPLE = 64
-BLOCK = 64  # rows whose logits of both heads are there at once
 # What counts as the same result, for a peer that rounds logits and gradients to 16 bits: wrong formulas are far beyond.
 LIMITS = {
     "loss": 0.02, "logp_mean": 0.05, "logp_max": 1.0, "entropy_mean": 0.1, "divergence": 0.05, "d_hidden": 0.05,
@@ -48,38 +46,94 @@ class Reference:
     divergences: Tensor | None = None  # (N,), where there is a teacher
 
 
+@dataclass(frozen=True)
+class _Head:
+    """Hidden states (N, H) in float64, and the weight (V, H)."""
+
+    hidden: Tensor
+    weight: Tensor
+    softcap: float | None
+
+    def logits(self, at: Tensor | slice, columns: Tensor) -> Tensor:
+        """Of some rows, at some columns of the vocabulary."""
+        return capped(self.hidden[at] @ self.weight[columns].double().t(), self.softcap)
+
+    def statistics(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(log sum exp of each row's logits, the log-probability of its token, entropy), (N,) each."""
+        top = torch.full_like(self.hidden[:, 0], -torch.inf)
+        total, weighted, target = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
+        for columns in self.slices():
+            z = self.logits(slice(None), columns)
+            new_top = torch.maximum(top, z.amax(dim=1))
+            e, scale = torch.exp(z - new_top[:, None]), torch.exp(top - new_top)
+            total, weighted = total * scale + e.sum(dim=1), weighted * scale + (e * z).sum(dim=1)
+            target += (z * (ids[:, None] == columns)).sum(dim=1)
+            top = new_top
+        lse = top + total.log()
+        return lse, target - lse, lse - weighted / total
+
+    def slices(self) -> tuple[Tensor, ...]:
+        """All columns, so many at a time that their logits and the weight's rows fit."""
+        return torch.arange(len(self.weight), device=self.weight.device).split(SLICE)
+
+
 def reference(inputs: Inputs) -> Reference:
     """Float64 results from the inputs as they are, rounded to bf16."""
-    softcap, weight, ids = inputs.case.softcap, inputs.weight.detach(), inputs.ids.reshape(-1)
-    hidden = inputs.hidden.detach().reshape(-1, inputs.case.h).double()
-    rows, tokens = _sampled(ids, len(weight))
-    if inputs.teacher is not None:
-        return _of_divergence(inputs, hidden, rows, tokens)
-    lse, target, entropies = _row_statistics(hidden, weight, ids, softcap)
-    logps = (target - lse).requires_grad_()
-    shape = inputs.ids.shape
-    loss = policy_loss(inputs, logps.view(shape), entropies.view(shape))
-    (a,) = torch.autograd.grad(loss, logps)
+    case, ids, counted = inputs.case, inputs.ids.reshape(-1), inputs.mask.reshape(-1).double()
+    student = _Head(inputs.hidden.detach().reshape(-1, case.h).double(), inputs.weight.detach(), case.softcap)
+    lse, logps, entropies = student.statistics(ids)
+    divergences = None
+    if inputs.teacher is None:
+        leaf = logps.clone().requires_grad_()
+        loss = policy_loss(inputs, leaf.view(inputs.ids.shape), entropies.view(inputs.ids.shape))
+        (a,) = torch.autograd.grad(loss, leaf)
 
-    d_hidden = torch.zeros_like(hidden[rows])
-    for start, w in _in_double(weight):
-        columns = torch.arange(start, start + len(w), device=ids.device)
-        d_hidden += _d_raw(hidden[rows] @ w.t(), columns, ids[rows], lse[rows], a[rows], softcap) @ w
-    d_raw = _d_raw(hidden @ weight[tokens].double().t(), tokens, ids, lse, a, softcap)
-    return Reference(logps.detach(), entropies, loss.detach(), rows, d_hidden, tokens, d_raw.t() @ hidden)
+        def d_logits(z: Tensor, at: Tensor | slice, columns: Tensor) -> Tensor:
+            return a[at, None] * ((ids[at, None] == columns).double() - torch.exp(z - lse[at, None]))
+
+    else:
+        assert case.divergence is not None
+        beta, of_teacher = case.divergence, inputs.teacher
+        teacher = _Head(of_teacher.hidden.reshape(len(ids), -1).double(), of_teacher.weight, case.softcap)
+        teacher_lse, *_ = teacher.statistics(ids)
+
+        def terms(z: Tensor, at: Tensor | slice, columns: Tensor) -> tuple[Tensor, Tensor]:
+            log_q = teacher.logits(at, columns) - teacher_lse[at, None]
+            return divergence_terms(z - lse[at, None], log_q, beta)
+
+        divergences, slopes = torch.zeros_like(lse), torch.zeros_like(lse)
+        for columns in student.slices():
+            value, slope = terms(student.logits(slice(None), columns), slice(None), columns)
+            divergences, slopes = divergences + value.sum(dim=1), slopes + slope.sum(dim=1)
+        loss, a = counted_mean(divergences.view(inputs.ids.shape), inputs), counted / counted.sum().clamp(min=1.0)
+
+        def d_logits(z: Tensor, at: Tensor | slice, columns: Tensor) -> Tensor:
+            _, slope = terms(z, at, columns)
+            return a[at, None] * (slope - torch.exp(z - lse[at, None]) * slopes[at, None])
+
+    def d_raw(at: Tensor | slice, columns: Tensor) -> Tensor:
+        """d loss / d x of some rows, at some columns."""
+        z = student.logits(at, columns)
+        d = d_logits(z, at, columns)
+        return d if case.softcap is None else d * (1 - (z / case.softcap) ** 2)
+
+    rows, tokens = _sampled(ids, case.v)
+    d_hidden = sum(d_raw(rows, columns) @ student.weight[columns].double() for columns in student.slices())
+    assert isinstance(d_hidden, Tensor)
+    d_weight = d_raw(slice(None), tokens).t() @ student.hidden
+    return Reference(logps, entropies, loss.detach(), rows, d_hidden, tokens, d_weight, divergences)
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Of log-probabilities (n, V): the divergence of each row (n,), and its gradient in the student's logits (n, V)."""
+    """Of log-probabilities (n, V): terms whose sum over V is the divergence; terms k (n, V) of its gradient in the
+    student's logits, which is k - p sum(k).
+    """
     p, q = log_p.exp(), log_q.exp()
     if beta == 0.0:
-        return (q * (log_q - log_p)).sum(dim=1), p - q
+        return q * (log_q - log_p), -q
     log_m = log_q if beta == 1.0 else torch.logaddexp(log_p + math.log(1.0 - beta), log_q + math.log(beta))
-    apart = (p * (log_p - log_m)).sum(dim=1, keepdim=True)
-    if beta == 1.0:
-        return apart[:, 0], p * (log_p - log_q - apart)
-    value = (1.0 - beta) * apart[:, 0] + beta * (q * (log_q - log_m)).sum(dim=1)
-    return value, (1.0 - beta) * p * (log_p - log_m - apart)
+    k = p * (log_p - log_m)
+    return (k, k) if beta == 1.0 else ((1.0 - beta) * k + beta * q * (log_q - log_m), (1.0 - beta) * k)
 
 
 def errors(outcome: Outcome, inputs: Inputs, want: Reference) -> dict[str, float]:
@@ -130,70 +184,6 @@ def _sampled(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     rows = torch.randperm(len(ids), generator=g)[:SAMPLE].to(ids.device)
     others = torch.randint(vocab, (SAMPLE,), generator=g).to(ids.device)
     return rows, torch.cat([ids[rows], others]).unique()
-
-
-def _of_divergence(inputs: Inputs, hidden: Tensor, rows: Tensor, tokens: Tensor) -> Reference:
-    """All logits of both heads, a block of rows at a time."""
-    case, weight, teacher = inputs.case, inputs.weight.detach(), inputs.teacher
-    assert teacher is not None and case.divergence is not None
-    teacher_hidden, ids = teacher.hidden.reshape(len(hidden), -1).double(), inputs.ids.reshape(-1)
-    counted = inputs.mask.reshape(-1).double()
-    a = counted / counted.sum().clamp(min=1.0)
-    logps, entropies, divergences = torch.zeros_like(a), torch.zeros_like(a), torch.zeros_like(a)
-    d_hidden, d_weight = torch.zeros_like(hidden), hidden.new_zeros(len(tokens), case.h)
-    for start in range(0, len(hidden), BLOCK):
-        at = slice(start, start + BLOCK)
-        z = _logits(hidden[at], weight, case.softcap)
-        log_p = torch.log_softmax(z, dim=1)
-        log_q = torch.log_softmax(_logits(teacher_hidden[at], teacher.weight, case.softcap), dim=1)
-        logps[at], entropies[at] = log_p.gather(1, ids[at, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)
-        divergences[at], d = divergence_terms(log_p, log_q, case.divergence)
-        d = d * a[at, None]
-        d = d if case.softcap is None else d * (1 - (z / case.softcap) ** 2)
-        chosen = rows[(rows >= start) & (rows < start + BLOCK)]
-        d_hidden[chosen] = sum(d[chosen - start, i : i + len(w)] @ w for i, w in _in_double(weight))
-        d_weight += d[:, tokens].t() @ hidden[at]
-    loss = counted_mean(divergences.view(inputs.ids.shape), inputs)
-    return Reference(logps, entropies, loss, rows, d_hidden[rows], tokens, d_weight, divergences)
-
-
-def _logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    """(n, V) in float64."""
-    return capped(torch.cat([hidden @ w.t() for _, w in _in_double(weight)], dim=1), softcap)
-
-
-def _row_statistics(
-    hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log sum exp of each row's logits, the target's logit, entropy), (N,) each."""
-    top = torch.full_like(hidden[:, 0], -torch.inf)
-    total, weighted, target = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
-    for start, w in _in_double(weight):
-        z = capped(hidden @ w.t(), softcap)
-        new_top = torch.maximum(top, z.amax(dim=1))
-        e = torch.exp(z - new_top[:, None])
-        scale = torch.exp(top - new_top)
-        total, weighted = total * scale + e.sum(dim=1), weighted * scale + (e * z).sum(dim=1)
-        top, place = new_top, ids - start
-        inside = (place >= 0) & (place < z.shape[1])
-        target = torch.where(inside, z.gather(1, torch.where(inside, place, 0)[:, None])[:, 0], target)
-    lse = top + total.log()
-    return lse, target, lse - weighted / total
-
-
-def _in_double(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows of the weight in float64), a slice at a time, all in the same memory."""
-    memory = weight.new_empty(min(SLICE, len(weight)), weight.shape[1], dtype=torch.float64)
-    for start in range(0, len(weight), SLICE):
-        rows = weight[start : start + SLICE]
-        yield start, memory[: len(rows)].copy_(rows)
-
-
-def _d_raw(raw: Tensor, columns: Tensor, ids: Tensor, lse: Tensor, a: Tensor, softcap: float | None) -> Tensor:
-    """d loss / d x at some columns of the vocabulary, (rows, columns)."""
-    z = capped(raw, softcap)
-    d = a[:, None] * ((ids[:, None] == columns).double() - torch.exp(z - lse[:, None]))
-    return d if softcap is None else d * (1 - (z / softcap) ** 2)
 
 
 def _is_clipped(log_ratio: Tensor) -> Tensor:

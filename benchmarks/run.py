@@ -227,14 +227,6 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
         gc.unfreeze()
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """A provider whose result is right: its step, and the milliseconds of the last one."""
-
-    step: Callable[[], object]
-    ms: float
-
-
 class _Task:
     """The inputs of a case and their truth, and the anchors' steps."""
 
@@ -245,12 +237,12 @@ class _Task:
         self._clock = Clock(how.device, flush=how.flush)
         self._mode = "score" if case.score else "full"
         self._limit = FIRST_CALL_SECONDS if self._clock.on_gpu else None
-        self._anchors: dict[str, _Ready] = {}
+        self._anchors: dict[str, Step] = {}
         self.watch = Watch()
 
     def turn(self, names: Sequence[str], *, are_anchors: bool = False) -> None:
         """Check the providers `names`, and time those that are right, with the anchors."""
-        found = {name: ready for name in names if (ready := self._checked(name)) is not None}
+        found = {name: step for name in names if (step := self._checked(name)) is not None}
         if not self._anchors:
             self.watch = Watch()  # what the first checks compile is not other processes' work
         if found:
@@ -267,12 +259,12 @@ class _Task:
     def _path(self, name: str) -> tuple[str, ...]:
         return ("cases", self._case.name, "providers", name)
 
-    def _checked(self, name: str) -> _Ready | None:
+    def _checked(self, name: str) -> Step | None:
         """Build and check a provider, and run it till it is warm; None if it has nothing to time."""
         path = self._path(name)
         is_known = figures.ran(self._results.at(*path))  # an anchor, which keeps what an earlier call found
         path = (*path, "again") if is_known else path
-        ready = None
+        step = None
         self._results.merge(*path, status="running")  # what it stays if the process ends here
         with self._results.noting(*path, seconds=self._limit):
             forward = build(name, self._inputs, self._how.backend)
@@ -282,28 +274,24 @@ class _Task:
             self._results.merge(*path, **{**found, "status": status})
             if not right or not self._case.rounds:
                 return None
-            step = Step(forward, lap=self._clock.lap)
-            ms = 1e3 * found["first_call_s"]
+            warm = Step(forward, lap=self._clock.lap)
             if self._clock.on_gpu:
-                self._results.merge(*path, extra_mib=self._extra_mib(step))
-                for _ in range(0 if self._how.once else WARM_UP):
+                self._inputs.clear_gradients()
+                peak = Peak(self._how.device)
+                warm()
+                self._results.merge(*path, extra_mib=self._beyond(peak))
+                for _ in range(WARM_UP):
                     self._inputs.clear_gradients()
-                    ms = self._clock.time(step)
-            ready = _Ready(step, ms)
-        return ready
-
-    def _extra_mib(self, step: Callable[[], object]) -> float | None:
-        self._inputs.clear_gradients()
-        peak = Peak(self._how.device)
-        step()
-        return self._beyond(peak)
+                    warm()
+            step = warm
+        return step
 
     def _beyond(self, peak: Peak) -> float | None:
         returned = sum(x.grad.nbytes for x in self._inputs.leaves if x.grad is not None)
         extra = peak.extra_bytes(returned)
         return None if extra is None else round(max(0, extra) / MIB, 1)
 
-    def _rounds(self, found: dict[str, _Ready]) -> None:
+    def _rounds(self, found: dict[str, Step]) -> None:
         """Time the steps of `found` and of the anchors, interleaved; after each round the results have all of them."""
         steps = {**self._anchors, **found}
         laps: dict[str, list[float]] = {name: [] for name in steps}
@@ -330,9 +318,8 @@ class _Task:
             check_device()
 
         for samples in interleaved(
-            {name: x.step for name, x in steps.items()},
+            steps,
             self._clock,
-            expected_ms={name: x.ms for name, x in steps.items()},
             before=before,
             after=after,
             failed=failed,
@@ -352,17 +339,16 @@ def measure_runs(
     runs: dict[str, Callable[[], Any]], clock: Clock, results: Results, top: tuple[str, ...], *, once: bool
 ) -> dict[str, float]:
     """Median milliseconds of each of `runs`, warmed up and interleaved; written under `top` too."""
-    expected = {}
+    warm = {}
     for name, run in runs.items():
         with results.noting(*top, name):
             run()
-            expected[name] = clock.time(run)
+            clock.time(run)
+            warm[name] = run
     samples: dict[str, list[float]] = {}
     for so_far in interleaved(
-        {name: run for name, run in runs.items() if name in expected},
+        warm,
         clock,
-        expected_ms=expected,
-        before=lambda name: None,
         failed=lambda name, error: results.merge(*top, name, **failure(error)),
         until=time.time() + 5.0,
         rounds=1 if once else 20,

@@ -28,7 +28,7 @@ GOAL = {"case": "case", "figure": "figure", "goal": "goal", "value": "measured",
 CONDITIONS = ("products_nvh", "cpu_of_others", "rounds", "counted", "status")  # of a case, beside what is computed
 NOISE = "within noise"  # a limit that was measured as slower than what does more
 STOCK, DEFAULTS = "stock TRL", "defaults"  # variants of the training step
-Section = tuple[str, tuple[str, ...], list[str]]  # title, the plots that show it, its lines
+Section = tuple[str, str, list[str]]  # title, the part that has its plot and perhaps a run of its own, its lines
 Column = tuple[str, Callable[[str, Case, Provider], str]]  # its head, and the text of a provider's cell in a case
 
 
@@ -43,14 +43,13 @@ def lines(data: dict[str, Any]) -> list[str]:
 def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
     """Write a markdown page; each of `plots` (as `plots.render` returns them) stands above the table of its figures."""
     text = ["# Benchmarks", "", "Written by `python -m benchmarks`; do not edit.", "", *_head(data)]
-    for title, stems, body in _sections(data):
+    for title, part, body in _sections(data):
         text += ["", f"## {title}", ""]
         for plot in plots:
-            if plot.stem in stems:
+            if plot.stem == part:
                 place = Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix()
                 text += [f"![{title}]({place})", ""]
-        run = figures.of_run(data, stems[0]) if stems else data
-        text += [*body, "", f"Conditions: {labels.footer(run)}."]
+        text += [*body, "", f"Conditions: {labels.footer(figures.of_run(data, part))}."]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(text) + "\n", encoding="utf-8")
 
@@ -97,22 +96,20 @@ def _sections(data: dict[str, Any]) -> list[Section]:
     """The sections of which there are results."""
     found: list[Section] = []
     if scenes(data):
-        found.append(("A whole training step", ("step",), _steps(data["step"])))
+        found.append(("A whole training step", "step", _steps(data["step"])))
     if peaks := figures.of_part(data, "memory"):
-        found.append(("Memory against tokens", ("memory",), _memory(peaks, data)))
+        found.append(("Memory against tokens", "memory", _memory(peaks, data)))
     if len(compared := figures.compared(data)) > 1:
-        found.append(("All cases", ("cases",), _overview(compared)))
+        found.append(("All cases", "", _overview(compared)))
     for part, title in TIMED.items():
         if cases := figures.of_part(data, part):
-            found.append((title, ("time",) if part == "main" else (), _timed(cases)))
+            found.append((title, "time" if part == "main" else "", _timed(cases)))
     if series := dict(figures.series(data)):
-        found.append(("Scaling", (), _scaling(series)))
+        found.append(("Scaling", "", _scaling(series)))
     if accuracy := figures.of_part(data, "accuracy"):
-        found.append(("Accuracy", (), _accuracy(accuracy)))
-    if (data.get("training") or {}).get("models"):
-        found.append(("The head in a training step", ("training",), _training(data["training"])))
+        found.append(("Accuracy", "", _accuracy(accuracy)))
     if data.get("goals"):
-        found.append(("Goals", (), markdown(list(GOAL.values()), [_goal(goal) for goal in data["goals"]])))
+        found.append(("Goals", "", markdown(list(GOAL.values()), [_goal(goal) for goal in data["goals"]])))
     return found
 
 
@@ -274,27 +271,6 @@ def _accuracy(cases: dict[str, Case]) -> list[str]:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else share(value)
-
-
-def _training(training: dict[str, Any]) -> list[str]:
-    """A line for each model: the share of the head in the step, with TRL's head and with ours."""
-    models: dict[tuple[str, str, str, int], dict[str, Any]] = {}
-    for x in training["models"]:
-        size = " x ".join(str(value) for value in x.get("head") or [])
-        key = (labels.tidy(x.get("model", "")), size, x.get("kind", ""), x.get("tokens", 0))
-        models.setdefault(key, {})[x.get("trainer", "")] = x
-    trainers = list(dict.fromkeys(name for found in models.values() for name in found))
-    cells = []
-    for (model, size, kind, tokens), found in models.items():
-        entries = [found.get(name, {}) for name in trainers]
-        shares = [x.get(key) for key in ("head_share", "head_share_of_update") for x in entries]
-        cells.append([model, size, kind, number(tokens), *("" if x is None else share(round(x, 3)) for x in shares)])
-    head = ["model", "head, V x H", "kind", "tokens", *trainers, *(f"{x}, without generation" for x in trainers)]
-    text = [
-        "The share of the head: of the seconds where they were measured, of the operations where they were computed",
-        "([measuring.md](measuring.md#the-head-in-a-training-step)).",
-    ]
-    return [*text, "", *markdown(head, cells)]
 
 
 def _goal(goal: dict[str, Any]) -> list[str]:

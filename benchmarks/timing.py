@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 LEAST_ROUNDS = 5
-SLOW_SECONDS = 3.0  # of one provider in one case: slower ones are timed less often, but `LEAST_ROUNDS` times at least
 FLUSH_BYTES = 256 * 2**20  # a few times the L2 of any GPU there is
 FIRST_SLEEP, LONGEST_SLEEP = 2**20, 2**26  # cycles: from half a millisecond to some 35
 
@@ -110,32 +109,27 @@ def interleaved(
     steps: Mapping[str, Callable[[], Any]],
     clock: Clock,
     *,
-    expected_ms: Mapping[str, float],
-    before: Callable[[str], None],
     failed: Callable[[str, Exception], None],
     until: float,
     rounds: int,
+    before: Callable[[str], None] = lambda name: None,
     after: Callable[[str], None] = lambda name: None,
 ) -> Iterator[dict[str, list[float]]]:
     """Run the steps in turn, in another order each round, and yield all samples so far after each round.
 
     Args:
         steps: by name.
-        expected_ms: of each step: one that would take more than `SLOW_SECONDS` in all is left out of some rounds.
-        before, after: called with the name before and after each step, outside the measured time.
         failed: called with the name and the error of a step that raised; it is left out from then on.
         until: ``time.time()`` after which no round is begun, once there have been `LEAST_ROUNDS`.
         rounds: the most rounds.
+        before, after: called with the name before and after each step, outside the measured time.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
-    wanted = {x: max(LEAST_ROUNDS, min(rounds, int(1e3 * SLOW_SECONDS / max(expected_ms[x], 1e-3)))) for x in names}
     for i in range(rounds):
         if i >= min(LEAST_ROUNDS, rounds) and time.time() > until:
             return
         for name in order(names, i):
-            if len(samples[name]) * rounds > i * wanted[name]:  # ahead of its share of the rounds
-                continue
             before(name)
             try:
                 samples[name].append(clock.time(steps[name]))

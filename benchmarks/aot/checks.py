@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.aot.launches import Launch
-from benchmarks.aot.sass import Flow, disassembled
+from benchmarks.aot.sass import SPILLING, Instruction, count, disassembled, inner_loops
 from grpo_kernels.backends.triton_rows.configs import SHARED_BYTES, family
 
 # The PTX or assembly of the instructions that the tensor cores are for.
@@ -77,7 +77,7 @@ def compile_launch(launch: Launch, arch: str) -> Result:
     broken = [*broken_by_code(text, arch), *narrow_products(compiled.asm["ttir"])]
     if spilled > may_spill(arch, launch.kernel.__name__):
         broken.append(f"{spilled} {'registers' if arch.startswith('gfx') else 'bytes'} spilled")
-    elif spilled and spills_in_inner_loops(Flow(disassembled(compiled.asm["cubin"]))):
+    elif spilled and spills_in_inner_loops(disassembled(compiled.asm["cubin"])):
         broken.append(f"{spilled} bytes spilled, some in an inner loop")
     if shared > SHARED_BYTES[family(arch)]:
         broken.append(f"{shared} bytes of shared memory, of {SHARED_BYTES[family(arch)]}")
@@ -100,11 +100,9 @@ def may_spill(arch: str, kernel: str) -> int:
     return SPILLS.get(triton.__version__.rpartition(".")[0], {}).get((arch, kernel), 0)
 
 
-def spills_in_inner_loops(flow: Flow) -> bool:
+def spills_in_inner_loops(code: list[Instruction]) -> bool:
     """Whether a loop without another one in it moves registers to or from the stack."""
-    headers = {loop.header for loop in flow.loops}
-    inner = [loop for loop in flow.loops if len(headers & loop.blocks) == 1]
-    return any(x.name in ("LDL", "STL") for loop in inner for x in flow.instructions(loop.blocks))
+    return any(count(loop, *SPILLING) for loop in inner_loops(code))
 
 
 def _amd_usage(text: str) -> tuple[int, int]:

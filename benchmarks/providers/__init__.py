@@ -10,9 +10,9 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,53 +42,59 @@ class Provider:
     Attributes:
         module: of this package.
         function: in it, ``function(inputs)``, or with `arguments` too.
+        label: for readers, with "{}" for the version of `package`, a distribution.
         counted: its matrix products are torch's, so that torch can count their operations.
         compared: it has results to compare.
     """
 
     module: str
     function: str
-    arguments: tuple[str, ...] = ()
+    label: str = ""
+    package: str = ""
+    arguments: Mapping[str, str] = field(default_factory=dict)
     counted: bool = True
     compared: bool = True
 
 
 PROVIDERS = {
-    "ours": Provider("ours", "ours"),
-    "ours/torch": Provider("ours", "ours", ("backend=torch",)),
-    "ours/one_pass": Provider("ours", "ours", ("engine=one_pass",)),
-    "ours/two_pass": Provider("ours", "ours", ("engine=two_pass",)),
-    "ours/lean": Provider("ours", "ours", ("engine=lean",)),
-    "ours/score_dot": Provider("ours", "ours", ("engine=score_dot",), counted=False),
-    "ours/no_mask": Provider("ours", "ours", ("mask=none",)),
-    "ours/expected": Provider("ours", "expected"),
-    "products": Provider("products", "products", compared=False),
-    "eager": Provider("torch_heads", "eager"),
-    "eager/selective": Provider("torch_heads", "selective"),
-    "compiled": Provider("torch_heads", "compiled", counted=False),
-    "linear_ce": Provider("torch_heads", "linear_ce", counted=False),
-    "linear_ce/chunked": Provider("torch_heads", "chunked", counted=False),
-    "trl": Provider("trl", "trl"),
-    "liger_grpo": Provider("liger", "liger_grpo"),
-    "liger_grpo/uncompiled": Provider("liger", "uncompiled"),
-    "liger_ce": Provider("liger", "liger_ce", counted=False),
-    "liger_torch": Provider("liger", "liger_torch"),
-    "verl_torch": Provider("verl", "verl_torch"),
-    "verl_triton": Provider("verl", "verl_triton", counted=False),
-    "unsloth": Provider("unsloth", "unsloth", counted=False),
-    "cce": Provider("cce", "cce", counted=False),
-    "quack": Provider("quack", "quack", counted=False),
-    "quack/chunked": Provider("quack", "chunked", counted=False, compared=False),
+    "ours": Provider("ours", "ours", "grpo_kernels"),
+    "ours/torch": Provider("ours", "ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
+    "ours/one_pass": Provider("ours", "ours", "grpo_kernels, one pass", arguments={"engine": "one_pass"}),
+    "ours/two_pass": Provider("ours", "ours", "grpo_kernels, two passes", arguments={"engine": "two_pass"}),
+    "ours/lean": Provider("ours", "ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
+    "ours/score_dot": Provider(
+        "ours", "ours", "grpo_kernels, score_dot", arguments={"engine": "score_dot"}, counted=False
+    ),
+    "ours/no_mask": Provider("ours", "ours", "grpo_kernels, no mask", arguments={"mask": "none"}),
+    "ours/expected": Provider("ours", "expected", "grpo_kernels, linear_logprob"),
+    "products": Provider("products", "products", "matrix products alone", compared=False),
+    "eager": Provider("torch_heads", "eager", "all logits, log_softmax"),
+    "eager/selective": Provider("torch_heads", "selective", "all logits, TRL's selective"),
+    "compiled": Provider("torch_heads", "compiled", "all logits, torch.compile", counted=False),
+    "linear_ce": Provider("torch_heads", "linear_ce", "torch {} linear_cross_entropy", "torch", counted=False),
+    "trl": Provider("trl", "trl", "TRL {} fused head", "trl"),
+    "liger_grpo": Provider("liger", "liger_grpo", "Liger {} fused GRPO loss", "liger-kernel"),
+    "liger_grpo/uncompiled": Provider("liger", "uncompiled", "Liger {} fused GRPO loss, not compiled", "liger-kernel"),
+    "liger_ce": Provider("liger", "liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False),
+    "liger_torch": Provider("liger", "liger_torch", "Liger {} scaled CE, torch", "liger-kernel"),
+    "verl_torch": Provider("verl", "verl_torch", "verl {} torch head", "verl"),
+    "verl_triton": Provider("verl", "verl_triton", "verl {} Triton head", "verl", counted=False),
+    "unsloth": Provider("unsloth", "unsloth", "Unsloth {} fused log-probs", "unsloth_zoo", counted=False),
+    "cce": Provider("cce", "cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
+    "quack": Provider("quack", "quack", "QuACK {} linear CE", "quack-kernels", counted=False),
+    "quack/chunked": Provider(
+        "quack", "chunked", "QuACK {} mean CE, no policy loss", "quack-kernels", counted=False, compared=False
+    ),
 }
 DISTILLERS = {  # of a case that has a teacher
-    "ours": Provider("divergence", "ours"),
-    "ours/torch": Provider("divergence", "ours", ("backend=torch",)),
-    "products": Provider("divergence", "products", compared=False),
-    "eager": Provider("divergence", "eager"),
-    "compiled": Provider("divergence", "compiled", counted=False),
-    "trl": Provider("divergence", "trl"),
-    "liger_jsd": Provider("divergence", "liger_jsd"),
-    "liger_jsd/fused": Provider("divergence", "liger_fused"),
+    "ours": Provider("divergence", "ours", "grpo_kernels"),
+    "ours/torch": Provider("divergence", "ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
+    "products": Provider("divergence", "products", "matrix products alone", compared=False),
+    "eager": Provider("divergence", "eager", "all logits, log_softmax"),
+    "compiled": Provider("divergence", "compiled", "all logits, torch.compile", counted=False),
+    "trl": Provider("divergence", "trl", "TRL {} fused head", "trl"),
+    "liger_jsd": Provider("divergence", "liger_jsd", "Liger {} chunked JSD loss, torch", "liger-kernel"),
+    "liger_jsd/fused": Provider("divergence", "liger_fused", "Liger {} fused JSD, Triton", "liger-kernel"),
 }
 
 
@@ -103,8 +109,7 @@ def named(name: str, *, distils: bool = False) -> Provider:
     kind, _, mib = name.partition("@")
     if kind in known and (not mib or (known[kind].function == "ours" and mib.isdigit())):
         found = known[kind]
-        extra = (f"workspace={mib}",) if mib else ()
-        return replace(found, arguments=found.arguments + extra)
+        return replace(found, arguments={**found.arguments, **({"workspace": mib} if mib else {})})
     raise ValueError(f"providers: expected some of {', '.join(known)}, or ours@MIB, got {name!r}")
 
 
@@ -119,8 +124,7 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
     provider = named(name, distils=distils)
     if distils != (provider.module == "divergence"):
         raise Absence("no divergence from a teacher" if distils else "no policy loss")
-    arguments: dict[str, str] = {"backend": backend} if provider.function == "ours" else {}
-    arguments |= dict(x.split("=") for x in provider.arguments)  # type: ignore[misc]
+    arguments = {**({"backend": backend} if provider.function == "ours" else {}), **provider.arguments}
     try:
         function = getattr(importlib.import_module(f"benchmarks.providers.{provider.module}"), provider.function)
         forward = function(inputs, **arguments)

@@ -86,22 +86,13 @@ def _logps_and_entropies(
 
 def linear_ce(inputs: Inputs) -> Forward:
     """In chunks where its documentation recommends them, else without."""
-    case = inputs.case
-    return _linear_ce(inputs, in_chunks=case.n >= case.h)
-
-
-def chunked(inputs: Inputs) -> Forward:
-    """In chunks, whatever the shape."""
-    return _linear_ce(inputs, in_chunks=True)
-
-
-def _linear_ce(inputs: Inputs, in_chunks: bool) -> Forward:
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
         raise Absence(f"torch {torch.__version__} has no F.linear_cross_entropy")
     case = inputs.case
     if case.softcap is not None:
         raise Absence("no soft-cap")
+    in_chunks = case.n >= case.h
     options = torch.nn.LinearCrossEntropyOptions() if in_chunks else None
     ids = without_masked(inputs, IGNORE).reshape(-1)
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from benchmarks.aot import __main__ as aot_command
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
-from benchmarks.aot.sass import Flow, parsed
+from benchmarks.aot.sass import parsed
 
 KERNELS = (
     *("stats", "grad", "fused", "single_pass", "diverge", "teacher_fused"),
@@ -116,7 +116,7 @@ def test_spills_in_inner_loops_are_noticed(place: int, found: bool) -> None:
     code += ["FMUL R1, R2, R2", "@P1 BRA `(.L_1)", "EXIT"]
     code.insert(place, "STL [R1], R5")
     lines = (x if x.endswith(":") else f"        /*{16 * i:04x}*/  {x} ;" for i, x in enumerate(code))
-    assert spills_in_inner_loops(Flow(parsed("\n".join(lines)))) == found
+    assert spills_in_inner_loops(parsed("\n".join(lines))) == found
 
 
 def test_a_child_imports_the_release_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
-from benchmarks.process import ROOT, environment
-from benchmarks.providers import PROVIDERS, Forward, Outcome, build, forgotten, torch_heads, verl
+from benchmarks.machine import ROOT
+from benchmarks.providers import PROVIDERS, Forward, Outcome, build, forgotten, verl, without_init
 from benchmarks.reference import errors, is_right, reference
 
 CPU = torch.device("cpu")
@@ -126,8 +126,10 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase):
 @pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
 @pytest.mark.parametrize("case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1])
 def test_linear_ce_in_chunks(case: BenchCase):
-    inputs = make_inputs(case, CPU)
-    assert_right(run(torch_heads.chunked(inputs)), inputs)
+    inputs = make_inputs(replace(case, n=case.h), CPU)
+    outcome = run(build("linear_ce", inputs))
+    assert "in chunks" in outcome.note
+    assert_right(outcome, inputs)
 
 
 @pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
@@ -231,9 +233,7 @@ print("found", head.kernels.efficient_entropy_forward.__name__, sorted({"ray", "
 @pytest.mark.skipif(not is_installed("verl_triton"), reason="verl is not installed")
 def test_verl_finds_its_kernels_in_a_call_without_verl_itself():
     """Its forward and backward say ``from . import kernels``, which must not import verl, and with it Ray."""
-    done = subprocess.run(
-        [sys.executable, "-c", CALLED], cwd=ROOT, env=environment(toy=False), capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", CALLED], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "found efficient_entropy_forward []\n", done.stdout + done.stderr
 
 
@@ -256,3 +256,19 @@ def test_liger_is_compiled_on_a_gpu_as_it_comes(on_gpu: bool, monkeypatch: pytes
     for name in ("liger_grpo", "liger_grpo/uncompiled"):
         build(name, replace(inputs, hidden=hidden))
     assert asked == [on_gpu, False]
+
+
+def test_a_package_is_imported_without_its_own_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the sake of one file; afterwards others may want it whole."""
+    package = tmp_path / "goodpeer"
+    (package / "part").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('needs what is not here')")
+    (package / "part" / "__init__.py").write_text("")
+    (package / "part" / "code.py").write_text("value = 7")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(ImportError):
+        without_init("nopeer")
+    with forgotten("goodpeer"):
+        without_init("goodpeer", "goodpeer.part")
+        assert importlib.import_module("goodpeer.part.code").value == 7
+    assert not [name for name in sys.modules if name.startswith("goodpeer")]

@@ -13,11 +13,12 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from benchmarks import labels, plots, tables
+from benchmarks import plots, tables
+from benchmarks.providers import PROVIDERS
 from tests.support.bench_results import results, sparse
 
 Data = dict[str, Any]
-NAMES = ["step", "memory", "time", "cases"]
+NAMES = ["step", "memory", "time"]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -83,23 +84,24 @@ def test_step_bars_are_the_figures_of_the_variants_that_ran(data: Data) -> None:
             plots.COLORS["trl"].lower(), *[plots.BLUE.lower()] * (len(wanted) - 1)
         ]  # fmt: skip
     assert plots.step_claim(data["step"]["scenes"]["short prompts"]) == (
-        "Stock TRL's training step takes 4.0 times our CPU time"
+        "Stock TRL's training step takes 3.4 times our CPU time"
     )
     said = words(figure)
-    for part in ("0.525 s   4.0x", "8.0x", "80.0 MiB", "long prompts: defaults 6.0; shared, regrouped 12", "1 thread"):
+    for part in ("0.556 s   3.4x", "4.2x", "138 MiB", "long prompts: fused head alone 1.2; defaults 3.2", "1 thread"):
         assert part in said
-    assert "split" not in [text.get_text() for text in figure.axes[0].get_yticklabels()]
 
 
 def test_memory_lines_are_the_figures_of_the_cases(data: Data) -> None:
     figure = drawn("memory", data)
     (axes,) = figure.axes
     found = {to_hex(line.get_color()): list(zip(*line.get_data(), strict=True)) for line in axes.lines[:1]}
-    wanted = [(n, data["cases"][f"tokens {n}"]["providers"]["ours"]["extra_mib"]) for n in (512, 4096, 16384)]
+    wanted = [
+        (n, data["cases"][f"tokens {n}"]["providers"]["ours"]["extra_mib"]) for n in (128, 512, 2048, 8192, 16384)
+    ]
     assert found == {plots.BLUE.lower(): wanted}
-    assert len(axes.lines) == 4
+    assert len(axes.lines) == 5
     said = words(figure)
-    for part in ("H is 64", "all logits", "would need about 28 GiB", "2026-11-22", "fedcba9876", "V 151936", "16,384"):
+    for part in ("H is 64", "all logits", "would need about 28 GiB", "2026-11-23", "67db0b09da", "V 151936", "16,384"):
         assert part in said
     trl, ours = (data["cases"]["tokens 16384"]["providers"][name]["extra_mib"] for name in ("trl", "ours"))
     assert plots.memory_claim(data) == f"At 16,384 tokens TRL's fused head takes {trl / ours:.1f} times our memory"
@@ -108,9 +110,7 @@ def test_memory_lines_are_the_figures_of_the_cases(data: Data) -> None:
 def test_memory_claim_is_of_who_reached_the_most_tokens(data: Data) -> None:
     changed = copy.deepcopy(data)
     changed["cases"]["tokens 16384"]["providers"]["trl"] = {"status": "absent", "reason": "no room"}
-    assert plots.memory_claim(changed).startswith("At 4,096 tokens TRL's fused head takes")
-    del changed["cases"]["tokens 4096"]["providers"]["trl"], changed["cases"]["tokens 512"]["providers"]["trl"]
-    assert plots.memory_claim(changed).startswith("At 4,096 tokens all logits take")
+    assert plots.memory_claim(changed).startswith("At 8,192 tokens all logits take")  # the more of the two
 
 
 def test_time_bars_are_the_figures_of_the_case(data: Data) -> None:
@@ -127,7 +127,7 @@ def test_time_bars_are_the_figures_of_the_case(data: Data) -> None:
     assert (axes.lines[-1].get_xdata()[0] == limit / 1e3) == (limit < fastest)
     over = case["providers"]["trl"]["ms"]["full"]["median"] / shown["ours"]["median"]
     assert plots.time_claim(data) == f"TRL's fused head takes {over:.1f} times our time"
-    for part in ("N 512", "V 151936", "fp32", "AMD EPYC", "2 threads", "TRL 1.16", "0123456789", "2026-11-21"):
+    for part in ("N 128", "V 151936", "fp32", "AMD EPYC", "2 threads", "TRL 1.16", "0b9e116e58", "2026-11-21"):
         assert part in words(figure)
 
 
@@ -141,26 +141,8 @@ def test_a_limit_is_never_drawn_as_slower_than_the_whole(data: Data) -> None:
         assert ("matrix products alone:" in words(figure)) is not said
 
 
-def test_cases_say_how_many_times_faster_ours_is(data: Data) -> None:
-    figure = drawn("cases", data)
-    shown = {name: x for name, x in data["cases"].items() if x["part"] in ("main", "shapes", "workloads")}
-    points = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
-    wanted = []
-    for case in shown.values():
-        mode = "score" if case["score"] else "full"
-        trl, ours = (case["providers"][x]["ms"][mode]["median"] for x in ("trl", "ours"))
-        wanted.append(trl / ours)
-    assert [line.get_xdata()[0] for line in points] == wanted
-    assert {to_hex(line.get_color()) for line in points} == {plots.COLORS["trl"].lower()}
-    assert (
-        plots.cases_claim(data)
-        == f"Faster than TRL's fused head in {sum(x > 1 for x in wanted)} of {len(wanted)} cases"
-    )
-    assert "GSPO" in words(figure) and "Llama-3.2-1B" in words(figure)
-
-
 def test_a_provider_has_one_colour() -> None:
-    colours = {name: plots.color(name) for name in labels.PROVIDERS}
+    colours = {name: plots.color(name) for name in PROVIDERS}
     assert {colours[name] for name in colours if name.startswith("ours")} == {plots.BLUE}
     assert plots.color("ours@64") == plots.BLUE
     others = {name: x for name, x in colours.items() if not name.startswith("ours")}
@@ -191,7 +173,7 @@ def test_page_has_each_figure_once_above_its_table(data: Data, rendered: list[Pa
         assert any(line.startswith("| ---") for line in section)
     titles = [line.removeprefix("## ") for line in text if line.startswith("## ")]
     assert len(titles) == len(set(titles))
-    assert sum(line.startswith("Conditions: AMD EPYC") for line in text) == sum(x.startswith("## ") for x in text)
+    assert sum(line.startswith("Conditions: ") for line in text) == sum(x.startswith("## ") for x in text)
 
 
 def test_every_picture_of_the_docs_is_shown_somewhere() -> None:

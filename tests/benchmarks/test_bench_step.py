@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 from pathlib import Path
@@ -161,10 +160,12 @@ def test_without_stock_trl_nothing_is_right(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_the_tables_have_the_figures_and_what_failed() -> None:
     data = results()
+    scenes = data["step"]["scenes"]
+    failed = {"options": {}, "status": "error", "reason": "ValueError: in /opt/me/a.py | no"}
+    scenes["long prompts"]["variants"]["split"] = failed
     text = tables.lines(data)
-    short, long = parsed(text, "A whole training step")
     assert text.index("## A whole training step") < text.index("## Memory against tokens")
-    for rows, scene in zip((short, long), data["step"]["scenes"].values(), strict=True):
+    for rows, scene in zip(parsed(text, "A whole training step"), scenes.values(), strict=True):
         stock = scene["variants"]["stock TRL"]["seconds"]
         for row, (name, x) in zip(rows, scene["variants"].items(), strict=True):
             assert row["variant"] == name
@@ -175,33 +176,15 @@ def test_the_tables_have_the_figures_and_what_failed() -> None:
             assert float(row["seconds"]) == pytest.approx(x["seconds"], rel=6e-3)
             over, low, _, high = row["stock / it"].replace("(", "").replace(")", "").split()
             assert float(over) == pytest.approx(stock / x["seconds"], abs=0.005)
-            assert (low, high) == (over, over), "both rounds of both took a tenth more"
-            assert float(row["saved MiB"]) == x["saved_mib"]["max"]
-            assert row["tokens/computed"] == ("" if name == "stock TRL" else "61.3 %")
-            assert row["gradient norm"] == "2.0e-07"
-    assert any("within 1.2e-06 of stock TRL's way" in line for line in text)
+            assert float(low) <= float(high)
+            assert float(row["saved MiB"]) == pytest.approx(x["saved_mib"]["max"], rel=6e-3)
 
 
 def test_rounds_that_disagree_widen_the_ratio() -> None:
-    scene = copy.deepcopy(results()["step"]["scenes"]["short prompts"])
-    scene["variants"]["defaults"]["samples"][1] = [1.0, 2.0, 3.0]
-    found = tables.faster(scene, "defaults")
-    assert found is not None and found[1:] == (pytest.approx(2.2 / 2), pytest.approx(2 / 0.5))
-
-
-def test_steps_measured_alone_stand_beside_the_newest_other_results(tmp_path: Path) -> None:
-    whole = {name: x for name, x in results().items() if name != "step"}
-    for day, date in ((1, "2026-11-20"), (2, "2026-11-21")):
-        (tmp_path / f"cpu-{date}.json").write_text(json.dumps({**whole, "day": day}))
-    alone = {**{name: results()[name] for name in ("device", "step", "machine")}, "cases": {}, "date": "today"}
-    alone |= {"threads": 2, "runs": {"step": {"threads": 1}}}
-    page = command.for_page(alone, tmp_path)
-    assert (page["day"], page["cases"].keys(), page["step"]) == (2, whole["cases"].keys(), alone["step"])
-    assert (page["runs"]["step"]["date"], page["runs"]["step"]["threads"]) == ("today", 1)
-    assert page["date"] == whole["date"]
-    assert command.for_page({**alone, "smoke": True}, tmp_path) == {**alone, "smoke": True}
-    with_cases = {**alone, "cases": whole["cases"]}
-    assert command.for_page(with_cases, tmp_path) == with_cases
+    scene = {"variants": {name: {"status": "ok", "seconds": 1.0, "samples": []} for name in ("stock TRL", "defaults")}}
+    scene["variants"]["stock TRL"]["samples"] = [[1.0, 3.0], [2.0, 2.2]]
+    scene["variants"]["defaults"]["samples"] = [[0.5, 0.5], [1.0, 3.2]]
+    assert tables.faster(scene, "defaults") == (1.0, pytest.approx(1.0), pytest.approx(4.0))
 
 
 def test_no_case_of_the_part_memory_slows_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

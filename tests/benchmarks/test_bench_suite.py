@@ -16,12 +16,12 @@ pytest.importorskip("trl")
 
 
 from benchmarks import run
-from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_apart
+from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_others
 from benchmarks.cases import HEADS, WORKLOADS, Absence, BenchCase, Inputs, case, make_inputs, policy_loss
 from benchmarks.flops import counter
+from benchmarks.machine import ROOT
 from benchmarks.memory import Peak, is_measured
 from benchmarks.plan import TOKENS, cpu_cases, gpu_cases, memory_cases
-from benchmarks.process import ROOT, environment
 from benchmarks.providers import Outcome, build, named, torch_heads
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.run import How, Results, Step, check, check_room, measure_case, measure_peaks, times
@@ -228,30 +228,37 @@ def test_choices() -> None:
         arguments(["--providers", "theirs"])
 
 
-def test_training_comes_from_the_newest_run_of_the_same_processor(tmp_path: Path) -> None:
-    def results(day: int, cpu: str) -> dict[str, Any]:
-        training = {"models": [], "conditions": {}, "day": day}
-        return {"device": "cpu", "date": f"day {day}", "machine": {"system": {"cpu": cpu}}, "training": training}
+def test_parts_measured_apart_come_from_the_newest_run_on_such_a_device(tmp_path: Path) -> None:
+    """Whatever was measured now: the page has all parts, each with the conditions of its run."""
 
-    for day, cpu in ((1, "a"), (2, "a"), (3, "b")):
-        (tmp_path / f"cpu-training-{day}.json").write_text(json.dumps(results(day, cpu)))
-    data = {name: x for name, x in results(4, "a").items() if name != "training"}
-    found = with_apart(data, tmp_path)
-    assert (found["training"]["day"], found["runs"]["training"]["date"]) == (2, "day 2")
-    assert "training" not in with_apart({**data, "smoke": True}, tmp_path)
-    assert with_apart(results(4, "a"), tmp_path)["training"]["day"] == 4
+    def results(day: int, *cases: str, device: str = "cpu", **more: Any) -> dict[str, Any]:
+        made = {name: {"part": name, "day": day} for name in cases}
+        return {"device": device, "date": f"day {day}", "commit": str(day), "cases": made, **more}
 
-
-def test_memory_comes_from_the_newest_run_on_such_a_device(tmp_path: Path) -> None:
-    """Whatever the processor is, since no time was measured."""
-    for day, device in ((1, "cpu"), (2, "cpu"), (3, "gpu")):
-        cases = {"tokens 8": {"part": "memory", "day": day}, "main": {"part": "main", "day": day}}
-        (tmp_path / f"x-memory-{day}.json").write_text(
-            json.dumps({"device": device, "date": f"day {day}", "cases": cases})
+    whole, memory, step = results(1, "main"), results(2, "memory"), results(3, step={"scenes": {}})
+    others = [whole, memory, step, results(4, "main", "memory", device="gpu"), {"format": "another"}]
+    for i, data in enumerate(others):
+        (tmp_path / f"{i}.json").write_text(json.dumps(data))
+    for data in (whole, memory, step):
+        found = with_others(data, tmp_path)
+        assert {name: case["day"] for name, case in found["cases"].items()} == {"main": 1, "memory": 2}
+        assert found["step"] == {"scenes": {}}
+        assert (found["date"], found["runs"]["memory"]["date"], found["runs"]["step"]["commit"]) == (
+            "day 1",
+            "day 2",
+            "3",
         )
-    found = with_apart({"device": "cpu", "cases": {"main": {"part": "main", "day": 9}}}, tmp_path)
-    assert {name: case["day"] for name, case in found["cases"].items()} == {"main": 9, "tokens 8": 2}
-    assert found["runs"]["memory"]["date"] == "day 2"
+    newer = with_others(results(5, "main", "memory"), tmp_path)
+    assert {case["day"] for case in newer["cases"].values()} == {5} and "memory" not in newer["runs"]
+    assert with_others({**memory, "smoke": True}, tmp_path) == {**memory, "smoke": True}
+
+
+def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
+    """Of the newest of those that are committed; nothing is measured."""
+    newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
+    assert main(["--report", str(newest), "--plot", "--docs", str(tmp_path)]) == 0
+    assert (tmp_path / "benchmarks.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
+    assert sorted(x.name for x in (tmp_path / "plots").iterdir()) == ["memory.png", "step.png", "time.png"]
 
 
 @pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
@@ -309,7 +316,7 @@ def test_smoke(tmp_path: Path) -> None:
         "--docs",
         str(docs),
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment(toy=False), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(out.read_text())
     assert found["status"] == "complete" and found["format"] == 2 and found["commit"]
@@ -325,6 +332,6 @@ def test_smoke(tmp_path: Path) -> None:
                 assert x["status"] == "ok", (given.name, name, x)
     page = (docs / "benchmarks.md").read_text()
     assert all(f"plots/{plot.name}" in page for plot in (docs / "plots").iterdir())
-    assert {plot.name for plot in (docs / "plots").iterdir()} == {"cases.png", "time.png"}
+    assert {plot.name for plot in (docs / "plots").iterdir()} == {"time.png"}
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
     assert main(["--report", str(out)]) == 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import bench
-from benchmarks.run import Results
-from benchmarks.timing import Clock, TooLongToQueue
+from benchmarks import gpu_parts
+from benchmarks.run import Results, finite
+from benchmarks.timing import Clock, TooLongToQueue, interleaved, quantiles
 
 CPU = torch.device("cpu")
 
@@ -79,7 +80,7 @@ def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) 
     assert device.asked == ["synchronize", "flush", "synchronize", "event", "launch", "event", "wait"]
 
 
-@pytest.mark.parametrize("measure", [bench.measure_ceilings, bench.measure_rows])
+@pytest.mark.parametrize("measure", [gpu_parts.measure_ceilings, gpu_parts.measure_rows])
 def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks: list[dict[str, Any]] = []
 
@@ -87,7 +88,38 @@ def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.Mo
         clocks.append(options)
         return Clock(device)
 
-    monkeypatch.setattr(bench, "Clock", clock)
+    monkeypatch.setattr(gpu_parts, "Clock", clock)
     measure(CPU, Results(tmp_path / "found.json"), toy=True)
     assert clocks
     assert all(options == {"flush": True, "queued": True} for options in clocks)
+
+
+def test_interleaving() -> None:
+    """Every provider in every round, in turn; one that fails is left out, and the rest go on, till time is up."""
+    ran: list[str] = []
+    failed: dict[str, Exception] = {}
+
+    def step(name: str) -> Any:
+        def run() -> None:
+            ran.append(name)
+            if name == "bad" and ran.count("bad") == 2:
+                raise RuntimeError("x")
+
+        return run
+
+    names = ("a", "b", "bad")
+    steps, until = {name: step(name) for name in names}, time.time() + 60
+    rounds = list(interleaved(steps, Clock(CPU), failed=failed.__setitem__, until=until, rounds=12))
+    samples = rounds[-1]
+    assert len(rounds) == 12
+    assert [len(samples[name]) for name in names] == [12, 12, 1]
+    assert list(failed) == ["bad"]
+    assert ran[:3] != ran[3:6]  # another order
+    assert quantiles([3.0, 1.0, 2.0])["median"] == 2.0
+    assert quantiles([]) == {"samples": 0}
+
+
+def test_values_json_cannot_hold() -> None:
+    assert finite({"a": [float("nan"), 1.0, float("inf")], "b": torch.bfloat16, "c": (1, None, True)}) == {
+        "a": [None, 1.0, None], "b": "torch.bfloat16", "c": [1, None, True],
+    }  # fmt: skip

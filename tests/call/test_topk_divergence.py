@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.aot.pretend_gpu import OnGPU, here, pretended
 from grpo_kernels import LoRA, linear_divergence, topk_divergence, topk_divergence_with
 from grpo_kernels.base.distributed import gather_uneven
 from tests.support.measure import AllocationWatcher, count_flops
+from tests.support.pretend_gpu import OnGPU, here, pretended
 from tests.support.ranks import run_ranks
 
 B, T, H, V, K = 2, 13, 8, 50, 5

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.aot.pretend_gpu import OnGPU, pretended
 from grpo_kernels import LoRA, grpo_loss, linear_logprob
 from grpo_kernels.call import planned_head
 from grpo_kernels.diagnostics import report
 from grpo_kernels.engine import probe
+from tests.support.pretend_gpu import OnGPU, pretended
 
 NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
 N, H, V = 256, 8, 300

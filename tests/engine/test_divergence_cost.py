@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.aot.pretend_gpu import OnGPU, here, pretended
 from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_divergence_with
 from grpo_kernels.config import LossConfig as Config
 from tests.support.measure import AllocationWatcher, count_flops
+from tests.support.pretend_gpu import OnGPU, here, pretended
 
 N, H, H_TEACHER, V = 96, 10, 10, 64
 MIB = 2**20

@@ -12,15 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.aot.budget import Shape, noted
-from benchmarks.aot.pretend_gpu import OnGPU
-from benchmarks.aot.tape import Tape, taped, tensor
 from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.engine import memory
 from grpo_kernels.engine.device import CUDA
 from grpo_kernels.engine.memory import AMPLE, FreeMemory, default_workspace
 from grpo_kernels.engine.plan import Costs, Group, plan_groups
 from grpo_kernels.engine.records import NeedsGrad
+from tests.support.gpu_tape import Tape, taped, tensor
+from tests.support.pretend_gpu import OnGPU
 
 MIB, GIB = 2**20, 2**30
 N, H, V = 8192, 4096, 151936
@@ -30,14 +29,37 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of 
 
 
 def step(
-    n: int = N, h: int = H, v: int = V, *, weight: torch.dtype = BF16, frozen: bool = False, **options: Any
+    n: int = N,
+    h: int = H,
+    v: int = V,
+    *,
+    weight: torch.dtype = BF16,
+    frozen: bool = False,
+    score: bool = False,
+    zero_share: float = 0.0,  # of the sequences with advantage 0
+    **options: Any,
 ) -> Tape:
-    """Forward and backward of an on-policy loss; within autocast if the weight is in fp32."""
-    return noted(Shape(n=n, h=h, v=v, weight_dtype=weight, frozen=frozen), **options)
+    """Forward and backward of an on-policy loss, or scoring; within autocast if the weight is in fp32."""
+    batch, t = n // 512, 512
+    with taped(autocast=BF16 if weight == FP32 else None) as tape:
+        hidden = tensor(batch, t, h, dtype=BF16).requires_grad_(not score)
+        head = tensor(v, h, dtype=weight)
+        ids, mask = (
+            OnGPU(make(batch, t, dtype=torch.long)) for make in (torch.zeros, torch.ones)
+        )  # as trainers have it
+        if score:
+            with torch.no_grad():
+                linear_logprob(hidden, head, ids, mask=mask)
+            return tape
+        head.requires_grad_(not frozen)
+        advantages = torch.ones(batch)
+        advantages[: int(batch * zero_share)] = 0.0
+        torch.autograd.backward(grpo_loss(hidden, head, ids, mask, OnGPU(advantages), **options).loss)
+    return tape
 
 
 def scored(weight: torch.dtype = BF16) -> Tape:
-    return noted(Shape(weight_dtype=weight, score=True))
+    return step(weight=weight, score=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +88,25 @@ def test_a_small_workspace_multiplies_no_work(v: int, workspace: int) -> None:
         for g in groups:
             used = max(c.stop - c.start for c in g.chunks) * chunk + g.rows * group
             assert used <= workspace or used <= 128 * (chunk + group)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nvh"),
+    [
+        ({}, 6),
+        ({"frozen": True}, 4),
+        ({"score": True}, 2),
+        ({"zero_share": 0.5}, 4),
+        ({"weight": FP32}, 6),
+        ({"v": 151_665}, 6),
+        ({"h": 1024}, 6),
+        ({"n": 1024}, 6),
+    ],
+    ids=str,
+)
+def test_nothing_is_multiplied_that_the_case_does_not_need(shape: dict[str, Any], nvh: int) -> None:
+    needed = nvh * shape.get("n", N) * shape.get("h", H) * shape.get("v", V)
+    assert sum(x.flops for x in step(**shape).of("product")) <= 1.03 * needed
 
 
 def test_an_fp32_weight_is_converted_once(main_step: Tape) -> None:

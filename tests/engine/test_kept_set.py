@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from benchmarks.aot.pretend_gpu import OnGPU, here, pretended
 from grpo_kernels import LossConfig, kept_set_logprob, linear_logprob, policy_loss_from_logps
 from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import make_case
 from tests.support.kept_scenes import BIG, HEADS, assert_near, by_full_logits, compute, scene
 from tests.support.measure import count_flops
+from tests.support.pretend_gpu import OnGPU, here, pretended
 from tests.support.reference import evaluate
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from benchmarks.aot.pretend_gpu import OnGPU, Waits, here, pretended
 from grpo_kernels import Expectation, LoRA, LossConfig, grpo_loss, linear_logprob
 from grpo_kernels.base import checks
+from tests.support.pretend_gpu import OnGPU, Waits, here, pretended
 
 B, T, H, V = 2, 5, 8, 19
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.aot import pretend_gpu
-from benchmarks.aot.pretend_gpu import OnGPU, Waits, pretended
 from grpo_kernels import linear_logprob
 from grpo_kernels.engine import probe
 from grpo_kernels.engine.device import CUDA, ROCM, device_of
+from tests.support import pretend_gpu
+from tests.support.pretend_gpu import OnGPU, Waits, pretended
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

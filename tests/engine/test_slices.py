@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from benchmarks.aot.pretend_gpu import OnGPU, pretended
 from grpo_kernels import LoRA, linear_logprob
 from tests.support.measure import AllocationWatcher
+from tests.support.pretend_gpu import OnGPU, pretended
 
 MIB = 2**20
 # N, H, V, workspace

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.aot import pretend_gpu
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.call import planned_head
 from grpo_kernels.token_loss.record import TokenLoss
+from tests.support import pretend_gpu
 
 WITHOUT_DATA = 2**18  # elements: larger tensors have none
 aten = torch.ops.aten

@@ -41,7 +41,7 @@ class Waits(list[str]):
     """The names of the waits so far."""
 
     forbidden = False  # as while a CUDA graph is captured
-    tape: Any = None  # of `tape.py`, which is told of them and of all operations
+    tape: Any = None  # of `gpu_tape.py`, which is told of them and of all operations
 
     def add(self, name: str) -> None:
         if self.forbidden:

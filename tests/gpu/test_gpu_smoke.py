@@ -1,32 +1,35 @@
-"""The first minute on a GPU: every kernel, every engine, the products, one bandwidth; ``benchmarks.gpu --only smoke``.
+"""The smoke test of ``python -m benchmarks.gpu``: every kernel and engine, 16-bit products, one bandwidth.
 
-Each check holds what came against float64, prints a line, and has its result in the JSON file at once. Compiling takes
-most of the time: each group of checks has a process, all at once; the bandwidth is measured at the end, alone. A check
-that failed can be run by itself: ``python -m benchmarks.gpu.smoke "grad, V 9001, bfloat16"``.
+All but the bandwidth is held against float64, at V 9001 (whole steps of a tile and a tail; rows that are not aligned;
+all that a head may have), 1088 and 151936. The sanitizers watch the small ones.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
 import math
 import os
+import pkgutil
+import subprocess
 import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.process import environment, start, stop
-from benchmarks.run import Absence, Results, describe
+pytest.importorskip("triton")
+
 from benchmarks.timing import Clock
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels.backends import choose_backend, triton_rows
 from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import ENGINES
 from grpo_kernels.token_loss.record import TokenLoss
 
@@ -37,157 +40,13 @@ GRADIENT = {FP32: 1e-4, BF16: 5e-3, FP16: 6e-4}  # allowed of d logits by their 
 PRODUCT = {FP32: 1e-4, BF16: 1e-2}  # allowed of a whole gradient by the dtype of the head, in the norm
 SCALE = 1024.0  # of the coefficients, so that gradients of a long row are normal numbers of fp16
 ROWS = 16
+VOCABS = (9001, 1088, 151936)
+CPU_VOCABS = {9001: 1100, 1088: 1088}  # of Triton's interpreter
+CPU_DTYPES = (FP32, FP16)  # the interpreter has no exact bf16
+ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Shapes and dtypes of all checks."""
-
-    vocabs: tuple[int, int]  # no multiple of 16, and a multiple of 64; both have whole steps of a tile and a tail
-    dtypes: tuple[torch.dtype, ...]
-    engine: tuple[int, int, int]  # B, T, H, with the second vocabulary
-    engine_dtype: torch.dtype
-    bandwidth_rows: int
-
-
-ON_GPU = Sizes((9001, 151936), (FP32, BF16, FP16), (4, 16, 128), BF16, 1024)
-DRY_RUN = Sizes((1100, 1088), (FP32, FP16), (4, 4, 16), FP32, 16)  # the interpreter has no exact bf16
-SANITIZED = Sizes((9001, 1088), (FP32, BF16), (4, 4, 16), BF16, 16)  # small: the tools make kernels slow
-COMMAND = (sys.executable, "-m", "benchmarks.gpu.smoke")
-
-
-def run_smoke(results: Results, *, seconds: float, toy: bool, command: Sequence[str] = COMMAND) -> None:
-    """Run all checks by processes of `command` within `seconds`; the result of each goes into ``smoke`` at once."""
-    groups = checks(DRY_RUN if toy else ON_GPU, torch.device("cpu" if toy else "cuda"))
-    names = [name for group in groups for name in group]
-    results.merge("smoke", status="running", checks={name: {"status": "not run"} for name in names})
-    *others, bandwidth = groups
-    rounds = [[names]] if toy else [[list(group) for group in others], [list(bandwidth)]]
-    command, until, in_time = [*command, *(["--dry-run"] if toy else [])], time.time() + seconds, True
-    for shares in rounds:
-        in_time = in_time and _run_processes([[*command, *share] for share in shares], results, until, toy=toy)
-    found = results.at("smoke", "checks")
-    for name in [name for name, x in found.items() if x["status"] == "running"]:
-        _note(results, {"name": name, "status": "crashed" if in_time else "hung"})
-    counts = Counter(x["status"] for x in found.values())
-    results.merge("smoke", status="passed" if counts["ok"] + counts["absent"] == len(names) else "failed")
-    print(f"smoke: of {len(names)} checks {', '.join(f'{n} {how}' for how, n in counts.items())}", flush=True)
-
-
-def _run_processes(commands: Sequence[Sequence[str]], results: Results, until: float, *, toy: bool) -> bool:
-    """Whether all of `commands`, at once and with one pipe for the lines they write, ended before `until`."""
-    read, write = os.pipe()
-    with os.fdopen(write, "w") as out:
-        processes = [start(command, env=environment(toy=toy), out=out) for command in commands]
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        for process in processes:
-            stop(process)
-
-    timer = threading.Timer(max(0.0, until - time.time()), end)
-    timer.start()
-    try:
-        with os.fdopen(read, errors="replace") as lines:
-            for line in lines:  # until the last process has closed its end
-                if line.startswith('{"name"'):
-                    _note(results, json.loads(line))
-                else:
-                    print(line, end="", flush=True)
-        return not late.is_set()
-    finally:
-        timer.cancel()
-        for process in processes:
-            stop(process)
-
-
-def _note(results: Results, found: dict[str, Any]) -> None:
-    name = found.pop("name")
-    results.merge("smoke", "checks", name, **found)
-    if found["status"] != "running":
-        about = [f"{key} {x}" for key, x in found.items() if key != "status"]
-        print(f"smoke: {name}: {', '.join([found['status'], *about])}", flush=True)
-
-
-def main(names: Sequence[str]) -> None:
-    """Run the checks of these names, or all, in this process; each writes lines of JSON."""
-    on_gpu = "--dry-run" not in names
-    device = torch.device("cuda" if on_gpu else "cpu")
-    wanted = [name for name in names if name not in ("--dry-run", "--sanitized")]
-    sizes = (SANITIZED if "--sanitized" in names else ON_GPU) if on_gpu else DRY_RUN
-    known = {name: check for group in checks(sizes, device) for name, check in group.items()}
-    for name in wanted or known:
-        _say(name, status="running")
-        try:
-            _say(name, **known[name]())
-        except Absence as reason:
-            _say(name, status="absent", reason=str(reason))
-        except Exception as error:
-            _say(name, status="error", reason=describe(error))
-            if on_gpu:
-                torch.cuda.synchronize()  # raises where the device is lost to this process
-
-
-def _say(name: str, **found: Any) -> None:
-    sys.stdout.write(json.dumps({"name": name, **found}) + "\n")
-    sys.stdout.flush()
-
-
-Check = Callable[[], dict[str, Any]]
-
-
-def checks(sizes: Sizes, device: torch.device) -> list[dict[str, Check]]:
-    """All checks by name, in groups that share kernels; each returns its status and what is worth knowing, or raises.
-
-    The last group is the bandwidth.
-    """
-    groups = [_kernel_checks(device, vocab, dtype) for vocab in sizes.vocabs for dtype in sizes.dtypes]
-    rest: dict[str, Check] = {}
-    for engine in ENGINES:
-        name = f"engine {engine}, V {sizes.vocabs[1]}, {_short(sizes.engine_dtype)}"
-        rest[name] = _checked(compare_engine, engine, sizes, device)
-    for add, dtype in product((False, True), (BF16, FP16)):
-        name = f"{'addmm' if add else 'mm'} of {_short(dtype)} with out_dtype=float32"
-        rest[name] = _checked(compare_product, dtype, add, device)
-    return [*groups, rest, {"bandwidth": lambda: measure_bandwidth(sizes, device)}]
-
-
-def _kernel_checks(device: torch.device, vocab: int, dtype: torch.dtype) -> dict[str, Check]:
-    found = {}
-    for kernel, compare in KERNELS.items():
-        if (kernel, dtype) == ("single_pass", FP16):
-            continue  # its gradients, up to e^40, do not fit
-        for in_place in (False, True) if dtype == FP32 and kernel in WRITES else (False,):
-            name = f"{kernel}, V {vocab}, {_short(dtype)}{', in place' if in_place else ''}"
-            found[name] = _checked(_compare_kernel, compare, device, vocab, dtype, in_place)
-    return found
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _checked(compare: Callable[..., Iterator[Compared]], *given: Any) -> Check:
-    """A check that everything `compare` yields is within its bound."""
-
-    def check() -> dict[str, Any]:
-        shares = {}
-        for name, got, want, size, allowed in compare(*given):
-            share = ((got.double() - want) / (allowed * size)).detach().abs().nan_to_num(nan=torch.inf)
-            shares[name] = share.max().item()
-        worst = max(shares, key=lambda name: shares[name])
-        status = "ok" if shares[worst] <= 1 else "wrong"
-        return {"status": status, "error": f"{shares[worst]:.2g} of what is allowed, in {worst}"}
-
-    return check
-
-
-def _compare_kernel(compare: Callable[[Case, Any], Iterator[Compared]], device: torch.device, *given: Any) -> Any:
-    return compare(Case(device, *given), triton_rows(device))
-
-
-class Case:
+class Rows:
     """Rows of two heads' logits for one kernel, and what float64 makes of them.
 
     Attributes:
@@ -287,7 +146,7 @@ def padded(x: Tensor, dtype: torch.dtype = FP32) -> Tensor:
     return rows[:, : x.shape[1]]
 
 
-def compare_stats(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_stats(case: Rows, kernels: Any) -> Iterator[Compared]:
     stats = kernels.stats(case.chunk, entropy=True, extras=STATISTICS)
     yield from case.of(stats)
     squares = (2.0 * case.all_logps).logsumexp(1)
@@ -296,19 +155,19 @@ def compare_stats(case: Case, kernels: Any) -> Iterator[Compared]:
     yield "is_top1", stats.extras["is_top1"], is_top1, 1.0, 0.5
 
 
-def compare_diverge(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_diverge(case: Rows, kernels: Any) -> Iterator[Compared]:
     found = case.statistics(kernels).divergence
     assert found is not None
     yield "divergence", found.value, case.divergence, 1.0 + case.divergence, STATISTIC
 
 
-def compare_grad(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_grad(case: Rows, kernels: Any) -> Iterator[Compared]:
     stats = kernels.stats(case.chunk, entropy=True)
     kernels.grad(case.chunk, stats, case.a, case.b, case.out)
     yield from case.gradient(case.a * case.logps + case.b * case.entropies)
 
 
-def compare_fused(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_fused(case: Rows, kernels: Any) -> Iterator[Compared]:
     loss, want, bonus = case.token_loss("k3")
     stats = kernels.fused(case.chunk, loss, case.out)
     yield from case.of(stats)
@@ -316,18 +175,18 @@ def compare_fused(case: Case, kernels: Any) -> Iterator[Compared]:
     yield from case.gradient(want + bonus * case.entropies)
 
 
-def compare_single_pass(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_single_pass(case: Rows, kernels: Any) -> Iterator[Compared]:
     stats, factor = kernels.single_pass(case.chunk, case.out, entropy=True)
     yield from case.of(stats)
     yield from case.gradient(case.logps, factor[:, None])
 
 
-def compare_teacher_grad(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_teacher_grad(case: Rows, kernels: Any) -> Iterator[Compared]:
     kernels.grad(case.pair, case.statistics(kernels), case.a, case.b, case.out, case.c)
     yield from case.gradient(case.a * case.logps + case.b * case.entropies + case.c * case.divergence)
 
 
-def compare_teacher_fused(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_teacher_fused(case: Rows, kernels: Any) -> Iterator[Compared]:
     loss, want, bonus = case.token_loss("full")
     stats = kernels.fused(case.pair, loss, case.out)
     yield from case.of(stats)
@@ -335,7 +194,7 @@ def compare_teacher_fused(case: Case, kernels: Any) -> Iterator[Compared]:
     yield from case.gradient(want + bonus * case.entropies)
 
 
-def compare_scale(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_scale(case: Rows, kernels: Any) -> Iterator[Compared]:
     x, factor = case.raw.detach().float(), torch.tensor(0.3, device=case.device)
     want = case.raw.detach() * factor.double()
     out = x if case.out is case.chunk.logits else torch.empty_like(x, dtype=case.dtype)
@@ -343,7 +202,7 @@ def compare_scale(case: Case, kernels: Any) -> Iterator[Compared]:
     yield "product", out, want, want.abs() + torch.finfo(case.dtype).smallest_normal, GRADIENT[case.dtype]
 
 
-def compare_dot(case: Case, kernels: Any) -> Iterator[Compared]:
+def compare_dot(case: Rows, kernels: Any) -> Iterator[Compared]:
     """`dot` and `combine`: hidden states (n, 128) and weight (V, 128) in place of the logits, which are not rounded."""
     hidden = torch.randn(ROWS, 128, device=case.device).to(case.dtype)
     weight = (torch.randn(case.vocab, 128, device=case.device) / 4).to(case.dtype)
@@ -357,7 +216,7 @@ def compare_dot(case: Case, kernels: Any) -> Iterator[Compared]:
 
 # By the name of the kernel; `teacher_grad` is `grad` with a teacher, `dot` has `combine` in it. Those of `WRITES` write
 # a gradient, also over the logits.
-KERNELS: dict[str, Callable[[Case, Any], Iterator[Compared]]] = {
+KERNELS: dict[str, Callable[[Rows, Any], Iterator[Compared]]] = {
     "stats": compare_stats,
     "diverge": compare_diverge,
     "grad": compare_grad,
@@ -371,11 +230,11 @@ KERNELS: dict[str, Callable[[Case, Any], Iterator[Compared]]] = {
 WRITES = ("grad", "fused", "single_pass", "teacher_grad", "teacher_fused", "scale")
 
 
-def compare_engine(engine: str, sizes: Sizes, device: torch.device) -> Iterator[Compared]:
+def compare_engine(
+    engine: str, shape: tuple[int, int, int], vocab: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[Compared]:
     """A whole call by `engine`, and its backward where it has one, against the logits of all positions in float64."""
-    from grpo_kernels import LossConfig, grpo_loss, linear_logprob
-
-    (b, t, width), vocab, dtype = sizes.engine, sizes.vocabs[1], sizes.engine_dtype
+    b, t, width = shape
     torch.manual_seed(0)
     hidden = torch.randn(b, t, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, device=device) * (2.0 / width**0.5)).to(dtype)
@@ -414,34 +273,138 @@ def compare_engine(engine: str, sizes: Sizes, device: torch.device) -> Iterator[
 
 def compare_product(dtype: torch.dtype, add: bool, device: torch.device) -> Iterator[Compared]:
     """A product as the engine has it: 16-bit operands, one of them transposed, and an fp32 result that they add to."""
-    from grpo_kernels.engine.device import device_of
-
-    kind = device_of(device)
-    if not kind.mixed_products(dtype):
-        raise Absence(f"on this device operands of {_short(dtype)} are converted to float32")
     left, right = (torch.randn(512, n, device=device).to(dtype) for n in (1000, 256))
     out = torch.randn(1000, 256, device=device)
     want = left.double().T @ right.double() + (out.double() if add else 0.0)
-    kind.mixed_mm(left.T, right, out, add=add)
+    device_of(device).mixed_mm(left.T, right, out, add=add)
     yield "product", out, want, 512**0.5, STATISTIC
 
 
-def measure_bandwidth(sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """GB/s at which `stats` reads fp32 logits that are not in the cache."""
-    kernels, vocab = triton_rows(device), sizes.vocabs[1]
-    logits = torch.randn(sizes.bandwidth_rows, vocab, device=device)
-    chunk = Chunk(logits, torch.zeros(len(logits), dtype=torch.int64, device=device), LogitTransform())
-    clock = Clock(device, flush=True, queued=True)
-    ms = [clock.time(lambda: kernels.stats(chunk, entropy=True)) for _ in range(3 if device.type == "cpu" else 25)]
-    return {"status": "ok", "gb_per_s": round(logits.nbytes / 1e6 / median(ms[2:]), 1)}
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def triton_rows(device: torch.device) -> Any:
+def triton_kernels(device: torch.device) -> Any:
     """The Triton backend; an error says why there is none."""
-    from grpo_kernels.backends import choose_backend
-
     return choose_backend("triton", device)[0]
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def ways(kernel: str, dtype: torch.dtype) -> tuple[bool, ...]:
+    """Whether the gradient is written in the place of the logits, for each way that there is."""
+    if (kernel, dtype) == ("single_pass", FP16):
+        return ()  # its gradients, up to e^40, do not fit
+    return (False, True) if dtype == FP32 and kernel in WRITES else (False,)
+
+
+def worst(compared: Iterator[Compared]) -> tuple[float, str]:
+    """The largest error as a share of what is allowed, and what has it."""
+    shares = []
+    for name, got, want, size, allowed in compared:
+        share = ((got.double() - want) / (allowed * size)).detach().abs().nan_to_num(nan=torch.inf)
+        shares.append((share.max().item(), name))
+    return max(shares)
+
+
+def hold(compared: Iterator[Compared], record_property: Callable[[str, object], None]) -> None:
+    share, name = worst(compared)
+    record_property("error", f"{share:.2g} of what is allowed, in {name}")
+    assert share <= 1, f"{share:.2g} of what is allowed, in {name}"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=short)
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel(
+    device: torch.device, kernel: str, vocab: int, dtype: torch.dtype, record_property: Any, as_in_use: None
+) -> None:
+    if device.type == "cpu" and (vocab not in CPU_VOCABS or dtype not in CPU_DTYPES):
+        pytest.skip("too much for Triton's interpreter")
+    vocab = CPU_VOCABS[vocab] if device.type == "cpu" else vocab
+    for in_place in ways(kernel, dtype):
+        hold(KERNELS[kernel](Rows(device, vocab, dtype, in_place), triton_kernels(device)), record_property)
+
+
+@pytest.mark.parametrize("vocab", VOCABS[1:])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine(device: torch.device, engine: str, vocab: int, record_property: Any, as_in_use: None) -> None:
+    if device.type == "cpu" and vocab not in CPU_VOCABS:
+        pytest.skip("too much for Triton's interpreter")
+    shape, dtype = ((4, 16, 128), BF16) if device.type == "cuda" else ((4, 4, 16), FP32)
+    hold(compare_engine(engine, shape, vocab, dtype, device), record_property)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["mm", "addmm"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=short)
+def test_product_with_out_dtype(gpu: torch.device, dtype: torch.dtype, add: bool, record_property: Any) -> None:
+    if not device_of(gpu).mixed_products(dtype):
+        pytest.skip(f"on this device operands of {short(dtype)} are converted to float32")
+    hold(compare_product(dtype, add, gpu), record_property)
+
+
+def test_bandwidth(gpu: torch.device, record_property: Any, as_in_use: None) -> None:
+    """GB/s at which `stats` reads fp32 logits that are not in the cache."""
+    kernels, logits = triton_kernels(gpu), torch.randn(1024, VOCABS[-1], device=gpu)
+    chunk = Chunk(logits, torch.zeros(len(logits), dtype=torch.int64, device=gpu), LogitTransform())
+    clock = Clock(gpu, flush=True, queued=True)
+    ms = [clock.time(lambda: kernels.stats(chunk, entropy=True)) for _ in range(25)]
+    record_property("gb_per_s", round(logits.nbytes / 1e6 / median(ms[2:]), 1))
+
+
+def kernel_functions() -> set[str]:
+    """What is launched: every function of the backend that Triton compiles and that is named a kernel."""
+    modules = [
+        importlib.import_module(f"{triton_rows.__name__}.{x.name}") for x in pkgutil.iter_modules(triton_rows.__path__)
+    ]
+    return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+
+
+@pytest.mark.parametrize("kernel", ["grad", "single_pass"])
+def test_a_wrong_kernel_is_noticed(kernel: str) -> None:
+    """An element in the tail of a row that is off by a hundredth; one that is written past its end."""
+    launch, cpu = getattr(triton_rows, f"launch_{kernel}"), torch.device("cpu")
+
+    def wrong(place: int) -> Any:
+        def launched(chunk: Any, *args: Any, **kwargs: Any) -> Any:
+            out = kwargs.get("out", args[3] if kernel == "grad" else args[0])
+            found = launch(chunk, *args, **kwargs)
+            if place < out.shape[1]:
+                out[-1, place] *= 1.01
+            else:
+                out.as_strided((1,), (1,), place)[:] = 0.0
+            return found
+
+        return launched
+
+    for place in (1099, 1100):
+        with mock.patch.object(triton_rows, f"launch_{kernel}", wrong(place)):
+            assert worst(KERNELS[kernel](Rows(cpu, 1100, FP32, False), triton_kernels(cpu)))[0] > 1, place
+
+
+PRETENDED = """
+from types import SimpleNamespace
+import pytest, triton
+from triton.backends.compiler import GPUTarget
+from benchmarks.aot.launches import caught
+from tests.gpu import test_gpu_smoke as smoke
+from tests.support import pretend_gpu
+triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+gpu = pretend_gpu.GPU
+with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, memory=False), caught() as launches:
+    kernels = smoke.triton_kernels(gpu)
+    for vocab in smoke.VOCABS:
+        for dtype in (smoke.FP32, smoke.BF16, smoke.FP16):
+            for name, compare in smoke.KERNELS.items():
+                for in_place in smoke.ways(name, dtype):
+                    smoke.worst(compare(smoke.Rows(gpu, vocab, dtype, in_place), kernels))
+    for engine in smoke.ENGINES:
+        smoke.worst(smoke.compare_engine(engine, (4, 16, 128), smoke.VOCABS[-1], smoke.BF16, gpu))
+print(*sorted({x.kernel.__name__ for x in launches}))
+"""
+
+
+def test_the_sizes_of_a_gpu_launch_every_kernel() -> None:
+    """On tensors without memory that say they are on a GPU. A new kernel that no check launches fails here."""
+    plain = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PRETENDED], cwd=ROOT, env=plain, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) == kernel_functions()

@@ -1,0 +1,451 @@
+"""``python -m benchmarks.gpu``: smoke test, GPU tests, sanitizers, benchmarks, in this order and in bounded time.
+
+The JSON file is complete after every single result. Exit status: 0 if smoke and tests passed, the sanitizers found
+nothing in our kernels and no goal was missed; 1 otherwise; 2 if it could not start. docs/gpu.md says how to use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import figures, machine, tables
+from benchmarks.gpu_parts import PARTS, profile_step
+from benchmarks.machine import ROOT
+from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
+from benchmarks.run import How, Results, describe, measure_case
+
+STEPS = ("smoke", "tests", "sanitizer", "bench")  # a peer may bring the process down, so the benchmarks are the last
+SHARES = {"smoke": 0.25, "tests": 0.40, "sanitizer": 0.25}  # of the time left; the last step gets all of it
+RESERVE_SECONDS = 5.0  # to write the end
+PEER_SECONDS = 8.0  # for the rounds of a peer and its anchors; building and checking it takes about as long
+PROFILED = ("main", "frozen")  # a missed goal has to be explained
+SMOKE = "tests/gpu/test_gpu_smoke.py"
+ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")  # want a large part of the memory
+MOST_WORKERS = 12
+ONE_TEST_SECONDS = 150
+TOOLS = {
+    "memcheck": "not 151936 and not bandwidth and not out_dtype",
+    "racecheck": "9001 and bfloat16",
+}  # what it watches
+FOUND = 99  # exit status if the tool found something
+PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/bin")
+KERNELS = ROOT / "grpo_kernels" / "backends" / "triton_rows"
+FAMILIES = {"liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "liger_ce")}  # of which the fastest stands
+
+
+class Goal(NamedTuple):
+    """A ratio of two providers' times in one case, and its limit."""
+
+    case: str
+    over: str
+    under: str
+    limit: float
+    at_least: bool = True
+
+
+GOALS = (
+    Goal("main", "ours", "products", 1.20, at_least=False),
+    Goal("main", "trl", "ours", 1.25),
+    Goal("main", "liger", "ours", 1.25),
+    Goal("frozen", "ours", "products", 1.20, at_least=False),
+    Goal("frozen", "trl", "ours", 1.7),
+    Goal("frozen", "liger", "ours", 1.7),
+    Goal("half_zero", "trl", "ours", 1.7),
+    Goal("half_zero", "liger", "ours", 1.7),
+)
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    cases = gpu_cases()
+    providers = list(dict.fromkeys(name for case in cases for name in case.providers))
+    parser.add_argument("--only", choices=STEPS, action="append", help="this step; may be given more than once")
+    parser.add_argument("--budget-seconds", type=float, default=560.0, help="for everything (default 560)")
+    parser.add_argument("--out", type=Path, help="result file (default benchmarks/results/<device>-<date>.json)")
+    parser.add_argument("--cases", nargs="+", choices=[x.name for x in cases], metavar="CASE", help="only these cases")
+    parser.add_argument("--providers", nargs="+", choices=providers, metavar="PEER", help="these, ours and products")
+    parser.add_argument("--profile", action="store_true", help="also profile a step of ours by kernel")
+    parser.add_argument("--no-micro", action="store_true", help="leave out the row kernels and the device's ceilings")
+    parser.add_argument("--flush-l2", action="store_true", help="overwrite the L2 cache before each measured step")
+    parser.add_argument("--commit", help="what was measured, where the checkout does not tell")
+    parser.add_argument("--dry-run", action="store_true", help="all of it on a CPU, at toy sizes, once")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: sum up these results")
+    options = parser.parse_args(given)
+    if options.report is not None and not options.report.is_file():
+        parser.error(f"--report: expected a file of results, got {options.report}")
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    options = arguments(given)
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    if options.report:
+        return 0 if conclude(Results(options.report, **json.loads(options.report.read_text()))) else 1
+    if not (options.dry_run or torch.cuda.is_available()):
+        print("error: no CUDA or ROCm device; --dry-run runs everything on a CPU at toy sizes", file=sys.stderr)
+        return 2
+    if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
+        toy = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:]], {**os.environ, **toy})
+    about = machine.about(on_gpu=not options.dry_run, commit=options.commit)
+    name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    out = options.out or ROOT / "benchmarks" / "results" / f"{name}-{about['date'][:10]}.json"
+    command = list(sys.argv[1:] if given is None else given)
+    results = Results(out, **about, status="running", dry_run=options.dry_run, command=command)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    folder = out.with_name(out.name + ".logs")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    started, status = time.time(), "interrupted"
+    try:
+        run_steps(results, options, folder)
+        status = "complete"
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    finally:
+        results.merge(status=status, seconds=round(time.time() - started, 1))
+        ok = conclude(results)
+        print(f"results: {out}, logs: {folder}", flush=True)
+    return 0 if ok and status == "complete" else 1
+
+
+def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> None:
+    """The steps asked for; one that fails is noted, and the next one runs. What they print stays in `folder`."""
+    end = time.time() + options.budget_seconds - RESERVE_SECONDS
+    chosen = [step for step in STEPS if not options.only or step in options.only]
+    for step in chosen:
+        left = end - time.time()
+        until = end if step == chosen[-1] else time.time() + left * SHARES[step]
+        print(f"{step}: at most {until - time.time():.0f} s", flush=True)
+        try:
+            if step == "smoke":
+                run_tests(results, "smoke", [SMOKE], until, folder, "not gpu" if options.dry_run else "gpu")
+            elif step == "tests":
+                some = [f"--ignore={name}" for name in ALONE]
+                run_tests(results, "together", ["tests/gpu", *some], time.time() + 0.75 * (until - time.time()), folder)
+                run_tests(results, "alone", [*ALONE, "-p", "no:xdist"], until, folder)
+            elif step == "sanitizer":
+                run_sanitizers(results, until, folder, toy=options.dry_run)
+            else:
+                run_bench(results, options, until)
+        except Exception as error:
+            results.merge("failed_steps", **{step: describe(error)})
+            print(f"{step}: {describe(error)}", flush=True)
+
+
+# Tests, and sanitizers over the smoke test.
+
+
+def run(command: Sequence[str], until: float, log: Path, **env: str) -> tuple[int | None, str]:
+    """Exit status (None: out of time) and output of `command`, which is interrupted at `until`, and at last killed."""
+    path = os.pathsep.join(x for x in (str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
+    full = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **env}
+    code: int | None = None
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=full, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(max(0.0, until - time.time()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for kind in (signal.SIGINT, signal.SIGKILL):
+                if process.poll() is None:
+                    os.killpg(process.pid, kind)
+                    try:
+                        process.wait(10.0)
+                    except subprocess.TimeoutExpired:
+                        continue
+    return code, log.read_text(errors="replace")
+
+
+def run_tests(
+    results: Results, name: str, what: Sequence[str], until: float, folder: Path, marked: str = "gpu"
+) -> None:
+    """Run pytest on what is so `marked` of `what`, and put counts, failures and what the tests recorded into ``tests``.
+
+    Several processes share the GPU where pytest-xdist is there: most of the time goes into compiling kernels.
+    """
+    xml, log = folder / f"{name}.xml", folder / f"{name}.log"
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=short", *what]
+    command += ["-m", marked, f"--junitxml={xml}", "--durations=10"]
+    if importlib.util.find_spec("xdist") is not None and "no:xdist" not in what:
+        command += ["-n", str(min(MOST_WORKERS, max(1, (os.cpu_count() or 1) * 3 // 4))), "--dist", "worksteal"]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        command.append(f"--timeout={ONE_TEST_SECONDS}")
+    results.merge("tests", name, status="running")
+    started = time.time()
+    code, output = run(command, until, log)
+    results.merge("tests", name, seconds=round(time.time() - started, 1), **tests_summary(code, output, xml))
+    print(f"{name}: {results.at('tests', name)['status']} {results.at('tests', name)['counts']}", flush=True)
+
+
+def tests_summary(code: int | None, output: str, xml: Path) -> dict[str, Any]:
+    """Counts and failures, from pytest's XML, or from its output if it did not live to write that."""
+    status = "out of time" if code is None else {0: "passed", 1: "failed", 5: "nothing selected"}.get(code, "error")
+    found: dict[str, Any] = {"status": status, "exit_status": code}
+    try:
+        found |= _from_xml(ElementTree.parse(xml).getroot())
+    except (OSError, ElementTree.ParseError):  # each line of -v has the progress in percent
+        words = re.findall(r"^(?=.*\[ *\d+%\]).*?\b(PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE)
+        found["counts"] = Counter(x.lower() for x in words)
+    return found if status in ("passed", "nothing selected") else {**found, "output": output[-4000:]}
+
+
+def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
+    counts = Counter(passed=0, failed=0, error=0, skipped=0)
+    failures, said, skips = [], {}, Counter[str]()
+    for test in root.iter("testcase"):
+        name = f"{test.get('classname', '')}::{test.get('name', '')}"
+        bad = next((x for x in test if x.tag in ("failure", "error")), None)
+        skipped = test.find("skipped")
+        if bad is not None:
+            counts["failed" if bad.tag == "failure" else "error"] += 1
+            failures.append({"test": name, "text": f"{bad.get('message') or ''}\n{bad.text or ''}"[:1500]})
+        elif skipped is not None:
+            counts["skipped"] += 1
+            skips[skipped.get("message") or ""] += 1
+        else:
+            counts["passed"] += 1
+        if recorded := {x.get("name"): x.get("value") for x in test.iter("property")}:
+            said[name] = recorded
+    return {"counts": counts, "failures": failures[:40], "skipped_for": skips, "said": said}
+
+
+def run_sanitizers(results: Results, until: float, folder: Path, *, toy: bool) -> None:
+    """Watch the small cases of the smoke test with each tool; the findings go into ``sanitizer``."""
+    places = [shutil.which("compute-sanitizer"), *(f"{place}/compute-sanitizer" for place in PLACES)]
+    tool = next((x for x in places if x and Path(x).exists()), None)
+    for i, (check, which) in enumerate(TOOLS.items()):
+        if toy or tool is None:
+            reason = "dry run" if toy else "compute-sanitizer is not on the path"
+            results.merge("sanitizer", check, status="absent", reason=reason)
+            continue
+        results.merge("sanitizer", check, status="running")
+        xml, log = folder / f"{check}.xml", folder / f"{check}.log"
+        command = [tool, f"--tool={check}", f"--error-exitcode={FOUND}", "--print-limit=50", "--launch-timeout=120"]
+        command += [
+            "--target-processes=application-only",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-p",
+            "no:cacheprovider",
+        ]
+        command += ["-m", "gpu", SMOKE, "-k", which, f"--junitxml={xml}"]
+        # without a pool, an access past the end of a tensor is one past the end of an allocation
+        share = time.time() + (until - time.time()) / (len(TOOLS) - i)
+        code, output = run(command, share, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        tests = tests_summary(code, output, xml)["counts"]
+        results.merge("sanitizer", check, counts=tests, **sanitizer_summary(code, output, tests))
+
+
+def sanitizer_summary(code: int | None, output: str, tests: dict[str, int]) -> dict[str, Any]:
+    """Sum up what the tool said; the vendor's own kernels are not ours to judge."""
+    _, *reports = re.split(r"(?m)^(?==+ (?:Invalid|Error|Warning|Race|Program hit))", output)
+    ours = [x for x in reports if any(re.search(rf"\b{name}\b", x) for name in kernel_names())]
+    total = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    if code is None:
+        status = "out of time"
+    elif total is None or not tests.get("passed"):
+        status = "error"  # the tool or the tests did not get through
+    elif ours:
+        status = "found"
+    elif int(total.group(1)) > 0:
+        status = "found elsewhere"
+    else:
+        status = "tests failed" if tests.get("failed") or tests.get("error") else "clean"
+    return {
+        "status": status,
+        "exit_status": code,
+        "reports": len(reports),
+        "in_our_kernels": len(ours),
+        "summary": total.group(0) if total else "",
+        "first": [x[:600] for x in (ours or reports)[:3]],
+        **({"output": output[-2000:]} if status in ("error", "out of time") else {}),
+    }
+
+
+def kernel_names() -> list[str]:
+    """The functions that Triton compiles, by their decorator in the source."""
+    text = "\n".join(path.read_text() for path in sorted(KERNELS.glob("*.py")))
+    return re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", text)
+
+
+# The benchmarks.
+
+
+class Item(NamedTuple):
+    """One thing to measure: a case with some providers, or a part by itself."""
+
+    kind: str  # "case", "profile", or one of `gpu_parts.PARTS`
+    case: str = ""
+    providers: tuple[str, ...] = ()
+
+
+def plan(
+    cases: Sequence[str] | None, providers: Sequence[str] | None, *, profiles: bool = False, parts: bool = True
+) -> list[Item]:
+    """The items, the most important first: the goals, what explains them, other peers, other cases.
+
+    Args:
+        cases: names of some cases; None: all.
+        providers: names of some, which come with ours and the products; None: all.
+        profiles: whether steps of ours are profiled.
+        parts: whether the device and the row kernels are measured by themselves.
+    """
+    goals, others = [], []
+    for case in (x for x in gpu_cases() if not cases or x.name in cases):
+        of_passes = [[x for x in names if not providers or x in {*providers, *ANCHORS}] for names in passes(case)]
+        kept = [names for i, names in enumerate(of_passes) if i == 0 or set(names) - set(ANCHORS)]
+        (goals if case.name in GOAL_CASES else others).append([Item("case", case.name, tuple(x)) for x in kept])
+    found = [of_case[0] for of_case in goals]
+    found += [Item("profile", item.case) for item in list(found) if profiles and item.case in PROFILED]
+    found += [Item(kind) for kind in PARTS if parts]
+    for place in range(1, max(map(len, goals), default=0)):
+        found += [item for of_case in goals for item in of_case[place : place + 1]]
+    return found + [item for of_case in others for item in of_case]
+
+
+def run_bench(results: Results, options: argparse.Namespace, until: float) -> None:
+    """Measure what was asked for; what is known is in `results` at once."""
+    toy = options.dry_run
+    device = torch.device("cpu" if toy else "cuda")
+    if toy:
+        torch.set_num_threads(1)
+    how = How(
+        device, "triton" if toy else "auto", one_by_one=True, flush=options.flush_l2, once=toy, seconds=PEER_SECONDS,
+        until=until,
+    )  # fmt: skip
+    cases = {case.name: case.toy() if toy else case for case in gpu_cases()}
+    results.merge("clocks", before=machine.clocks())
+    for item in plan(options.cases, options.providers, profiles=options.profile, parts=not options.no_micro):
+        if time.time() > until:
+            results.merge("not_begun", **{" ".join((item.kind, item.case)).strip(): "no time left"})
+        elif item.kind == "case":
+            with results.noting("cases", item.case):
+                measure_case(cases[item.case], item.providers, results, how)
+        elif item.kind == "profile":
+            profile_step(cases[item.case], device, results, toy=toy)
+        else:
+            with results.noting("micro", item.kind):
+                PARTS[item.kind](device, results, toy=toy)
+    results.merge("clocks", after=machine.clocks())
+
+
+# What came of it.
+
+
+def conclude(results: Results) -> bool:
+    """Judge the goals, save and print the results; what matters most comes last. Whether all is well."""
+    data = results.data
+    if "cases" in data and not data.get("dry_run"):
+        data["goals"] = judge(data["cases"])
+    data["did_not_run"] = did_not_run(data)
+    results.save()
+    print("\n".join([*tables.lines(data), *lines(data), *data["did_not_run"]]))
+    return is_well(data)
+
+
+def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry a goal: what was wanted, what came, and "pass", "fail" or "not measured"."""
+    found = []
+    for goal in GOALS:
+        names = FAMILIES.get(goal.over, (goal.over,))
+        ratios = [figures.over(cases.get(goal.case, {}), name, goal.under) for name in names]
+        value = min((x for x in ratios if x is not None), default=None)
+        met = value is not None and (value >= goal.limit if goal.at_least else value <= goal.limit)
+        found.append(
+            {
+                "case": goal.case,
+                "figure": f"time, {goal.over} / {goal.under}",
+                "goal": f"{'>=' if goal.at_least else '<='} {goal.limit:.3g}",
+                "value": None if value is None else round(value, 3),
+                "verdict": "not measured" if value is None else "pass" if met else "fail",
+            }
+        )
+    return found
+
+
+def is_well(data: dict[str, Any]) -> bool:
+    """No failed test and some passed, no finding in our kernels, ours right in every case, no missed goal."""
+    tests = [x for _, x in _tables(data.get("tests"))]
+    is_bad = any(x.get("status") != "passed" for x in tests)
+    nothing_ran = bool(tests) and not data.get("dry_run") and not any(x["counts"].get("passed") for x in tests)
+    found = any(x.get("in_our_kernels") for _, x in _tables(data.get("sanitizer")))
+    missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
+    ours = {x["ours"].get("status") for _, c in _tables(data.get("cases")) if "ours" in (x := figures.providers(c))}
+    return not (is_bad or nothing_ran or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}
+
+
+def lines(data: dict[str, Any]) -> Iterator[str]:
+    """A line for each thing worth knowing beside the tables."""
+    for name, x in _tables(data.get("profile")):
+        yield f"profile {name}: step {x.get('step_ms')} ms, kernels {x.get('kernels_ms')} ms {x.get('reason', '')}"
+        yield from (f"  {k['ms']:9.3f} ms {k['calls']:4d} x {k['name'][:80]}" for k in x.get("kernels", [])[:8])
+    for name, x in _tables(data.get("micro")):
+        yield f"{name}: {json.dumps({k: _rate(y) for k, y in x.items()})}"
+    for name, x in _tables(data.get("tests")):
+        yield from (f"  {y['test']}: {y['text'][:160]!r}" for y in x.get("failures", []))
+        yield from (f"  {test}: {said}" for test, said in x.get("said", {}).items() if name == "smoke")
+        yield f"tests, {name}: {x['status']} {x.get('counts', '')}"
+    for name, x in _tables(data.get("sanitizer")):
+        yield f"{name}: {x['status']} {x.get('summary', '')} in our kernels: {x.get('in_our_kernels')}"
+    yield from (f"step {name} failed: {why}" for name, why in data.get("failed_steps", {}).items())
+
+
+def _rate(found: Any) -> Any:
+    """Rates alone, of a measurement or of several."""
+    if not isinstance(found, dict):
+        return found
+    rates = [found[unit] for unit in ("gb_per_s", "tflops", "reason") if unit in found]
+    return rates[0] if rates else {k: _rate(x) for k, x in found.items() if isinstance(x, dict) and k != "ms"}
+
+
+def did_not_run(data: dict[str, Any]) -> list[str]:
+    """What was asked for and did not run, each with the reason; of a dry run that it was one."""
+    text = []
+    if data.get("dry_run"):
+        text.append("NOTHING RAN ON A GPU: a dry run, at toy sizes on a CPU, whose times say nothing")
+    for name, x in _tables(data.get("tests")):
+        if x.get("skipped_for"):
+            text.append(f"not run: {name}: " + ", ".join(f"{why!r} ({n})" for why, n in x["skipped_for"].items()))
+    for name, x in _tables(data.get("sanitizer")):
+        if x.get("status") in ("absent", "out of time"):
+            text.append(f"not run: {name}: {x['status']}, {x.get('reason', '')}")
+    if late := data.get("not_begun"):
+        text.append(f"not run: no time for {', '.join(late)}")
+    providers = [item for _, case in _tables(data.get("cases")) for item in figures.providers(case).items()]
+    ran = {name for name, x in providers if figures.ran(x) or x.get("status") == "wrong"}
+    why = {name: f"{x.get('status')}, {x.get('reason', '')[:200]}" for name, x in providers if name not in ran}
+    return text + [f"not run: {name} in any case: {reason}" for name, reason in why.items()]
+
+
+def _tables(found: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The entries that are dictionaries; an error may stand beside them."""
+    return [(name, x) for name, x in (found or {}).items() if isinstance(x, dict)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""What is measured on a GPU beside the cases: the device, the row kernels, scoring without logits, a step's profile.
+
+Copies, products and kernels are queued while the device sleeps: launching a kernel of 150 microseconds takes the host
+60 to 110, which would count as its time otherwise. Scoring is a whole call, timed as such.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.cases import SEED, BenchCase, make_inputs
+from benchmarks.providers import build
+from benchmarks.run import Results, Step, measure_runs
+from benchmarks.timing import Clock
+from grpo_kernels import linear_logprob
+from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, SinglePassRowBackend
+from grpo_kernels.token_loss.record import TokenLoss
+
+SPREAD = 2.5  # standard deviation of the logits
+COPY_BYTES = 2 * 2**30
+SQUARE = 8192
+ROWS, VOCAB = 1024, 151936
+SCORE_SHAPES = ((8192, 4096, 151936), (1024, 4096, 151936), (8192, 1024, 151936))
+LIMIT = 180.0  # seconds, after which a part hangs
+TOP = 25  # kernels of a profile
+
+
+def measure_ceilings(device: torch.device, results: Results, *, toy: bool = False) -> None:
+    """A device-to-device copy and a square bf16 product with an fp32 result."""
+    n, size = (64, 2**16) if toy else (SQUARE, COPY_BYTES)
+    source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
+    target = torch.empty_like(source)
+    left, right = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    runs: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target.copy_(source),
+        "matmul": lambda: torch.mm(left, right),
+    }
+    found = measure_runs(runs, Clock(device, flush=True, queued=True), results, ("micro", "ceilings"), once=toy)
+    for name, amount, unit in (("copy", 2 * source.nbytes / 1e6, "gb_per_s"), ("matmul", 2 * n**3 / 1e9, "tflops")):
+        if name in found:
+            results.merge("micro", "ceilings", name, **{unit: round(amount / found[name], 1)})
+
+
+def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -> None:
+    """The row backends on fp32 logits, as a product leaves them; bytes: each logit read once, each gradient written."""
+    n, vocab = (8, 70) if toy else (ROWS, VOCAB)
+    g = torch.Generator(device).manual_seed(SEED)
+    logits = torch.randn(n, vocab, generator=g, device=device) * SPREAD
+    ids = torch.randint(vocab, (n,), generator=g, device=device)
+    for name in ("triton", "torch"):
+        top = ("micro", "rows", name)
+        with results.noting(*top, seconds=LIMIT):
+            backend, _ = choose_backend(name, device)
+            runs, clock = _row_runs(backend, logits.clone(), ids), Clock(device, flush=True, queued=True)
+            found = measure_runs({run: x for run, (_, x) in runs.items()}, clock, results, top, once=toy)
+            for run, ms in found.items():
+                gigabytes = runs[run][0] * n * vocab / 1e9
+                results.merge(*top, run, bytes_per_logit=runs[run][0], gb_per_s=round(1e3 * gigabytes / ms, 1))
+
+
+def _row_runs(backend: Any, logits: Tensor, ids: Tensor) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """The least bytes a logit that each run moves, and the run; the torch backend's grad writes into its input."""
+    chunk = Chunk(logits, ids, LogitTransform())
+    out = torch.empty_like(logits, dtype=torch.bfloat16)
+    stats = backend.stats(chunk, entropy=True)
+    a, b, ones = (torch.full_like(stats.logps, x) for x in (1e-3, 1e-4, 1.0))
+    loss = TokenLoss(
+        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_logps=None, weights=ones / len(ones),
+        old=-2.1 * ones, ref=None, gate=None, constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
+    )  # fmt: skip
+    runs: dict[str, tuple[int, Callable[[], Any]]] = {
+        "stats": (4, lambda: backend.stats(chunk, entropy=True)),
+        "stats_no_entropy": (4, lambda: backend.stats(chunk, entropy=False)),
+        "grad": (6, lambda: backend.grad(chunk, stats, a, None, out)),
+        "grad_entropy": (6, lambda: backend.grad(chunk, stats, a, b, out)),
+    }
+    if isinstance(backend, FusedRowBackend) and isinstance(backend, SinglePassRowBackend):
+        runs |= {
+            "fused": (6, lambda: backend.fused(chunk, loss, out)),
+            "fused_no_gradient": (4, lambda: backend.fused(chunk, loss, None)),
+            "single_pass": (6, lambda: backend.single_pass(chunk, out, entropy=True)),
+        }
+    return runs
+
+
+def measure_scoring(device: torch.device, results: Results, *, toy: bool = False) -> None:
+    """``score_dot`` against ``score``: the same numbers, without and with logits in memory."""
+    g = torch.Generator(device).manual_seed(SEED)
+    for n, h, v in ((16, 32, 70),) if toy else SCORE_SHAPES:
+        top = ("micro", "scoring", f"{n}x{h}x{v}")
+        with results.noting(*top, seconds=LIMIT):
+            hidden = torch.randn(n, h, generator=g, device=device).to(torch.bfloat16)
+            weight = (torch.randn(v, h, generator=g, device=device) * (SPREAD / h**0.5)).to(torch.bfloat16)
+            ids = torch.randint(v, (n,), generator=g, device=device)
+            with torch.no_grad():
+                runs: dict[str, Callable[[], Any]] = {
+                    engine: functools.partial(linear_logprob, hidden, weight, ids, engine=engine, backend="triton")
+                    for engine in ("score", "score_dot")
+                }
+                logps = [run()[0] for run in runs.values()]
+                results.merge(*top, logp_max_difference=float((logps[0] - logps[1]).abs().max()))
+                for engine, ms in measure_runs(runs, Clock(device), results, top, once=toy).items():
+                    results.merge(*top, engine, tflops=round(2.0 * n * h * v / 1e9 / ms, 1))
+
+
+def profile_step(case: BenchCase, device: torch.device, results: Results, *, toy: bool = False) -> None:
+    """One step of ours on `case`: its kernels by time, and how much of the step is none of them."""
+    path = ("profile", case.name)
+    with results.noting(*path, seconds=LIMIT):
+        inputs = make_inputs(case, device)
+        step = Step(build("ours", inputs, "triton" if toy else "auto"))
+        clock = Clock(device)
+        for _ in range(3):
+            inputs.clear_gradients()
+            ms = clock.time(step)
+        inputs.clear_gradients()
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if clock.on_gpu else [])
+        with profile(activities=activities) as prof:
+            step()
+            if clock.on_gpu:
+                torch.cuda.synchronize()
+        where = "CUDA" if clock.on_gpu else "CPU"  # an operation's own entry counts its kernels again
+        averages = [x for x in prof.key_averages() if str(x.device_type).endswith(where)]
+        rows = [row for x in averages if (row := _row(x, clock.on_gpu))["ms"] > 0]
+        rows.sort(key=lambda x: -x["ms"])
+        total = sum(x["ms"] for x in rows)
+        results.merge(
+            *path, status="ok", step_ms=round(ms, 3), kernels_ms=round(total, 3), distinct=len(rows), kernels=rows[:TOP]
+        )
+        inputs.clear_gradients()
+
+
+def _row(average: Any, on_gpu: bool) -> dict[str, Any]:
+    microseconds = average.self_device_time_total if on_gpu else average.self_cpu_time_total
+    return {"name": str(average.key)[:160], "calls": average.count, "ms": round(microseconds / 1e3, 4)}
+
+
+PARTS = {"ceilings": measure_ceilings, "rows": measure_rows, "scoring": measure_scoring}
