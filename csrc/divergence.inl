@@ -159,7 +159,7 @@ INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& teacher, c
 // c (k - p sum k)
 template <class T>
 INLINE Vector<T> pull(const Divergence<T>& at, const Terms<T>& of) {
-  return (of.k - of.p * at.sum_k) * at.c;
+  return (of.k - of.p * at.sum_k) * at.d_divergence;
 }
 
 template <class T, bool PLAIN>
@@ -175,8 +175,8 @@ INLINE void gradient_with_teacher(Kind kind, const Row<T>& row, const Gradient<T
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
     const int count = count_at<T>(start, row.size);
     const Columns<T> here = columns<T, PLAIN>(kind, row, teacher, from, start, count);
-    Vector<T> d = splat<Vector<T>>(-at.a);
-    if (at.has_b) d -= (at_least(here.z - at.max, splat<Vector<T>>(T(kLowest))) + at.offset) * at.b;
+    Vector<T> d = splat<Vector<T>>(-at.d_logp);
+    if (at.has_d_entropy) d -= (at_least(here.z - at.max, splat<Vector<T>>(T(kLowest))) + at.offset) * at.d_entropy;
     d = (d * here.of.p + pull<T>(from, here.of)) * slope<T, PLAIN>(row, here.x);
     store_some<T>(out + start * size_of(at.dtype), at.dtype, d, count);
   }

@@ -64,22 +64,22 @@ void write_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_su
   out.sum_k[i] = static_cast<T>(found.sum_k);
 }
 
-// a = d loss / d logp, b = d loss / d entropy, c = d loss / d D
+// Gradient of the loss in the numbers of a row.
 template <class T>
 struct Coefficients {
-  T a, b, c;
+  T d_logp, d_entropy, d_divergence;
 };
 
 template <class T>
 void write_gradient(const Chunk<T>& chunk, const StatColumns<T>& stats, const DivergenceColumns<T>& teacher, int64_t i,
-                    const Coefficients<T>& by, bool has_b, int64_t first_id, const Matrix& out) {
-  const T entropy = has_b ? stats.entropies[i] : T(0);
-  Gradient<T> at = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, by.a, by.b, has_b);
+                    const Coefficients<T>& by, bool has_d_entropy, int64_t first_id, const Matrix& out) {
+  const T entropy = has_d_entropy ? stats.entropies[i] : T(0);
+  Gradient<T> at = row_gradient(stats.logps[i], stats.max_logit[i], stats.log_sum[i], entropy, by.d_logp, by.d_entropy, has_d_entropy);
   at.target = static_cast<int64_t>(static_cast<uint64_t>(chunk.ids[i]) - first_id);  // any id: no overflow
   at.out = out.row(i), at.dtype = out.dtype;
   if (!chunk.teacher.has_value()) return kernels<T>().gradient(chunk.rows.row(i), at);
   Divergence<T> from = divergence_of(chunk, stats.max_logit, stats.log_sum, teacher, i);
-  from.c = by.c, from.sum_k = teacher.sum_k[i];
+  from.d_divergence = by.d_divergence, from.sum_k = teacher.sum_k[i];
   kernels<T>().gradient_with_teacher(chunk.rows.row(i), at, chunk.teacher->row(i), from);
 }
 
@@ -118,8 +118,8 @@ void diverge_of(const Chunk<T>& chunk, const Tensor& max_logit, const Tensor& lo
 struct GradTensors {
   Tensor logps, max_logit, log_sum;
   MaybeTensor entropies;
-  Tensor a;
-  MaybeTensor b, c, sum_k, teacher_max_logit, teacher_log_sum;
+  Tensor d_logp;
+  MaybeTensor d_entropy, d_divergence, sum_k, teacher_max_logit, teacher_log_sum;
 };
 
 template <class T>
@@ -127,19 +127,21 @@ void grad_of(const Chunk<T>& chunk, const GradTensors& given, int64_t first_id, 
   const int64_t n = chunk.n;
   const StatColumns<T> stats(n, given.logps, given.max_logit, given.log_sum, given.entropies);
   const DivergenceColumns<T> teacher(n, std::nullopt, given.sum_k, given.teacher_max_logit, given.teacher_log_sum);
-  const T *a = column<T>(given.a, n, "a"), *b = column<T>(given.b, n, "b"), *c = column<T>(given.c, n, "c");
+  const T *d_logp = column<T>(given.d_logp, n, "d_logp"), *d_entropy = column<T>(given.d_entropy, n, "d_entropy");
+  const T* d_divergence = column<T>(given.d_divergence, n, "d_divergence");
   const Matrix to(out, n, chunk.vocab, "out");
   check_out<T>(to);
-  STD_TORCH_CHECK(b == nullptr || stats.entropies != nullptr, "entropies: expected with b");
-  const bool is_given[] = {c != nullptr, teacher.sum_k != nullptr, teacher.max_logit != nullptr,
+  STD_TORCH_CHECK(d_entropy == nullptr || stats.entropies != nullptr, "entropies: expected with d_entropy");
+  const bool is_given[] = {d_divergence != nullptr, teacher.sum_k != nullptr, teacher.max_logit != nullptr,
                            teacher.log_sum != nullptr};
   for (const bool x : is_given) {
     STD_TORCH_CHECK(x == chunk.teacher.has_value(),
-                    "c, sum_k, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one none");
+                    "d_divergence, sum_k, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one "
+                    "none");
   }
   chunk.each_row([&](int64_t i) {
-    const Coefficients<T> by{a[i], b ? b[i] : T(0), c ? c[i] : T(0)};
-    write_gradient(chunk, stats, teacher, i, by, b != nullptr, first_id, to);
+    const Coefficients<T> by{d_logp[i], d_entropy ? d_entropy[i] : T(0), d_divergence ? d_divergence[i] : T(0)};
+    write_gradient(chunk, stats, teacher, i, by, d_entropy != nullptr, first_id, to);
   });
 }
 
@@ -150,7 +152,7 @@ struct TokenTensors {
 };
 
 struct FusedResults {
-  Tensor logps, max_logit, log_sum, entropies, loss, a, log_ratio;
+  Tensor logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio;
   MaybeTensor kl, sum_k, teacher_max_logit, teacher_log_sum, out;
 };
 
@@ -174,7 +176,7 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
   const T* gate = column<T>(tokens.gate, n, "gate");
   const StatColumns<T> stats(n, results.logps, results.max_logit, results.log_sum, results.entropies);
   const DivergenceColumns<T> teacher(n, results.kl, results.sum_k, results.teacher_max_logit, results.teacher_log_sum);
-  T *loss = column<T>(results.loss, n, "loss"), *a = column<T>(results.a, n, "a");
+  T *loss = column<T>(results.loss, n, "loss"), *d_logp = column<T>(results.d_logp, n, "d_logp");
   T *log_ratio = column<T>(results.log_ratio, n, "log_ratio"), *kl = teacher.value;
   const LossConstants<T> constants = given.template to<T>();
   const bool estimates = constants.estimator != Estimator::none, has_teacher = chunk.teacher.has_value();
@@ -204,9 +206,9 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
     const Token<T> token{factors[i], weights[i], gate ? gate[i] : T(1), old ? old[i] : T(0), ref ? ref[i] : T(0),
                          has_teacher ? kl[i] : T(0), on_policy, gate != nullptr, has_teacher};
     const TokenTerms<T> terms = token_terms(constants, token, stats.logps[i]);
-    loss[i] = terms.loss, a[i] = terms.a, log_ratio[i] = terms.log_ratio;
+    loss[i] = terms.loss, d_logp[i] = terms.d_logp, log_ratio[i] = terms.log_ratio;
     if (kl != nullptr) kl[i] = terms.kl;
-    const Coefficients<T> by{terms.a, constants.d_entropy, terms.d_divergence};
+    const Coefficients<T> by{terms.d_logp, constants.d_entropy, terms.d_divergence};
     if (to.has_value()) write_gradient(chunk, stats, teacher, i, by, constants.d_entropy != T(0), 0, *to);
   });
 }
@@ -234,11 +236,13 @@ void diverge(ROWS_IN, TEACHER_IN, const Tensor& max_logit, const Tensor& log_sum
 }
 
 void grad(ROWS_IN, TEACHER_IN, const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum,
-          const MaybeTensor& entropies, const Tensor& a, const MaybeTensor& b, const MaybeTensor& c,
+          const MaybeTensor& entropies, const Tensor& d_logp, const MaybeTensor& d_entropy, const MaybeTensor& d_divergence,
           const MaybeTensor& sum_k, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
           int64_t first_id, const Tensor& out) {
   with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
-    grad_of(chunk, {logps, max_logit, log_sum, entropies, a, b, c, sum_k, teacher_max_logit, teacher_log_sum},
+    grad_of(chunk,
+            {logps, max_logit, log_sum, entropies, d_logp, d_entropy, d_divergence, sum_k, teacher_max_logit,
+             teacher_log_sum},
             first_id, out);
   });
 }
@@ -247,7 +251,7 @@ void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor
            const MaybeTensor& old, const MaybeTensor& ref, const MaybeTensor& gate, int64_t surrogate,
            std::vector<double> constants, int64_t estimator, bool corrects_kl, double beta, double d_entropy,
            const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const Tensor& entropies,
-           const Tensor& loss, const Tensor& a, const Tensor& log_ratio, const MaybeTensor& kl,
+           const Tensor& loss, const Tensor& d_logp, const Tensor& log_ratio, const MaybeTensor& kl,
            const MaybeTensor& sum_k, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
            const MaybeTensor& out) {
   STD_TORCH_CHECK(surrogate >= 0 && surrogate < kSurrogates, "surrogate: unknown");
@@ -259,7 +263,7 @@ void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor
   std::copy(constants.begin(), constants.end(), given.constants);
   with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
     fused_of(chunk, {advantages, d_logps, weights, old, ref, gate}, given,
-             {logps, max_logit, log_sum, entropies, loss, a, log_ratio, kl, sum_k, teacher_max_logit, teacher_log_sum,
+             {logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio, kl, sum_k, teacher_max_logit, teacher_log_sum,
               out});
   });
 }
@@ -281,13 +285,13 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
         "Tensor max_logit, Tensor log_sum, Tensor teacher_max_logit, Tensor teacher_log_sum, "
         "*, Tensor(a!) value, Tensor(b!) sum_k) -> ()");
   m.def("grad(" ROWS TEACHER
-        "Tensor logps, Tensor max_logit, Tensor log_sum, Tensor? entropies, Tensor a, Tensor? b, Tensor? c, "
+        "Tensor logps, Tensor max_logit, Tensor log_sum, Tensor? entropies, Tensor d_logp, Tensor? d_entropy, Tensor? d_divergence, "
         "Tensor? sum_k, Tensor? teacher_max_logit, Tensor? teacher_log_sum, int first_id, *, Tensor(a!) out) -> ()");
   m.def("fused(" ROWS TEACHER
         "Tensor? advantages, Tensor? d_logps, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, int surrogate, "
         "float[] constants, int estimator, bool corrects_kl, float beta, float d_entropy, "
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, Tensor(e!) loss, "
-        "Tensor(f!) a, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? sum_k, Tensor(j!)? teacher_max_logit, "
+        "Tensor(f!) d_logp, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? sum_k, Tensor(j!)? teacher_max_logit, "
         "Tensor(k!)? teacher_log_sum, Tensor(l!)? out) -> ()");
   m.def("isa(str name) -> str");
 }

@@ -40,12 +40,12 @@ struct Sums {
   double target_term;  // e^(z - m) of it, with the bits that it has in the sum
 };
 
-// d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), with log p_j + entropy = (z_j - m) + offset
+// d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), with log p_j + entropy = (z_j - m) + offset
 template <class T>
 struct Gradient {
   T max, inv_sum, offset;  // m, 1 / (1 + rest), entropy - log(1 + rest)
-  T a, b;                  // d loss / d logp, d loss / d entropy
-  bool has_b;
+  T d_logp, d_entropy;     // d loss / d logp, d loss / d entropy
+  bool has_d_entropy;
   int64_t target;  // y, may lie outside of the row
   T at_target;     // d z_y
   void* out;       // (size,) of `dtype`: d z * dz/dx
@@ -61,7 +61,7 @@ struct Divergence {
   T max, inv_sum, teacher_max, teacher_inv_sum;  // as in Gradient
   T offset;                                      // (z - y) - (log p - log q)
   T beta, rest;                                  // the mixture's share of q, and of p
-  T c, sum_k;                                    // for the gradient: d loss / d D, and the sum of k
+  T d_divergence, sum_k;                         // for the gradient: d loss / d D, and the sum of k
 
   Kind kind() const { return beta == T(0) ? Kind::forward : rest == T(0) ? Kind::reverse : Kind::mixed; }
 };

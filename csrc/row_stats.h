@@ -29,19 +29,19 @@ inline double target_logp(const Sums& sums) {
 
 // The arguments of `Kernels::gradient`, except the target's place and the output.
 template <class T>
-Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T a, T b, bool has_b) {
+Gradient<T> row_gradient(T logp, T max, T log_sum, T entropy, T d_logp, T d_entropy, bool has_d_entropy) {
   const double p = std::exp(static_cast<double>(logp)), others = -std::expm1(static_cast<double>(logp));
-  double at_target = a * others, offset = 0.0;
-  if (has_b) {
+  double at_target = d_logp * others, offset = 0.0;
+  if (has_d_entropy) {
     const double finite = logp < kLowest ? kLowest : logp;
-    at_target -= b * p * (finite + entropy);
+    at_target -= d_entropy * p * (finite + entropy);
     offset = static_cast<double>(entropy) - log_sum;
   }
   Gradient<T> at{};
   at.max = max;
   at.inv_sum = static_cast<T>(std::exp(-static_cast<double>(log_sum)));
   at.offset = static_cast<T>(offset);
-  at.a = a, at.b = b, at.has_b = has_b;
+  at.d_logp = d_logp, at.d_entropy = d_entropy, at.has_d_entropy = has_d_entropy;
   at.at_target = static_cast<T>(at_target);
   return at;
 }

@@ -136,8 +136,8 @@ void gradient(const Row<T>& row, const Gradient<T>& at) {
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {
     const int count = count_at<T>(start, row.size);
     const Vector<T> x = projection<T, PLAIN>(row, start, count), shifted = scaled<T, PLAIN>(row, x) - at.max;
-    Vector<T> d = splat<Vector<T>>(-at.a);
-    if (at.has_b) d -= (at_least(shifted, splat<Vector<T>>(T(kLowest))) + at.offset) * at.b;
+    Vector<T> d = splat<Vector<T>>(-at.d_logp);
+    if (at.has_d_entropy) d -= (at_least(shifted, splat<Vector<T>>(T(kLowest))) + at.offset) * at.d_entropy;
     d = (d * (exp(shifted) * at.inv_sum)) * slope<T, PLAIN>(row, x);
     store_some<T>(out + start * size_of(at.dtype), at.dtype, d, count);
   }

@@ -34,7 +34,7 @@ struct Token {
 
 template <class T>
 struct TokenTerms {
-  T loss, a, log_ratio, kl;
+  T loss, d_logp, log_ratio, kl;
   T d_divergence;  // d loss / d D, where there is a teacher
 };
 
@@ -50,7 +50,7 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
       s = {times(s.loss, token.gate), times(s.d_log_ratio, token.gate), times(s.d_logp, token.gate)};
     }
     terms.loss = token.weight * s.loss;
-    terms.a = token.weight * s.d_log_ratio + token.weight * s.d_logp;
+    terms.d_logp = token.weight * s.d_log_ratio + token.weight * s.d_logp;
   }
   if (c.estimator != Estimator::none) {
     const Estimated<T> found = estimate_kl(c.estimator, logp, token.ref);
@@ -61,13 +61,13 @@ TokenTerms<T> token_terms(const LossConstants<T>& c, const Token<T>& token, T lo
       terms.kl = times(ratio, found.kl), d_kl = times(ratio, found.d_corrected);
     }
     const T factor = c.beta * token.weight;
-    terms.loss += factor * terms.kl, terms.a += factor * d_kl;
+    terms.loss += factor * terms.kl, terms.d_logp += factor * d_kl;
   }
   if (token.has_teacher) {
     terms.kl = token.divergence, terms.d_divergence = c.beta * token.weight;
     terms.loss += terms.d_divergence * terms.kl;
   }
-  if (std::isnan(logp)) terms.loss = terms.a = terms.log_ratio = logp;
+  if (std::isnan(logp)) terms.loss = terms.d_logp = terms.log_ratio = logp;
   return terms;
 }
 

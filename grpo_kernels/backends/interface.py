@@ -109,13 +109,13 @@ class RowStats:
         if len(chunks) == 1:
             return chunks[0]
         return RowStats(
-            torch.cat([c.logps for c in chunks]),
-            torch.cat([c.max_logit for c in chunks]),
-            torch.cat([c.log_sum for c in chunks]),
-            torch.cat([c.entropies for c in chunks if c.entropies is not None]) if entropy else None,
-            {name: torch.cat([c.extras[name] for c in chunks]) for name in extras},
-            {name: torch.cat([c.terms[name] for c in chunks]) for name in terms},
-            DivergenceStats.concatenate([c.divergence for c in chunks if c.divergence is not None]),
+            torch.cat([chunk.logps for chunk in chunks]),
+            torch.cat([chunk.max_logit for chunk in chunks]),
+            torch.cat([chunk.log_sum for chunk in chunks]),
+            torch.cat([chunk.entropies for chunk in chunks if chunk.entropies is not None]) if entropy else None,
+            {name: torch.cat([chunk.extras[name] for chunk in chunks]) for name in extras},
+            {name: torch.cat([chunk.terms[name] for chunk in chunks]) for name in terms},
+            DivergenceStats.concatenate([chunk.divergence for chunk in chunks if chunk.divergence is not None]),
         )
 
 
@@ -160,12 +160,18 @@ class RowBackend(Protocol):
         ...
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        d_logp: Tensor,
+        d_entropy: Tensor | None,
+        out: Tensor,
+        d_divergence: Tensor | None = None,
     ) -> None:
-        """``out = d loss / d (raw projection)``; a = d loss / d logp, b = d loss / d entropy, c = d loss / d D, (n,).
+        """``out = d loss / d (raw projection)``, from the loss's derivatives in a row's three numbers, (n,) each.
 
         `out` (n, V) may be the logits themselves, or another tensor, of 16 bits too; the logits are lost either way. A
-        row whose id is none of the columns has no target. Without `c` the teacher, if there is one, has no part in it.
+        row whose id is none of the columns has no target. Without `d_divergence` the teacher has no part in it.
         """
         ...
 

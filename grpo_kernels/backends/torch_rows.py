@@ -83,19 +83,25 @@ class TorchRows:
         return value + odd, sum_k + odd
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        d_logp: Tensor,
+        d_entropy: Tensor | None,
+        out: Tensor,
+        d_divergence: Tensor | None = None,
     ) -> None:
-        if c is not None:
-            self._grad_with_teacher(chunk, stats, a, b, c, out)
+        if d_divergence is not None:
+            self._grad_with_teacher(chunk, stats, d_logp, d_entropy, d_divergence, out)
             return
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
-        # d raw = d z * dz/draw: the part that is the same for the whole row goes into a and b
+        # d raw = d z * dz/draw: the part that is the same for the whole row goes into the coefficients
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
-        a = a * row_factor
-        b = None if b is None else b * row_factor
+        d_logp = d_logp * row_factor
+        d_entropy = None if d_entropy is None else d_entropy * row_factor
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
         for block in _blocks(n, vocab):
             slope, exps = scratch[:, : block.stop - block.start]
@@ -103,8 +109,8 @@ class TorchRows:
                 logits[block],
                 columns[block, None],
                 take(stats, block),
-                a[block, None],
-                None if b is None else b[block, None],
+                d_logp[block, None],
+                None if d_entropy is None else d_entropy[block, None],
                 transform.softcap,
                 inv_t[block] if isinstance(inv_t, Tensor) else inv_t,
                 slope,
@@ -117,7 +123,7 @@ class TorchRows:
         torch.mul(x, factor, out=out)
 
     def _grad_with_teacher(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor
+        self, chunk: Chunk, stats: RowStats, d_logp: Tensor, d_entropy: Tensor | None, d_divergence: Tensor, out: Tensor
     ) -> None:
         """Do `grad` a few rows at a time, and add the divergence's part."""
         assert chunk.teacher is not None
@@ -128,7 +134,7 @@ class TorchRows:
             assert some.divergence is not None
             more = _terms(z, chunk.teacher, block, some)[1]
             p = torch.exp(z - some.max_logit[:, None]).mul_(torch.exp(-some.log_sum)[:, None])
-            more.sub_(p.mul_(some.divergence.sum_k[:, None])).mul_(c[block, None])
+            more.sub_(p.mul_(some.divergence.sum_k[:, None])).mul_(d_divergence[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
             factor = transform.scale * rows_inv_t
             if transform.softcap is not None:
@@ -136,7 +142,7 @@ class TorchRows:
             more.mul_(factor)
             plain = replace(chunk, logits=z, ids=chunk.ids[block], teacher=None)
             plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
-            self.grad(plain, some, a[block], None if b is None else b[block], z)
+            self.grad(plain, some, d_logp[block], None if d_entropy is None else d_entropy[block], z)
             z.add_(more)
         if out is not logits:
             out.copy_(logits)
@@ -197,8 +203,8 @@ def _block_grad_(
     z: Tensor,  # (r, V) scaled logits, overwritten
     columns: Tensor,  # (r, 1) where the target stands; it may lie outside
     stats: RowStats,  # of these rows
-    a: Tensor,  # (r, 1)
-    b: Tensor | None,  # (r, 1)
+    d_logp: Tensor,  # (r, 1)
+    d_entropy: Tensor | None,  # (r, 1)
     softcap: float | None,
     inv_t: float | Tensor,  # number or (r, 1)
     slope: Tensor,  # (r, V) scratch
@@ -208,16 +214,16 @@ def _block_grad_(
         torch.div(z, softcap * inv_t, out=slope).square_().neg_().add_(1.0)
     logps, log_sum = stats.logps[:, None], stats.log_sum[:, None]
     inv_sum = torch.exp(-log_sum)
-    target = a * -torch.expm1(logps)
+    target = d_logp * -torch.expm1(logps)
     z.sub_(stats.max_logit[:, None])
-    if b is None:
-        z.exp_().mul_(-a * inv_sum)
+    if d_entropy is None:
+        z.exp_().mul_(-d_logp * inv_sum)
     else:
         assert stats.entropies is not None
         entropies = stats.entropies[:, None]
         torch.exp(z, out=exps)
-        z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-b).sub_(a).mul_(exps.mul_(inv_sum))
-        target = target - b * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
+        z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-d_entropy).sub_(d_logp).mul_(exps.mul_(inv_sum))
+        target = target - d_entropy * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
     here = (columns >= 0) & (columns < z.shape[1])
     columns = torch.where(here, columns, 0)
     z.scatter_(1, columns, torch.where(here, target, z.gather(1, columns)))

@@ -148,7 +148,7 @@ class PolicyObjective:
         sampling = self._sampling_terms(None)
         found = Terms(log_ratio, log_ratio, terms.get("kl"), known.phi, known.on_policy_keep, *sampling)
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, Coefficients(terms["a"], d_entropy, self._d_divergence), policy_loss, found)
+        return Evaluation(loss, Coefficients(terms["d_logp"], d_entropy, self._d_divergence), policy_loss, found)
 
     def evaluate(self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies` and, from a reference head, `divergences`, (n,) each."""

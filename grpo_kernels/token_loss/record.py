@@ -4,12 +4,12 @@ With R = logp - old (0 on-policy), w the weight, gate the importance ratio and t
 those of `formulas`::
 
     loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
-    a_t       = d loss_t / d logp_t
+    d_logp_t  = d loss_t / d logp_t
     d_entropy = d loss / d entropy_t, the same for every token
 
 On-policy the policy term's derivative is known beforehand, `d_logps`, and there are two surrogates of its own for that:
 ``"constant"``, whose loss is known as well and left out here, and ``"linear"``, whose loss is d_logp * logp. R is then
-0; the loss is NaN where the log-probability is not finite, and a, too, where that is NaN.
+0; the loss is NaN where the log-probability is not finite, and so is d_logp, where that is NaN.
 Written by `objective.PolicyObjective.token_loss`; it knows no vocabulary, and its readers know no policy.
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TERMS = ("loss", "a", "log_ratio", "kl")  # what a fused kernel returns per token, besides the statistics
+TERMS = ("loss", "d_logp", "log_ratio", "kl")  # what a fused kernel returns per token, besides the statistics
 
 
 class Coefficients(NamedTuple):

@@ -285,9 +285,9 @@ class FusedDivergenceSuite(DivergenceSuite):
             terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
             added = loss.beta * loss.weights.double() * want.divergence.value
             check("loss", found.terms["loss"], terms["loss"][0] + added, 8 * U * (terms["loss"][1] + added))
-            check("a", found.terms["a"], terms["a"][0], 8 * U * terms["a"][1])
+            check("a", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
             b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
-            d = self.grad(chunk, want, found.terms["a"], b if loss.d_entropy else None, c)
+            d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
             assert torch.equal(out, d)
             self.fused(chunk, loss, chunk.logits)
             assert torch.equal(chunk.logits, out)
@@ -299,7 +299,7 @@ class FusedDivergenceSuite(DivergenceSuite):
             chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
             out, loss = torch.empty_like(chunk.logits), full_loss(-torch.ones_like(chunk.logits[:, 0]), kind)
             found = self.fused(chunk, loss, out)
-            for x in (found.logps, found.terms["loss"], found.terms["a"], out[:, 7]):
+            for x in (found.logps, found.terms["loss"], found.terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]
             assert found.divergence is not None
             assert (found.divergence.value > 0).all()

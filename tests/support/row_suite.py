@@ -84,7 +84,7 @@ def _check_fused_kernel(
     assert set(fused.terms) == set(loss.terms)
     for term, (want, size) in loss_terms(loss, fused.logps, fused.terms["log_ratio"]).items():
         check(f"{name}: {loss.surrogate} {loss.kl} {term}", fused.terms[term], want, 8 * U * size)
-    want, bound = gradient(at, ids, fused.terms["a"], torch.full_like(stats.logps, loss.d_entropy))
+    want, bound = gradient(at, ids, fused.terms["d_logp"], torch.full_like(stats.logps, loss.d_entropy))
     check(f"{name}: d raw", out, want, bound + _rounding(want, dtype))
 
 

@@ -48,7 +48,7 @@ class SpecialSuite:
         fused = self.kernels.fused(Chunk(rows, index, transform), loss, out)
         assert_same(fused, stats)
         self.kernels.grad(
-            Chunk(rows, index, transform), stats, fused.terms["a"], torch.full_like(a, loss.d_entropy), by_grad
+            Chunk(rows, index, transform), stats, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy), by_grad
         )
         assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
         return stats
@@ -202,7 +202,7 @@ class SpecialSuite:
         for kind in range(5):
             loss, out = make_loss(-torch.ones_like(raw[:, 0]), kind), torch.empty_like(raw)
             fused = self.kernels.fused(Chunk(raw, ids, PLAIN), loss, out)
-            for x in (fused.logps, fused.terms["loss"], fused.terms["a"], out[:, 7]):
+            for x in (fused.logps, fused.terms["loss"], fused.terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]
             assert fused.entropies is not None
             assert fused.entropies.isfinite().all()

@@ -63,20 +63,26 @@ class CppRows:
         return value, sum_k
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        d_logp: Tensor,
+        d_entropy: Tensor | None,
+        out: Tensor,
+        d_divergence: Tensor | None = None,
     ) -> None:
-        known = None if c is None else stats.divergence
-        chunk = replace(chunk, teacher=None) if c is None else chunk  # without c the teacher has no part in it
+        known = None if d_divergence is None else stats.divergence
+        chunk = replace(chunk, teacher=None) if d_divergence is None else chunk  # who then has no part in it
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),
             stats.logps,
             stats.max_logit,
             stats.log_sum,
-            None if b is None else stats.entropies,
-            a.contiguous(),  # the gradient of a sum may be one number, expanded
-            None if b is None else b.contiguous(),
-            None if c is None else c.contiguous(),
+            None if d_entropy is None else stats.entropies,
+            d_logp.contiguous(),  # the gradient of a sum may be one number, expanded
+            None if d_entropy is None else d_entropy.contiguous(),
+            None if d_divergence is None else d_divergence.contiguous(),
             *((None,) * 3 if known is None else (known.sum_k, known.max_logit, known.log_sum)),
             chunk.first_id,
             out=out,
@@ -111,7 +117,7 @@ class CppRows:
             log_sum=log_sum,
             entropies=entropies,
             loss=terms["loss"],
-            a=terms["a"],
+            d_logp=terms["d_logp"],
             log_ratio=terms["log_ratio"],
             kl=terms.get("kl"),
             sum_k=diverged and diverged.sum_k,

@@ -48,11 +48,17 @@ class TritonRows:
             return launch_diverge(chunk, stats, teacher, config)
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        d_logp: Tensor,
+        d_entropy: Tensor | None,
+        out: Tensor,
+        d_divergence: Tensor | None = None,
     ) -> None:
         config = _config("grad", chunk)
         with on(chunk.logits.device):
-            launch_grad(chunk, stats, a, b, out, config, c)
+            launch_grad(chunk, stats, d_logp, d_entropy, out, config, d_divergence)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
         """See `RowBackend`. Torch serves where each row has a factor of its own, as d hidden has, which is small."""

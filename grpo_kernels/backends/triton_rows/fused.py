@@ -46,7 +46,7 @@ def launch_fused(
         log_sum_ptr=log_sum,
         entropies_ptr=entropies,
         loss_ptr=terms["loss"],
-        a_ptr=terms["a"],
+        d_logp_ptr=terms["d_logp"],
         log_ratio_ptr=terms["log_ratio"],
         kl_ptr=terms.get("kl"),
         out_ptr=out,
@@ -91,7 +91,7 @@ def fused_kernel(
     log_sum_ptr,
     entropies_ptr,
     loss_ptr,
-    a_ptr,
+    d_logp_ptr,
     log_ratio_ptr,
     kl_ptr,
     # shapes and strides
@@ -135,7 +135,7 @@ def fused_kernel(
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
 
     tokens = (advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr)
-    loss, a, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
+    loss, d_logp, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
     if ref_ptr is not None:
         kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:
@@ -143,9 +143,9 @@ def fused_kernel(
             kl = times(ratio, kl)
             d_kl = times(ratio, d_corrected)
         loss += beta * weight * kl
-        a += beta * weight * d_kl
+        d_logp += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=counts)
-    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else makes it NaN
+    d_logp = tl.where(ids < 0, float("nan"), d_logp)  # on-policy nothing else makes it NaN
     loss = tl.where(ids < 0, float("nan"), loss)
 
     tl.store(logps_ptr + rows, logp, mask=counts)
@@ -153,12 +153,18 @@ def fused_kernel(
     tl.store(log_sum_ptr + rows, log_sum, mask=counts)
     tl.store(entropies_ptr + rows, entropy, mask=counts)
     tl.store(loss_ptr + rows, loss, mask=counts)
-    tl.store(a_ptr + rows, a, mask=counts)
+    tl.store(d_logp_ptr + rows, d_logp, mask=counts)
     tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
     if out_ptr is not None:
-        b_rows = tl.zeros_like(a) + d_entropy
+        d_entropies = tl.zeros_like(d_logp) + d_entropy
         level, tilt = row_terms(
-            head, log_sum[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT, HAS_SOFTCAP
+            head,
+            log_sum[:, None],
+            entropy[:, None],
+            d_logp[:, None],
+            d_entropies[:, None],
+            HAS_ENTROPY_GRADIENT,
+            HAS_SOFTCAP,
         )
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         barrier()  # `out` may be `logits`: all threads have read before one writes
@@ -173,7 +179,9 @@ def fused_kernel(
                 head, out_ptrs, whole - back, None, counts, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
                 HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
-        d_target = target_gradient(logp[:, None], entropy[:, None], a[:, None], b_rows[:, None], HAS_ENTROPY_GRADIENT)
+        d_target = target_gradient(
+            logp[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None], HAS_ENTROPY_GRADIENT
+        )
         store_target(out_ptrs, ids, is_id & counts, of_raw(d_target, x_target, head, HAS_SOFTCAP))
 
 
@@ -187,16 +195,16 @@ def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
     weight = tl.load(weights_ptr + rows)
     if old_ptr is None:
         log_ratio = tl.where(logp == logp, 0.0, logp)
-        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
+        loss, d_log_ratio, d_logp = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
         loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
-        loss, d_log_ratio, a = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)
+        loss, d_log_ratio, d_logp = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + rows)
             loss = times(loss, gate)
             d_log_ratio = times(d_log_ratio, gate)
-            a = times(a, gate)
+            d_logp = times(d_logp, gate)
         loss = weight * loss
-        a = weight * d_log_ratio + weight * a
-    return loss, a, log_ratio, weight
+        d_logp = weight * d_log_ratio + weight * d_logp
+    return loss, d_logp, log_ratio, weight

@@ -3,8 +3,8 @@
 A program writes all elements as if none were the target. After a barrier it writes the target's column again. So no
 column is compared with the target.
 
-With a teacher, ``c (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`). The sum is known: it is taken off
-every p_j, as a is.
+With a teacher, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`). The sum is known: it
+is taken off every p_j, as d_logp is.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ STEPS = 4  # tiles of a program: the work that it does once for its rows is then
 def launch_grad(
     chunk: Chunk,
     stats: RowStats,
-    a: Tensor,  # (n,)
-    b: Tensor | None,  # (n,)
+    d_logp: Tensor,  # (n,)
+    d_entropy: Tensor | None,  # (n,)
     out: Tensor,  # (n, V), may be the chunk's logits
     config: RowConfig,
-    c: Tensor | None = None,  # (n,), where the chunk has a teacher
+    d_divergence: Tensor | None = None,  # (n,), where the chunk has a teacher
 ) -> None:
     """Write d loss / d (raw projection) to `out`."""
     n, vocab = chunk.logits.shape
     with_teacher: dict[str, Any] = {}
-    if c is not None:
+    if d_divergence is not None:
         assert chunk.teacher is not None and stats.divergence is not None
         config = config.for_two_heads(vocab)
-        with_teacher = {"c_ptr": c.contiguous(), **teacher_arguments(chunk.teacher, stats.divergence)}
+        with_teacher = {
+            "d_divergence_ptr": d_divergence.contiguous(),
+            **teacher_arguments(chunk.teacher, stats.divergence),
+        }
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(vocab, STEPS * config.block_v),)
     grad_kernel[grid](
         **chunk_arguments(chunk),
@@ -59,9 +62,9 @@ def launch_grad(
         logps_ptr=stats.logps,
         max_logit_ptr=stats.max_logit,
         log_sum_ptr=stats.log_sum,
-        entropies_ptr=None if b is None else stats.entropies,
-        a_ptr=a.contiguous(),  # the gradient of a sum may be one number, expanded
-        b_ptr=None if b is None else b.contiguous(),
+        entropies_ptr=None if d_entropy is None else stats.entropies,
+        d_logp_ptr=d_logp.contiguous(),  # the gradient of a sum may be one number, expanded
+        d_entropy_ptr=None if d_entropy is None else d_entropy.contiguous(),
         # result
         out_ptr=out,
         stride_out_n=out.stride(0),
@@ -81,8 +84,8 @@ def grad_kernel(
     max_logit_ptr,
     log_sum_ptr,
     entropies_ptr,
-    a_ptr,
-    b_ptr,
+    d_logp_ptr,
+    d_entropy_ptr,
     # shapes and strides
     n,
     V,
@@ -107,7 +110,7 @@ def grad_kernel(
     teacher_max_logit_ptr=None,
     teacher_log_sum_ptr=None,
     sum_k_ptr=None,
-    c_ptr=None,
+    d_divergence_ptr=None,
     teacher_bias_ptr=None,
     teacher_inv_t_ptr=None,
     teacher_inner=None,
@@ -117,7 +120,7 @@ def grad_kernel(
     teacher_beta=None,
     TERMS: tl.constexpr = None,
 ):
-    """Up to `STEPS` tiles of the gradient. Without `b_ptr` the entropy has no part in it, without TERMS no teacher."""
+    """Write up to `STEPS` tiles of the gradient: without `d_entropy_ptr` none of the entropy, without TERMS no teacher's."""
     parts = tl.cdiv(V, STEPS * BLOCK_V)
     rows, counts = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
@@ -138,13 +141,13 @@ def grad_kernel(
 
     m = tl.load(max_logit_ptr + rows)[:, None]
     log_sum = tl.load(log_sum_ptr + rows)[:, None]
-    a = tl.load(a_ptr + rows)[:, None]
+    d_logp = tl.load(d_logp_ptr + rows)[:, None]
     entropy = 0.0
-    b = 0.0
-    if b_ptr is not None:
+    d_entropy = 0.0
+    if d_entropy_ptr is not None:
         entropy = tl.load(entropies_ptr + rows)[:, None]
-        b = tl.load(b_ptr + rows)[:, None]
-    taken_off = a  # of every p_j
+        d_entropy = tl.load(d_entropy_ptr + rows)[:, None]
+    taken_off = d_logp  # of every p_j
     pair = None
     if TERMS is not None:
         teacher_ptrs, teacher_inner, teacher_outer = head_rows(
@@ -155,57 +158,61 @@ def grad_kernel(
         teacher_m = tl.load(teacher_max_logit_ptr + rows)[:, None]
         known = normalisers(m, log_sum, teacher_m, tl.load(teacher_log_sum_ptr + rows)[:, None])
         sum_k = tl.load(sum_k_ptr + rows)[:, None]
-        c = tl.load(c_ptr + rows)[:, None]
-        taken_off = a + c * sum_k
-        pair = (teacher, known, c * row_slope(head, HAS_SOFTCAP), teacher_beta)
+        d_divergence = tl.load(d_divergence_ptr + rows)[:, None]
+        taken_off = d_logp + d_divergence * sum_k
+        pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), teacher_beta)
         if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
             k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
-            d_target = target_gradient(logp, entropy, a, b, b_ptr is not None) + c * (k - exp(logp) * sum_k)
+            d_target = target_gradient(logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None) + d_divergence * (
+                k - exp(logp) * sum_k
+            )
             d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
-    level, tilt = row_terms(head, log_sum, entropy, taken_off, b, b_ptr is not None, HAS_SOFTCAP)
+    level, tilt = row_terms(head, log_sum, entropy, taken_off, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP)
     whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
     for start in tl.range(first, whole, BLOCK_V, num_stages=NUM_STAGES):
         write_gradient(
-            head, out_ptrs, start, None, counts, m, level, tilt, b_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            head, out_ptrs, start, None, counts, m, level, tilt,
+            d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     if whole < last:
         write_gradient(
-            head, out_ptrs, whole, V, counts, m, level, tilt, b_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+            head, out_ptrs, whole, V, counts, m, level, tilt,
+            d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     if has_target:
         if TERMS is None:
             logp = tl.load(logps_ptr + rows)[:, None]
-            d_target = target_gradient(logp, entropy, a, b, b_ptr is not None)
+            d_target = target_gradient(logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None)
             d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
         store_target(out_ptrs, target, is_here, d_target)
 
 
 @triton.jit
-def row_terms(head, log_sum, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def row_terms(head, log_sum, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Return the row terms (R, 1) that `write_gradient` needs: d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. Both terms include the
-    factors that all p and d z / d x of a row share.
+    d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. Both terms
+    include the factors that all p and d z / d x of a row share.
     """
     common = exp(-log_sum) * row_slope(head, HAS_SOFTCAP)
-    level = -a
+    level = -d_logp
     tilt = 0.0
     if HAS_ENTROPY_GRADIENT:
-        level = level - b * (entropy - log_sum)
-        tilt = -b * common
+        level = level - d_entropy * (entropy - log_sum)
+        tilt = -d_entropy * common
     return level * common, tilt
 
 
 @triton.jit
-def target_gradient(logp, entropy, a, b, HAS_ENTROPY_GRADIENT: tl.constexpr):
+def target_gradient(logp, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.constexpr):
     """d z of the target."""
-    d = a * -expm1(logp)  # 1 - p_y
+    d = d_logp * -expm1(logp)  # 1 - p_y
     if HAS_ENTROPY_GRADIENT:
-        d -= b * exp(logp) * (tl.where(logp < LOWEST, LOWEST, logp) + entropy)
+        d -= d_entropy * exp(logp) * (tl.where(logp < LOWEST, LOWEST, logp) + entropy)
     return d
 
 

@@ -46,7 +46,7 @@ def launch_teacher_fused(
         entropies_ptr=entropies,
         value_ptr=divergence.value,
         loss_ptr=terms["loss"],
-        a_ptr=terms["a"],
+        d_logp_ptr=terms["d_logp"],
         log_ratio_ptr=terms["log_ratio"],
         out_ptr=out,
         stride_out_n=0 if out is None else out.stride(0),
@@ -78,7 +78,7 @@ def teacher_fused_kernel(
     teacher_max_logit_ptr,
     teacher_log_sum_ptr,
     loss_ptr,
-    a_ptr,
+    d_logp_ptr,
     log_ratio_ptr,
     # shapes and strides
     n,
@@ -146,28 +146,29 @@ def teacher_fused_kernel(
 
     ids = tl.load(ids_ptr + rows)
     tokens = (advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr)
-    loss, a, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
-    c = beta * weight
-    loss = tl.where(ids < 0, float("nan"), loss + c * value)
-    a = tl.where(ids < 0, float("nan"), a)  # on-policy nothing else makes it NaN
+    loss, d_logp, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
+    d_divergence = beta * weight
+    loss = tl.where(ids < 0, float("nan"), loss + d_divergence * value)
+    d_logp = tl.where(ids < 0, float("nan"), d_logp)  # on-policy nothing else makes it NaN
     tl.store(value_ptr + rows, value, mask=counts)
     tl.store(sum_k_ptr + rows, sum_k, mask=counts)
     tl.store(loss_ptr + rows, loss, mask=counts)
-    tl.store(a_ptr + rows, a, mask=counts)
+    tl.store(d_logp_ptr + rows, d_logp, mask=counts)
     tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
     if out_ptr is not None:
-        sum_k, a, c = sum_k[:, None], a[:, None], c[:, None]
+        sum_k, d_logp, d_divergence = sum_k[:, None], d_logp[:, None], d_divergence[:, None]
         logp, log_sum, entropy = logp[:, None], log_sum[:, None], entropy[:, None]
-        b = tl.zeros_like(a) + d_entropy
-        level, tilt = row_terms(head, log_sum, entropy, a + c * sum_k, b, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP)
-        pair = (teacher, known, c * row_slope(head, HAS_SOFTCAP), teacher_beta)
+        d_entropies = tl.zeros_like(d_logp) + d_entropy
+        taken_off = d_logp + d_divergence * sum_k
+        level, tilt = row_terms(head, log_sum, entropy, taken_off, d_entropies, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP)
+        pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), teacher_beta)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         mask = counts & (ids >= 0) & (ids < V)
         x_target = load_at(head, ids, mask, ROUNDED_TO)
         y_target = load_at(teacher, ids, mask, TEACHER_ROUNDED_TO)
-        d_target = target_gradient(logp, entropy, a, b, HAS_ENTROPY_GRADIENT)
+        d_target = target_gradient(logp, entropy, d_logp, d_entropies, HAS_ENTROPY_GRADIENT)
         k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
-        d_target += c * (k - exp(logp) * sum_k)
+        d_target += d_divergence * (k - exp(logp) * sum_k)
         d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
         barrier()  # `out` may be `logits`: all threads have read before one writes
         whole = V // BLOCK_V * BLOCK_V

@@ -103,7 +103,7 @@ def test_refusals() -> None:
     for out in (torch.empty(N, V + 1), torch.empty(N, V, dtype=torch.float64), torch.empty(V, N).T):
         with pytest.raises(RuntimeError, match="out: "):
             kernels.grad(Chunk(raw, ids, PLAIN), stats, a, None, out)
-    with pytest.raises(RuntimeError, match="entropies: expected with b"):
+    with pytest.raises(RuntimeError, match="entropies: expected with d_entropy"):
         kernels.grad(Chunk(raw, ids, PLAIN), stats, a, a, torch.empty_like(raw))
     with pytest.raises(RuntimeError, match="a: expected"):
         kernels.grad(Chunk(raw, ids, PLAIN), stats, a[:2], None, torch.empty_like(raw))
@@ -133,7 +133,7 @@ def test_refusals_of_teachers() -> None:
         kernels.diverge(plain, stats, stats)
     without = replace(stats, divergence=None)
     for some, known, c in ((chunk, without, a), (plain, stats, a), (plain, without, a)):
-        with pytest.raises(RuntimeError, match="c, sum_k, teacher_max_logit, teacher_log_sum: expected"):
+        with pytest.raises(RuntimeError, match="d_divergence, sum_k, teacher_max_logit, teacher_log_sum: expected"):
             kernels.grad(some, known, a, None, out, c)
     with pytest.raises(RuntimeError, match="kl: expected"):
         kernels.fused(plain, full_loss(a, 0), out)

@@ -71,7 +71,11 @@ def run(
     old = torch.where(logps.isinf(), 0.0, logps) - log_ratio
     found = fused(logps, surrogate=name, constants=constants, advantages=advantages, old=old)
     assert same(found.terms["log_ratio"], found.logps - old)
-    return torch.stack([found.terms["loss"], found.terms["a"]]), [found.terms["log_ratio"], advantages, found.logps]
+    return torch.stack([found.terms["loss"], found.terms["d_logp"]]), [
+        found.terms["log_ratio"],
+        advantages,
+        found.logps,
+    ]
 
 
 def total(loss_and_slopes: Tensor) -> Tensor:
@@ -127,7 +131,7 @@ def test_known_losses(dtype: torch.dtype) -> None:
         assert not found.terms["log_ratio"].any()
         loss = times(found.logps, a) if name == "linear" else torch.zeros_like(a)
         assert same(found.terms["loss"], loss + (found.logps - found.logps))
-        assert same(found.terms["a"], a)
+        assert same(found.terms["d_logp"], a)
 
 
 def test_no_log_probability() -> None:
@@ -135,7 +139,7 @@ def test_no_log_probability() -> None:
     for name, constants in [*EACH, *((name, ()) for name in ON_POLICY)]:
         logps = torch.tensor([NAN, -1.0])
         found = fused(logps, surrogate=name, constants=constants, old=None if name in ON_POLICY else torch.zeros(2))
-        assert found.terms["loss"].isnan().tolist() == found.terms["a"].isnan().tolist() == [True, False]
+        assert found.terms["loss"].isnan().tolist() == found.terms["d_logp"].isnan().tolist() == [True, False]
 
 
 @each_dtype
@@ -160,7 +164,7 @@ def test_kl_estimators(name: str, corrects: bool, dtype: torch.dtype) -> None:
             kl, slope = times(ratio, kl), times(ratio, corrected)
         return kl, torch.where(ratio.isnan(), NAN, torch.stack([kl, slope]))  # the surrogate's own NaN
 
-    got = torch.stack([found.terms["loss"], found.terms["a"]])
+    got = torch.stack([found.terms["loss"], found.terms["d_logp"]])
     d, ratio = ref.double() - logps.double(), log_ratio.double().exp()
     kl, want = wanted(logps.double(), ref.double(), ratio)
     like = wanted(logps, ref, log_ratio.exp())

@@ -80,9 +80,9 @@ def test_default_tiles(vocab: int) -> None:
     assert_same(fused, stats)
     by_grad = torch.empty_like(raw)
     b = torch.full_like(stats.logps, loss.d_entropy) if loss.d_entropy else None
-    backend.grad(Chunk(raw, ids, transform), stats, fused.terms["a"], b, by_grad)
+    backend.grad(Chunk(raw, ids, transform), stats, fused.terms["d_logp"], b, by_grad)
     assert torch.equal(out, by_grad)
-    check("d raw", out, *gradient(at, ids, fused.terms["a"], b))
+    check("d raw", out, *gradient(at, ids, fused.terms["d_logp"], b))
 
 
 def test_refusals() -> None:

@@ -54,7 +54,7 @@ def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], b
     loss, out = full_loss(stats.logps, 9), torch.empty_like(raw)
     fused = suite.fused(chunk, loss, out)
     assert_same_divergence(fused, stats)
-    a, b, c = fused.terms["a"], torch.full((n,), loss.d_entropy), loss.beta * loss.weights
+    a, b, c = fused.terms["d_logp"], torch.full((n,), loss.d_entropy), loss.beta * loss.weights
     assert torch.equal(out, suite.grad(chunk, stats, a, b if loss.d_entropy else None, c))
     of_others, bound = gradient(student, ids, a, b)
     total = of_others + c[:, None] * want.gradient
