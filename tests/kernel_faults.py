@@ -31,16 +31,16 @@ FAULTS = [
     ),
     Fault(
         "a slice's bias is the first's",
-        ENGINE + "slices.py",
-        "None if bias is None else bias[columns]",
-        "None if bias is None else bias[: columns.stop - columns.start]",
+        ENGINE + "projection.py",
+        "row_bias(head.bias[columns], ",
+        "row_bias(head.bias[: columns.stop and columns.stop - columns.start], ",
         ("tests/engine/test_slices.py", "-k", "equals"),
     ),
     Fault(
         "a teacher's rows of the first chunk",
-        ENGINE + "sweep.py",
-        "teacher.project(of_teacher[chunk], ",
-        "teacher.project(of_teacher[: chunk.stop - chunk.start], ",
+        ENGINE + "projection.py",
+        "(plan.teacher, of_teacher[part], ",
+        "(plan.teacher, of_teacher[: part.stop - part.start], ",
         ("tests/engine/test_mixed_products.py",),
     ),
     Fault(
