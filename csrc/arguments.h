@@ -113,7 +113,7 @@ struct Chunk {
         ids(column<int64_t>(targets, n, "ids")),
         beta(other.beta) {
     if (other.logits.has_value()) teacher.emplace(*other.logits, n, vocab, other.transform, "teacher_");
-    STD_TORCH_CHECK(beta >= 0.0 && beta <= 1.0, "divergence_beta: expected a number in [0, 1], got ", beta);
+    STD_TORCH_CHECK(beta >= 0.0 && beta <= 1.0, "jsd_beta: expected a number in [0, 1], got ", beta);
   }
 
   bool has_target(int64_t i) const { return ids[i] >= 0 && ids[i] < vocab; }

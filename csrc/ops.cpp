@@ -19,16 +19,16 @@
   logits, ids, Transform { bias, inv_temperatures, inner, outer, has_softcap, rounded_to }
 #define TEACHER                                                                                               \
   "Tensor? teacher_logits, Tensor? teacher_bias, Tensor? teacher_inv_temperatures, float teacher_inner, "     \
-  "float teacher_outer, bool teacher_has_softcap, ScalarType? teacher_rounded_to, float divergence_beta, "
+  "float teacher_outer, bool teacher_has_softcap, ScalarType? teacher_rounded_to, float jsd_beta, "
 #define TEACHER_IN                                                                                               \
   const MaybeTensor &teacher_logits, const MaybeTensor &teacher_bias,                                            \
       const MaybeTensor &teacher_inv_temperatures, double teacher_inner, double teacher_outer,                   \
-      bool teacher_has_softcap, std::optional<ScalarType> teacher_rounded_to, double divergence_beta
+      bool teacher_has_softcap, std::optional<ScalarType> teacher_rounded_to, double jsd_beta
 #define TEACHER_GIVEN                                                                                            \
   TeacherArguments {                                                                                             \
     teacher_logits,                                                                                              \
         {teacher_bias, teacher_inv_temperatures, teacher_inner, teacher_outer, teacher_has_softcap, teacher_rounded_to}, \
-        divergence_beta                                                                                          \
+        jsd_beta                                                                                          \
   }
 
 namespace grpo_kernels {

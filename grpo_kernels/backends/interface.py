@@ -69,12 +69,12 @@ class Teacher:
 
     Attributes:
         logits: as those of the chunk, of the same shape and dtype; never written.
-        beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the Jensen-Shannon divergence.
+        jsd_beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the Jensen-Shannon divergence.
     """
 
     logits: Tensor  # (n, V)
     transform: LogitTransform
-    beta: float
+    jsd_beta: float
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[
     ahead = d >= 0.0
     lead = torch.where(ahead, z - stats.max_logit[:, None], y - known.max_logit[:, None]).exp_()
     lead.mul_(torch.where(ahead, torch.exp(-stats.log_sum)[:, None], torch.exp(-known.log_sum)[:, None]))
-    return terms_of(teacher.beta)(d, lead, teacher.beta)
+    return terms_of(teacher.jsd_beta)(d, lead, teacher.jsd_beta)
 
 
 def _block_stats(

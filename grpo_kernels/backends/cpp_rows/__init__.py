@@ -150,7 +150,7 @@ def _teacher(chunk: Chunk) -> tuple[Any, ...]:
     """Arguments of an op that describe the chunk's teacher: logits or None, their transform, and the divergence."""
     if chunk.teacher is None:
         return None, *_numbers(LogitTransform()), 0.0
-    return chunk.teacher.logits, *_numbers(chunk.teacher.transform), chunk.teacher.beta
+    return chunk.teacher.logits, *_numbers(chunk.teacher.transform), chunk.teacher.jsd_beta
 
 
 def _numbers(transform: LogitTransform) -> tuple[Any, ...]:

@@ -76,8 +76,8 @@ def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, 
     of_head = head_arguments(teacher.logits, teacher.transform).items()
     return {
         **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_head},
-        "teacher_beta": teacher.beta,
-        "TERMS": terms_of(teacher.beta),
+        "jsd_beta": teacher.jsd_beta,
+        "TERMS": terms_of(teacher.jsd_beta),
         "teacher_max_logit_ptr": diverged.max_logit,
         "teacher_log_sum_ptr": diverged.log_sum,
         "sum_k_ptr": diverged.sum_k,
@@ -121,7 +121,7 @@ def diverge_kernel(
     stride_n,
     teacher_stride_n,
     # the divergence
-    teacher_beta,
+    jsd_beta,
     TERMS: tl.constexpr,
     # the transforms: (V,), (n,), numbers
     bias_ptr,
@@ -157,7 +157,7 @@ def diverge_kernel(
         tl.load(teacher_log_sum_ptr + rows)[:, None],
     )
     value, sum_k = diverge_rows(
-        head, teacher, known, V, teacher_beta, TERMS,
+        head, teacher, known, V, jsd_beta, TERMS,
         HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_N, BLOCK_V, NUM_STAGES,
     )  # fmt: skip
     tl.store(value_ptr + rows, value, mask=counts)

@@ -117,10 +117,10 @@ def grad_kernel(
     teacher_outer=None,
     TEACHER_HAS_SOFTCAP: tl.constexpr = False,
     TEACHER_ROUNDED_TO: tl.constexpr = None,
-    teacher_beta=None,
+    jsd_beta=None,
     TERMS: tl.constexpr = None,
 ):
-    """Write up to `STEPS` tiles of the gradient: without `d_entropy_ptr` none of the entropy, without TERMS no teacher's."""
+    """Write up to `STEPS` tiles of the gradient: without `d_entropy_ptr` no entropy's, without TERMS no teacher's."""
     parts = tl.cdiv(V, STEPS * BLOCK_V)
     rows, counts = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
@@ -160,11 +160,11 @@ def grad_kernel(
         sum_k = tl.load(sum_k_ptr + rows)[:, None]
         d_divergence = tl.load(d_divergence_ptr + rows)[:, None]
         taken_off = d_logp + d_divergence * sum_k
-        pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), teacher_beta)
+        pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), jsd_beta)
         if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
-            k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
+            k = k_of(x_target, y_target, head, teacher, known, jsd_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
             d_target = target_gradient(logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None) + d_divergence * (
                 k - exp(logp) * sum_k
             )

@@ -90,7 +90,7 @@ def teacher_fused_kernel(
     constants,
     beta,
     d_entropy,
-    teacher_beta,
+    jsd_beta,
     SURROGATE: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     TERMS: tl.constexpr,
@@ -140,7 +140,7 @@ def teacher_fused_kernel(
     tl.store(teacher_log_sum_ptr + rows, teacher_log_sum, mask=counts)
     known = normalisers(m[:, None], log_sum[:, None], teacher_m[:, None], teacher_log_sum[:, None])
     value, sum_k = diverge_rows(
-        head, teacher, known, V, teacher_beta, TERMS,
+        head, teacher, known, V, jsd_beta, TERMS,
         HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_N, BLOCK_V, NUM_STAGES,
     )  # fmt: skip
 
@@ -161,13 +161,13 @@ def teacher_fused_kernel(
         d_entropies = tl.zeros_like(d_logp) + d_entropy
         taken_off = d_logp + d_divergence * sum_k
         level, tilt = row_terms(head, log_sum, entropy, taken_off, d_entropies, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP)
-        pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), teacher_beta)
+        pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), jsd_beta)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         mask = counts & (ids >= 0) & (ids < V)
         x_target = load_at(head, ids, mask, ROUNDED_TO)
         y_target = load_at(teacher, ids, mask, TEACHER_ROUNDED_TO)
         d_target = target_gradient(logp, entropy, d_logp, d_entropies, HAS_ENTROPY_GRADIENT)
-        k = k_of(x_target, y_target, head, teacher, known, teacher_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
+        k = k_of(x_target, y_target, head, teacher, known, jsd_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
         d_target += d_divergence * (k - exp(logp) * sum_k)
         d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
         barrier()  # `out` may be `logits`: all threads have read before one writes

@@ -127,8 +127,8 @@ def test_refusals_of_teachers() -> None:
     refused("teacher_bias: expected", bias=torch.zeros(V - 1))
     refused("teacher_inv_temperatures: expected", inv_temperature=torch.ones(N + 1, 1))
     refused("teacher_rounded_to: expected", rounded_to=torch.float32)
-    refused(r"divergence_beta: expected a number in \[0, 1\], got 1.5", beta=1.5)
-    refused(r"divergence_beta: expected a number in \[0, 1\], got nan", beta=float("nan"))
+    refused(r"jsd_beta: expected a number in \[0, 1\], got 1.5", beta=1.5)
+    refused(r"jsd_beta: expected a number in \[0, 1\], got nan", beta=float("nan"))
     with pytest.raises(RuntimeError, match="teacher_logits: expected"):
         kernels.diverge(plain, stats, stats)
     without = replace(stats, divergence=None)
