@@ -108,7 +108,7 @@ class RowSuite:
     def test_bits_of_a_row_are_its_own(self) -> None:
         """Alone, in a batch, permuted, in kernels that are the same, and whatever the loss around it."""
         for vocab in self.vocabs:
-            raw, ids = take(self, 40, vocab)
+            raw, ids = self.rows(40, vocab)
             transform, order = make_transform(40, vocab, 3, None, self.device), torch.randperm(40, device=self.device)
             whole = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
             fused = self.kernels.fused(Chunk(raw, ids, transform), make_loss(whole.logps, 9), torch.empty_like(raw))
@@ -135,7 +135,7 @@ class RowSuite:
     def test_rows_may_be_strided_and_gradients_overwrite_logits(self) -> None:
         for vocab in self.vocabs:
             n = 5
-            raw, ids = take(self, n, vocab)
+            raw, ids = self.rows(n, vocab)
             transform, (a, b) = make_transform(n, vocab, 3, None, self.device), torch.randn(2, n, device=self.device)
             want = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
             d_raw = torch.empty_like(raw)
@@ -159,7 +159,7 @@ class RowSuite:
 
     def test_gradient_of_a_part_of_the_vocabulary(self) -> None:
         for vocab in self.vocabs:
-            raw, ids = take(self, 6, vocab)
+            raw, ids = self.rows(6, vocab)
             a, b = torch.randn(2, 6, device=self.device)
             stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True)
             whole, parts = torch.empty_like(raw), torch.empty_like(raw)
