@@ -69,7 +69,7 @@ class Teacher:
 
     Attributes:
         logits: as those of the chunk, of the same shape and dtype; never written.
-        jsd_beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the Jensen-Shannon divergence.
+        jsd_beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them Jensen-Shannon divergences.
     """
 
     logits: Tensor  # (n, V)
