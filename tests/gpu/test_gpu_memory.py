@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grpo_kernels import grpo_loss, linear_logprob
-from grpo_kernels.engine.gradients import NeedsGrad
 from grpo_kernels.engine.memory import large_workspace
+from grpo_kernels.engine.records import NeedsGrad
 from tests.support.measure import AllocationWatcher
 from tests.support.on_device import BACKENDS, leaves
 
