@@ -280,12 +280,12 @@ class FusedDivergenceSuite(DivergenceSuite):
             assert_same_divergence(self.fused(chunk, loss, None), want)
             found = self.fused(chunk, loss, out)
             assert_same_divergence(found, want)
-            assert set(found.terms) == {"loss", "a", "log_ratio", "kl"}
+            assert set(found.terms) == {"loss", "d_logp", "log_ratio", "kl"}
             assert same(found.terms["kl"], want.divergence.value)
             terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
             added = loss.beta * loss.weights.double() * want.divergence.value
             check("loss", found.terms["loss"], terms["loss"][0] + added, 8 * U * (terms["loss"][1] + added))
-            check("a", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
+            check("d_logp", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
             b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
             d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
             assert torch.equal(out, d)

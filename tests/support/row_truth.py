@@ -112,7 +112,7 @@ def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, t
             ratio = ratio * (1 + ratio)
     size = slopes.abs() * (1 + logps.abs()) * (1 + ratio) * (1 if loss.old is None else weights)
     if loss.kl is None or loss.ref is None:
-        return {"loss": (policy, size), "a": (a, size)}
+        return {"loss": (policy, size), "d_logp": (a, size)}
     kl, d_kl, d_corrected = ESTIMATORS[loss.kl](logps, loss.ref.double())
     kl_size = (1 + (loss.ref - logps).abs().exp() + (loss.ref - logps).square()) * (1 + log_ratio.exp())
     if loss.corrects_kl:
@@ -120,7 +120,7 @@ def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, t
     size = size + loss.beta * weights * kl_size
     return {
         "loss": (policy + loss.beta * weights * kl, size),
-        "a": (a + loss.beta * weights * d_kl, size),
+        "d_logp": (a + loss.beta * weights * d_kl, size),
         "kl": (kl, kl_size),
     }
 

@@ -105,7 +105,7 @@ def test_refusals() -> None:
             kernels.grad(Chunk(raw, ids, PLAIN), stats, a, None, out)
     with pytest.raises(RuntimeError, match="entropies: expected with d_entropy"):
         kernels.grad(Chunk(raw, ids, PLAIN), stats, a, a, torch.empty_like(raw))
-    with pytest.raises(RuntimeError, match="a: expected"):
+    with pytest.raises(RuntimeError, match="d_logp: expected"):
         kernels.grad(Chunk(raw, ids, PLAIN), stats, a[:2], None, torch.empty_like(raw))
 
 
