@@ -1,8 +1,8 @@
-"""The GRPO family of losses straight from hidden states. Read this file to see the algorithm.
+"""The GRPO family of losses straight from hidden states. The algorithm, and where it is:
 
 ::
 
-    call    = the arguments checked, and how they will be computed               call/loss.py
+    call    = the arguments checked, and the engine chosen                       call/loss.py
     tokens  = the positions that count                                           batch/tokens.py
     weights = the loss type's normaliser, one weight per token                   objective/normaliser.py
     logps, entropies = hidden @ weight.T, a chunk of rows at a time              engine/sweep.py, backends/
@@ -32,7 +32,7 @@ from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.checks import check_fake, check_gather, is_fake
 from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.loss import plan_loss
+from grpo_kernels.call.loss import Custom, plan_loss
 from grpo_kernels.call.options import Execution, check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.autograd import PolicyLoss
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from grpo_kernels.objective.keywords import LossFields
 
 _DEFAULT = LossConfig()
-Objective = Callable[[TokenInputs], Tensor]
 
 
 @dataclass  # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
@@ -166,10 +165,10 @@ def grpo_loss(
         sequence_group: process group over whose ranks the tokens of each sequence are split (context parallel,
             Ulysses). Each rank passes its (B, T_local) part of every sequence, parts in the order of the ranks and of
             any length, ids shifted before the split, and what is per sequence, as (B,), whole. The ranks' losses add up
-            to the loss of the whole sequences, of which each rank's gradients are; metrics are those of the whole.
+            to the loss of the whole sequences, their gradients to its gradients; metrics are those of the whole.
             Where gradients are averaged over the ranks (DDP, FSDP), multiply the loss by their number. Breaks the graph
             of torch.compile.
-        gather: makes the context in which a backward that needs the weight again runs, as in `linear_logprob_with`.
+        gather: makes the context for a backward that reads the weight again, as in `linear_logprob_with`.
             Breaks the graph of torch.compile.
         reference: hidden states and head of the reference model, for the KL term over the whole vocabulary; needed if
             ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. 2 N V H' floating point operations, and
@@ -195,7 +194,7 @@ def grpo_loss(
 
 
 def _loss(
-    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Objective | None
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
 ) -> LossOutput:
     """Eagerly: the call planned, one forward, and what came of it."""
     call = plan_loss(inputs, head, execution, config, objective)
@@ -206,7 +205,7 @@ def _loss(
         return done[0][1]
 
     group = None if objective is None else execution.sequence_group
-    with check_same("sequence_group", group, "the objective of grpo_loss"):  # which may raise on one rank alone
+    with check_same("sequence_group", group, "the objective of grpo_loss"):  # one rank alone may raise in it
         operands = call.head.operands(call.request.rows.positions)
         loss, logps, entropies = PolicyLoss.apply(call.request, finish, operands.teacher, *operands)
     shape, request = call.tokens.layout.shape, call.request
@@ -215,9 +214,9 @@ def _loss(
 
 
 def _compiled_loss(
-    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Objective | None
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
 ) -> LossOutput:
-    """While a graph is compiled, and with fake tensors: as the ops say, but for what a graph does not hold."""
+    """Do the same under the compiler or with fake tensors: one op, or eager where a graph cannot hold it."""
     from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
     gather, sequence_group = execution.gather, execution.sequence_group

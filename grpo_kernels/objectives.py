@@ -1,4 +1,4 @@
-"""verl's policy losses that `LossConfig` does not have: ``grpo_loss(..., objective=objectives.gspo())``.
+"""verl's policy losses, as objectives: ``grpo_loss(..., objective=objectives.gspo())``.
 
 Formulas, parameters and sources: `grpo_kernels.objective.verl_losses`.
 """

@@ -23,7 +23,7 @@ class LossInputs:
     cu_seqlens: Tensor | None = None  # (B + 1,)
 
     def with_blank_ids(self, like: Tensor) -> LossInputs:
-        """With ids of the shape of `like`, for a loss of given log-probabilities, which reads none."""
+        """Return these with zeros as ids, for a loss of given log-probabilities: it reads no ids."""
         return replace(self, completion_ids=torch.zeros_like(like, dtype=torch.long))
 
     @property
@@ -34,6 +34,6 @@ class LossInputs:
 
     @property
     def numbers(self) -> dict[str, Tensor | None]:
-        """All that is a number per token or per sequence, by name."""
+        """The floating arguments per token or sequence, by name."""
         ratio = {"importance_sampling_ratio": self.importance_sampling_ratio}
         return {"advantages": self.advantages, **self.logps, **ratio}

@@ -21,7 +21,7 @@ OUTPUTS = choices(DivergenceOutput)
 
 
 def beta_of(divergence: Any, beta: Any) -> float:
-    """The number that says which divergence it is, see `backends.interface.Teacher`.
+    """Return the divergence as a beta: 0 forward KL, 1 reverse KL (`interface.Teacher`).
 
     Raises:
         TypeError, ValueError: no such divergence, a wrong `beta`, or one that has no use.
@@ -46,7 +46,7 @@ def check_beta(name: str, beta: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class DivergenceInputs(PositionInputs):
-    """Which divergence from the head's reference is asked for, and of which ids the log-probability, (...)."""
+    """The divergence asked for, from the head's reference, and the ids (...) to score, if any."""
 
     ids: Tensor | None
     expected: Tensor | tuple[Tensor, Tensor] | Expectation | None  # (...)
@@ -69,8 +69,8 @@ class DivergenceInputs(PositionInputs):
         return self.ids
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, and up to a factor the gradient that is expected of them: of divergence and log-probability,
-        or of all that is asked.
+        """Return the rows, and the gradient that is expected of them, up to a factor: of divergence and
+        log-probability, or of all outputs.
         """
         expected, positions = self.expected, rows.positions
         if isinstance(expected, Expectation):

@@ -1,7 +1,7 @@
-"""The keyword arguments of public functions that others hand on, for type checkers.
+"""Keyword arguments that one public function hands to another, for type checkers.
 
 ``def linear_divergence(..., **options: Unpack[DivergenceKeywords])`` has the options of `linear_divergence_with`, each
-with its type. That names and types are those of the functions themselves is tested.
+with its type. A test compares them with the functions' own names and types.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LogitKeywords(TypedDict, total=False):
 
 
 class LossModuleKeywords(HeadKeywords, total=False):
-    """Arguments of `grpo_loss` that are not `GRPOLoss`'s own, except the bias."""
+    """Keyword arguments of a `GRPOLoss`'s call, except the bias."""
 
     old_per_token_logps: Tensor | None
     ref_per_token_logps: Tensor | None

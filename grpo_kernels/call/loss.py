@@ -14,9 +14,9 @@ from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.checks import check_gather, check_ids, check_logps, warn_of_ratio
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
+from grpo_kernels.call.checked_head import CheckedHead, plan_head
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.plan import fuses
-from grpo_kernels.call.planned_head import PlannedHead, plan_head
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import LEAN
@@ -39,7 +39,7 @@ Custom = Callable[[TokenInputs], Tensor]  # an objective of the user's own
 
 @dataclass(frozen=True)
 class LossCall:
-    """A loss that is ready to be computed: `loss_pass(head, call.request, call.evaluate)`."""
+    """A loss that is ready: `loss_pass(head.operands(...), request, evaluate)`."""
 
     config: LossConfig
     tokens: Tokens
@@ -121,7 +121,7 @@ def check_loss(
 
 
 def counted_tokens(inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype) -> Tokens:
-    """`read_tokens`, their log-probabilities checked, and a warning of what the loss does not use of them."""
+    """Return the tokens that count, log-probabilities checked; warn of inputs that the loss does not use."""
     tokens = read_tokens(inputs, dtype)
     for name in inputs.logps:
         check_logps(name, getattr(tokens, name))
@@ -149,7 +149,7 @@ def make_objective(config: LossConfig, objective: Custom | None, tokens: Tokens,
 
 def _checked(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
-) -> tuple[PlannedHead, Tokens, Rows]:
+) -> tuple[CheckedHead, Tokens, Rows]:
     """The head, the tokens that count, and their rows, once all ranks have the same arguments."""
     group = execution.sequence_group
     with check_same("sequence_group", group, "grpo_loss") as part:
@@ -170,24 +170,24 @@ def _checked(
             if head.process_group is not None:
                 whole |= planned.described_rows() | options_of_loss(*options) | tokens_of_loss(tokens, numbers)
         planned = planned.divided(whole)
-        rows = planned.read_rows("completion_ids", rows)
+        rows = planned.check_range("completion_ids", rows)
         if group is not None:
             part |= {"vocab_size": head.vocab_size, **planned.described()}
             part |= options_of_loss(*options) | part_of_loss(tokens, numbers)
     return planned, tokens, rows
 
 
-def _engine(policy: Objective, planned: PlannedHead) -> Engine:
+def _engine(policy: Objective, planned: CheckedHead) -> Engine:
     coupling = Coupling.of(known=policy.is_known, coupled=policy.couples_tokens)
     needs_grad = planned.needs_grad
-    only_hidden = needs_grad.hidden and not needs_grad.head  # where it matters; asking a custom objective evaluates it
+    only_hidden = needs_grad.hidden and not needs_grad.head  # only then ask: it evaluates a custom objective
     entropy_gradient = only_hidden and policy.has_entropy_gradient
     mixed_gradient = planned.plan.teacher is not None
     return planned.choose_engine(coupling, entropy_gradient=entropy_gradient, mixed_gradient=mixed_gradient)
 
 
 def _with_coefficients(request: Request, policy: Objective) -> Request:
-    """`request` with each row's coefficients, from its own numbers; or with the loss that a backend fuses."""
+    """`request` with each row's coefficients, from its own numbers; and the loss, if a backend fuses."""
 
     def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
         assert stats.entropies is not None

@@ -13,9 +13,9 @@ from grpo_kernels.backends.interface import FusedRowBackend
 from grpo_kernels.base.agreement import check_same, described
 from grpo_kernels.base.checks import check_gather, check_mask
 from grpo_kernels.batch.tokens import counted_positions
+from grpo_kernels.call.checked_head import CheckedHead, plan_head
 from grpo_kernels.call.expected import ExpectedRows
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.planned_head import PlannedHead, plan_head
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.records import Rows
@@ -26,7 +26,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 @dataclass(frozen=True, eq=False)
 class PositionInputs:
-    """Arguments of a call that are about positions, and what is asked of each; of `grpo_loss` see `loss.py`.
+    """Arguments of a call that are about positions, and its outputs; `grpo_loss` has `LossInputs` instead.
 
     Class attributes say what differs between the calls' plans.
     """
@@ -35,7 +35,7 @@ class PositionInputs:
     outputs: tuple[str, ...]
 
     function: ClassVar[str]  # the public function's name
-    waits: ClassVar[bool] = True  # whether the backward compares what came with what was expected, which waits
+    waits: ClassVar[bool] = True  # whether the backward waits, to compare upstream with `expected`
     jsd_beta = 1.0  # which divergence from the head's reference, see `Teacher`
 
     @property
@@ -49,7 +49,7 @@ class PositionInputs:
         return ()
 
     def check(self, head: LMHead) -> Tensor:
-        """Return a tensor of the shape of the positions, their ids if there are any.
+        """Return the ids, or where there are none zeros of the positions' shape.
 
         Raises:
             TypeError, ValueError: an argument does not fit the head.
@@ -57,16 +57,16 @@ class PositionInputs:
         raise NotImplementedError
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, of whose ids nobody has seen the values, and the gradient that is expected of them."""
+        """Return the rows, whose ids are not yet checked for range, and the gradient expected of them."""
         raise NotImplementedError
 
-    def look(self, planned: PlannedHead, rows: Rows) -> Rows:
-        """Return the rows, once their ids have been looked at.
+    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
+        """Return the rows, their ids checked for their range and counted from this rank's first.
 
         Raises:
             ValueError: on a CPU, an id is out of range.
         """
-        return planned.read_rows("ids", rows)
+        return planned.check_range("ids", rows)
 
     def described(self, rows: Rows) -> dict[str, Any]:
         """Return what must be equal on all ranks of a divided head."""
@@ -99,7 +99,7 @@ def plan_call(
             values |= {"mask": positions, **inputs.described(rows), **expected.described()}
             values |= options.described(inv_temperature)
     planned = planned.divided(values)
-    rows = inputs.look(planned, rows)
+    rows = inputs.check_range(planned, rows)
     engine = _engine(inputs, planned, expected)
     request = Request(
         rows=rows,
@@ -116,7 +116,7 @@ def plan_call(
     return planned.head, request
 
 
-def _engine(inputs: PositionInputs, planned: PlannedHead, expected: ExpectedRows) -> Engine:
+def _engine(inputs: PositionInputs, planned: CheckedHead, expected: ExpectedRows) -> Engine:
     # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
     captured = inputs.waits and device_of(planned.head.hidden.device).is_capturing()
     unknown = captured or expected.coefficients is None

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import TopKDivergenceName, TopKOutput, choices
+from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, even_or_given
 from grpo_kernels.call.plan import PositionInputs, no_ids
-from grpo_kernels.call.planned_head import PlannedHead
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.top_k import Measure, TopKTeacher
 from grpo_kernels.head.lm_head import LMHead
@@ -97,7 +97,7 @@ class TopKInputs(PositionInputs):
         weights = even_or_given("expected", self.expected, hidden, rows.positions, dtype)
         return replace(rows, top_k=teacher), ExpectedRows.of(Coefficients(d_divergence=weights))
 
-    def look(self, planned: PlannedHead, rows: Rows) -> Rows:
+    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
         """Return the rows with the teacher's ids in order, and marked as padding what is padding or a repetition.
 
         Raises:

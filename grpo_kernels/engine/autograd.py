@@ -30,7 +30,7 @@ class PolicyLoss(torch.autograd.Function):
 
     ``forward(ctx, request, finish, teacher, *own)``, the tensors of a `Head` -> loss, logps (N,), entropies (N,); the
     last two carry no gradient. `finish` maps the statistics of all rows to the loss and its coefficients. Engines that
-    store keep the gradient of the loss, those that recompute its coefficients.
+    store keep the loss's gradient; those that recompute, the coefficients.
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ def _saved(ctx: Any) -> tuple[Any, Any]:  # Head, ForwardResult
 def _gradient(
     request: Request, shapes: GradientShapes, head: Head, first: ForwardResult, upstream: Coefficients
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the head's tensors, from those of all positions' results."""
+    """Return the gradients of the head's tensors, from `upstream`, (N,) each."""
     rows, stats, stored, grad_rows = request.rows, first.stats, first.grads, first.grad_rows
     assert stats is not None
     dtype, main = request.plan.accumulator, request.main
@@ -209,9 +209,8 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
 def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor) -> Gradients:
     """Add what is stored, of the rows `grad_rows`, to a second sweep of `indices`; row by row for all n rows.
 
-    With one coefficient alone a row's gradient is a multiple of what the second sweep gave it, `ratio` (m,) times: the
-    row is then taken from there alone, so that the difference of two numbers does not stand in for a small one. NaN
-    says that it has more.
+    The gradient of a row with one coefficient is `ratio` (m,) times what the second sweep gave it, and is taken from
+    there alone: a sum with what is stored could be a small difference of large numbers. NaN: the row has more than one.
     """
 
     def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:

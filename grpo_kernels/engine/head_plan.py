@@ -97,7 +97,7 @@ class HeadPlan:
     def grad(self, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics.
 
-        A divergence from a `TopKTeacher` is all that may have a coefficient then.
+        With a `TopKTeacher` only its divergence has a coefficient.
         """
         d_logp, d_entropy, d_divergence = coefficients
         if rows.top_k is None:

@@ -62,7 +62,7 @@ def score_without_logits(head: Head, request: Request) -> ForwardResult:
 def store(head: Head, request: Request) -> ForwardResult:
     """Find the statistics of all rows, and on the same logits the gradient of those that may have one.
 
-    Waits for the device once if not all rows may: how many do?
+    Waits for the device once, to count those, unless all may.
     """
     rows, plan, may_have_grad, token_loss = request.rows, request.plan, request.may_have_grad, request.token_loss
     head, products = plan.converted(head), plan.products(head.weight)
@@ -108,7 +108,7 @@ def recompute_slices(head: Head, request: Request, stats: RowStats, coefficients
 
 
 def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) -> tuple[ForwardResult, Loss]:
-    """Do the first pass of a loss, which `finish` makes of the statistics; what is stored is then its gradient."""
+    """Do the first pass, and `finish` makes the loss of its statistics; a stored gradient is then the loss's."""
     first = request.engine.first_pass(head, request)
     assert first.stats is not None
     done = finish(first.stats)
@@ -139,7 +139,7 @@ def second_pass(head: Head, request: Request, stats: RowStats, coefficients: Coe
 
 
 def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
-    """(rows,) -> (n,), 0 at the positions that are not among the rows; always a copy."""
+    """(rows,) -> (n positions,), 0 where a position is no row; always a copy."""
     if len(rows) == n:
         return x.clone()
     full = x.new_zeros(n)
@@ -204,8 +204,8 @@ def _reduce(request: Request) -> Reduce:
 
 
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the indices where a coefficient (n,) is not 0, and the coefficients, None in the place of those that all
-    are, as d_entropy is for a loss without entropies.
+    """Return the indices where any coefficient (n,) is not 0, and the coefficients: None for one of several that is 0
+    everywhere.
     """
     moves = [None if x is None else x != 0 for x in coefficients]
     present = [x for x in moves if x is not None]

@@ -64,12 +64,12 @@ class Projection:
         index: Index,
         out: tuple[Tensor, Tensor | None],
     ) -> tuple[Chunk, Rows]:
-        """Return some rows as a chunk, and these rows: with their logits, where they have a `TopKTeacher`.
+        """Return the chunk of `part`, and its rows, whose `TopKTeacher`, if any, has gathered its logits.
 
         Args:
             operands: of a group of rows.
             part: the rows that are meant, among those of the group.
-            rows, index: the rows of the sweep, and where those that are meant are among them.
+            rows, index: the rows of the sweep, and where the chunk's are among them.
             out: memory for the logits, and for the teacher's.
         """
         (of_rows, of_teacher), (logits, teacher_logits), plan = operands, out, self._plan

@@ -80,7 +80,7 @@ class Rows:
     """The positions to project: copies, so that nothing the caller does to its tensors later matters."""
 
     positions: Tensor  # (n,) int64, indices into `hidden`
-    ids: Tensor  # (n,) int64, in [0, V); of a sharded head counted from its first row, and outside where another has it
+    ids: Tensor  # (n,) int64, in [0, V); of a shard counted from its first row, out of range where another has it
     inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
     invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
     marked: Tensor | None = None  # (n,) the ids, -1 where invalid; None: none is

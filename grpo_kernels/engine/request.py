@@ -64,7 +64,7 @@ class Stored(Enum):
     NOTHING = "there is no gradient"
     PER_ROW = "d logp / d hidden of each row, or that of the divergence, which the backward scales"
     GRADIENT = "the gradient for coefficients that were known, or expected"
-    STATISTICS = "those of the rows, from which a second pass recomputes the logits"
+    STATISTICS = "those of the rows, for a second pass that recomputes the logits"
 
 
 @dataclass(frozen=True)
@@ -126,4 +126,4 @@ class ForwardResult:
     stats: RowStats | None  # (n,)
     grads: Gradients | None = None
     grad_rows: Tensor | None = None  # (m,) indices of the rows of `grads`
-    coefficients: Coefficients = NO_COEFFICIENTS  # (n,) of `grads`, where they were asked row by row
+    coefficients: Coefficients = NO_COEFFICIENTS  # (n,) of `grads`, or for the second pass

@@ -2,7 +2,7 @@
 
 =================== ============================================================================
 `Reduce`            the statistics of each row
-`ReduceThenDerive`  the statistics, and the gradient of the coefficients that they lead to
+`ReduceThenDerive`  the statistics, and the gradient for the coefficients that follow
 `Derive`            the gradient of known coefficients, with known statistics
 `Fuse`              statistics, loss and gradient by one kernel
 `SinglePass`        statistics, and d logp / d logits but for a factor of the row, by one kernel
@@ -37,7 +37,7 @@ class Reduce:
         entropy, extras: statistics besides the log-probability.
 
     Attributes:
-        scale: () what the last chunk's d logits carry, in fp16; None: nothing.
+        scale: () the last chunk's factor on d logits, in fp16, where a group is one chunk; None: 1.
     """
 
     terms: tuple[str, ...] = ()  # of a fused loss
@@ -53,7 +53,7 @@ class Reduce:
         Args:
             rows: the rows of the chunk.
             index: where they are among the rows of the sweep.
-            count: how many of them are no padding.
+            count: how many precede the padding; 0 or less: none.
             d_logits: where the gradient goes, (m, V); None: there is none.
         """
         self._keep(self._stats(chunk, rows), count)
@@ -82,7 +82,7 @@ class Reduce:
 
 
 class ReduceThenDerive(Reduce):
-    """The statistics of each row, and the gradient of the coefficients that they lead to."""
+    """The statistics of each row, and the gradient for the coefficients that follow."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ def sweep(
     """Call `step` with the logits of all `rows`, a chunk at a time.
 
     Returns:
-        The gradients, of `needs_grad`, of what the step writes; None without it. The statistics are the step's.
+        The gradients that `needs_grad` wants, from the d logits of `step`, which keeps the statistics; or None.
     """
     groups, projection = plan_chunks(rows, head, plan, needs_grad), Projection(head, plan)
     sums = None if needs_grad is None else GradientSums(head, len(rows), groups, plan, needs_grad)

@@ -1,4 +1,4 @@
-"""The head of a call: as the caller gave it, then as this rank has it, then which rows of the whole head those are.
+"""The head of a call: as the caller gave it, then this rank's tensors (`local`), then its rows (`divided`).
 
 A head is divided by rows of the vocabulary over a process group (tensor parallelism), in rank order; hidden states are
 the same on every rank, and get their whole gradient there. Padding rows at the end of the head can be left out.
@@ -122,7 +122,7 @@ class LMHead:
         return dtype
 
     def operands(self, positions: Tensor) -> Head:
-        """The tensors as the engines take them, for the rows at `positions` (n,)."""
+        """Return the flat tensors for the engines; the adapter's for `positions` (n,)."""
         lora = self.lora
         lora_u = None if lora is None else lora.project(self.hidden, positions)
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
@@ -169,8 +169,8 @@ class LMHead:
         }
 
     def divided(self, values: Mapping[str, Any]) -> tuple[LMHead, Shard | None, FreeMemory | None]:
-        """Return this rank's rows, without padding, which those are, and the least free memory of the ranks, once they
-        agree on `values`; None: they are all.
+        """Return this rank's head without padding, its `Shard` (None: whole) and the ranks' least free memory (None: no
+        group), from all ranks' `values`.
 
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.

@@ -157,7 +157,7 @@ class LigerFusedLinearGRPOLoss(LigerModule):
 
         Returns:
             (loss, metrics): the loss () in fp32 (fp64 for fp64 inputs), attached; metrics () each, detached, over the
-            counted tokens: the mean KL, if `beta` is not 0, then the share of tokens that are clipped where it matters.
+            counted tokens: the mean KL, if `beta` is not 0, then the share of tokens that the clip range acts on.
 
         Raises:
             TypeError, ValueError: a wrong argument; the message names it, or `grpo_loss`'s name for it.
@@ -239,7 +239,7 @@ def _items_of_a_rank(mask: Tensor, num_items_in_batch: float | Tensor | None) ->
 def _clipped_share(
     config: LossConfig, out: LossOutput, mask: Tensor, advantages: Tensor, old_per_token_logps: Tensor | None
 ) -> Tensor:
-    """Share of the counted tokens whose ratio, before `delta`, is outside the range on the side that is clipped."""
+    """Share of the counted tokens whose ratio, not capped by `delta`, is past the bound that clips it."""
     loss_type, config = loss_of(config), replace(config, delta=None)
     counted, logps = mask != 0, out.per_token_logps
     log_ratio = torch.zeros_like(logps)
@@ -262,7 +262,7 @@ _patches = Patches("liger-kernel")
 
 
 def patch_liger() -> bool:
-    """Put our class in the place of Liger's, for the trainers that construct it from now on; True if it is there now.
+    """Put our class in the place of Liger's, for trainers that construct it from now on; True if ours is there.
 
     It is set on ``liger_kernel.chunked_loss`` and, where TRL up to 1.12 is imported already, on
     ``trl.trainer.grpo_trainer``. A Liger whose class takes arguments that ours does not know is left as it is, with a

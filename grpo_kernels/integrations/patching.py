@@ -12,10 +12,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Patches:
-    """Record of replaced functions, so that they can be restored.
+    """Replacements of attributes, which `restore` takes back.
 
     Args:
-        package: whose attributes they are, for the log, which says what is replaced and given back; None: says nothing.
+        package: its name in the log of what is replaced and given back; None: no log.
     """
 
     def __init__(self, package: str | None = None) -> None:
@@ -25,7 +25,7 @@ class Patches:
     def replace(self, owner: Any, attribute: str, ours: Any, *, importers: Sequence[str] = ()) -> None:
         """Put `ours` in the place of an attribute of `owner`, a module or a class; no effect if it is there already.
 
-        `importers` names modules that take the attribute over when they are imported, before this or after it.
+        `importers` names modules that copy the attribute when they are imported, be it before this or later.
         """
         theirs = getattr(owner, attribute)
         if theirs is ours:

@@ -19,7 +19,7 @@ class LogRatio:
     def __init__(
         self, tokens: Tokens | None, log_ratio: Tensor, passes: Tensor | None = None, kept: Tensor | None = None
     ) -> None:
-        """`tokens` None: R is the token's own `log_ratio`; else the mean over its sequence's `kept` tokens."""
+        """Take a token's `log_ratio`; with `tokens`, its sequence's `kept` mean. `passes`: where d R goes."""
         self._tokens, self._passes = tokens, passes
         if tokens is None:
             self.value = log_ratio
@@ -44,12 +44,12 @@ class LogRatio:
 
 
 def of_level(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
-    """Each token's own, or the mean over its sequence: as `importance_sampling_level` says, whatever is `kept`."""
+    """Each token's own, or its sequence's mean, as `importance_sampling_level` says; `kept` is not read."""
     return LogRatio(tokens if config.importance_sampling_level == "sequence" else None, token_log_ratio)
 
 
 def clipped_mean(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
-    """GMPO's: the mean over the sequence's `kept` tokens of log-ratios that are clipped, one-sidedly, beforehand."""
+    """GMPO's: the sequence's mean over `kept` tokens of log-ratios clipped before: above if A > 0, else below."""
     up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
     bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
@@ -59,7 +59,7 @@ def clipped_mean(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Ten
 
 
 def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
-    """VESPO's log w of each token's sequence: its log-ratios and log importance ratios, summed, (n,)."""
+    """(n,) VESPO's log w of a token's sequence: clamped log-ratios and log importance ratios, summed."""
     log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT))
     if tokens.sequence_ratio is not None:
         log_weight = log_weight + tokens.sequence_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)

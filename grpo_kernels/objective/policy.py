@@ -12,9 +12,9 @@ keep_t is the off-policy and the top-entropy mask (token_masks.py), is_t the imp
 here (sampler_correction.py); neither touches the KL term.
 The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t (and c_t = d loss / d D_t
 = w_t beta, where KL_t is the divergence from a reference head, over the vocabulary), and is written out here:
-``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Where old logps are absent they are
-the current ones, held constant, and R is 0, whatever they are; but a token without a finite log-probability, which the
-policy cannot have sampled, makes the loss NaN.
+``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Absent old
+logps are the current ones, held constant, so that R is 0; but a log-probability that is not finite, of a token which
+the policy cannot have sampled, makes the loss NaN.
 
 The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and k2 are ours).
 """
@@ -47,7 +47,7 @@ class PolicyObjective:
         weights: (n,) their `normaliser.token_weights`.
 
     Attributes:
-        on_policy: True without old log-probabilities: the ratio is 1, the policy term's derivative known beforehand.
+        on_policy: True without old log-probabilities: R is 0, the policy term's gradient known unless `lacks_ratio`.
         lacks_ratio: True if the importance sampling ratio must be made of this call's log-probabilities.
         couples_tokens: True if a token's gradient depends on other tokens' log-probabilities or entropies.
         is_known: True if the whole gradient is known before any log-probability.
@@ -66,8 +66,8 @@ class PolicyObjective:
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     def settle(self) -> None:
-        """Do now, once, what would be done at the first chunk of rows: it may need all ranks, and a rank without rows
-        has no chunk.
+        """Evaluate at ratio 1 now, not at the first chunk of rows: it may need all ranks, and a rank without rows has
+        no chunk.
         """
         if self.on_policy and not self.couples_tokens and not self.lacks_ratio:
             _ = self._at_ratio_one
@@ -80,7 +80,7 @@ class PolicyObjective:
         return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing)
 
     def may_have_gradient(self) -> Tensor | None:
-        """(n,) bool: False where a = b = 0 is certain before the forward; None: nowhere."""
+        """(n,) bool: False where a = b = 0 is certain before the forward; None: never."""
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
@@ -94,7 +94,7 @@ class PolicyObjective:
         return moves
 
     def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
-        """Return those of the tokens at `index` (m,) from their own numbers; only if nothing couples tokens."""
+        """Return the coefficients at `index` (m,) from these tokens alone; only if nothing couples tokens."""
         assert not self.couples_tokens
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
@@ -164,7 +164,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, Tensor, Terms]:
         """(l_t, a_t) of each token, neither with the entropy bonus, and what the metrics need.
 
-        Without `divergences` l_t lacks their term, of which a_t has no part.
+        Without `divergences` l_t lacks beta D_t; a_t has no part of it ever.
         """
         config, tokens, weights = self.config, self.tokens, self.weights
         if self.lacks_ratio:
@@ -180,7 +180,7 @@ class PolicyObjective:
         if gate is not None:
             loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
         if old is None:
-            loss = loss + (logps - logps)  # NaN, where the gradient need not tell
+            loss = loss + (logps - logps)  # NaN unless finite; the gradient need not be
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
         kl = divergences
@@ -206,7 +206,7 @@ class PolicyObjective:
         return tuple(float(x) for x in self.loss_type.constants(self.config))
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The importance sampling ratio; where it is made here, the differences that it is made of, NaN included."""
+        """The importance sampling ratio; and the log-ratios, NaN included, if it was made of those here."""
         tokens = self.tokens
         if not self.config.corrects_sampling:
             return tokens.given_ratio, None
@@ -235,7 +235,7 @@ class PolicyObjective:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
         kl, a = times(ratio, kl), weights * times(ratio, d_corrected)
-        if log_ratio.is_shared:  # then it moves by a part of this token's logp, and of the others'
+        if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a
 

@@ -31,7 +31,7 @@ from grpo_kernels.backends.triton_rows.transform import (
     scaled,
 )
 
-STEPS = 4  # tiles of a program: the work that it does once for its rows is then a tenth
+STEPS = 4  # tiles of a program: what it does once for its rows is then a tenth of all
 
 
 def launch_grad(
@@ -104,7 +104,7 @@ def grad_kernel(
     BLOCK_V: tl.constexpr,
     STEPS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    # a teacher: its logits, statistics and transform, c, and the divergence
+    # a teacher: logits, statistics, d_divergence, transform, divergence
     teacher_logits_ptr=None,
     teacher_stride_n=None,
     teacher_max_logit_ptr=None,
@@ -120,7 +120,7 @@ def grad_kernel(
     jsd_beta=None,
     TERMS: tl.constexpr = None,
 ):
-    """Write up to `STEPS` tiles of the gradient: without `d_entropy_ptr` no entropy's, without TERMS no teacher's."""
+    """Write up to `STEPS` tiles of the gradient; the entropy's if `d_entropy_ptr`, the teacher's if `TERMS`."""
     parts = tl.cdiv(V, STEPS * BLOCK_V)
     rows, counts = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
@@ -219,7 +219,7 @@ def target_gradient(logp, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.c
 @triton.jit
 def write_gradient(
     head,
-    # the tile: (R, 1) pointers, its first column and where the vocabulary ends, None if not here; (R,)
+    # the tile: row pointers (R, 1), first column, vocabulary's end if in it, rows that count (R,)
     out_ptrs,
     start,
     end,

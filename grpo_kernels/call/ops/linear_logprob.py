@@ -13,12 +13,12 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import LogitsDtype
+from grpo_kernels.call.checked_head import plan_head
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.plan import plan_call
-from grpo_kernels.call.planned_head import plan_head
 from grpo_kernels.engine.autograd import returned, shape_and_dtype
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass

@@ -3,7 +3,7 @@
 verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look the function up in
 their module, and call it with what the tensor parallel ranks have: hidden states that are the same on each, and each
 rank's rows of the head. None of them says which `impl_backend` was asked for; the engine knows. So the engine marks the
-head's weight, and the function is ours for weights with the mark.
+head's weight, and for a marked weight the function is ours.
 
 What comes back to the hidden states: verl's kernel leaves d hidden a partial sum, of each rank's own rows. Where the
 sequence is divided as well, as it is by default, that is what Megatron wants: the gather in front of the head adds up
@@ -30,7 +30,7 @@ MARK = "_grpo_kernels_score"  # attribute of a head's weight: our function for i
 
 
 def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements for the modules of verl.models.mcore that have a fused forward.
+    """Yield the replacement in `module`, one of verl.models.mcore that has a fused forward.
 
     Raises:
         LookupError: their function is not the one we know.
@@ -61,7 +61,7 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         theirs(self)
         options = self.model_config.fused_kernel_options or {}
         if self.engine_config.use_fused_kernels and options.get("impl_backend") == BACKEND:
-            from verl.models.mcore import model_forward_fused  # its function is replaced as it is imported
+            from verl.models.mcore import model_forward_fused  # importing it replaces its function
 
             vocab_size = self.model_config.hf_config.get_text_config().vocab_size
             for model in self.module:
@@ -73,7 +73,7 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def mark(model: Any, vocab_size: int | None = None) -> None:
-    """Let fused calls with the head of `model`, Megatron's GPTModel, be ours; `vocab_size` as in `score`."""
+    """Mark the head of `model`, Megatron's GPTModel: fused calls are ours; `vocab_size` as in `score`."""
     ours = functools.partial(score, sequence_parallel=bool(model.config.sequence_parallel), vocab_size=vocab_size)
     layers = (getattr(model, "output_layer", None), getattr(getattr(model, "embedding", None), "word_embeddings", None))
     tied = model.share_embeddings_and_output_weights
@@ -118,7 +118,7 @@ def score(
         vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
 
     Raises:
-        ValueError: a reduction, which verl does not ask for, or labels that are not in the order of the hidden states.
+        ValueError: a reduction other than 'none', or labels that are not in the order of the hidden states.
     """
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")

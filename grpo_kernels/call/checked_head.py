@@ -29,8 +29,8 @@ from grpo_kernels.head.reference import ReferenceHead
 
 
 @dataclass(frozen=True)
-class PlannedHead:
-    """A head of checked tensors, and how rows are multiplied with it."""
+class CheckedHead:
+    """A checked `LMHead`, its `HeadPlan`, and the gradients it wants."""
 
     head: LMHead
     plan: HeadPlan
@@ -39,7 +39,7 @@ class PlannedHead:
     why_backend: str
 
     def described_rows(self) -> dict[str, Any]:
-        """Describe what of the head decides how its rows are divided, and which collectives there are."""
+        """Describe what ranks must compare, and what `divided` needs of each: its rows and memory."""
         own = {"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)}
         same = {**self.described(own_rows=True), "vocab_size": self.head.vocab_size}
         return same | {name: Each(x) for name, x in own.items()}
@@ -49,8 +49,8 @@ class PlannedHead:
         own_rows = self.plan.shard is not None if own_rows is None else own_rows
         return self.head.described(self.needs_grad, self.plan, own_rows=own_rows)
 
-    def divided(self, values: Mapping[str, Any]) -> PlannedHead:
-        """With this rank's rows only, planned by what is the same on all ranks, once they agree on `described_rows`.
+    def divided(self, values: Mapping[str, Any]) -> CheckedHead:
+        """Keep this rank's rows of the head, and plan by the memory that all ranks have, from agreed `values`.
 
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.
@@ -67,8 +67,8 @@ class PlannedHead:
             plan = replace(plan, teacher=replace(plan.teacher, memory=memory, workspace_bytes=budget))
         return replace(self, head=head, plan=plan)
 
-    def read_rows(self, name: str, rows: Rows) -> Rows:
-        """`rows`, once their ids, those of the argument `name`, have been looked at.
+    def check_range(self, name: str, rows: Rows) -> Rows:
+        """Return `rows`, ids (argument `name`) checked for their range, and counted from this rank's first.
 
         Raises:
             ValueError: on a CPU, an id is out of range.
@@ -101,7 +101,7 @@ class PlannedHead:
         return engine
 
 
-def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_beta: float = 1.0) -> PlannedHead:
+def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_beta: float = 1.0) -> CheckedHead:
     """Plan the projection of the rows of `head`, which is checked. Does not wait for the device.
 
     If the head has a reference, `jsd_beta` names the divergence from it (`backends.interface.Teacher`).
@@ -134,7 +134,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_b
     )
     if other is not None:
         plan = replace(plan, teacher=_plan_reference(other, plan, dtype), jsd_beta=jsd_beta)
-    return PlannedHead(head, plan, needs_grad, execution, why)
+    return CheckedHead(head, plan, needs_grad, execution, why)
 
 
 def _plan_reference(reference: ReferenceHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
