@@ -1,8 +1,13 @@
-"""verl's policy losses, as objectives: ``grpo_loss(..., objective=objectives.gspo())``.
+"""Policy losses that `LossConfig` does not have, by name: ``grpo_loss(..., objective=objectives.gspo())``.
 
-Formulas, parameters and sources: `grpo_kernels.objective.verl_losses`.
+verl's, with formulas, parameters and sources: `grpo_kernels.objective.verl_losses`. Those of prime-rl, SkyRL, ROLL and
+ms-swift, and AReaL's M2PO mask: `grpo_kernels.objective.named_losses`.
 """
 
+from grpo_kernels.objective.named_losses import fipo, icepop, ipo, kpop, m2po_mask, rollout_is, topr
 from grpo_kernels.objective.verl_losses import cispo, clip_cov, dppo_kl, dppo_tv, dro, geo_mean, gpg, gspo, kl_cov
 
-__all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"]
+__all__ = [
+    "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "fipo", "geo_mean", "gpg", "gspo", "icepop", "ipo", "kl_cov",
+    "kpop", "m2po_mask", "rollout_is", "topr",
+]  # fmt: skip

@@ -45,6 +45,37 @@ RLOO = LossConfig(loss_type="luspo")
 """REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: summed over the sequence; with `rloo_advantages`. The
 published estimator is on-policy; given old log-probabilities, each token's ratio is clipped as in PPO."""
 
+TIS = LossConfig(
+    vllm_importance_sampling_correction=True,
+    vllm_importance_sampling_mode="token_truncate",
+    vllm_importance_sampling_clip_max=2.0,
+)
+"""Truncated importance sampling, https://fengyao.notion.site/off-policy-rl: PPO's loss times min(w, 2), w a token's
+ratio of old to sampler's probability. slime's and verl's bound; OpenRLHF clamps to [0.5, 5]."""
+
+ICEPOP = LossConfig(
+    vllm_importance_sampling_correction=True,
+    vllm_importance_sampling_mode="token_mask",
+    vllm_importance_sampling_clip_min=0.5,
+    vllm_importance_sampling_clip_max=5.0,
+)
+"""IcePop, https://arxiv.org/abs/2510.18855, as OpenRLHF and NeMo-RL have it: PPO's loss times w of `TIS`, 0 outside of
+[0.5, 5] (slime: [0, 2]). prime-rl's, -A r within [0.2, 5], is `objectives.icepop`."""
+
+MIS = LossConfig(
+    vllm_importance_sampling_correction=True,
+    vllm_importance_sampling_mode="sequence_mask",
+    vllm_importance_sampling_clip_max=3.0,
+)
+"""Masked importance sampling, TRL's default (https://github.com/huggingface/trl): PPO's loss times the ratio of old to
+sampler's probability of the whole sequence, 0 above 3."""
+
+OPSM = LossConfig(loss_type="grpo", off_policy_mask_threshold=1e-4)
+"""Off-policy sequence masking, https://arxiv.org/abs/2512.02556, with slime's threshold: GRPO's loss, 0 for a sequence
+with A < 0 whose mean of old less current log-probability is above 1e-4 (of sampler's less current, if those are
+given)."""
+
 __all__ = [
-    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "LUSPO", "PPO", "REINFORCE", "RLOO", "SAPO", "VESPO",
+    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO", "REINFORCE", "RLOO",
+    "SAPO", "TIS", "VESPO",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Each, check_same
+from grpo_kernels.base.sums import discounted_sums
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,7 +115,7 @@ def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
         per_token = torch.where(stats.last_counted(mask), checks.wide(rewards)[:, None], 0.0)
     checks.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
     unscored = per_token.isnan().any(dim=1, keepdim=True)
-    return torch.where(unscored, stats.NAN, stats.discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
+    return torch.where(unscored, stats.NAN, discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
 
 
 def _slack(x: Tensor) -> float:

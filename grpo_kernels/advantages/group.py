@@ -39,11 +39,13 @@ def group_advantages(
 
     ``aggregation`` of F rewards: "sum_then_normalize" takes r = sum_f w_f r_f; "normalize_then_sum" takes the weighted
     sum of each reward's own z-score in its group and divides by its std over the batch (``scale`` has no say then).
-    ``scale``: what std is taken over, "group" or "batch", or "none" for the bare difference from the mean.
+    ``scale``: what std is taken over, "group" or "batch", or "none" for the bare difference from the mean. "mean" has
+    the group's mean in the place of its std (MaxRL, for rewards of at least 0; prime-rl's has
+    ``epsilon=0``): a group whose mean is not above 0 has advantages of 0.
     ``std``: "sample" divides by n - 1, "population" by n.
 
     Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783 (scale "none"),
-    https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
+    https://arxiv.org/abs/2602.02710 (scale "mean"), https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
     Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
     """
     own = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
@@ -59,9 +61,12 @@ def group_advantages(
 
     if aggregation == "sum_then_normalize":
         total = stats.weighted_sum(table, weights)
-        result, spread, _ = stats.moments(total, groups, correction)
+        result, spread, count = stats.moments(total, groups, correction)
         if scale == "batch":
             _, spread, _ = stats.moments(total, batch, correction)
+        if scale == "mean":
+            spread = stats.group_sums(total.nan_to_num(nan=0.0), groups)[groups.of_row] / count.clamp(min=1)
+            result = torch.where(spread > 0, result, 0.0)
         if scale != "none":
             result = stats.divide(result, spread + epsilon)
     else:

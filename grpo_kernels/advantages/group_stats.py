@@ -86,18 +86,6 @@ def summed_z_scores(table: Tensor, weights: Tensor, groups: Groups, correction: 
     return weighted_sum(divide(centred, std + epsilon), weights)
 
 
-def discounted_sums(x: Tensor, discount: float) -> Tensor:
-    """y_t = sum_k discount^k x_(t+k) along dim 1 of (B, T).
-
-    By doubling: once y holds the sums of s terms, y_t + discount^s y_(t+s) holds those of 2s. log2(T) passes.
-    """
-    y, span = x.clone(), 1
-    while span < x.shape[1]:
-        y[:, :-span] += discount**span * y[:, span:]
-        span *= 2
-    return y
-
-
 def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T) each: the order that moves a row's counted positions to its front, and the mask in that order."""
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)

@@ -12,6 +12,7 @@ from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
+from grpo_kernels.base.sums import discounted_sums
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,7 +59,7 @@ def process_advantages(
     at_ends = x.new_zeros(mask.shape)
     if mask.shape[1]:
         at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalised)
-    return torch.where(mask, stats.discounted_sums(at_ends, 1.0), 0.0).to(checks.float_dtype(given))
+    return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(checks.float_dtype(given))
 
 
 def _process_mask(completion_mask: Tensor | None, length: int | None, rows: int, device: torch.device) -> Tensor:

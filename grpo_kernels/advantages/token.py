@@ -13,6 +13,7 @@ from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
+from grpo_kernels.base.sums import discounted_sums
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,7 +59,7 @@ def gae(
         is_last = stats.last_counted(mask).gather(1, order)
         next_v = torch.where(is_last, checks.wide(last_value)[:, None], next_v)
     delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
-    advantages = torch.zeros_like(v).scatter(1, order, stats.discounted_sums(delta, gamma * lam))
+    advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked
     if whiten_advantages:
         advantages = _whitened(advantages, mask, process_group)
@@ -109,7 +110,7 @@ def reinforce_plus_plus(
         total, _, _ = stats.moments(total, stats.sample_groups(ids, num_generations, values, process_group), 0)
     x = torch.where(stats.last_counted(scored), total, 0.0) - penalty
     order, _ = stats.counted_first(scored)
-    returns = torch.zeros_like(x).scatter(1, order, stats.discounted_sums(x.gather(1, order), gamma))
+    returns = torch.zeros_like(x).scatter(1, order, discounted_sums(x.gather(1, order), gamma))
     return _whitened(returns, scored, process_group, epsilon=epsilon).to(checks.float_dtype(rewards))
 
 

@@ -22,7 +22,7 @@ DivergenceOutput = Literal["entropy", "logps"]
 TopKDivergenceName = Literal["forward_kl", "reverse_kl"]
 TopKOutput = Literal["student_mass"]
 
-AdvantageScale = Literal["group", "batch", "none"]
+AdvantageScale = Literal["group", "batch", "mean", "none"]
 AdvantageStd = Literal["sample", "population"]
 RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -33,4 +33,7 @@ def choices(of: Any) -> tuple[str, ...]:
 
 
 # Names of `grpo_kernels.presets`, for errors that point there.
-PRESETS = ("CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "LUSPO", "PPO", "REINFORCE", "RLOO", "SAPO", "VESPO")
+PRESETS = (
+    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO", "REINFORCE", "RLOO",
+    "SAPO", "TIS", "VESPO",
+)  # fmt: skip

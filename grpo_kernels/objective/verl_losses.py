@@ -50,15 +50,15 @@ LARGEST_SEQUENCE_LOG_RATIO = 10.0  # and of mean R in gspo, beyond which there i
 
 
 @dataclass(frozen=True)
-class _Objective:
-    """A policy loss without entropies: `loss`, times the importance sampling ratio. Its fields are checked."""
+class Objective:
+    """A policy loss without entropies: `loss`, times the importance sampling ratio. Its numbers are checked."""
 
     token_level: ClassVar[bool] = False
     uses_entropies: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for x in fields(self):
-            if x.name != "generator":
+            if x.type == "float":
                 check_number(x.name, getattr(self, x.name), **(x.metadata or AT_LEAST_0))
 
     def __call__(self, tokens: TokenInputs) -> Tensor:
@@ -71,7 +71,7 @@ class _Objective:
 
 
 @dataclass(frozen=True)
-class _Ranged(_Objective):
+class Ranged(Objective):
     """A policy loss with a range, in verl's form: the distances of its two ends from the middle."""
 
     clip_ratio_low: float = 0.2
@@ -83,11 +83,11 @@ class _Ranged(_Objective):
         bound = torch.where(up, torch.full_like(log_ratio, 1 + self.clip_ratio_high), 1 - self.clip_ratio_low)
         ratio = torch.exp(log_ratio.detach())
         beyond = torch.where(up, ratio > bound, ratio < bound) & (advantages != 0)
-        inside = _times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
+        inside = times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
         return -torch.where(beyond, bound * advantages, inside), beyond
 
 
-class gpg(_Objective):
+class gpg(Objective):
     """Group policy gradient: ``-A logp``."""
 
     token_level: ClassVar[bool] = True
@@ -97,7 +97,7 @@ class gpg(_Objective):
 
 
 @dataclass(frozen=True)
-class dro(_Objective):
+class dro(Objective):
     """Direct reward optimisation: ``-A logp + dro_beta / 2 R^2``.
 
     Args:
@@ -112,7 +112,7 @@ class dro(_Objective):
         return times(tokens.logps, -tokens.advantages) + penalty
 
 
-class cispo(_Ranged):
+class cispo(Ranged):
     """CISPO as verl has it: ``-clip(e^R, 1 - clip_ratio_low, 1 + clip_ratio_high) A logp``, the ratio a constant.
 
     The loss type "cispo" is TRL's, ``min(e^R, epsilon_high)``: the same with clip_ratio_low=1, clip_ratio_high =
@@ -127,7 +127,7 @@ class cispo(_Ranged):
 
 
 @dataclass(frozen=True)
-class dppo_tv(_Ranged):
+class dppo_tv(Ranged):
     """DPPO, total variation: ``-min(e^R, clip_ratio_c) A logp``, the ratio a constant, where the policy may still move.
 
     A token counts if p - p_old is at most `clip_ratio_high` (A > 0) or at least -`clip_ratio_low` (A <= 0); its loss
@@ -169,7 +169,7 @@ class dppo_kl(dppo_tv):
 
 
 @dataclass(frozen=True)
-class clip_cov(_Ranged):
+class clip_cov(Ranged):
     """Clip-Cov: PPO's clipped loss, without some of the tokens that would lower the entropy most.
 
     Of the unclipped tokens whose covariance (A - mean A) (logp - mean logp), means over the batch, lies between
@@ -203,7 +203,7 @@ class clip_cov(_Ranged):
 
 
 @dataclass(frozen=True)
-class kl_cov(_Objective):
+class kl_cov(Objective):
     """KL-Cov: ``-e^R A``, plus ``ppo_kl_coef |R|`` for the ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of
     highest covariance, as in `clip_cov`.
 
@@ -222,14 +222,14 @@ class kl_cov(_Objective):
 
     def loss(self, tokens: TokenInputs) -> Tensor:
         log_ratio = tokens.logps - tokens.old_per_token_logps
-        loss = -_times_exp(log_ratio, tokens.advantages)
+        loss = -times_exp(log_ratio, tokens.advantages)
         places = tokens.mask.flatten().nonzero()[:, 0]
         number = min(max(1, int(len(places) * self.kl_cov_ratio)), len(places))
         highest = places[_covariance(tokens).flatten()[places].topk(number).indices]
         return loss + torch.where(_at_places(highest, tokens.mask), self.ppo_kl_coef * log_ratio.abs(), 0.0)
 
 
-class gspo(_Ranged):
+class gspo(Ranged):
     """GSPO-token: PPO's clipped loss of ``s = exp(sg[mean R] + logp - sg[logp])``, sg a constant, at most e^10.
 
     Advantages and importance sampling ratios may be one per token. Where both are one per sequence, prefer
@@ -243,7 +243,7 @@ class gspo(_Ranged):
         return self._clipped(log_ratio, tokens.advantages)[0]
 
 
-class geo_mean(_Ranged):
+class geo_mean(Ranged):
     """GMPO with an importance sampling ratio: ``-A exp(mean of the clipped R)``, clipped one-sidedly by the sign of A.
 
     The range is in log space, [-clip_ratio_low, clip_ratio_high], and the factor on a sequence is the geometric mean of
@@ -258,7 +258,7 @@ class geo_mean(_Ranged):
         if tokens.importance_sampling_ratio is not None:
             log_weight = torch.log(tokens.importance_sampling_ratio + 1e-10)  # verl's: a ratio may be 0
             exponent = exponent + _sequence_mean(log_weight, tokens.mask)
-        return -_times_exp(exponent.expand_as(log_ratio), tokens.advantages)
+        return -times_exp(exponent.expand_as(log_ratio), tokens.advantages)
 
 
 def _constant_ratio(tokens: TokenInputs) -> Tensor:
@@ -267,7 +267,7 @@ def _constant_ratio(tokens: TokenInputs) -> Tensor:
     return torch.exp(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
-def _times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+def times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """``e^log_ratio A``, where an advantage of 0 gives 0 and no gradient, whatever the ratio (but NaN)."""
     nothing = (advantages == 0) & ~torch.isnan(log_ratio)
     return torch.exp(torch.where(nothing, 0.0, log_ratio)) * advantages

@@ -39,7 +39,7 @@ def test_worked_example_of_outcome_supervision():
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
 @pytest.mark.parametrize("std", ["sample", "population"])
 def test_group_advantages_against_loops(scale, std, aggregation):
     rng = random.Random(0)
@@ -53,6 +53,16 @@ def test_group_advantages_against_loops(scale, std, aggregation):
         table = rewards.double().reshape(rows, -1).tolist()
         close(result, loop_group(table, ids, weights or [1.0], **options), atol=1e-7)  # rounded once, from float64
         assert result.dtype == rewards.dtype
+
+
+def test_maxrl_is_prime_rls():
+    """(r - mean) / mean, and 0 where the mean is not above 0; the rarer the right answers, the larger."""
+    right = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 0.5, 0.0, 0.0]])
+    for rewards in (right, torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)):
+        mean = rewards.mean(dim=1, keepdim=True)
+        expected = torch.where(mean > 0, (rewards - mean) / mean, 0.0).flatten()
+        close(adv.group_advantages(rewards.flatten(), 4, scale="mean", epsilon=0.0), expected)
+    assert adv.group_advantages(right.flatten(), 4, scale="mean", epsilon=0.0)[0] == 3.0
 
 
 def trl_advantages(rewards, num_generations, weights, scale, aggregation):
@@ -85,7 +95,7 @@ def test_defaults_equal_trl(scale, aggregation):
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_give_exactly_zero(scale, aggregation, epsilon, dtype):
@@ -102,7 +112,7 @@ def test_equal_rewards_give_exactly_zero(scale, aggregation, epsilon, dtype):
 
 
 def test_all_equal_over_the_batch_is_zero_without_epsilon():
-    for scale in ("group", "batch", "none"):
+    for scale in ("group", "batch", "mean", "none"):
         assert adv.group_advantages(torch.full((6,), 0.1), 3, scale=scale, epsilon=0.0).tolist() == [0.0] * 6
 
 

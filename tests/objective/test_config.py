@@ -150,6 +150,7 @@ def test_from_trl_refuses_what_has_no_fields(args: object) -> None:
 def test_every_published_algorithm_is_a_preset() -> None:
     assert set(presets.__all__) == {
         "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "LUSPO", "VESPO", "GMPO", "PPO", "REINFORCE", "RLOO",
+        "TIS", "ICEPOP", "MIS", "OPSM",
     }  # fmt: skip
     assert set(choices.PRESETS) == set(presets.__all__)
     for name in presets.__all__:

@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_kernels import GRPOLoss, LossConfig, TokenInputs, grpo_loss, objectives
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
+from grpo_kernels.objective import named_losses, verl_losses
 from grpo_kernels.objective.custom import CustomObjective
 from grpo_kernels.objective.evaluation import Evaluation
 from grpo_kernels.objective.normaliser import token_weights
@@ -404,7 +405,8 @@ def test_objectives_are_values() -> None:
         assert repr(objective).startswith(name)
         assert copy.deepcopy(GRPOLoss(objective=objective)).objective == objective
     assert {name for name in OURS if getattr(objectives, name).token_level} == TOKEN_LEVEL
-    assert set(objectives.__all__) == set(OURS)
+    assert set(verl_losses.__all__) == set(OURS)
+    assert sorted(objectives.__all__) == sorted([*verl_losses.__all__, *named_losses.__all__])
 
 
 def test_defaults_are_verls() -> None:

@@ -47,7 +47,10 @@ def z_scores(values, ids, correction, epsilon, over="group"):
         mean, spread = mean_std([v for v, i in zip(values, ids, strict=True) if i == own], correction)
         if over == "batch":
             spread = mean_std(values, correction)[1]
-        out.append(value - mean if over == "none" else (value - mean) / (spread + epsilon))
+        if over == "mean":
+            spread = mean
+        no_signal = over == "mean" and not mean > 0
+        out.append(0.0 if no_signal else value - mean if over == "none" else (value - mean) / (spread + epsilon))
     return out
 
 
