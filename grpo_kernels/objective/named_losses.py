@@ -18,8 +18,8 @@ and with the old log-probabilities in the sampler's place::
 
 All but `fipo` look at one token at a time and get the one-pass engine; `fipo` takes two passes. A token that the
 sampler could not score (NaN) has r = 1. None uses the entropies or the reference. An ``importance_sampling_ratio``
-multiplies a token's whole loss, as a weight or a mask. The normaliser is the config's ``loss_type``; "dapo", a mean
-over all tokens of the batch, is these trainers' own.
+multiplies a token's whole loss, as a weight or a mask. The normaliser is the config's ``loss_type``, by default
+"dapo", a mean over all tokens of the batch, as in prime-rl and ms-swift.
 
 `m2po_mask` is a mask of tokens, made before the loss.
 
