@@ -1,9 +1,9 @@
-"""Advantages from rewards: group baselines, process supervision, leave-one-out, GAE, REINFORCE++, verl's; or a teacher.
+"""Advantages from rewards (group baselines, process supervision, leave-one-out, GAE, REINFORCE++) or a teacher.
 
-Those that compare completions of one prompt are in ``group``, step rewards in ``process``, those that whiten over
-tokens in ``token``, baselines of their own in ``baseline``, rejection sampling in ``selection``, a teacher's
-log-probabilities in ``distillation``. They are made of a few pieces of ``group_stats``: ``deviations`` from a group's
-mean, ``moments`` with their std, both over the scored entries, and of ``base.sums.discounted_sums``. They run in
+Estimators that compare completions of one prompt are in ``group``, step rewards in ``process``, estimators that whiten
+over tokens in ``token``, other baselines in ``baseline``, rejection sampling in ``selection``, a teacher's
+log-probabilities in ``distillation``. All are built from a few functions of ``group_stats``: ``deviations`` from a
+group's mean, ``moments`` with their std, both over the scored entries, and ``base.sums.discounted_sums``. They run in
 float64 (float32 where the device has none) and without gradient; results have the dtype of the float inputs, float32
 for integer rewards.
 

@@ -1,4 +1,4 @@
-"""Rewards from each token on, less a baseline of its own: ReMax and the optimal token baseline."""
+"""Rewards from each token on minus a baseline: ReMax and the optimal token baseline."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def remax_advantages(
-    rewards: Tensor,  # (B,): one a completion, or (B, T)
+    rewards: Tensor,  # (B,): one per completion, or (B, T)
     baselines: Tensor,  # (B,)
     completion_mask: Tensor,  # (B, T)
 ) -> Tensor:
     """ReMax (B, T): A_t = sum of the rewards from token t on - the reward of the prompt's greedy completion.
 
-    0 where masked, where rewards are not read either. A row whose baseline or any reward is NaN is unscored and gets 0.
+    0 where masked; rewards there are not read. A row whose baseline or any reward is NaN is unscored and gets 0.
     Rows stand alone, so that there is nothing to exchange between ranks. Source: https://arxiv.org/abs/2310.10505
     Raises ValueError for infinite numbers and shapes that disagree.
     """
@@ -39,7 +39,7 @@ def remax_advantages(
 
 @torch.no_grad()
 def optimal_token_baseline(
-    rewards: Tensor,  # (B,): one a completion, or (B, T)
+    rewards: Tensor,  # (B,): one per completion, or (B, T)
     completion_mask: Tensor,  # (B, T)
     old_per_token_logps: Tensor,  # (B, T)
     sum_pi_squared: Tensor,  # (B, T)
@@ -56,13 +56,13 @@ def optimal_token_baseline(
     w_k = rho_k^2 (1 - 2 pi_k + sum_v pi_v^2), pi_k = exp(``old_per_token_logps``), ``sum_pi_squared`` over the
     vocabulary (the exp of `linear_logprob_with`'s ``"log_sum_sq_probs"``) and rho ``importance_sampling_ratio`` if
     given. t counts a row's counted tokens: masked ones (padding, tool output) are jumped over, and 0 in the result.
-    Where one completion alone is left in its group, its baseline is 0 (``handle_zero_tail``) or what it gets, and A 0.
+    Where only one completion of the group reaches t, A_t is G_t with ``handle_zero_tail`` (baseline 0), and 0 without.
     A row with a NaN reward is unscored: it gets 0 and enters no baseline. Groups and ranks as in ``group_advantages``.
 
     Source: https://arxiv.org/abs/2602.07078. It is verl's ``tir_optimal_token_baseline`` and, where the masks have no
-    holes, its ``optimal_token_baseline``; but w_k >= 0 here whatever the rounding of pi near 1, nothing is added to the
-    denominator (a sum of 0 means a baseline of 0), and no special rule holds for a group of one.
-    Raises ValueError for infinite rewards, for numbers that count and are not finite, and for those that are wrong by
+    holes, its ``optimal_token_baseline``. Unlike there, w_k >= 0 whatever the rounding of pi near 1, nothing is added
+    to the denominator (a sum of 0 means a baseline of 0), and a group of one has no rule of its own.
+    Raises ValueError for infinite rewards, for counted numbers that are not finite, and for those that are wrong by
     more than rounding: log-probabilities above 0, sums of squared probabilities outside [0, 1].
     """
     with check_same(
@@ -105,7 +105,7 @@ def optimal_token_baseline(
 
 
 def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """(B, T), wide: the sum of a row's counted rewards from each position on; NaN all along an unscored row."""
+    """(B, T), wide: the sum of a row's counted rewards from each position on; NaN everywhere in an unscored row."""
     checks.real_tensor("rewards", rewards)
     if rewards.dim() == 2:
         checks.expect_shape("rewards", rewards, mask.shape, "(B, T)")

@@ -1,7 +1,7 @@
-"""Checks of what the advantage estimators take: rewards, masks, values of tokens, options; and their precisions.
+"""Checks of the advantage estimators' arguments: rewards, masks, values of tokens, options; and conversions of dtype.
 
-They come first in every estimator, within `check_same`, so that every rank raises where one has to, and none is left
-waiting in a collective.
+They come first in every estimator, within `check_same`: if one rank has to raise, all do, and none is left waiting in a
+collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def reward_table(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments; return rewards as (B, F) and weights as (F,), both in `wide` precision.
 
-    What the ranks have to compare is added to `values`.
+    Add to `values` the entries that the ranks have to compare.
     """
     real_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
@@ -52,9 +52,9 @@ def _numbers(name: str, x: Tensor | Sequence[float]) -> Tensor:
 
 
 def bool_mask(mask: Tensor) -> Tensor:
-    """``completion_mask`` as (B, T) bool: non-zero counts. Raises for NaN; warns, once, of other numbers than 0 and 1.
+    """``completion_mask`` as (B, T) bool: non-zero counts. Raises for NaN; warns once of numbers other than 0 and 1.
 
-    Integers on a GPU are not looked at, which would wait for it.
+    Integers on a GPU are not checked: that would wait for the device.
     """
     real_tensor("completion_mask", mask)
     if mask.dim() != 2:
@@ -66,14 +66,14 @@ def bool_mask(mask: Tensor) -> Tensor:
 
 
 def counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T), wide: ``x`` where the mask counts, 0 elsewhere. Raises for a number that counts and is not finite."""
+    """(B, T), wide: ``x`` where the mask counts, 0 elsewhere. Raises for a counted number that is not finite."""
     expect_shape(name, x, mask.shape, "(B, T)")
     require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
     return torch.where(mask, wide(x), 0.0)
 
 
 def require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
-    """Raise ValueError unless ``ok`` is all true; it shows the first entry of ``x`` where it is not."""
+    """Raise ValueError unless ``ok`` is all true; the message shows the first entry of ``x`` where it is false."""
     bad = (~ok).nonzero()
     if len(bad):
         first = tuple(bad[0].tolist())
@@ -89,7 +89,7 @@ def real_tensor(name: str, x: object) -> None:
 
 
 def expect_shape(name: str, x: Tensor, shape: Sequence[int], letters: str) -> None:
-    """Raise TypeError unless ``x`` is a real tensor, ValueError unless it has ``shape``, in letters "(B, T)" say."""
+    """Raise TypeError unless ``x`` is a real tensor, ValueError unless it has ``shape`` (``letters`` in messages)."""
     real_tensor(name, x)
     if x.shape != tuple(shape):
         raise ValueError(f"{name}: expected shape {letters} = {tuple(shape)}, got {tuple(x.shape)}")

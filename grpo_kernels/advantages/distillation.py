@@ -1,4 +1,4 @@
-"""On-policy distillation as a policy gradient: what the teacher makes of each sampled token."""
+"""On-policy distillation as a policy gradient, from the teacher's log-probability of each sampled token."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def distillation_advantages(
 ) -> Tensor:
     """Advantages (B, T): A_t = coefficient * clamp(log q_t - log p_t, -clip, clip) + ``advantages``, 0 where masked.
 
-    q is the teacher's and p the student's probability of the sampled token. Where the tokens are p's own, the policy
-    gradient with these is the gradient of sum_t KL(p || q) at the prefixes that were sampled: one token of it a
-    position, where `linear_divergence` takes all of the vocabulary. A token answers for its own log-ratio alone, as if
-    it were discounted by 0: what it does to the prefixes of later tokens is left out. ``student_logps`` are those that
-    sampled the tokens, or of the policy before the step. ``clip`` bounds what a single token can say, and biases.
+    q is the teacher's and p the student's probability of the sampled token. If the tokens are sampled from p, the
+    policy gradient with these is, in expectation, the gradient of sum_t KL(p || q) at the sampled prefixes: from one
+    token per position, where `linear_divergence` sums over the vocabulary. A token is credited with its own log-ratio
+    alone, as with a discount of 0: its effect on the prefixes of later tokens is left out. ``student_logps`` are those
+    of the sampler, or of the policy before the step. ``clip`` bounds the term of a single token, and adds bias.
     ``advantages`` of rewards, `group_advantages` for one, are added as they are: GRPO and distillation in one step.
 
     Sources: https://arxiv.org/abs/2306.08543 (the policy gradient of a reverse KL, over whole sequences),
-    https://thinkingmachines.ai/blog/on-policy-distillation (a token at a time). Raises ValueError for numbers that are
-    counted and not finite, and for shapes that disagree.
+    https://thinkingmachines.ai/blog/on-policy-distillation (per token). Raises ValueError for counted numbers
+    that are not finite, and for shapes that disagree.
     """
     checks.in_interval("coefficient", coefficient)
     if clip is not None:

@@ -1,4 +1,4 @@
-"""One advantage a completion, from how its reward compares with those of its group."""
+"""One advantage per completion, from its reward and the rewards of its group."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def group_advantages(
     of equal rewards, or with one scored row, has advantages of exactly 0.
 
     ``aggregation`` of F rewards: "sum_then_normalize" takes r = sum_f w_f r_f; "normalize_then_sum" takes the weighted
-    sum of each reward's own z-score in its group and divides by its std over the batch (``scale`` has no say then).
-    ``scale``: what std is taken over, "group" or "batch", or "none" for the bare difference from the mean. "mean" has
-    the group's mean in the place of its std (MaxRL, for rewards of at least 0; prime-rl's has
-    ``epsilon=0``): a group whose mean is not above 0 has advantages of 0.
+    sum of each reward's own z-score in its group and divides by its std over the batch (``scale`` is then ignored).
+    ``scale``: std is that of the "group" or of the "batch"; "none" returns the difference from the mean; "mean" divides
+    by the group's mean in place of a std (MaxRL, for rewards of at least 0; prime-rl's with ``epsilon=0``), and gives a
+    group whose mean is not above 0 advantages of 0.
     ``std``: "sample" divides by n - 1, "population" by n.
 
     Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783 (scale "none"),
@@ -122,10 +122,10 @@ def passk_advantages(
 ) -> Tensor:
     """Pass@k advantages (B,), k being the group's size: A_i = max_j r_j - max_(j != i) r_j, over (std + epsilon).
 
-    What row i adds to the best of its group: r_max - r_second for the single best row, 0 for all others, and for all
-    where several are best or a row is alone. ``scale`` "none" leaves out the division. Groups, weights, NaN and errors
-    as in ``group_advantages``. Source: https://arxiv.org/abs/2503.19595; verl's ``grpo_passk``, which refuses groups of
-    one.
+    A_i is what row i adds to the best of its group: r_max - r_second for the single best row, 0 for other rows, for
+    all rows if several are best, and for a row alone. ``scale`` "none" leaves out the division. Groups, weights, NaN
+    and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2503.19595; verl's ``grpo_passk``, which
+    refuses groups of one.
     """
     own = {"scale": scale, "std": std, "epsilon": epsilon}
     with check_same("process_group", process_group, "passk_advantages", **own) as values:
@@ -158,8 +158,8 @@ def opo_advantages(
 ) -> Tensor:
     """OPO's advantages (B,): A_i = r_i - sum_j l_j r_j / sum_j l_j over its group, l being the counted tokens.
 
-    The baseline that minimises the variance of the gradient if a completion's squared gradient grows with its length.
-    Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0 (verl's: its
+    The baseline minimises the variance of the gradient if a completion's squared gradient grows with its length.
+    Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0 (in verl: its
     reward). Source: https://arxiv.org/abs/2505.23585
     """
     with check_same("process_group", process_group, "opo_advantages") as values:
@@ -185,7 +185,7 @@ def gpg_advantages(
     """GPG's advantages (B,): A_i = alpha (r_i - mean of its group), alpha = B / (B - M).
 
     M of the B scored rows (of all ranks) are in groups of equal rewards, which give no gradient; alpha makes up for
-    them. (verl counts the rewards that are 0 instead, so that there the scale depends on what reward stands for wrong.)
+    them. (verl counts the rewards of 0 instead, so that its scale depends on which reward stands for a failure.)
     Groups, weights, NaN and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2504.02546
     """
     with check_same("process_group", process_group, "gpg_advantages") as values:

@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 class Groups(NamedTuple):
-    """Assignment of this rank's rows to ``number`` groups, which are those of all ranks."""
+    """Assignment of this rank's rows to the ``number`` groups of all ranks."""
 
     of_row: Tensor  # (N,) int64
     number: int
@@ -81,7 +81,7 @@ def weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
 
 
 def summed_z_scores(table: Tensor, weights: Tensor, groups: Groups, correction: int, epsilon: float) -> Tensor:
-    """(N, F) -> (N, 1): the weighted sum of each column's (x - mean) / (std + epsilon), NaN where all is unscored."""
+    """(N, F) -> (N, 1): the weighted sum of each column's (x - mean) / (std + epsilon), NaN for an unscored row."""
     centred, std, _ = moments(table, groups, correction)
     return weighted_sum(divide(centred, std + epsilon), weights)
 
@@ -103,7 +103,7 @@ def one_group(rows: int, device: torch.device, process_group: ProcessGroup | Non
 
 
 def describe_grouping(rows: int, num_generations: Any, group_ids: Any) -> dict[str, Any]:
-    """Return how many rows there are and what their groups go by, if they have any, for the ranks to compare."""
+    """Return the number of rows and the form of their groups, if they have any, for the ranks to compare."""
     forms = {"num_generations": num_generations, "whether there are group_ids": group_ids is not None}
     return {"rows": Each(rows), **forms}
 
@@ -117,11 +117,11 @@ def check_grouping(
     *,
     fewest: int = 2,
 ) -> Tensor:
-    """Check the two ways of naming groups; return (rows,) int64, what `sample_groups` goes by.
+    """Check the two ways of naming groups; return ids (rows,) int64 for `sample_groups`.
 
-    Those are the ids in ``group_ids``, or, where a group is ``num_generations`` consecutive rows over all ranks, each
-    row's place among this rank's. `fewest` is the least ``num_generations``: what is compared with a group's other rows
-    is 0 in a group of one. What the ranks have to compare of it is added to `values`.
+    The ids are ``group_ids``, or, if a group is ``num_generations`` consecutive rows over all ranks, each row's index
+    on this rank. `fewest` is the least ``num_generations``: 2 if rows are compared with the other rows of their group,
+    since a group of one then gets 0. Add to `values` the entries that the ranks have to compare.
     """
     values |= describe_grouping(rows, num_generations, group_ids)
     if (num_generations is None) == (group_ids is None):
@@ -144,9 +144,9 @@ def check_grouping(
 def sample_groups(
     ids: Tensor, num_generations: int | None, values: Mapping[str, Any], process_group: ProcessGroup | None
 ) -> Groups:
-    """Return the groups of all ranks, once those agree on `values`, from the `ids` of `check_grouping`.
+    """Return the groups of all ranks from the `ids` of `check_grouping`, after the ranks have agreed on `values`.
 
-    A collective for `group_ids`.
+    With `group_ids` this is a collective.
 
     Raises:
         ValueError: on all ranks: the rows are not a multiple of ``num_generations``.

@@ -1,4 +1,4 @@
-"""Process supervision: rewards of steps, spread over the tokens before their ends."""
+"""Process supervision: rewards of steps, spread over the tokens up to their ends."""
 
 from __future__ import annotations
 

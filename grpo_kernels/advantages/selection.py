@@ -1,4 +1,4 @@
-"""Which completions to learn from at all: rejection sampling, as a coefficient of 0 or 1."""
+"""Rejection sampling: choose the completions to learn from, by a coefficient of 0 or 1."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def rejection_sampling_advantages(
 ) -> Tensor:
     """Rejection sampling (B,): A_i = 1 where r_i >= ``threshold``, accepted, and 0 elsewhere; never negative.
 
-    The coefficient of rejection-sampling fine-tuning (RFT), where the samples are those of the model before training,
-    and of online RFT, where they are the current policy's. On-policy with ``presets.REINFORCE`` the loss is
+    It is the coefficient of rejection-sampling fine-tuning (RFT) if the samples are from the model before training, and
+    of online RFT if they are from the current policy. On-policy with ``presets.REINFORCE`` the loss is
 
         sum_(i accepted, t) -log p(o_(i,t)) / number of counted tokens
 
-    so that with ``completion_mask * advantages[:, None].bool()`` for the mask it is the cross entropy of the accepted
-    completions, value and gradient, and rejected ones are not projected at all. With the whole mask they are projected
-    once, for the metrics, and the mean is over their tokens too.
+    With ``completion_mask * advantages[:, None].bool()`` as the mask it is, in value and gradient, the cross entropy of
+    the accepted completions, and rejected ones are not projected. With the whole mask rejected ones are projected once,
+    for the metrics, and the mean is over their tokens too.
 
-    ``threshold`` is one number, or one a row: the best reward of the row's group takes the best completions of each.
+    ``threshold`` is one number, or one per row: the best reward of each row's group accepts its best completions.
     r = sum_f w_f r_f for F rewards, compared in the rewards' dtype. A row without any score (NaN) gets 0. Rows stand
     alone, so that there is nothing to exchange between ranks.
 
@@ -45,7 +45,7 @@ def rejection_sampling_advantages(
 
 
 def _bound(threshold: float | Tensor, total: Tensor) -> Tensor:
-    """`threshold`, checked, for each of the rewards `total` (B,); infinite ones take every scored row, or none."""
+    """Check `threshold` and expand it to `total` (B,), the rewards; infinity accepts all scored rows, or none."""
     if not isinstance(threshold, Tensor):
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
             raise TypeError(f"threshold: expected a number or a tensor, got {type(threshold).__name__}")

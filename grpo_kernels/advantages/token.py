@@ -1,4 +1,4 @@
-"""One advantage a token, whitened over the tokens of the batch: GAE, REINFORCE++ and GDPO as verl has it."""
+"""One advantage per token, whitened over the tokens of the batch: GAE, REINFORCE++ and verl's GDPO."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def gdpo_advantages(
 ) -> Tensor:
     """verl's GDPO (B, T): sum_f w_f (r_f - mean) / (std + ``epsilon``) in each group, whitened over the counted tokens.
 
-    A completion thus weighs as much as it is long in mean and std of the batch. The paper's own takes each completion
-    once: ``group_advantages(aggregation="normalize_then_sum")``. Rows without a score get 0 and are left out of both.
-    Groups, weights, NaN and errors as there; both std are of samples (n - 1).
+    A completion's weight in the batch's mean and std is thus its length. The paper's version counts each completion
+    once: ``group_advantages(aggregation="normalize_then_sum")``. Rows without a score get 0 and are left out of the
+    batch's mean and std. Groups, weights, NaN and errors as there; both std, of group and batch, divide by n - 1.
     Source: https://arxiv.org/abs/2601.05242
     """
     with check_same("process_group", process_group, "gdpo_advantages", epsilon=epsilon) as values:

@@ -1,4 +1,4 @@
-"""A head as the subcommands know it: its sizes, its precision, and what its model makes of the logits."""
+"""Description of a head for the subcommands: sizes, dtype, bias, and the scale and soft-cap of its logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A head without its numbers."""
+    """Shapes, dtype and constants of a head, without its tensors."""
 
     vocab: int  # V
     hidden: int  # H
@@ -27,7 +27,7 @@ class HeadShape:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of hidden states and weight."""
+        """Bytes per element of hidden states and weight."""
         return self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class HeadShape:
 
 
 def add_arguments(parser: argparse.ArgumentParser, models: Any = None) -> None:
-    """Add the options that name a head; ``--config`` to the group `models`, if there is one."""
+    """Add the options that describe a head; add ``--config`` to the group `models`, if there is one."""
     (models or parser).add_argument(
         "--config", type=Path, metavar="DIR", help="take the head from the config.json of transformers in DIR"
     )
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, models: Any = None) -> None:
 def configured(parser: argparse.ArgumentParser, options: argparse.Namespace) -> HeadShape:
     """Read the head of the model whose config.json is in ``--config``, or exit with the reason why it cannot be read.
 
-    transformers knows the fields that the file leaves out.
+    Fields that the file leaves out have transformers' defaults.
     """
     folder: Path = options.config
     if not (folder / "config.json").is_file():

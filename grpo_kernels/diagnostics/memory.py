@@ -1,6 +1,6 @@
 """Memory that the loss of a language-model head needs, before it is run and without data.
 
-Counted is what a call allocates beyond its inputs, on a CPU: by the planner of the engines, on tensors without data.
+It is what a call allocates beyond its inputs, on a CPU, as counted by the engines' planner on meta tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_kernels.engine.records import Head, NeedsGrad, Rows
 from grpo_kernels.engine.slices import plan_slices
 
 MIB = 2**20
-FP32 = 4  # bytes of what is accumulated
+FP32 = 4  # bytes per accumulated element
 MODELS = {  # V, H, from the models' published configurations
     "Qwen3-0.6B": (151936, 1024),
     "Qwen3-1.7B": (151936, 2048),
@@ -42,7 +42,7 @@ class Size:
     head: HeadShape
     rows: int  # N: positions, B * T
     frozen: bool = False  # the weight wants no gradient
-    score: bool = False  # nothing does
+    score: bool = False  # nothing wants a gradient
     masked: float = 0.0  # share of the positions that do not count
     workspace_bytes: int | None = None  # as in `grpo_loss`
 
@@ -68,21 +68,21 @@ class Size:
 class Need:
     """Bytes that a step allocates beyond its inputs."""
 
-    name: str  # of the engine
+    name: str  # the engine's
     peak: int  # the most at once, returned gradients included
-    returned: int  # of those
-    kept: int  # of what is still there when the forward ends, for the backward; but for a few numbers a token
+    returned: int  # the returned gradients
+    kept: int  # kept from forward to backward, without a few numbers per token
 
     @property
     def extra(self) -> int:
-        """The peak beyond the gradients that are returned: what a benchmark measures."""
+        """The peak without the returned gradients, as a benchmark measures it."""
         return self.peak - self.returned
 
 
 def estimate(size: Size) -> list[Need]:
     """Return the need of each engine that serves `size`, with the C++ kernels.
 
-    The first is the one that "auto" takes where the loss couples no tokens.
+    The first is the engine that "auto" takes if the loss does not couple tokens.
     """
     shape, wants = size.head, NeedsGrad(hidden=not size.score, weight=not (size.score or size.frozen))
     new = partial(torch.empty, dtype=shape.dtype, device="meta")
@@ -102,7 +102,7 @@ def estimate(size: Size) -> list[Need]:
         Need("frozen" if size.frozen else "one_pass", max(graded, returning), size.returned, accumulated),
         Need("two_pass", max(scored, graded, returning), size.returned, 0),
     ]
-    if not size.frozen:  # lean writes d weight a slice at a time, and accumulates d hidden alone
+    if not size.frozen:  # lean writes d weight a slice at a time, and accumulates only d hidden
         _, _, slices = plan_slices(rows, head, config, wants)
         backward = slices + d_hidden + shape.vocab * shape.hidden * shape.itemsize
         needs.append(Need("lean", max(scored, backward), size.returned, 0))
@@ -110,7 +110,7 @@ def estimate(size: Size) -> list[Need]:
 
 
 def _rounded(size: Size) -> int:
-    """Bytes of the rounded copies that are returned; fp32 needs none, but of d hidden where not all rows count."""
+    """Bytes of the rounded copies that are returned; fp32 needs none, except of d hidden if not all rows count."""
     row_bytes = size.head.hidden * size.head.itemsize
     of_hidden, of_weight = size.rows * row_bytes, (0 if size.frozen else size.head.vocab) * row_bytes
     whole = size.counted == size.rows

@@ -22,7 +22,7 @@ PACKAGES = (
 
 Report = dict[str, dict[str, str]]
 
-PRECISIONS = {  # of float32 products, as torch names them
+PRECISIONS = {  # of float32 products, by torch's names
     "none": "full",
     "ieee": "full",
     "tf32": "TF32, 10 bits of mantissa where the device has it: results of float32 operands are not exact",
@@ -31,7 +31,7 @@ PRECISIONS = {  # of float32 products, as torch names them
 
 
 def collect() -> Report:
-    """Collect the report: section -> name -> text. Of the packages that it names, torch alone is imported."""
+    """Collect the report: section -> name -> text. Of the packages that it names, only torch is imported."""
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "system": {
@@ -54,7 +54,7 @@ def devices() -> list[torch.device]:
 
 
 def render(report: Report) -> str:
-    """The report as aligned plain text, a section a block."""
+    """Render the report as aligned plain text, one block per section."""
     width = max(len(name) for section in report.values() for name in section)
     lines: list[str] = []
     for title, section in report.items():
@@ -64,7 +64,7 @@ def render(report: Report) -> str:
 
 
 def _version(distribution: str) -> str:
-    """Version of a package. A checkout that is not installed knows its own; torch's names the build (+cpu, +cu130)."""
+    """Version of a package: of ours even if it is not installed, of torch with its build (+cpu, +cu130)."""
     if distribution in ("grpo-kernels", "torch"):
         return str((grpo_kernels if distribution == "grpo-kernels" else torch).__version__)
     try:
@@ -95,13 +95,13 @@ def _describe(device: torch.device) -> str:
 def _backend(device: torch.device) -> str:
     """Return the backend that "auto" chooses for tensors on this device."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the report itself says
+        warnings.simplefilter("ignore")  # the report itself says the same
         backend, reason = choose_backend("auto", device)
     return f"{backend.name} ({reason})"
 
 
 def _library() -> str:
-    """The instruction set that the CPU's kernels use, and where they were loaded from."""
+    """Instruction set and origin of the C++ kernels; "none" if there are no kernels."""
     library = build.load()
     if library.refusal:
         return "none"
@@ -117,7 +117,7 @@ def _default_workspace() -> str:
 
 def _settings() -> dict[str, str]:
     """The settings of torch, in this process, that change the results of products."""
-    cuda, mkldnn = torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn)  # whose type lacks matmul
+    cuda, mkldnn = torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn)  # its type stub lacks matmul
     # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set; this shows both
     found = {
         "float32 products, cpu": ("mkldnn", mkldnn.matmul.fp32_precision),

@@ -24,17 +24,17 @@ from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
 
-Pairs = dict[str, tuple[Any, Any]]  # name of a result -> ours, the float64 one
+Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 reference)
 
-# By the dtype of a result, of its largest element: float32 comes to about 1e-6 at these sizes. Of a bfloat16 head the
-# gradients alone are bfloat16: d logits are rounded, and the gradient is.
+# dtype of a result -> allowed error, over its largest element. float32 comes to about 1e-6 at these sizes. With a
+# bfloat16 head only the gradients are bfloat16: d logits are rounded, and then the gradient.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 
 BATCH, TIME, HIDDEN, VOCAB = 4, 9, 16, 67
 WIDE_VOCAB = 9001  # several steps of a GPU kernel's tile, and a tail
 DIVERGENCES: tuple[DivergenceName, ...] = get_args(DivergenceName)
 
-# name -> what differs from: dapo, token ratios, old log-probabilities given, a trainable head
+# name -> differences from the default case: dapo, token ratios, old log-probabilities given, a trainable head
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo")},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo, on-policy, frozen head": {"on_policy": True, "frozen": True},
     "grpo, sequence ratios, frozen head": {"importance_sampling_level": "sequence", "frozen": True},
 }
-# Of those, what the wide vocabulary is run with: each way through the engines.
+# Cases that also run with the wide vocabulary: together they take each way through the engines.
 WIDE = (
     "dapo, on-policy",
     "dapo, KL and entropy bonus",
@@ -66,7 +66,7 @@ class Check:
 
     name: str
     device: str
-    error: float | None  # None: it raised, and `detail` says what
+    error: float | None  # None: the case raised, and `detail` says what
     ok: bool
     detail: str = ""
 
@@ -102,7 +102,7 @@ def _cases(head: HeadShape) -> dict[str, Callable[[HeadShape, torch.device], Pai
 
 
 def render(checks: Sequence[Check]) -> str:
-    """A line per check, then their sum."""
+    """Render one line per check, then the totals."""
     width = max(len(check.name) for check in checks)
     lines = [
         f"  {check.name:<{width}}  {check.device:<6}  "
@@ -144,7 +144,7 @@ def _drawn(head: HeadShape, draw: torch.Generator) -> tuple[Tensor, Tensor, Tens
 
 
 def _loss_case(options: Mapping[str, Any], seed: int, head: HeadShape, device: torch.device) -> Pairs:
-    """`grpo_loss`, and the formula in float64 of the same values."""
+    """Return the results of `grpo_loss`, and of the formula in float64 on the same values."""
     fields = {name: value for name, value in options.items() if name not in ("on_policy", "frozen")}
     config = LossConfig(temperature=0.9, max_completion_length=2 * TIME, **fields)
     draw = torch.Generator().manual_seed(seed)
@@ -224,7 +224,7 @@ def _full_logits(
 
 
 def _divergence_case(name: DivergenceName, head: HeadShape, device: torch.device) -> Pairs:
-    """`linear_divergence`, and the formula in float64 of the same values."""
+    """Return the results of `linear_divergence`, and of the formula in float64 on the same values."""
     draw = torch.Generator().manual_seed(len(CASES))
     shapes = ((TIME, HIDDEN), (head.vocab, HIDDEN)) * 2
     given = [torch.randn(shape, generator=draw).to(head.dtype) for shape in shapes]
@@ -264,7 +264,7 @@ def _formula(
     per_token = _surrogate(config, logps, log_ratio, lengths, advantages)
     if config.beta:
         per_token = per_token + config.beta * (ref_gap.exp() - ref_gap - 1) * log_ratio.exp()
-    share = {  # of each token in the loss
+    share = {  # weight of each token in the loss
         "bnpo": mask / mask.sum(),
         "dr_grpo": mask / (BATCH * config.max_completion_length),
         "luspo": mask / BATCH,
@@ -275,7 +275,7 @@ def _formula(
 
 
 def _surrogate(config: LossConfig, logps: Tensor, log_ratio: Tensor, lengths: Tensor, advantages: Tensor) -> Tensor:
-    """The policy term a token, (B, T) or (B, 1)."""
+    """Policy term per token, (B, T) or (B, 1)."""
     ratio, high = log_ratio.exp(), config.clip_high
     if config.loss_type == "cispo":
         return -ratio.detach().clamp(max=high) * advantages * logps

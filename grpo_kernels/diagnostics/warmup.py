@@ -1,8 +1,8 @@
 """Compile what the first calls of a head would compile, so that no training step waits for it.
 
-That is the C++ library for CPU tensors, and on a GPU Triton's kernels, which Triton keeps for all later processes
-(TRITON_CACHE_DIR says where). A small batch of each kind is computed with a head of the size; a kernel is the same for
-all batches.
+It is the C++ library for CPU tensors and, on a GPU, Triton's kernels, which Triton caches for all later processes (in
+TRITON_CACHE_DIR). A small batch of each kind is computed with a head of the given size: kernels are the same for all
+batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_kernels.loss import grpo_loss
 
 BATCH, TIME = 2, 8
 NAME_WIDTH = 44
-# Name of a line -> what the loss is given besides the batch, fields of its config, other arguments.
+# Name of a line -> (log-probabilities given to the loss, fields of its config, other arguments).
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "loss, on-policy": ((), {}, {}),
     "loss, old log-probabilities": (("old",), {}, {}),
@@ -58,7 +58,7 @@ def steps(
     loss_type: LossTypeName = "dapo",
     teacher: bool = False,
 ) -> dict[str, Callable[[], None]]:
-    """The calls to make with tensors on `device`, by the names of their lines; with a `teacher` divergences too."""
+    """Return the calls to make on `device`, by the names of their lines; with `teacher` the divergences too."""
     loss = partial(_loss, head, device, backend, loss_type)
     found: dict[str, Callable[[], None]] = {
         "log-probabilities": partial(_logps, head, device, backend, "score"),
@@ -110,7 +110,7 @@ def _divergence(head: HeadShape, device: torch.device, backend: BackendName) -> 
         backend=backend,
         **_constants(head),
     )
-    (found * torch.arange(TIME, device=device)).sum().backward()  # not all alike, which would take one pass
+    (found * torch.arange(TIME, device=device)).sum().backward()  # unequal: equal ones would take one pass
 
 
 def _loss(
@@ -123,7 +123,7 @@ def _loss(
     **options: Any,
 ) -> None:
     hidden, weight, ids, bias = _tensors(head, device)
-    logps = torch.full((BATCH, TIME), -math.log(head.vocab), device=device)  # what zeros give: no ratio is clipped
+    logps = torch.full((BATCH, TIME), -math.log(head.vocab), device=device)  # those of zero logits: no ratio is clipped
     if "reference" in given:
         options["reference"] = ReferenceHead(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
     out = grpo_loss(
@@ -131,7 +131,7 @@ def _loss(
         weight,
         ids,
         None,
-        torch.arange(BATCH, dtype=torch.float32, device=device),  # the first has no gradient
+        torch.arange(BATCH, dtype=torch.float32, device=device),  # the first sequence has no gradient
         bias=bias,
         old_per_token_logps=logps if "old" in given else None,
         ref_per_token_logps=logps if "ref" in given else None,
@@ -139,7 +139,7 @@ def _loss(
         backend=backend,
         **options,
     )
-    torch.autograd.backward(2.0 * out.loss)  # as a trainer's loss, which is scaled
+    torch.autograd.backward(2.0 * out.loss)  # scaled, as a trainer's loss is
 
 
 def compile_library() -> str:
@@ -183,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Compile, a line for each step; 0 if nothing failed, else 1."""
+    """Compile, and print a line for each step; return 0 if nothing failed, else 1."""
     if (options.config is None) == (options.vocab is None and options.hidden is None):
         parser.error("expected --config, or --vocab and --hidden")
     if options.config is not None:

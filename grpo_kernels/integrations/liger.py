@@ -1,8 +1,8 @@
 """Liger's GRPO loss with our engines: the same constructor and call, TRL's loss, fewer matrix products.
 
-``LigerFusedLinearGRPOLoss`` is what TRL up to 1.12, ms-swift and Axolotl call where ``use_liger_kernel`` is on. Take
-the class from here, or leave the trainer as it is and call `patch_liger` before it builds its loss; only that needs
-liger-kernel. Where Liger's loss is not TRL's, this one is TRL's: docs/start/liger.md has the list.
+TRL up to 1.12, ms-swift and Axolotl call ``LigerFusedLinearGRPOLoss`` if ``use_liger_kernel`` is on. Take the class
+from here, or leave the trainer as it is and call `patch_liger` before it builds its loss; only `patch_liger` needs
+liger-kernel. Where Liger's loss differs from TRL's, this one follows TRL: docs/start/liger.md lists the differences.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 NAME = "LigerFusedLinearGRPOLoss"
-IMPORTERS = ("trl.trainer.grpo_trainer",)  # TRL <= 1.12 takes the name when it is imported
-SAME_NAMES = (  # of Liger's arguments and fields of `LossConfig`
+IMPORTERS = ("trl.trainer.grpo_trainer",)  # TRL <= 1.12 copies the class when it is imported
+SAME_NAMES = (  # arguments of Liger's class that are fields of `LossConfig`
     "loss_type",
     "importance_sampling_level",
     "delta",
@@ -53,7 +53,7 @@ SAME_NAMES = (  # of Liger's arguments and fields of `LossConfig`
     "vespo_k_neg",
     "vespo_lambda_neg",
 )
-TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")  # where Liger has no ratio a sequence
+TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")  # losses for which Liger has no sequence-level ratio
 
 
 class LigerFusedLinearGRPOLoss(LigerModule):
@@ -62,7 +62,7 @@ class LigerFusedLinearGRPOLoss(LigerModule):
     Args:
         beta: weight of the KL term (k3).
         compiled, chunk_size: not used: nothing here is compiled, and the engine plans its own chunks.
-        use_ref_model: whether there is a reference model; without one there is no KL term, whatever `beta` is.
+        use_ref_model: True if there is a reference model; without one there is no KL term, whatever `beta` is.
         epsilon_low, epsilon_high: clip range; for ``"cispo"`` `epsilon_high` is the cap on the ratio.
         loss_type: ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"``, ``"cispo"``, ``"sapo"``, ``"luspo"``, ``"vespo"``.
         max_completion_length: needed for ``"dr_grpo"``.
@@ -75,7 +75,7 @@ class LigerFusedLinearGRPOLoss(LigerModule):
     All may be changed afterwards, as attributes.
 
     Raises:
-        TypeError, ValueError: a value that the loss does not have.
+        TypeError, ValueError: a value that the loss does not take.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class LigerFusedLinearGRPOLoss(LigerModule):
         self.use_bias_correction_kl = use_bias_correction_kl
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self.loss_config()  # raises for what the loss does not have
+        self.loss_config()  # raises for a value that the loss does not take
 
     def loss_config(self) -> LossConfig:
-        """The loss, as `grpo_loss` takes it."""
+        """Return the configuration of the loss, for `grpo_loss`."""
         fields = {name: getattr(self, name) for name in SAME_NAMES}
         if self.max_completion_length is not None:
             fields["max_completion_length"] = self.max_completion_length
@@ -143,21 +143,21 @@ class LigerFusedLinearGRPOLoss(LigerModule):
         vllm_is_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss and its metrics.
+        """Compute the loss and its metrics.
 
         Args:
             _input: hidden states that predict `selected_token_ids`; dtypes, devices and errors as in `grpo_loss`.
             attention_mask: the loss mask, 0 or 1 (anything but 0 counts as 1).
-            ref_input, ref_weight, ref_bias: the reference model's, scored here where a KL term wants
-                `ref_per_token_logps` and they are not given.
+            ref_input, ref_weight, ref_bias: head of the reference model, scored here if there is a KL term
+                and `ref_per_token_logps` is not given.
             vllm_is_ratio: importance sampling ratio of the sampler.
             num_items_in_batch: counted tokens of the whole generation batch, over all ranks; dapo, cispo and vespo
-                divide by it over the world's size. None: the counted tokens of this call, averaged over the ranks,
-                which all have to be here then.
+                divide by it / world size. None: the counted tokens of this call, averaged over the ranks; all
+                ranks must then make the call.
 
         Returns:
             (loss, metrics): the loss () in fp32 (fp64 for fp64 inputs), attached; metrics () each, detached, over the
-            counted tokens: the mean KL, if `beta` is not 0, then the share of tokens that the clip range acts on.
+            counted tokens: the mean KL, if `beta` is not 0, then the share of tokens that are clipped.
 
         Raises:
             TypeError, ValueError: a wrong argument; the message names it, or `grpo_loss`'s name for it.
@@ -205,7 +205,7 @@ class LigerFusedLinearGRPOLoss(LigerModule):
     def _score(
         self, ref_input: Tensor | None, ref_weight: Tensor | None, ids: Tensor, mask: Tensor, ref_bias: Tensor | None
     ) -> Tensor:
-        """The reference's log-probabilities, at the same temperature."""
+        """Return the reference's log-probabilities (B, T), at the loss's temperature."""
         if ref_input is None or ref_weight is None:
             raise ValueError(
                 f"ref_per_token_logps: expected it, or ref_input and ref_weight, since beta = {self.beta}, got None"
@@ -239,7 +239,7 @@ def _items_of_a_rank(mask: Tensor, num_items_in_batch: float | Tensor | None) ->
 def _clipped_share(
     config: LossConfig, out: LossOutput, mask: Tensor, advantages: Tensor, old_per_token_logps: Tensor | None
 ) -> Tensor:
-    """Share of the counted tokens whose ratio, not capped by `delta`, is past the bound that clips it."""
+    """Share of the counted tokens whose ratio is past the bound that clips it; `delta` does not count."""
     loss_type, config = loss_of(config), replace(config, delta=None)
     counted, logps = mask != 0, out.per_token_logps
     log_ratio = torch.zeros_like(logps)
@@ -262,7 +262,7 @@ _patches = Patches("liger-kernel")
 
 
 def patch_liger() -> bool:
-    """Put our class in the place of Liger's, for trainers that construct it from now on; True if ours is there.
+    """Replace Liger's class by ours, for trainers that construct it from now on; return True if ours is in place.
 
     It is set on ``liger_kernel.chunked_loss`` and, where TRL up to 1.12 is imported already, on
     ``trl.trainer.grpo_trainer``. A Liger whose class takes arguments that ours does not know is left as it is, with a

@@ -1,9 +1,9 @@
 """Liger's distillation losses with our engines: the Jensen-Shannon divergence of two heads, without their logits.
 
-Liger has two calls for it, and both have a class here with the same constructor and call: ``LigerFusedLinearJSD`` of
-``liger_kernel.transformers`` (and the function of it) and ``LigerFusedLinearJSDLoss`` of ``liger_kernel.chunked_loss``,
-which adds a cross entropy. Their beta is ours: 0 is KL(teacher || student), 1 is KL(student || teacher). Both heads'
-logits are divided by the temperature, and the loss is multiplied by no power of it.
+Liger has two classes for it, and both are here with the same constructor and call: ``LigerFusedLinearJSD`` of
+``liger_kernel.transformers`` (with its function) and ``LigerFusedLinearJSDLoss`` of ``liger_kernel.chunked_loss``,
+which adds a cross entropy. Liger's beta is ours too: 0 is KL(teacher || student), 1 is KL(student || teacher). Both
+heads' logits are divided by the temperature, and the loss is not multiplied by any power of it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class LigerModule(nn.Module):
         self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
 
     def execution(self, *head: Tensor | None) -> dict[str, Any]:
-        """The options, and how to gather the tensors of the `head` for the backward.
+        """Return the options as keyword arguments, with the `gather` of the `head`'s tensors for the backward.
 
-        ZeRO-3 takes the weight apart when the trainer's own gathering, around the call, is over.
+        ZeRO-3 partitions the weight again when the trainer's own gathering, around the call, has ended.
         """
         return {
             "engine": self.engine,
@@ -49,14 +49,14 @@ class LigerFusedLinearJSD(LigerModule):
     Args:
         jsd_beta: in [0, 1].
         ignore_index: the label of positions that do not count.
-        temperature: what the logits of both heads are divided by.
-        accum_dtype: not used: what is summed is fp32 (fp64 for fp64 inputs) and rounded once.
+        temperature: divisor of both heads' logits.
+        accum_dtype: not used: sums are fp32 (fp64 for fp64 inputs) and rounded once.
         engine, backend, workspace_bytes: *ours*; as in `linear_divergence_with`.
 
     All may be changed afterwards, as attributes.
 
     Raises:
-        TypeError, ValueError: a value that the loss does not have.
+        TypeError, ValueError: a value that the loss does not take.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LigerFusedLinearJSD(LigerModule):
         teacher_weight: Tensor,  # (V, H')
         shift_labels: Tensor | None = None,  # (N,)
     ) -> Tensor:
-        """The mean divergence, (), of the positions whose label is not `ignore_index`; of all without labels.
+        """Return the mean divergence () of the positions whose label is not `ignore_index`; without labels, of all.
 
         In fp32 (fp64 for fp64 inputs); 0 where no position counts. Gradients go to the student's tensors.
 
@@ -126,22 +126,22 @@ def liger_fused_linear_jsd(
 class LigerFusedLinearJSDLoss(LigerModule):
     """``liger_kernel.chunked_loss.LigerFusedLinearJSDLoss`` of liger-kernel 0.8.5.
 
-    The cross entropy of the labels, at temperature 1 whatever `temperature` is, comes from the divergence's own pass
-    where that has temperature 1 too, and else from one of its own.
+    The labels' cross entropy has temperature 1, whatever `temperature` is. If `temperature` is 1 too, it comes from the
+    divergence's pass, else from a pass of its own.
 
     Args:
-        weight_hard_loss, weight_soft_loss: of the cross entropy and of the divergence.
+        weight_hard_loss, weight_soft_loss: weights of the cross entropy and of the divergence.
         beta: in [0, 1].
         ignore_index: the label of positions that do not count.
-        temperature: what the logits of both heads are divided by, for the divergence.
+        temperature: divisor of both heads' logits, for the divergence.
         compiled, chunk_size: not used: nothing here is compiled, and the engine plans its own chunks.
-        return_soft_hard_loss: whether to return both parts too.
+        return_soft_hard_loss: True to return both parts too.
         engine, backend, workspace_bytes: *ours*; as in `linear_divergence_with`.
 
     All may be changed afterwards, as attributes.
 
     Raises:
-        TypeError, ValueError: a value that the loss does not have.
+        TypeError, ValueError: a value that the loss does not take.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class LigerFusedLinearJSDLoss(LigerModule):
         student_bias: Tensor | None = None,  # (V,)
         teacher_bias: Tensor | None = None,  # (V,)
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """``weight_hard_loss * cross entropy + weight_soft_loss * divergence``, (), each the mean of the positions
+        """``weight_hard_loss * cross entropy + weight_soft_loss * divergence``, (), each the mean over the positions
         whose label is not `ignore_index`.
 
         In fp32 (fp64 for fp64 inputs); 0 where no position counts. Gradients go to the student's tensors.

@@ -1,4 +1,4 @@
-"""Errors of what is not installed, or too old, that say how to install it."""
+"""Import errors for packages that are missing or of an unknown release; they say what to install."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from importlib import metadata
 
 @contextmanager
 def needed(install: str, *packages: str) -> Iterator[None]:
-    """Context of imports from `packages`, which ``pip install {install}`` brings.
+    """Context for imports from `packages`; its errors say ``pip install {install}``.
 
     Raises:
         ModuleNotFoundError: one of them is not installed.
-        ImportError: one of them lacks what is imported, as releases do that are older or newer than those we know.
+        ImportError: one of them lacks an imported name, as releases older or newer than those we know may.
     """
     try:
         yield

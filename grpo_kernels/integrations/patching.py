@@ -1,4 +1,4 @@
-"""Attributes of other packages, replaced by ours and given back; and checks that a function is as we know it."""
+"""Replace attributes of other packages and restore them; check that a function has the parameters we know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Patches:
     """Replacements of attributes, which `restore` takes back.
 
     Args:
-        package: its name in the log of what is replaced and given back; None: no log.
+        package: its name in the log lines; None: no log.
     """
 
     def __init__(self, package: str | None = None) -> None:
@@ -23,9 +23,9 @@ class Patches:
         self._restorations: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, attribute: str, ours: Any, *, importers: Sequence[str] = ()) -> None:
-        """Put `ours` in the place of an attribute of `owner`, a module or a class; no effect if it is there already.
+        """Replace an attribute of `owner`, a module or a class, by `ours`; no effect if `ours` is there already.
 
-        `importers` names modules that copy the attribute when they are imported, be it before this or later.
+        `importers` names modules that copy the attribute when they are imported, before this call or after it.
         """
         theirs = getattr(owner, attribute)
         if theirs is ours:
@@ -48,7 +48,7 @@ class Patches:
         self._log("patched %s: %s.%s is that of grpo_kernels", where, attribute)
 
     def restore(self) -> None:
-        """Give everything back that is still ours: what somebody else has replaced meanwhile is left alone."""
+        """Restore each attribute that is still ours; leave one alone that somebody else has replaced since."""
         while self._restorations:
             self._restorations.pop()()
 
@@ -68,12 +68,12 @@ def _swap(owners: list[Any], attribute: str, old: Any, new: Any) -> None:
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the parameters of `function`, by which it is recognised."""
+    """Return the names of the parameters of `function`, by which it is recognised."""
     return tuple(inspect.signature(function).parameters)
 
 
 def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of a module or class.
+    """Return the function `name` of a module or class.
 
     Raises:
         LookupError: there is none, or it has other parameters.

@@ -1,4 +1,4 @@
-"""Rewards of a batch of completions: Python functions (sync or async) and reward models to one (B, F) matrix.
+"""Rewards of a batch of completions, from Python functions (sync or async) and reward models: a (B, F) matrix.
 
 Functions are called as TRL calls them: ``f(prompts=..., completions=..., completion_ids=..., **columns)`` returns one
 number, or None for "not scored", per completion. None becomes NaN, which ``advantages`` leaves out.
@@ -23,7 +23,7 @@ from grpo_kernels.rewards.loop_thread import failure, run_together
 __all__ = ["compute_rewards", "reward_names"]
 
 RewardFunc = Callable[..., Any]  # an nn.Module is one too
-_AS_THEY_ARE = ("trainer_state", "log_extra", "log_metric")  # what TRL passes beside the columns
+_AS_THEY_ARE = ("trainer_state", "log_extra", "log_metric")  # arguments that TRL passes beside the columns
 _SHOWN = 80  # characters of a prompt or completion in a warning
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -49,9 +49,9 @@ def compute_rewards(
 
     Warns, naming the row, where every function returned None. Raises RuntimeError naming the function if one raises
     (its own error chained), ValueError if it does not return B numbers within float32's range, TypeError or ValueError
-    for wrong arguments. SystemExit and KeyboardInterrupt pass through a Python function as they are: they may be a
-    signal to the process. No signal reaches an async function, so there they are errors like any other, as is a loop
-    that it stops; the next call has a new one.
+    for wrong arguments. SystemExit and KeyboardInterrupt from a sync function are raised as they are: they may
+    come from a signal to the process. No signal reaches an async function, so from there they are errors like any
+    other. So is stopping the event loop; the next call starts a new one.
     """
     funcs = _as_list(reward_funcs)
     names = reward_names(funcs)
@@ -82,7 +82,7 @@ def compute_rewards(
 
 
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
-    """A name for each, for metrics and messages: the function's own, a model's checkpoint or an object's class."""
+    """Return names for metrics and messages: a function's own, a model's checkpoint or an object's class."""
     return [_name(func) for func in _as_list(reward_funcs)]
 
 
@@ -124,7 +124,7 @@ def _check_batch(prompts: Any, completions: Any, completion_ids: Any, columns: d
 
 
 def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> list[Any]:
-    """Check and return the tokenizers, one a function."""
+    """Check and return the tokenizers, one per function."""
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(funcs)
     if len(processing_classes) != len(funcs):
@@ -140,7 +140,7 @@ def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> 
         if pad is None:
             raise ValueError(f"processing_classes[{i}]: expected a tokenizer with a pad token, got pad_token_id None")
         config = getattr(func, "config", None)
-        # A decoder reads its score at the last token that is not config.pad_token_id: with another id, a wrong token's.
+        # A decoder's score is that of the last token other than config.pad_token_id: with a wrong id, of a wrong token.
         if config is not None and getattr(config, "pad_token_id", pad) != pad:
             raise ValueError(
                 f"reward_funcs[{i}]: expected config.pad_token_id of {names[i]!r} to be its tokenizer's, {pad}, "
@@ -172,7 +172,7 @@ def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> 
 
 
 class _named:
-    """Name the reward function in any error raised inside. (A generator would let a StopIteration through.)"""
+    """Name the reward function in any error raised inside. (A `contextmanager` would let a StopIteration through.)"""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -191,7 +191,7 @@ def _is_async(func: Any) -> bool:
 
 
 def _column(values: Any, name: str, length: int) -> list[float]:
-    """Convert what a reward function returned to ``length`` floats."""
+    """Convert the result of a reward function to ``length`` floats."""
     returned = type(values).__name__
     if hasattr(values, "tolist"):  # tensors, arrays, series
         try:
@@ -238,6 +238,6 @@ def _warn_unscored(rewards: Tensor, prompts: Sequence[Any], completions: Sequenc
 def _shortened(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # such as of an int with more digits than Python writes
+    except Exception:  # an int with more digits than Python writes, for example
         text = f"{type(value).__name__} that cannot be written"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

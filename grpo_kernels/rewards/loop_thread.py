@@ -1,6 +1,6 @@
 """Async reward functions on an event loop of their own, in a thread that lasts as long as the process.
 
-However a function ends (an error, `sys.exit`, a loop that it stops) the caller hears of it: none of it is left waiting.
+However a function ends (an error, `sys.exit`, stopping the loop), the caller gets an error and is not left waiting.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
-_CLEANING_SECONDS = 1.0  # for the tasks on a loop that a function ended
+_CLEANING_SECONDS = 1.0  # time to clean up, for the tasks on a loop that a function ended
 
 
 def failure(name: str, error: BaseException) -> RuntimeError:
@@ -24,7 +24,7 @@ class _LoopThread(threading.Thread):
     """A daemon thread that runs one event loop for the rest of the process, or until a function of the user's ends it.
 
     Attributes:
-        ended: done when the loop runs no more; what was raised out of it, None if it was stopped.
+        ended: future of the loop's end; its result is the exception that ended it, or None if it was stopped.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _LoopThread(threading.Thread):
         raised: BaseException | None = None
         try:
             self.loop.run_forever()
-        except BaseException as error:  # SystemExit, KeyboardInterrupt of a task or callback that a function made
+        except BaseException as error:  # SystemExit or KeyboardInterrupt, from a task or callback of a function
             raised = error
         with _starting:  # from here on nobody sends anything to this loop
             if _loop_thread is self:
@@ -64,10 +64,10 @@ _starting = threading.Lock()
 def run_together(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[Any]:
     """Run async functions, (name, call) each, together on the loop thread, and return their results.
 
-    That is started on first use, again after a fork, and again when a function has ended its loop.
+    The thread is started on first use, again after a fork, and again when a function has ended its loop.
 
     Raises:
-        RuntimeError: one of them raised, or ended the loop; the message names it, or all that ran.
+        RuntimeError: a function raised or ended the loop (the message names it, or all that ran), or called this.
     """
     global _loop_thread
     if threading.current_thread() is _loop_thread:

@@ -33,9 +33,9 @@ def run_scored(
     trunk: TrunkOptions,
     live: Tensor | None = None,  # (B,) bool
 ) -> tuple[tuple[Tensor, ...], Tensor | None, TokenCount]:
-    """Run `model` on the batch and `inputs` with `score` in its head: (the scores, its aux_loss or None, the tokens).
+    """Run `model` with `score` in its head; return (the scores, the model's aux_loss or None, the token count).
 
-    `trunk` and `live` are for `live_trunk`. The first time, the model's logits are checked (`head_check`), and where
+    `trunk` and `live` go to `live_trunk`. The first time, the model's logits are checked (`head_check`), and where
     the config was wrong the model runs once more, with the constants that were measured.
 
     Raises:
@@ -53,7 +53,7 @@ def run_scored(
     if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs.setdefault("use_cache", False)
     head, is_checked = heads.known_head(model)
-    if not is_checked or batch.input_ids.device.type == "cpu":  # later it would be a wait for the device
+    if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
     def run(head: HeadSpec, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], Tensor | None, TokenCount]:
@@ -70,7 +70,7 @@ def run_scored(
         results = run(head, check)
         found = check.verified(base)
         if found == head:
-            # Measured the same on all ranks, which run the model equally often; logits of a row of padding may be NaN
+            # All ranks measure the same, so all run the model equally often; logits of a row of padding may be NaN
             heads.remember(model, head, compared=check.is_finite)
             return results
         head = found
@@ -78,22 +78,22 @@ def run_scored(
 
 
 class _HeadCall:
-    """Stand-in for a head during one forward: it scores, and returns the scores in the place of logits.
+    """Stand-in for a head during one forward: it scores, and returns the scores in place of logits.
 
     The scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits of a vocabulary. With a
-    `check`, its two rows stand before them.
+    `check`, its two rows come first.
     """
 
     def __init__(self, head: HeadSpec, score: Score, batch: Batch, check: HeadCheck | None) -> None:
         self.head, self.score, self.batch, self.check = head, score, batch, check
         self.project: Callable[..., Tensor] = head.module.forward
         self.scores: list[tuple[torch.Size, torch.dtype]] = []
-        self.rows = torch.empty(0)  # what leaves the head
+        self.rows = torch.empty(0)  # output of the head, (R, V)
         self.results: tuple[Tensor, ...] | None = None
 
     @contextmanager
     def within(self, base: nn.Module) -> Iterator[None]:
-        """Inside, the head of `base` is this call, and `base` returns its results."""
+        """Inside, this call replaces the head of `base`, and `base` returns its results."""
         head, forward = self.head.module, base.forward
         name = forward_name(head)
         self.project = getattr(head, name)
@@ -108,10 +108,10 @@ class _HeadCall:
             yield
 
     def _score(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Score `hidden` (B, L, H), in the place of the head's forward; (1, R, V)."""
+        """Score `hidden` (B, L, H) in place of the head's forward; return the scores as (1, R, V)."""
         if self.scores:
             raise RuntimeError(f"model: expected a forward that calls its head once, {self._name()} is called again")
-        if others or named:  # PEFT's adapter_names, say, with which an adapter on the head would be another in each row
+        if others or named:  # such as PEFT's adapter_names, which give each row its own adapter on the head
             given = [*(type(x).__name__ for x in others), *named]
             raise ValueError(
                 f"model: expected its head to be given hidden states alone, got {', '.join(given)} as well"
@@ -155,7 +155,7 @@ class _HeadCall:
         return {"results": self.results} | ({} if aux_loss is None else {"aux_loss": aux_loss})
 
     def expect(self, returned: Any) -> None:
-        """Raise unless `returned` are the results, in no lower precision than they were computed in."""
+        """Raise unless `returned` holds the results, in at least the precision that they were computed in."""
         if not isinstance(returned, dict) or "results" not in returned:
             raise RuntimeError(
                 "model: expected a wrapper that calls the model's forward as it is now and passes its result on, got "

@@ -4,11 +4,11 @@ The model's own forward runs, with its head replaced for the length of the call:
 and, instead of projecting them, scores the completion tokens. That is exact for more architectures than running the
 body and reading the head afterwards. Whatever the model does before its head (a multiplier, a dense layer and a norm, a
 cast) has been done, and no inner module needs to be known by name. Hooks on the model, its head and its parts run as
-ever: FSDP2 (the head in the root's unit or in its own) and DeepSpeed ZeRO-3 have made the weight whole there, so that
-nothing has to be gathered, and do so again for the backward; DDP, PEFT and accelerate see one call of the model. The
+ever: FSDP2 (the head in the root's unit or in its own) and DeepSpeed ZeRO-3 gather the weight there, and again for the
+backward, so that nothing else has to gather it; DDP, PEFT and accelerate see one call of the model. The
 results leave through the outputs of head and model, which is where those engines hook the backward.
 
-One thing remains to be known: what the model does to logits after the head. The config says it, under many names, and
+One thing remains unknown: what the model does to the logits after its head. The config says so under many names, and
 is not trusted. In the first call of a model, its forward is given a few known numbers in place of logits, and one row
 of real ones (`grpo_kernels.integrations.transformers.head_check`). That costs one row of the head, once, and no forward
 of its own: nothing random is drawn, no collective is added. If the config was wrong, the model runs a second time with
@@ -105,34 +105,34 @@ def completion_logprobs(
     forward_overhead: int = 128,
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each completion token under the model, and the entropy it was drawn with; differentiable.
+    """Log-probability of each completion token under the model, and the entropy at its position; differentiable.
 
-    Only what counts is projected, and the logits are never all there.
+    Only tokens that count are projected, and the full logits are never stored.
 
     Args:
         model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around it.
         input_ids: (B, L) prompt and completion.
         attention_mask: (B, L), or None.
-        completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts: with T the
-            longest completion as TRL has it, or T = L and completions wherever they are. The token in column t is
-            predicted from column t - 1, so the first column of all never counts.
-        loss_fn: the loss that the log-probabilities are for: they have its temperature and `logits_dtype`.
-        temperature: the logits are divided by it; None: that of `loss_fn`, or 1 without one.
-        entropy: whether to compute entropies.
+        completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts. T may be the
+            longest completion, as in TRL, or L, with completions anywhere. The token in column t is predicted from
+            column t - 1, so column 0 of `input_ids` never counts.
+        loss_fn: the loss that the log-probabilities are for; its temperature and `logits_dtype` apply.
+        temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
+        entropy: True to compute entropies.
         padding, shared_prompts, forward_overhead: what the model computes below its head, as in `causal_lm_loss`.
         model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
             ``use_cache`` is False unless given. A name counts as the model's if it is a parameter of its forward, of a
             wrapper's or of the body's, or one that transformers documents for all models.
 
     Returns:
-        logps (B, T) and entropies (B, T), fp32 (fp64 for an fp64 model), 0 where the mask is; the second None if not
-        asked for.
+        logps (B, T) and entropies (B, T), fp32 (fp64 for an fp64 model), 0 where the mask is 0; entropies are None
+        if `entropy` is False.
 
     Raises:
         TypeError: the model's head is not one linear layer, an argument is of the wrong type, or has a name that
             nothing reads; before the model runs.
-        ValueError: a wrong argument; or the model makes something else of its logits than a scale, a soft-cap, a cut.
-        RuntimeError: its forward does not call its head once.
+        ValueError: a wrong argument; or the model changes its logits by more than a scale, a soft-cap or a cut.
+        RuntimeError: the model's forward does not call its head exactly once.
     """
     trunk = TrunkOptions(padding=padding, shared_prompts=shared_prompts, forward_overhead=forward_overhead)
     check_names(model, model_inputs, ("completion_mask", "loss_fn", "temperature", "entropy", *TrunkOptions.NAMES), "")
@@ -170,26 +170,26 @@ def causal_lm_loss(
     forward_overhead: int = 128,
     **inputs: Any,
 ) -> LossOutput:
-    """`loss_fn` of a model on a batch: one forward of the model, whose head computes the loss.
+    """Compute `loss_fn` of a model on a batch, in one forward of the model, whose head computes the loss.
 
     Below the head only what the loss needs is computed, exactly: docs/training-step.md. The metrics
     ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` say how much that was.
 
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
-        loss_fn: the loss. Its soft-cap and logit scale are those of the model, and need not be given.
+        loss_fn: the loss. The model's soft-cap and logit scale apply, and need not be given.
         advantages: one per sequence or one per token.
         router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added where the model
-            computes one (``output_router_logits=True`` in its config or here); None: that of the config.
-        zero_advantage: what becomes of sequences in which no token has a gradient (advantage 0 without KL term and
-            entropy bonus; masked whole). ``"score"``: they run without graph, for the metrics; ``"skip"``: not at all,
-            and metrics are those of the others; ``"train"``: like all others. A loss of your own (`objective`) trains
-            all.
+            computes one (``output_router_logits=True`` in its config or here); None: the config's weight.
+        zero_advantage: treatment of sequences in which no token has a gradient (advantage 0 without KL term and
+            entropy bonus; or masked whole). ``"score"``: they run without graph, for the metrics; ``"skip"``: they do
+            not run, and metrics leave them out; ``"train"``: they run like all sequences. With a loss of your own
+            (`objective`) all sequences train.
         padding: ``"trim"``: the model's forward is as wide as its longest sequence; ``"split"``: sequences sorted by
             length, in forwards of least cost; ``"free"``: sequences one after the other, kept apart by their positions;
-            ``"keep"``: as given. Where a model is not exact in a mode, a warning says what it does instead.
+            ``"keep"``: as given. If a model is not exact in a mode, a warning names the mode used instead.
         shared_prompts: True to compute a prompt once for all of its completions in the batch.
-        forward_overhead: cost of one more forward that ``"split"`` reckons with, in tokens.
+        forward_overhead: cost of one more forward, in tokens, that ``"split"`` assumes.
         inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...) and of the
             model's forward (pixel_values, position_ids, ...); told apart by name.
 
@@ -267,7 +267,7 @@ def _check_skip(config: LossConfig, loss_inputs: dict[str, Any]) -> None:
 
 
 def _with_head(loss_fn: GRPOLoss, head: HeadSpec) -> GRPOLoss:
-    """The same loss, with the soft-cap and the logit scale of `head`."""
+    """Return a copy of `loss_fn` with the soft-cap and the logit scale of `head`."""
     config = loss_fn.config
     for name in ("final_logit_softcapping", "logit_scale"):
         given, found = getattr(config, name), getattr(head, name)

@@ -1,8 +1,8 @@
-"""Ways of computing a trunk in parts that give the padded forward's numbers, found out for each model.
+"""Find out for each model which ways of computing its trunk in parts give the padded forward's numbers.
 
-What config and layers give away is refused by name; everything else is tried once for each model and mode, on three
-short synthetic rows, without gradient and with dropout off. What may differ is measured too: the rounding of the padded
-forward when it gets a few more columns of padding. Modes:
+Modes that the config or the layers rule out are refused by name. Every other mode is tried once for each model, on
+three short synthetic sequences, without gradient and with dropout off. The allowed difference is measured too: how much
+the padded forward changes by rounding when it gets a few more columns of padding. Modes:
 
     keep    some sequences of a batch alone, all columns
     trim    without the columns that are padding
@@ -23,9 +23,9 @@ from grpo_kernels.base.modes import evaluating
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
 from grpo_kernels.integrations.transformers.layout import Layout, Span, plan
 
-_ROUNDING = 4  # times the rounding that is measured, or the precision, a mode may be off
+_ROUNDING = 4  # a mode may be off by this many times the measured rounding, or the dtype's eps
 _MORE_COLUMNS = 5
-_OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies go by the longest position of a forward
+_OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the longest position of a forward
 _SEVERAL_SEGMENTS = ("free", "shared")
 
 # trunk -> {(mode, attention, dtype, positions): reason or None}
@@ -46,7 +46,7 @@ def reason_against(mode: str, trunk: nn.Module, forward: Callable[..., Any], *, 
 
 
 def sliding_window(trunk: nn.Module) -> int | None:
-    """Tokens that a layer of `trunk` looks back at most, or None."""
+    """Sliding window of the layers of `trunk` in tokens, or None."""
     found = getattr(_text(trunk.config), "sliding_window", None)
     return found if isinstance(found, int) else None
 
@@ -111,7 +111,7 @@ def _off(got: Tensor, want: Tensor) -> float:
 def _hidden(
     trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layouts: list[Layout], needed: Tensor
 ) -> Tensor:
-    """Hidden states (n, H) of the `needed` cells, of which `layouts` compute each."""
+    """Hidden states (n, H) of the `needed` cells, all of which `layouts` compute."""
     found: dict[int, Tensor] = {}
     for layout in layouts:
         hidden = run_layout(trunk, forward, inputs, layout).last_hidden_state
@@ -120,7 +120,7 @@ def _hidden(
 
 
 def _synthetic(trunk: nn.Module, positions: bool) -> tuple[TrunkInputs, Tensor]:
-    """Three sequences (3, 11) padded on both sides, two of them with one prompt; and the cells that are read."""
+    """Three sequences (3, 11) padded on both sides, two of them with the same prompt; and the cells that are read."""
     config: Any = trunk.config
     special = {x for name, x in _numbers(config.to_dict()) if name.endswith(("_token_id", "_token_index"))}
     size = _text(config).vocab_size

@@ -56,13 +56,13 @@ class TrunkInputs:
         return TrunkInputs(ids, mask, found, self.constants)
 
     def spans(self, needed: Tensor, *, with_prompts: bool) -> tuple[list[Span], bool]:
-        """(parts of the sequences that have to be computed, True if all positions are 0, 1, 2, ...).
+        """Return the parts of the sequences that have to be computed, and True if all of them are plain.
 
-        Waits for the device.
+        Plain means: no padding within, positions 0, 1, 2, ..., no other per-token input. Waits for the device.
 
         Args:
-            needed: (B, L) bool, cells whose hidden states are read. What comes after the last one is left out, and so
-                are sequences without any.
+            needed: (B, L) bool, cells whose hidden states are read. Cells after a sequence's last needed one are
+                left out, as are sequences without any.
             with_prompts: True to compare prompts.
         """
         length = self.ids.shape[1]
@@ -71,7 +71,7 @@ class TrunkInputs:
         first = torch.where(real, columns, length).amin(1)
         scored = torch.where(needed, columns, length).amin(1)
         end = torch.where(needed, columns + 1, 0).amax(1)
-        outside = (needed & ~real).any(1)  # padding that predicts a token: what it sees, the model alone knows
+        outside = (needed & ~real).any(1)  # padding that predicts a token: only the model knows what it attends to
         first, end = first.masked_fill(outside, 0), end.masked_fill(outside, length)
         inside = (columns >= first[:, None]) & (columns < end[:, None])
         plain = ~(inside & ~real).any(1)
@@ -90,7 +90,7 @@ class TrunkInputs:
 
 
 def run_layout(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layout: Layout) -> Any:
-    """The output of ``forward`` on the cells of `layout`; its hidden states are (b, l, H)."""
+    """Return the output of ``forward`` on the cells of `layout`; its hidden states are (b, l, H)."""
     device = inputs.ids.device
     cells = layout.cells.to(device, non_blocking=True)
     named = {"input_ids": inputs.ids, **inputs.per_token}
@@ -109,7 +109,7 @@ def run_layout(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInput
 
 
 def _attention(trunk: nn.Module, mask: Tensor) -> Tensor:
-    """A mask (b, 1, l, l) as the trunk's attention takes it: bool, or for "eager" a number that is added."""
+    """Convert `mask` (b, 1, l, l) for the trunk's attention: bool, or for "eager" numbers to add."""
     config: Any = trunk.config
     if config._attn_implementation != "eager":
         return mask
@@ -118,7 +118,7 @@ def _attention(trunk: nn.Module, mask: Tensor) -> Tensor:
 
 
 def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
-    """``use_cache=False`` for a forward that reads it: with a cache, transformers looks for no packed sequences."""
+    """``use_cache=False`` for a forward that reads it: with a cache, transformers detects no packed sequences."""
     parameters = inspect.signature(forward).parameters.values()
     reads = any(x.name == "use_cache" or x.kind is x.VAR_KEYWORD for x in parameters)
     return {"use_cache": False} if reads else {}

@@ -1,4 +1,4 @@
-"""The guard of a trunk that is computed in parts: no gradient is lost in silence.
+"""Guard of a trunk that is computed in parts: a gradient that would be lost raises.
 
 It costs one wait for the device in each backward.
 """
@@ -22,7 +22,7 @@ def guard(
     """Have the backward raise if gradient arrives at a cell of `hidden` that no layout with a graph has computed.
 
     Args:
-        rows: what the sequences are called in the message.
+        rows: numbers of the sequences, for the message.
         live: sequences that have a graph.
     """
     if not hidden.requires_grad:

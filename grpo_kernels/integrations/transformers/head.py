@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
 
-# A wrapper's child: torch.compile, Lightning's Fabric, DDP, PEFT
+# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, DDP, PEFT
 _WRAPPED = ("_orig_mod", "_forward_module", "module", "base_model", "model", "pretrained_model")
 
 Constants = tuple[float, float | None, int | None]
-# head -> (what the config said at the time, what its model does, whether a row of logits has been compared too)
+# head -> (the config's constants at the time, the measured ones, True if a row of logits has been compared too)
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Constants, Constants, bool]] = weakref.WeakKeyDictionary()
 
 
@@ -33,13 +33,13 @@ class HeadSpec:
     """Description of how a model turns its head's hidden states into logits.
 
     ``softcap(logit_scale * (hidden @ weight.T + bias + lora))[:vocab_size]``, ``softcap(x) = cap * tanh(x / cap)``.
-    What is done to the hidden states before is the model's own affair: the head is given the result.
+    Whatever the model does to the hidden states before its head stays the model's: the head is given the result.
 
     Attributes:
         module: the head. Its parameters are read at each use; sharded ones are whole only within its forward.
         logit_scale: factor on the logits.
         final_logit_softcapping: the cap, or None.
-        vocab_size: how many of the head's rows are tokens, or None for all.
+        vocab_size: number of the head's rows that are tokens, or None for all.
     """
 
     module: nn.Module
@@ -64,7 +64,7 @@ class HeadSpec:
 
     @property
     def constant_options(self) -> dict[str, Any]:
-        """The arguments of `linear_logprob` that are this head's numbers."""
+        """Return the constants as keyword arguments of `linear_logprob`."""
         scale, cap, vocab_size = self.constants
         return {"logit_scale": scale, "final_logit_softcapping": cap, "vocab_size": vocab_size}
 
@@ -74,26 +74,26 @@ class HeadSpec:
         return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
     def tensors(self, hidden: Tensor) -> dict[str, Any]:
-        """The arguments of `linear_logprob_with` and `grpo_loss` that are this head's; to be read in its forward."""
+        """Return the tensors as `linear_logprob_with` and `grpo_loss` take them; call it in the head's forward."""
         weight, bias, lora = parameters_of(self.module, hidden)
         gather = gather_of(self.module.parameters())  # for the backward
         return {"weight": weight, "bias": bias, "lora": lora, **({} if gather is None else {"gather": gather})}
 
 
 def describe_head(model: nn.Module) -> HeadSpec:
-    """The head of a causal language model of transformers: text or vision-language, wrapped (PEFT, DDP, FSDP2) or not.
+    """Describe the head of a causal language model: text or vision-language, wrapped (PEFT, DDP, FSDP2) or not.
 
-    Before the model has been run by this library it is what the config says; afterwards what the model really does.
+    Before this library has run the model, the constants are the config's; afterwards they are those measured.
 
     Raises:
-        TypeError: no transformers model, an encoder-decoder model, or a head that is not one linear layer; the message
-            says what was found.
+        TypeError: not a transformers model, an encoder-decoder model, or a head that is not one linear layer; the
+            message says what was found.
     """
     return known_head(model)[0]
 
 
 def known_head(model: nn.Module) -> tuple[HeadSpec, bool]:
-    """(the head, as `describe_head`; whether it was compared with the model's own logits under its present config)."""
+    """Return `describe_head`'s head, and True if it was compared with the model's logits under its present config."""
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
         raise TypeError(
@@ -111,7 +111,7 @@ def known_head(model: nn.Module) -> tuple[HeadSpec, bool]:
 
 
 def remember(model: nn.Module, head: HeadSpec, compared: bool) -> None:
-    """Let `describe_head` find `head` from now on; `compared` as `known_head` says it."""
+    """Let `describe_head` return `head` from now on; `compared` as in `known_head`."""
     _known[head.module] = _from_config(causal_lm(model), head.module).constants, head.constants, compared
 
 

@@ -1,9 +1,9 @@
-"""The check of a head in a model's first forward: what does the model do to logits, and is its head one linear layer?
+"""Check of a head in a model's first forward: what does the model do to logits, and is its head one linear layer?
 
-Beside the scores the model is given two rows in the place of logits: real logits, which its own head has projected from
-one hidden state; and a ladder of known numbers, which shows every scale, soft-cap and cut. If the ladder does not
-come back as the constants of `HeadSpec` say, they are measured from it. From the real logits follow the model's own
-log-probabilities, with which ours are compared.
+Beside the scores the model is given two rows in place of logits: real logits, which its own head has projected from
+one hidden state; and a ladder of known numbers, which shows every scale, soft-cap and cut. If the ladder comes back
+otherwise than the constants of `HeadSpec` predict, they are measured from it. The real logits give the model's own
+log-probabilities, and ours are compared with them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from grpo_kernels.logprob import linear_logprob_with
 class HeadCheck:
     """Comparison of a head with its model's own logits, in one forward.
 
-    In this order: `project` and `score` within the head, `rows` from the head to the model, `take` of the model's
-    output, `verified`.
+    Order of the calls: `project` and `score` within the head; `rows`, which the head returns; `take` for the model's
+    output; `verified`.
     """
 
     def __init__(self, head: HeadSpec, batch: Batch) -> None:
@@ -33,7 +33,7 @@ class HeadCheck:
 
     @torch.no_grad()
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
-        """Let the head's own `forward` compute the logits of a row of its input (B, L, H) that counts, if any does."""
+        """Compute, by the head's own `forward`, the logits of a row of `hidden` (B, L, H) that counts, if any does."""
         states, _, mask = self._batch.aligned(hidden)
         row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         self._state = states[row, column].detach()  # (H,)
@@ -57,11 +57,11 @@ class HeadCheck:
 
     @property
     def rows(self) -> Tensor:
-        """(2, V), the logits to give the model: the row's and the ladder."""
+        """Logits to give the model, (2, V): those of the row, and the ladder."""
         return torch.stack([self._logits, self._rungs])
 
     def take(self, output: Any) -> None:
-        """Keep the logits that the model has made of `rows`, the first two of its `output`."""
+        """Keep what the model has made of `rows`: the first two rows of logits in its `output`."""
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] < 2:
             raise ValueError(f"model: expected an output with logits (B, T, V), got {type(output).__name__}")
@@ -73,10 +73,10 @@ class HeadCheck:
         return bool(self._logits.isfinite().all())
 
     def verified(self, model: nn.Module) -> HeadSpec:
-        """The head as `model` really uses it: the one that is checked, or the same with other constants.
+        """Return the head as `model` really uses it: the checked one, or the same with measured constants.
 
         Raises:
-            ValueError: it cannot be expressed.
+            ValueError: no `HeadSpec` describes it.
         """
         (own, climbed), rungs, name = self._made, self._rungs, type(model).__name__
         if not _agrees(self._head, rungs, climbed):
@@ -115,9 +115,9 @@ def _agrees(head: HeadSpec, rungs: Tensor, logits: Tensor) -> bool:
 
 
 def _measured(head: HeadSpec, rungs: Tensor, logits: Tensor) -> HeadSpec | None:
-    """The constants that make `logits` (v,) of `rungs` (V,), or None if there are none or they cannot be read exactly.
+    """Return `head` with the constants that turn `rungs` (V,) into `logits` (v,), or None if they cannot be measured.
 
-    ``logits = cap tanh(scale x / cap)``: far out it is the cap, near 0 it is ``scale x``.
+    ``logits = cap tanh(scale x / cap)`` is the cap for large x and ``scale x`` near 0.
     """
     count = logits.shape[-1]
     if count > rungs.shape[0] or count < 22 or logits.dtype.itemsize < 4:

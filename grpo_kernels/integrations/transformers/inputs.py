@@ -1,6 +1,6 @@
 """Arguments of a call: its batch, the attention mask, and which names a model takes.
 
-transformers' forwards let every name that they do not know vanish in their ``**kwargs``.
+transformers' forwards accept unknown names in their ``**kwargs`` and ignore them; `check_names` refuses them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, wa
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.transformers.head import unwrapped
 
-# What every forward with **kwargs takes: the fields of TransformersKwargs (older releases have fewer, or none), and
-# what transformers' decorators of a forward read. num_items_in_batch is the loss's: no model reads it without labels.
+# Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have fewer, or none), and
+# names that transformers' decorators of a forward read. num_items_in_batch is the loss's: read only with labels.
 DOCUMENTED = {"position_ids", "output_hidden_states", "output_attentions", "output_router_logits", "is_causal"}
 DOCUMENTED |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 DOCUMENTED |= {"use_cache", "return_dict", "cache_position"}
@@ -68,16 +68,16 @@ class Batch:
         ids, mask = self.input_ids[:, -count:].to(hidden.device), self.completion_mask.to(hidden.device)
         if hidden.shape[1] > count:
             return hidden[:, -count - 1 : -1], ids, mask
-        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)  # nothing predicts the first
+        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)  # nothing predicts the first token
         return hidden.roll(1, dims=1), ids, mask
 
 
 def check_names(model: nn.Module, given: Collection[str], others: Collection[str], takers: str) -> None:
-    """Raise unless each of the names `given` as arguments of the model is read by somebody.
+    """Raise if nothing reads one of the names `given` as arguments of the model.
 
     Args:
         others: names that the caller itself takes, to suggest them.
-        takers: what the caller serves beside the model, for the message: " or the loss", or nothing.
+        takers: the other reader of names, for the message: " or the loss", or "" if there is none.
 
     Raises:
         TypeError: a name that is a parameter of no forward around the model, of the model or of its body, and not
@@ -88,7 +88,7 @@ def check_names(model: nn.Module, given: Collection[str], others: Collection[str
     wrappers, base = unwrapped(model)
     known = {name for module in (*wrappers, base) for name in _named_by(module)}
     if any(x.kind is x.VAR_KEYWORD for x in inspect.signature(type(base).forward).parameters.values()):
-        known |= DOCUMENTED.union(_named_by(base.base_model))  # to which its **kwargs go on
+        known |= DOCUMENTED.union(_named_by(base.base_model))  # its **kwargs go on to the body
     for name in given:
         expected = f"{name}: expected an input of {type(base).__name__}{takers}, got"
         if name in _OF_LOSS_CONFIG:
@@ -100,11 +100,11 @@ def check_names(model: nn.Module, given: Collection[str], others: Collection[str
 
 def _named_by(module: nn.Module) -> Iterator[str]:
     """The named parameters of a module's forward, without its *args and **kwargs."""
-    for forward in (type(module).forward, module.forward):  # the class's too: on an object it may be wrapped
+    for forward in (type(module).forward, module.forward):  # both: an object's may be a wrapper
         for name, x in inspect.signature(forward).parameters.items():
             if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != "self":
                 yield name
-    yield from getattr(module, "special_peft_forward_args", ())  # which PEFT takes out of its **kwargs
+    yield from getattr(module, "special_peft_forward_args", ())  # PEFT takes these out of its **kwargs
 
 
 def check_attention_mask(attention_mask: Any, input_ids: Tensor) -> None:
@@ -123,14 +123,14 @@ def check_attention_mask(attention_mask: Any, input_ids: Tensor) -> None:
 
 
 def check_attended(attention_mask: Any, needed: Tensor, *, has_positions: bool) -> None:
-    """Look at the values of an `attention_mask` (B, L), which waits for the device.
+    """Check the values of an `attention_mask` (B, L). Waits for the device.
 
-    An error is a token that counts in padding. One warning each: a first token behind padding that counts, which
-    nothing predicts; zeros between ones, behind which positions are off. The token after the last 1 may count: it is
-    the end token where that is the padding token too.
+    A token that counts within padding is an error. Two cases warn: a first token that counts though nothing predicts
+    it, since padding comes before it; and zeros between ones, after which positions are off. The token after the last 1
+    may count: it is the end token if that is the padding token too.
 
     Args:
-        attention_mask: as `check_attention_mask` leaves it; only one of two dimensions is looked at.
+        attention_mask: as `check_attention_mask` accepts it; only a mask of two dimensions is checked.
         needed: (B, L) bool, the columns whose hidden states predict a token that counts.
         has_positions: True if the caller gives position_ids.
 

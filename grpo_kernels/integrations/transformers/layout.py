@@ -1,18 +1,18 @@
-"""Layouts: the cells of a padded batch (B, L) that one forward of the trunk computes, and how they stand in it.
+"""Layouts: the cells of a padded batch (B, L) that one forward of the trunk computes, and their arrangement in it.
 
 A `Span` is the part of one sequence that has to be computed; a strip is a row of a forward, made of one span or
-several; a `Layout` is the strips of one forward, padded to the longest. `plan` makes layouts of spans::
+several; a `Layout` is the strips of one forward, padded to the longest. `plan` turns spans into layouts::
 
     trim   one forward, as wide as its longest sequence
     split  sequences sorted by length, cut into forwards of least cost: rows x columns, plus `overhead` tokens each
-    free   sequences one after the other in strips that are no longer than the batch was wide
+    free   sequences one after the other, in strips of at most `longest` tokens
     share  each prompt once, before its completions: [prompt[:-1] | prompt[-1], c1 | prompt[-1], c2 | ...]
 
-Everything here is int64 on the CPU; no model is known.
+All tensors here are on the CPU, indices in int64; nothing depends on a model.
 
-A strip is a tensor (4, n): of each of its tokens the cell (an index into the flattened (B, L)), the position within the
-sequence, the segment, and the other segment that it sees, which is the prompt of a completion. A token sees the earlier
-tokens of these two segments.
+A strip is a tensor (4, n) that has for each of its tokens the cell (an index into the flattened (B, L)), the position
+within the sequence, the segment, and the other segment that the token sees: the prompt, for a token of a completion. A
+token sees the earlier tokens of these two segments.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_POSITION, _SEGMENT = 1, 2  # of a strip's rows
+_POSITION, _SEGMENT = 1, 2  # rows of a strip
 
 
 @dataclass(frozen=True)
 class Span:
-    """Columns ``first`` to ``end - 1`` of sequence ``row``; its head reads ``scored`` to ``end - 1``."""
+    """Columns ``first`` to ``end - 1`` of sequence ``row``; the head reads ``scored`` to ``end - 1``."""
 
     row: int
     first: int
@@ -45,8 +45,8 @@ class Span:
 class Layout:
     """Cells that one forward of the trunk computes, (b, l) each; ``stored`` is False for padding.
 
-    ``isolated`` says what keeps the segments of a strip apart: nothing (one segment a strip, and the model counts
-    columns by itself), the position ids, or a mask.
+    ``isolated`` says what keeps the segments of a strip apart: nothing (a strip has one segment, and the model
+    counts columns by itself), the position ids, or a mask.
     """
 
     cells: Tensor
@@ -85,7 +85,7 @@ def plan(
 
     Args:
         padding: "keep", "trim", "split" or "free".
-        shared: each prompt once.
+        shared: True to compute each prompt once.
         graph: True if the forwards keep a graph for the backward.
         overhead: cost of one more forward, in tokens ("split").
         longest: most tokens of a strip ("free"); None: no limit.
@@ -119,9 +119,9 @@ def anchor(span: Span, length: int, graph: bool) -> Layout:
 
 
 def cut(lengths: Sequence[int], overhead: int) -> list[list[int]]:
-    """Indices of `lengths` in parts of least cost; a part costs its members times the longest, plus `overhead`.
+    """Divide the indices of `lengths` into parts of least cost: size x longest length + `overhead` for each part.
 
-    Sorted by length, the parts are consecutive: a dynamic programme over where the last one begins.
+    Sorted by length, the members of a part are consecutive: a dynamic programme over where the last part begins.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     cost, begin = [0.0], [0]
@@ -139,9 +139,9 @@ def cut(lengths: Sequence[int], overhead: int) -> list[list[int]]:
 
 
 def _bins(lengths: Sequence[int], longest: int | None) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `longest` tokens, the longest first, each into the first that has room.
+    """Pack the indices of `lengths` into bins of at most `longest` tokens: longest first, into the first bin with room.
 
-    What is longer than `longest` has a bin of its own.
+    A length above `longest` has a bin of its own.
     """
     bins: list[list[int]] = []
     filled: list[int] = []

@@ -34,7 +34,7 @@ class TrunkOptions:
 
 
 def check_skip(config: LossConfig) -> None:
-    """Raise unless the gradient of live sequences is the same if the others are not scored.
+    """Raise unless live sequences have the same gradient if the other sequences are not scored.
 
     Raises:
         ValueError: the loss reads the entropies or log-probabilities of all sequences.
@@ -53,10 +53,10 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def scoring_options(loss_fn: GRPOLoss | None, temperature: float | None) -> dict[str, Any]:
-    """Return the options of `linear_logprob` with which log-probabilities are those of the loss.
+    """Return the options of `linear_logprob` that give the log-probabilities of the loss.
 
     Raises:
-        TypeError, ValueError: no `GRPOLoss`; a `temperature` beside it.
+        TypeError, ValueError: `loss_fn` is no `GRPOLoss`; or it is given together with a `temperature`.
     """
     if loss_fn is None:
         return {"temperature": 1.0 if temperature is None else temperature}

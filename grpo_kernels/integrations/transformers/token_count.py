@@ -1,4 +1,4 @@
-"""`TokenCount`: tokens that the forwards of a trunk computed, of those that the padded batch holds."""
+"""`TokenCount`: number of tokens that the forwards of a trunk computed, out of those in the padded batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenCount:
         }
 
     def take(self) -> dict[str, float]:
-        """The shares since the last time, by name; empty if nothing was counted."""
+        """Return the shares since the last call, by name, and begin again; empty if nothing was counted."""
         found = {name: count / total for name, (count, total) in self.pairs.items()}
         self.reset()
         return found

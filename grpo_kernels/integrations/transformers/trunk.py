@@ -10,8 +10,8 @@ and see one forward.
     columns that are only padding      cut (``padding``)
     prompts that several rows share    computed once (``shared_prompts``)
 
-The guard: if gradient arrives at a cell that was not computed with a graph, the backward raises. So `live` may be
-wrong, and never changes a result. It costs one wait for the device in each backward.
+The guard: if gradient arrives at a cell that was not computed with a graph, the backward raises. So a wrong
+`live` raises, and never changes a result. The guard costs one wait for the device in each backward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from grpo_kernels.integrations.transformers.within import forward_name, replaced
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_COMPILED_COLUMNS = 64  # widths are multiples of it where layers are compiled, so that shapes come again
+_COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def live_trunk(
     live: Tensor | None,  # (B,) bool
     count: TokenCount,
 ) -> Iterator[None]:
-    """Inside, the trunk of `model` computes what `options` say of each batch that it is given.
+    """Inside, the trunk of `model` computes only what `options` ask for of each batch.
 
     Args:
         needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the B sequences in
@@ -149,7 +149,7 @@ class _TrunkCall:
         """The forwards of this call, those with a graph first; as many of each kind as other ranks have."""
         length = inputs.ids.shape[1]
         spans, is_plain = inputs.spans(needed, with_prompts=shared)
-        if not is_plain and (shared or padding == "free"):  # positions are columns: holes would close
+        if not is_plain and (shared or padding == "free"):  # positions would be counted without the holes
             say_once(self.trunk, "a sequence has padding within, or position_ids that do not count from 0")
             padding, shared = ("trim" if padding == "free" else padding), False
         window = exactness.sliding_window(self.trunk)
@@ -162,7 +162,7 @@ class _TrunkCall:
         without = plan([span for span in spans if not live[span.row]], length, graph=False, **named)
         wanted = [max(int(torch.is_grad_enabled()), len(with_graph)), len(without)]
         if not any(wanted):
-            wanted[1] = 1  # the output has to come from somewhere
+            wanted[1] = 1  # the output needs at least one forward
         wanted = self._most_of_ranks(wanted)
         some = spans[0] if spans else Span(0, 0, 0, length)
         with_graph += [anchor(some, length, True)] * (wanted[0] - len(with_graph))
@@ -170,7 +170,7 @@ class _TrunkCall:
         return with_graph + without
 
     def _as_given(self, given: dict[str, Any]) -> Any:
-        """The padded forward, and forwards without graph for other ranks that have some."""
+        """Run the padded forward, and as many forwards without graph as other ranks run."""
         graph, without = torch.is_grad_enabled(), 0
         ids: Any = given.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 2:
@@ -184,7 +184,7 @@ class _TrunkCall:
         return found
 
     def _in_parts(self, inputs: TrunkInputs, layouts: list[Layout], rows: range, live: Tensor) -> Any:
-        """The output of the trunk, with the hidden states (B, L, H) of `layouts`; `rows` have a graph where `live`."""
+        """Return the trunk's output, its hidden states (B, L, H) from `layouts`; `rows` have a graph where `live`."""
         sequences, length = inputs.ids.shape
         graph = torch.is_grad_enabled()
         cells, states = [], []
@@ -217,7 +217,7 @@ class _TrunkCall:
 def _trunk_of(base: Any) -> nn.Module:
     """The module below the head whose forward the model's own forward calls."""
     body: nn.Module = base.base_model
-    decoder = getattr(body, "decoder", None)  # OPT's model calls it past the body's forward
+    decoder = getattr(body, "decoder", None)  # OPT's model calls its decoder, not the body's forward
     return decoder if isinstance(decoder, PreTrainedModel) else body
 
 
@@ -248,7 +248,7 @@ def _rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
 
 
 def _checkpoints_reentrantly(trunk: nn.Module) -> bool:
-    """True if several ranks do: DDP then takes one forward with a graph, since each marks its parameters ready."""
+    """True if ranks checkpoint reentrantly: DDP then allows one forward with graph, as each marks parameters ready."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     functions = (vars(x).get("_gradient_checkpointing_func") for x in trunk.modules() if _checkpoints(x))
@@ -260,7 +260,7 @@ def _checkpoints(module: nn.Module) -> bool:
 
 
 def _is_compiled(modules: Iterable[Any]) -> bool:
-    """True if one of `modules` is itself what `torch.compile` made, or has been compiled in place."""
+    """True if one of `modules` was returned by `torch.compile`, or has been compiled in place."""
     return any(
         type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None for x in modules
     )

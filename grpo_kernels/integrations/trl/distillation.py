@@ -2,8 +2,8 @@
 
 TRL 1.15 and 1.16 compute the divergence between student and teacher in one function of hidden states and heads, which
 the trainer looks up at call time as ``trl.trainer.distillation_trainer._chunked_divergence_loss``. `divergence_loss`
-has its parameters and returns the same three values; all else stays TRL's. Student and teacher are projected once, with
-the gradient taken on the same logits, where TRL projects both again in its backward, and between the two KLs once more.
+has its parameters and returns the same three values; all else stays TRL's. Student and teacher are projected once, and
+the gradient is taken on the same logits; TRL projects both again in its backward, and for 0 < beta < 1 once more.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, summed entropy of the student, number of counted tokens), each (), of which the loss has a gradient.
+    """Return (loss, summed entropy of the student, number of counted tokens), () each; only the loss has a gradient.
 
-    The loss is the sum of the tokens' divergences over `num_items_in_batch`, or without it their mean. `beta` is TRL's
-    and ours: 0 the forward KL, 1 the reverse, between them the generalized Jensen-Shannon divergence.
+    The loss is the sum of the tokens' divergences over `num_items_in_batch`, or without it their mean. `beta` is as
+    in TRL: 0 is the forward KL, 1 the reverse KL, between them the generalized Jensen-Shannon divergence.
 
     Raises:
         ValueError: the student's head is divided by FSDP2 and trains.
@@ -74,7 +74,7 @@ def divergence_loss(
             teacher_logit_scale=teacher_logit_scale,
             outputs=("entropy",),
             expected=expected,
-            gather=lambda: maybe_gather_lm_head_ctx(*student),  # once more for the backward; the teacher's is kept
+            gather=lambda: maybe_gather_lm_head_ctx(*student),  # again for the backward; the teacher's is kept
         )
     row_count.current().add(valid.numel(), valid, (found["divergence"],))
     count = valid.sum()
@@ -93,7 +93,7 @@ def _check_student(weight: Tensor) -> None:
 
 
 def _whole(x: Any) -> Any:
-    """All of what FSDP2 has divided, without gradient; anything else as it is."""
+    """Gather a tensor that FSDP2 has divided, without gradient; return anything else as it is."""
     return whole_constant(x) if is_dtensor(x) else x
 
 
@@ -126,7 +126,7 @@ class FusedDistillationTrainer(DistillationTrainer):
 
     With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step where TRL's costs
     12NVH, and 16NVH with a `beta` between 0 and 1; prompt and padding tokens are not projected at all. LoRA on the
-    student's body is as in TRL, which refuses it on the head. It logs ``rows/projected`` and ``rows/gradient`` besides.
+    student's body is as in TRL, which refuses it on the head. It also logs ``rows/projected`` and ``rows/gradient``.
 
     Other trainers of the process are not touched; `patch_trl` is for those.
     """
@@ -138,12 +138,12 @@ class FusedDistillationTrainer(DistillationTrainer):
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, with our divergence."""
+        """Compute TRL's loss, with our divergence."""
         with SEAM.filled(), row_count.counting(self._row_count):
             return super()._compute_loss(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, with the rows of this process."""
+        """Log as TRL does, with the row counts of this process."""
         if self.model.training:
             logs.update(self._row_count.take())
         super().log(logs, *args, **kwargs)

@@ -1,9 +1,9 @@
-"""The KL term of TRL's GRPO over the whole vocabulary, in the place of its estimate of sampled tokens.
+"""The KL term of TRL's GRPO over the whole vocabulary, in place of its estimate from sampled tokens.
 
-TRL scores the completions with the reference model before the loss, and keeps (B, T) log-probabilities. Here its head's
-input is kept instead, (B, T, H') numbers, and the loss's own call to the policy's head projects both and returns the
-divergence of each token beside its log-probability. TRL computes its loss as if beta were 0; the term is added to it,
-with the same normaliser.
+TRL scores the completions with the reference model before the loss, and keeps (B, T) log-probabilities. Here the input
+of the reference's head, (B, T, H'), is kept instead. The loss's own call to the policy's head projects both inputs, and
+returns each token's divergence beside its log-probability. TRL computes its loss as if beta were 0; the term is
+added to it, with the same normaliser.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from grpo_kernels.integrations.trl.step import counted_tokens
 from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.normaliser import token_weights
 
-KEY = "ref_hidden_states"  # in TRL's batch, which it shuffles and splits like all else
+KEY = "ref_hidden_states"  # an entry of TRL's batch; TRL shuffles and splits it like the other entries
 
 
 class Kept:
-    """The inputs of the reference's head, kept in the place of its log-probabilities."""
+    """The inputs of the reference's head, kept in place of its log-probabilities."""
 
     def __init__(self, model: Any, labelled: Tensor) -> None:
-        """`labelled` (B, T) are the completion tokens; `model` is read now, with the adapters that are active now."""
+        """`labelled` (B, T) is True at completion tokens; `model` is read here, with the adapters active now."""
         head = inner_head(model.get_output_embeddings())
         self.linear = linear_of(head)
         if self.linear is not head and active_adapters(head):
@@ -58,7 +58,7 @@ class Kept:
         outputs: Sequence[str],
         **_: Any,
     ) -> dict[str, Tensor]:
-        """Keep `hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside, and how its logits are made.
+        """Keep `hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside, and the logits' constants.
 
         The results are 0, (n,) each: nobody reads them.
         """
@@ -72,7 +72,7 @@ class Kept:
         return dict.fromkeys(("logps", *outputs), hidden.new_zeros(len(hidden), dtype=torch.float32))
 
     def give(self) -> Tensor:
-        """Return the hidden states (B, T, H'), 0 at padding, and keep them no longer."""
+        """Return the hidden states (B, T, H'), 0 at padding, and release them."""
         found, self._hidden = self._hidden, torch.empty(0)
         return found.view(*self._shape, found.shape[-1])
 
@@ -83,19 +83,19 @@ class Reference:
 
     hidden: Tensor  # (B, T, H')
     head: Kept
-    divergences: Tensor | None = None  # (B, T), 0 where nothing counts; set by `compare`
+    divergences: Tensor | None = None  # (B, T), 0 where no token counts; set by `compare`
 
     def compare(
         self, hidden: Tensor, weight: Tensor, positions: Tensor | None, *, outputs: Sequence[Any], **options: Any
     ) -> dict[str, Tensor]:
-        """The `outputs` and ``"logps"`` of the rows `hidden` (n, H), as `linear_logprob_with` has them.
+        """Return `outputs` and ``"logps"`` of the rows `hidden` (n, H), and keep their divergences.
 
         Options are those of `linear_divergence_with`, with `ids` and `mask`.
         """
         if positions is None:
             raise RuntimeError("kl_estimator: expected TRL's loss to score (B, T) positions, got others")
         other = self.head
-        linear = other.linear  # read now: what FSDP2 has divided is another tensor within a forward than outside
+        linear = other.linear  # read now: under FSDP2 the weight is another tensor within a forward than outside
         states = self.hidden.reshape(-1, self.hidden.shape[-1]).to(hidden.device)
         with maybe_gather_lm_head_ctx(linear.weight, linear.bias):
             found = linear_divergence_with(
@@ -122,13 +122,13 @@ def check_estimator(name: Any) -> None:
 
 
 def check_beta(trainer: Any) -> None:
-    """Raise ValueError if the KL term of `trainer` is to be the exact one and there is none."""
+    """Raise ValueError if `trainer` asks for the exact KL term with beta = 0, which leaves no KL term."""
     if trainer.kl_estimator == "full" and trainer.args.beta == 0.0:
         raise ValueError("kl_estimator: expected 'k3' with beta = 0, which leaves no KL term, got 'full'; give beta")
 
 
 def check_trainer(trainer: Any, owner: type, compatible: bool) -> None:
-    """Raise ValueError unless the KL term of `trainer`, whose loss `owner` defines, can be the exact one."""
+    """Raise ValueError unless `trainer`, whose loss `owner` defines, can have the exact KL term."""
     if not compatible:
         raise ValueError("kl_estimator: expected 'k3', since this trl has no fused head that is known, got 'full'")
     if owner is not GRPOTrainer:
@@ -141,7 +141,7 @@ def check_trainer(trainer: Any, owner: type, compatible: bool) -> None:
 
 
 def is_reference(trainer: Any, model: Any) -> bool:
-    """Return True if `model` is the reference in a scoring call: another model, or the same with its adapters off."""
+    """Return True if `model` is now the reference: `ref_model`, or the policy with adapters off or "ref" on."""
     if trainer.ref_model is not None:
         return model is trainer.ref_model
     if torch.is_grad_enabled():
@@ -166,7 +166,7 @@ def add_term(trainer: Any, config: LossConfig, loss: Tensor, inputs: dict[str, A
     """Return TRL's `loss` () plus beta times the loss type's mean of `divergences` (B, T); and log TRL's metrics."""
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
-    if loss_of(config).normaliser == "num_items":  # of the generated batch, where TRL divides by those of one step
+    if loss_of(config).normaliser == "num_items":  # items: of the generated batch; items / per_item: of a micro-batch
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         per_item = trainer.accelerator.num_processes * (trainer.args.steps_per_generation if trains else 1)
     blank = LossInputs(None, mask, divergences.new_zeros(len(mask))).with_blank_ids(mask)

@@ -18,9 +18,9 @@ from grpo_kernels.objective.losses import loss_of
 
 
 def loss_config(trainer: Any, owner: type, *, makes_ratio: bool) -> LossConfig | None:
-    """The configuration of the loss of `trainer`, a method of `owner`, or None where it is not one we know.
+    """Return the configuration of the loss of `trainer`, a method of `owner`, or None if we do not know that loss.
 
-    `makes_ratio` is True while the ratio to the sampler is made of the loss's own log-probabilities (`sampling`).
+    `makes_ratio` is True while the ratio to the sampler is computed from the loss's own log-probabilities (`sampling`).
     """
     overrides: dict[str, Any] = {"entropy_coef": _entropy_coef(trainer), "kl_estimator": trainer.kl_estimator}
     if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
@@ -45,7 +45,7 @@ def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> Ro
         fill = next((logps for logps in scored if logps is not None), None)
     try:
         expected = policy_expectation(config, completion_mask=counted, **_policy_inputs(trainer, inputs, config))
-    except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not; it computes the loss, not we
+    except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not, and the loss is TRL's
         _warn(error)
         expected = None
     return Rows(labelled, labelled.size(0), None if counted is labelled else counted, fill, expected)
@@ -56,7 +56,7 @@ def _warn(error: Exception) -> None:
 
 
 def _entropy_coef(trainer: Any) -> float:
-    """Weight of the entropy bonus in this step; under adaptive control TRL has its state on the trainer."""
+    """Weight of the entropy bonus in this step; under adaptive control TRL keeps it on the trainer."""
     if not getattr(trainer, "use_adaptive_entropy", False):
         return float(trainer.args.entropy_coef)
     too_low = trainer._last_world_entropy <= trainer.args.entropy_target
@@ -67,8 +67,8 @@ def _policy_inputs(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> 
     """The batch as `policy_expectation` takes it, on a scale common to the policy term and the entropy bonus.
 
     TRL divides the bonus and most losses by the accumulation steps G. dapo, cispo and vespo divide by
-    num_items / world_size * G / steps_per_generation instead: num_items / (world_size * steps_per_generation), with
-    that G taken out of both.
+    num_items / world_size * G / steps_per_generation instead. G is left out of both here, so that these three divide by
+    num_items / (world_size * steps_per_generation).
     """
     found = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
     if config.masks_off_policy or config.corrects_sampling:

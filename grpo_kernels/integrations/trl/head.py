@@ -1,9 +1,9 @@
 """Heads that TRL's fused forward must not read from outside: with an adapter on them, or divided over ranks.
 
-TRL's forward asks the model for its head and passes on ``lm_head.weight``. Of a head with LoRA that is the base weight
-alone, and TRL refuses such models. Of a head that is an FSDP2 unit of its own it is a part, which TRL gathers by
-``full_tensor()``: a copy whose gradient no rank adds to another's. Here the model answers with a `ModelHead` instead,
-and what TRL computes with it is computed in the place of the head's own forward (`grpo_kernels.modules.within_head`).
+TRL's forward asks the model for its head and passes on ``lm_head.weight``. For a head with LoRA that is the base weight
+alone, and TRL refuses such models. For a head that is an FSDP2 unit of its own it is a shard, which TRL gathers by
+``full_tensor()``: a copy whose gradient is not summed over ranks. Here the model returns a `ModelHead` instead, and
+TRL's computation with it runs in place of the head's own forward (`grpo_kernels.modules.within_head`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from grpo_kernels.integrations.patching import Patches
 from grpo_kernels.integrations.transformers.head import causal_lm, inner_head
 from grpo_kernels.modules import is_fsdp_unit, within_head
 
-_TUNED = "BaseTunerLayer"  # PEFT's, as TRL's module has imported it where there is a PEFT
+_TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
 
 
 class ModelHead:
-    """A head as TRL's forward reads it: it passes `weight`, which is this object, to the function that scores."""
+    """A head for TRL's forward, which passes `weight`, that is this object, to the function that scores."""
 
-    bias = None  # part of what the weight stands for
+    bias = None  # TRL passes none: `score` reads the head's
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -49,7 +49,7 @@ class ModelHead:
         return ZeroParamStatus.AVAILABLE
 
     def score(self, hidden: Tensor, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-        """``compute(hidden, weight, bias, lora=, gather=)`` with the head's parameters, which are whole meanwhile."""
+        """Call ``compute(hidden, weight, bias, lora=, gather=)`` with the head's parameters, which are whole inside."""
         head = inner_head(self._module)
         unit = self._module if is_fsdp_unit(self._module) else head
         check_hooks(unit)
@@ -84,10 +84,10 @@ def whole_heads(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_allowed() -> Iterator[None]:
-    """Inside, TRL's trainers accept models with an adapter on their head; `check_head` looks at it afterwards."""
+    """Inside, TRL's trainers accept models with an adapter on their head; `check_head` checks it afterwards."""
     patches = Patches()
     if hasattr(trl_grpo, _TUNED):
-        patches.replace(trl_grpo, _TUNED, type(_TUNED, (), {}))  # of which no head is an instance
+        patches.replace(trl_grpo, _TUNED, type(_TUNED, (), {}))  # a class that has no instances
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 
 def _scored(hidden: Tensor, weight: Tensor, positions: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    """The results of a head call as `linear_logprob_with` has them."""
+    """Compute a head call with `linear_logprob_with`."""
     return linear_logprob_with(hidden, weight, **options)
 
 
@@ -47,8 +47,8 @@ class Rows:
         counted: the labelled tokens that the loss reads, or None for all of them. The others are not projected.
         fill: log-probability reported where a labelled token is not counted, so that a ratio there stays finite.
         expected: the gradient to expect, for ids of shape (B, T).
-        compute: function of the head calls, of hidden states, weight, positions in the flattened (B, T) and the options
-            of `linear_logprob_with`; it has the results of that by their names.
+        compute: function that computes a head call, from hidden states, weight, positions in the flattened (B, T) and
+            the options of `linear_logprob_with`; it returns results by name, like `linear_logprob_with`.
     """
 
     labelled: Tensor
@@ -63,8 +63,8 @@ class Rows:
     def next_call(self, rows: int, compact: bool) -> Tensor | None:
         """Positions (rows,) of the next head call's rows in the flattened (B, T), -1 outside; None: unknown.
 
-        TRL passes the labelled rows alone where it has Triton (`compact`), else every position of the sequences, of
-        which the last T are the completion.
+        TRL passes only the labelled rows if it has Triton (`compact`), else every position of the sequences, whose last
+        T positions are the completion.
         """
         first, length = self.start, self.labelled.size(1)
         count = min(self.batch_size, self.labelled.size(0) - first)
@@ -87,7 +87,7 @@ class FusedHead:
     """Stand-in for TRL's autograd function: same call, same results, our engines."""
 
     @staticmethod
-    @torch.compiler.disable  # a compiled model breaks its graph here: which rows count is data
+    @torch.compiler.disable  # a compiled model breaks its graph here: which rows count depends on data
     def apply(
         hidden: Tensor,  # (N, H)
         weight: Tensor | ModelHead,  # (V, H)
@@ -115,7 +115,7 @@ class FusedHead:
         if isinstance(weight, ModelHead):
             found = weight.score(hidden, compute)
         else:
-            # ZeRO-3 takes the weight apart when the forward is over
+            # ZeRO-3 partitions the weight again after the forward
             found = compute(hidden, weight, bias, gather=lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias))
         entropy, log_sum_sq, mean_logits, is_top1 = (found.get(name) for name in OPTIONAL_OUTPUTS)
         return found["logps"], entropy, log_sum_sq, mean_logits, is_top1
@@ -141,7 +141,7 @@ def _score(
 
 
 def _operands_as_trls(hidden: Tensor) -> AbstractContextManager[Any]:
-    """Context in which products of 16-bit hidden states are in 16 bits, if TRL's rounding is asked for."""
+    """Context in which products of 16-bit hidden states are in 16 bits, if `logits_dtype` is "input"."""
     kind = hidden.device.type
     if logits_dtype != "input" or hidden.dtype.itemsize != 2 or torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -149,11 +149,11 @@ def _operands_as_trls(hidden: Tensor) -> AbstractContextManager[Any]:
 
 
 def _known(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Expectation | None, Tensor | None]:
-    """(positions, mask, expected, fill) of this call's rows, each None if the running trainer said nothing of them."""
+    """(positions, mask, expected, fill) of this call's rows; each None if unknown."""
     rows = _rows.get()
     if rows is None or is_fake(hidden):
         return None, None, None, None
-    use_triton = getattr(trl_utils, "_use_triton", None)  # 1.15 has none, and passes the labelled rows alone everywhere
+    use_triton = getattr(trl_utils, "_use_triton", None)  # TRL 1.15 has none, and always passes only labelled rows
     positions = rows.next_call(hidden.size(0), use_triton is None or use_triton(hidden.device))
     if positions is None or positions.device != hidden.device:  # a head on another device than the batch
         return None, None, None, None
@@ -165,7 +165,7 @@ def _known(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Expectation | 
 
 
 def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
-    """The expectation over the flattened (B, T) as one over the rows of a call, which stand at `positions` (N,)."""
+    """Select from an expectation over (B, T) the rows of a call, at `positions` (N,) of the flattened (B, T)."""
     if expected is None:
         return None
     coefficients, graded = expected.coefficients, expected.graded
@@ -180,7 +180,7 @@ def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
 
 @contextmanager
 def rows(known: Rows | None) -> Iterator[None]:
-    """Inside, head calls know what `known` says of their rows."""
+    """Inside, head calls use the facts in `known` about their rows."""
     token = _rows.set(known)
     try:
         yield

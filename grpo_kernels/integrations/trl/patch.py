@@ -1,4 +1,4 @@
-"""`patch_trl`: the fused head of every trainer of TRL's is ours, and the divergence of its distillation."""
+"""`patch_trl`: compute the fused head of every TRL trainer, and the divergence of its DistillationTrainer."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class Patch(int):
 def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
     """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
 
-    And the divergence of its DistillationTrainer, unless this TRL's is unknown, which a warning says. Models,
-    configurations and losses stay TRL's; models that already have their fused head use ours from the next call
-    on. What the trainers log has ``rows/projected`` and ``rows/gradient`` besides (`row_count`), which show that it is
-    at work; a trainer that makes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) has none, and
-    one warning. Calling it again changes nothing.
+    The divergence of its DistillationTrainer is replaced too, or a warning says that this TRL's is unknown. Models,
+    configurations and losses stay TRL's; models that already have their fused head use ours from the next call on.
+    Trainers also log ``rows/projected`` and ``rows/gradient`` (`row_count`), which show that the patch is at work. A
+    trainer that computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs neither, and
+    warns once. Calling `patch_trl` again changes nothing.
 
     Args:
-        logits_dtype: as in `linear_logprob`: ``"float32"``, logits out of the product's accumulator; or ``"input"``,
-            rounded to 16 bits where hidden states have no more, as TRL's own are, and an fp32 head before that.
-            For `FusedGRPOTrainer` too, while patched; not for distillation, whose logits TRL does not round.
+        logits_dtype: as in `linear_logprob`: ``"float32"``, unrounded logits; or ``"input"``: with 16-bit hidden states
+            an fp32 head is rounded to 16 bits first, then the logits, as in TRL. It applies to `FusedGRPOTrainer` too
+            while patched, but not to distillation, whose logits TRL does not round.
 
     Returns:
         a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was left alone. The
         value is also a context manager: ``with patch_trl(): trainer.train()``.
 
     Raises:
-        ValueError: an unknown `logits_dtype`, or another one than that of the patch that is in force.
+        ValueError: an unknown `logits_dtype`, or another than that of the patch in force.
     """
-    LossConfig(logits_dtype=logits_dtype)  # which knows the choices
+    LossConfig(logits_dtype=logits_dtype)  # raises for an unknown one
     if hook.SEAM.is_filled():
         if logits_dtype != hook.logits_dtype:
             raise ValueError(

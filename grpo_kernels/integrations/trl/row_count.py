@@ -1,10 +1,10 @@
-"""The rows of TRL's head calls, counted: the sign in a trainer's log that our head is at work.
+"""Counts of the rows of TRL's head calls, in a trainer's log: they show that our head is at work.
 
-Logged while training, of this process alone, as means over the calls since the last time:
+Logged while training, for this process alone, as means over the calls since the last log:
 
-- ``rows/projected``: the share of the positions that went through the head's product. Of the completions' positions,
-  where the trainer says which they are (`FusedGRPOTrainer`, `FusedDistillationTrainer`), else of those that TRL passes;
-- ``rows/gradient``: the share of those whose log-probability, entropy or divergence got a gradient other than 0.
+- ``rows/projected``: the share of positions that went through the head's product, out of the completions' positions if
+  the trainer says which they are (`FusedGRPOTrainer`, `FusedDistillationTrainer`), else out of those that TRL passes;
+- ``rows/gradient``: the share of projected rows whose log-probability, entropy or divergence got a nonzero gradient.
 
 Calls without gradient (old log-probabilities, a reference, evaluation) are not counted.
 """
@@ -24,7 +24,7 @@ from grpo_kernels.integrations.patching import Patches
 
 try:
     from trl.trainer.base_trainer import _BaseTrainer
-except ImportError:  # another TRL: there is no place in its log then
+except ImportError:  # another TRL: nothing is logged then
     _BaseTrainer = None
 
 
@@ -35,7 +35,7 @@ class RowCount:
         self.reset()
 
     def reset(self) -> None:
-        """Begin again."""
+        """Begin again at 0."""
         self._positions = 0
         self._projected: Tensor | int = 0
         self._graded: Tensor | int = 0
@@ -44,9 +44,9 @@ class RowCount:
         """Count a call.
 
         Args:
-            positions: how many there were.
-            mask: which of the call's rows were projected; None: all of them, one a position.
-            results: shaped like the rows; those with a graph are asked for their gradient when it comes.
+            positions: number of positions of the call.
+            mask: (rows,), True where a row was projected; None: all were, one row per position.
+            results: (rows,) each; hooks on those with a graph count the rows that get a gradient.
         """
         attached = [x for x in results if x is not None and x.requires_grad]
         if not attached:
@@ -61,7 +61,7 @@ class RowCount:
         torch.autograd.graph.register_multi_grad_hook(attached, look)
 
     def take(self) -> dict[str, float]:
-        """The shares since the last time, by name; empty if there was no call."""
+        """Return the shares since the last `take`, by name; empty if there was no call."""
         positions, projected, graded = self._positions, int(self._projected), int(self._graded)
         self.reset()
         if positions == 0:
@@ -73,7 +73,7 @@ def _sum(total: Tensor | int, x: Tensor | int) -> Tensor | int:
     return total + (x.to(total.device) if isinstance(total, Tensor) and isinstance(x, Tensor) else x)
 
 
-PATCHED = RowCount()  # of the trainers that `patch_trl` has changed
+PATCHED = RowCount()  # count for the trainers that `patch_trl` has changed
 _current: ContextVar[RowCount] = ContextVar("grpo_kernels_trl_row_count", default=PATCHED)
 
 
@@ -93,7 +93,7 @@ def counting(count: RowCount) -> Iterator[None]:
 
 
 def patch(patches: Patches) -> None:
-    """Have every trainer of TRL log `PATCHED`, which is that of the process: no rank waits for another.
+    """Have every TRL trainer log `PATCHED`, the count of this process: no rank waits for another.
 
     It begins at 0, whatever was counted under an earlier patch and never logged.
     """
@@ -103,7 +103,7 @@ def patch(patches: Patches) -> None:
 
 
 def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-    """Log as transformers does, with the rows; warn if a step has been trained without any."""
+    """Log as transformers does, with the row counts; warn if a training step had no rows."""
     if self.model.training:
         found = PATCHED.take()
         if not found and "loss" in logs and not hasattr(self, "_row_count"):

@@ -1,8 +1,8 @@
 """TRL's correction for the sampler (``vllm_importance_sampling_correction``) without a forward of its own.
 
-Where the samples are the current policy's, TRL scores them before the loss for the ratio to the sampler alone; the loss
+If the samples are the current policy's, TRL scores them before the loss only for the ratio to the sampler, and the loss
 computes the same log-probabilities again. Here TRL prepares the batch as if there were no correction, and the ratio is
-made in the middle of TRL's loss: when its log-probabilities are there, before it reads the ratio.
+computed in the middle of TRL's loss: after its log-probabilities, and before it reads the ratio.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def options(trainer: Any) -> dict[str, Any]:
 
 @contextmanager
 def uncorrected(trainer: Any) -> Iterator[None]:
-    """Inside, TRL prepares a batch without ratio, without its metrics, and without what only they need."""
+    """Inside, TRL prepares a batch without the ratio, its metrics, and the scoring that only they need."""
     trainer.vllm_importance_sampling_correction = False
     try:
         yield
@@ -57,7 +57,7 @@ def uncorrected(trainer: Any) -> Iterator[None]:
 
 
 class SamplingFigures:
-    """TRL's ``sampling/*`` metrics of one generated batch, whose micro-batches come one by one."""
+    """TRL's ``sampling/*`` metrics of one generated batch, collected from its micro-batches one by one."""
 
     def __init__(self, micro_batches: int) -> None:
         self._due = micro_batches
@@ -66,7 +66,7 @@ class SamplingFigures:
 
     def add(self, gaps: Tensor, ratios: Tensor) -> bool:
         """Add the figures of a micro-batch; return True if it was the last one, so that `log` is due."""
-        if self._due == 0:  # the batch is gone through again
+        if self._due == 0:  # a later pass over the same batch
             return False
         self._gaps.append(gaps)
         self._ratios.append(ratios)
@@ -74,7 +74,7 @@ class SamplingFigures:
         return self._due == 0
 
     def log(self, metrics: dict[str, list[float]], accelerator: Any) -> None:
-        """Append the metrics, as TRL does: means of the ranks' means, 0 for a rank that has nothing."""
+        """Append the metrics, as TRL does: each reduced on every rank (0 if it has no numbers), then over ranks."""
         gaps, ratios = torch.cat(self._gaps), torch.cat(self._ratios)
         for name, x, own, all_ranks in (
             ("sampling_logp_difference/mean", gaps, torch.mean, torch.mean),

@@ -1,4 +1,4 @@
-"""A training step of TRL's that computes what carries gradient: sequences left out, samples regrouped."""
+"""A training step of TRL that computes less: sequences without gradient left out, samples regrouped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IMAGES = "pixel_values"
 
 
 def counted_tokens(inputs: dict[str, Any]) -> Tensor:
-    """(B, T), 0 where a token of TRL's batch is padding or a tool's."""
+    """Mask (B, T) of TRL's batch, 0 where a token is padding or a tool's."""
     mask, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
     return mask if tool_mask is None else mask * tool_mask
 
@@ -71,11 +71,11 @@ def _check_regroup(trainer: Any, owner: type) -> None:
 
 
 def regrouped(batches: list[dict[str, Any]], live: Sequence[Tensor | None], window: int) -> list[dict[str, Any]]:
-    """The micro-batches `batches` with the samples of each `window` ordered by liveness, prompt and length.
+    """Return `batches` with the samples of each `window` ordered by liveness, prompt and length.
 
     Args:
-        batches: what TRL keeps of a generation; all have B samples.
-        live: for each of them the sequences that may get a gradient, (B,) bool; None: all.
+        batches: the micro-batches that TRL keeps of a generation, B samples each.
+        live: for each micro-batch (B,) bool, the sequences that may get a gradient; None: all.
         window: micro-batches of one optimizer step.
     """
     if any(batch.get(_IMAGES) is not None for batch in batches):
@@ -108,7 +108,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 @contextmanager
 def unmeasured(metrics: dict[str, list[float]]) -> Iterator[None]:
-    """Inside, `metrics` may grow; afterwards they are as before, for a micro-batch without a sequence to measure."""
+    """Remove what `metrics` gain inside, for a micro-batch without a sequence to measure."""
     before = {name: len(x) for name, x in metrics.items()}
     yield
     for name in [*metrics]:
@@ -120,10 +120,10 @@ def unmeasured(metrics: dict[str, list[float]]) -> Iterator[None]:
 def without_dead(
     inputs: dict[str, Any], live: Tensor, config: LossConfig | None
 ) -> tuple[dict[str, Any], Tensor | float]:
-    """(inputs of TRL's loss, in which sequences that are not `live` (B,) are masked; a factor that corrects the loss).
+    """Return the inputs of TRL's loss without sequences that are not `live` (B,), and a factor that corrects the loss.
 
-    Their log-probabilities become 0, so that no ratio overflows. The factor is 1 but for a mean over all tokens of the
-    micro-batch (bnpo).
+    The dead sequences are masked, and their log-probabilities 0, so that no ratio overflows. The factor is 1 except for
+    a mean over all tokens of the micro-batch (bnpo).
     """
     mask = inputs["completion_mask"]
     keep = live.to(mask.device)[:, None]

@@ -1,6 +1,6 @@
 """TRL's GRPO trainer with its language-model head, forward and backward, computed by `grpo_kernels`.
 
-All of the loss stays TRL's. `FusedGRPOTrainer` adds two things that TRL's call to its head does not say: which rows
+All of the loss stays TRL's. `FusedGRPOTrainer` adds two facts that TRL's call to its head does not pass: which rows
 are completion tokens, and which gradient the loss is going to send back (`grpo_kernels.policy_expectation`). The
 one-pass engine computes the gradient for the expected coefficients in the forward, and the backward checks them against
 the true ones, so that an expectation that is off (an option this module does not know, a subclass with its own term)
@@ -32,17 +32,17 @@ class FusedLossMixin:
     """Mixin that makes a ``GRPOTrainer`` subclass use the fused loss: ``class Mine(FusedLossMixin, GMPOTrainer)``.
 
     Args:
-        fused_sampling_correction: where TRL would score the completions beforehand only to correct for the sampler
-            (``use_vllm`` with ``vllm_importance_sampling_correction``, and every completion trained on before the
-            policy changes), make the ratio of the log-probabilities that the loss computes, which saves that forward of
-            the model. Losses and metrics are TRL's, to rounding.
-        kl_estimator: ``"k3"``, TRL's, of sampled tokens; or ``"full"``: the KL term (`beta`) is the divergence from the
-            reference over the whole vocabulary, exact and of less variance, and so is the metric ``kl``.
+        fused_sampling_correction: True to compute the ratio to the sampler from the loss's own log-probabilities. It
+            saves a forward of the model if TRL would score the completions beforehand only for that ratio (``use_vllm``
+            with ``vllm_importance_sampling_correction``, and every completion trained on before the policy changes).
+            Losses and metrics are TRL's, to rounding.
+        kl_estimator: ``"k3"``, TRL's estimate from sampled tokens; or ``"full"``: the KL term (`beta`) and the metric
+            ``kl`` are the divergence from the reference over the whole vocabulary, exact and with less variance.
             `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
-            in the place of its log-probabilities.
-        zero_advantage, padding, shared_prompts, forward_overhead: what the model computes below its head: sequences
-            without gradient, columns of padding, prompts that the completions of a micro-batch share. The values are
-            those of `grpo_kernels.integrations.transformers.causal_lm_loss`, explained there.
+            in place of its log-probabilities.
+        zero_advantage, padding, shared_prompts, forward_overhead: as in
+            `grpo_kernels.integrations.transformers.causal_lm_loss`: what the model computes below its head for
+            sequences without gradient, columns of padding, and prompts that completions of a micro-batch share.
         regroup: True to order the samples of an optimizer step by liveness, prompt and length, so that micro-batches
             have more in common.
         args, kwargs: the trainer's own.
@@ -73,12 +73,12 @@ class FusedLossMixin:
             hook.SEAM.warn_unknown()
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
-        self._reference_head: exact_kl.Kept | None = None  # of the reference's last scoring
-        self._reference: exact_kl.Reference | None = None  # of the loss that is being computed
+        self._reference_head: exact_kl.Kept | None = None  # kept in the reference's last scoring
+        self._reference: exact_kl.Reference | None = None  # for the loss that is being computed
         self._loss_rows: hook.Rows | None = None
         self._row_count = RowCount()
         self._token_count = TokenCount()
-        self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they do
+        self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they lack the ratio
         self._sampling_figures = sampling.SamplingFigures(0)
         with heads.adapters_allowed() if hook.SEAM.is_known() else nullcontext():
             super().__init__(*args, **kwargs)
@@ -94,7 +94,7 @@ class FusedLossMixin:
         return self.kl_estimator == "full" and self.args.beta != 0.0
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's batch; with the reference's hidden states for its log-probabilities, if the KL term is exact."""
+        """Return TRL's batch; for the exact KL term the reference's hidden states replace its log-probabilities."""
         batch = self._prepared_batch(inputs)
         if self._has_exact_kl:
             if self._reference_head is None:
@@ -104,7 +104,7 @@ class FusedLossMixin:
         return batch
 
     def _prepared_batch(self, inputs: Any) -> dict[str, Any]:
-        """TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
+        """Return TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
         self._reference_head = None
         sampling.check_correction(self)
         prepare = super()._generate_and_score_completions  # type: ignore[misc]
@@ -118,7 +118,7 @@ class FusedLossMixin:
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """TRL's micro-batch; after a generation, all of them are regrouped if `regroup` is set."""
+        """Return TRL's micro-batch; after a generation, regroup all micro-batches if `regroup` is set."""
         before = self._buffered_inputs
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if self.regroup and self._trains and self._buffered_inputs is not before:
@@ -133,7 +133,7 @@ class FusedLossMixin:
         return bool(self.model.training)  # type: ignore[attr-defined]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, told what gradient to expect."""
+        """Compute TRL's loss; its head calls are told which gradient to expect."""
         if self._must_make_ratio(inputs):
             inputs = self._lacks_ratio = {**inputs}
         self._loss_rows = self._foreseen_rows(inputs)
@@ -185,7 +185,7 @@ class FusedLossMixin:
         return results
 
     def _trunk(self, given: dict[str, Any], rows: hook.Rows) -> AbstractContextManager[None]:
-        """The context in which the model's trunk computes what the rows of a scoring call need."""
+        """Context in which the model's trunk computes only what the rows of a scoring call need."""
         mask = given["attention_mask"] != 0
         mask[:, : -rows.labelled.size(1)] = False
         needed = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # a token is predicted from the one before it
@@ -201,7 +201,7 @@ class FusedLossMixin:
         return expected.graded.any(dim=1)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, of all ranks; with this rank's rows and tokens since the last."""
+        """Log TRL's metrics, of all ranks, with this rank's row and token counts since the last log."""
         if self._trains:
             found = self._row_count.take() | self._token_count.take()
             for name, mean in found.items():
@@ -227,16 +227,16 @@ class FusedLossMixin:
         return dataclasses.replace(loss_rows, labelled=labelled, batch_size=batch_size)
 
     def _foreseen_rows(self, inputs: dict[str, Any]) -> hook.Rows | None:
-        """The rows that the loss of this micro-batch reads and the gradient it will send; None without a known loss."""
+        """Rows that the loss of this micro-batch reads, and the gradient it will send; None if the loss is unknown."""
         config = self._loss_config() if torch.is_grad_enabled() and hook.SEAM.is_known() else None
         return None if config is None else foreseen.rows_of_loss(self, inputs, config)
 
     def _loss_config(self) -> LossConfig | None:
-        """The configuration of the loss that ``super()._compute_loss`` is, or None where it is not one we know."""
+        """Configuration of the loss that ``super()._compute_loss`` computes, or None if we do not know that loss."""
         return foreseen.loss_config(self, self._loss_owner(), makes_ratio=self._lacks_ratio is not None)
 
     def _loss_owner(self) -> type:
-        """The class whose loss ``super()._compute_loss`` is."""
+        """Return the class that defines ``super()._compute_loss``."""
         after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
         return next(cls for cls in after if "_compute_loss" in vars(cls))
 
@@ -244,13 +244,13 @@ class FusedLossMixin:
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     """``trl.GRPOTrainer`` with the same arguments, losses and metrics, and fewer matrix products.
 
-    It logs ``rows/projected`` and ``rows/gradient`` besides (`row_count`): they show that it is at work.
+    It also logs ``rows/projected`` and ``rows/gradient`` (`row_count`), which show that it is at work.
 
     With N completion tokens, a share s of which carries gradient, its head costs (2 + 4s)NVH floating-point
     operations a step where TRL's costs 8NVH, and prompt, padding and tool tokens are not projected at all. Where the
     loss couples tokens (a sequence-level ratio with old log-probabilities, vespo, an entropy quantile, an off-policy
     mask) it costs (2 + 6s)NVH. Gradients are exact either way. With vLLM, ``fused_sampling_correction=True`` saves a
-    forward of the whole model a batch, see `FusedLossMixin`.
+    forward of the whole model per batch, see `FusedLossMixin`.
 
     Other trainers of the process are not touched; `patch_trl` is for those.
     """

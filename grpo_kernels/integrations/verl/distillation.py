@@ -1,8 +1,8 @@
 """verl's FSDP engines, distilling from a teacher's top-k log-probabilities (`loss_mode=forward_kl_topk`).
 
-verl's own fused heads have no logits for that loss. But its engine takes what the loss needs from a model's output, if
-that has ``fused_linear_aux``: the loss of each token, and both models' mass on the listed ids. So the engine hands the
-teacher's ids and log-probabilities to the model's forward, which is ours (`forward`), and that returns them.
+verl's own fused heads have no logits for that loss. But its engine reads the field ``fused_linear_aux`` of a model's
+output, if there is one: the loss of each token, and both models' mass on the listed ids. So we let the engine pass the
+teacher's ids and log-probabilities to the model's forward, which is ours (`forward`) and returns that field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_kernels.integrations.patching import function_of
 
 BACKEND = "grpo_kernels"
-ARGUMENT = "grpo_kernels_teacher"  # of our forward
+ARGUMENT = "grpo_kernels_teacher"  # argument of our forward
 MODE = "forward_kl_topk"
 
 
@@ -27,9 +27,9 @@ class TeacherLogprobs:
     """Teacher's log-probabilities for a forward. No dataclass: FSDP rounds the tensors of a dataclass on the way in.
 
     Attributes:
-        ids, logps: (1, N, K), of the packed tokens that this rank has.
+        ids, logps: (1, N, K), for the packed tokens of this rank.
         log_prob_min_clamp: as in `topk_divergence_with`.
-        alone: whether nothing but the divergence is wanted, no log-probability and no entropy.
+        alone: True if only the divergence is wanted, without log-probabilities and entropies.
     """
 
     def __init__(self, ids: Tensor, logps: Tensor, log_prob_min_clamp: float | None, *, alone: bool) -> None:
@@ -37,7 +37,7 @@ class TeacherLogprobs:
 
 
 def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements for verl.workers.engine.fsdp.transformer_impl.
+    """Yield the replacements for verl.workers.engine.fsdp.transformer_impl.
 
     Raises:
         LookupError: the engine has no ``prepare_model_inputs`` and ``forward_step`` as we know them.
@@ -80,7 +80,7 @@ def _teacher(engine: Any, micro_batch: Any) -> TeacherLogprobs:
     """Return the teacher's part of the micro-batch, for the tokens of this rank.
 
     Raises:
-        ValueError: a loss, or a layout of the batch, that verl's fused heads do not serve.
+        ValueError: another loss than `MODE`, or a batch that keeps its padding.
     """
     loss = getattr(engine, "_grpo_kernels_distillation", None)
     if loss is None or loss.loss_mode != MODE:
@@ -100,14 +100,14 @@ def _teacher(engine: Any, micro_batch: Any) -> TeacherLogprobs:
 
 @functools.cache
 def with_aux(output: Any) -> Any:
-    """The class `output` of a model's output, with the field that the engine reads."""
+    """Return a subclass of `output`, a model's output class, with the field that the engine reads."""
     names = {"__annotations__": {"fused_linear_aux": Any}, "fused_linear_aux": None, "__module__": output.__module__}
     return dataclasses.dataclass(type(output.__name__, (output,), names))
 
 
 @functools.cache
 def _aux_class() -> Any:
-    from transformers.utils import ModelOutput  # FSDP2 looks for tensors in it, and finds them
+    from transformers.utils import ModelOutput  # FSDP2 finds the tensors in it
 
     fields = ("distillation_losses", "student_mass", "teacher_mass")
     names = {"__annotations__": dict.fromkeys(fields, Any), **dict.fromkeys(fields), "__module__": __name__}
@@ -115,6 +115,6 @@ def _aux_class() -> Any:
 
 
 def aux_of(divergence: Tensor, student_mass: Tensor, teacher: TeacherLogprobs) -> Any:
-    """Value of ``fused_linear_aux``: divergences and both masses, (1, N) each."""
+    """Return the value of ``fused_linear_aux``: divergences and both models' mass, (1, N) each."""
     mass = teacher.logps.detach().float().exp().sum(dim=-1)
     return _aux_class()(distillation_losses=divergence, student_mass=student_mass, teacher_mass=mass)

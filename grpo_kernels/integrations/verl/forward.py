@@ -2,10 +2,10 @@
 
 verl puts a forward of its own on the model's class, which returns log-probabilities and entropies instead of logits.
 Ours runs the same body and takes the same labels, in the order `shift_labels`, rolled `labels`, rolled `input_ids`.
-The head is another: verl reads ``lm_head.weight``, which under FSDP2 is a shard where the head is a unit of its own (as
-verl wraps it), or its ``full_tensor()``, whose gradient is never summed over the ranks. We call a method of the head
-(`grpo_kernels.modules.attach`), which FSDP2 runs with the weight whole and whose gradient it reduces. It also has what
-verl's fused heads leave out of the logits: a bias, a soft-cap, a scale.
+The head differs. verl reads ``lm_head.weight``: under FSDP2 that is a shard if the head is a unit of its own (as verl
+wraps it), or its ``full_tensor()``, whose gradient is never summed over the ranks. We call a method of the head
+(`grpo_kernels.modules.attach`): FSDP2 runs it with the weight whole, and reduces its gradient. Our head also applies
+the bias, soft-cap and scale of the logits, which verl's fused heads leave out.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from grpo_kernels.modules import attach
 
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")  # of verl's patch_forward_with_backends
 NOT_THE_BODYS = ("self", "labels", "temperature", "shift_labels", "logits_to_keep")
-KEPT = ("past_key_values", "hidden_states", "attentions")  # of the body's outputs
+KEPT = ("past_key_values", "hidden_states", "attentions")  # outputs of the body that are returned too
 
 
 @dataclass(frozen=True)
 class Family:
-    """Description of how verl runs one family of models.
+    """Names of verl's functions for one family of models, with their parameters.
 
     Attributes:
         module: its module below verl.models.transformers.
-        output: the class of what a forward returns.
-        forward: the parameters of verl's ``forward_with_torch_backend``, whose place ours takes.
-        body: the function that runs all but the head, and its parameters; "" where that is ``model.model`` itself.
+        output: name of the class that a forward returns.
+        forward: the parameters of verl's ``forward_with_torch_backend``, which ours replaces.
+        body: the function that runs all but the head, and its parameters; "" if ``model.model`` itself does.
     """
 
     module: str
@@ -81,12 +81,12 @@ FAMILIES = {
     "glm4v": GLM4V,
 }
 
-# All of verl that is ours now: functions of its modules (`plugin`), forwards of models' classes.
+# All that we have replaced in verl: functions of its modules (`plugin`), forwards of models' classes.
 patches = Patches("verl")
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements for verl.models.transformers.monkey_patch.
+    """Yield the replacements for verl.models.transformers.monkey_patch.
 
     Raises:
         LookupError: its ``patch_forward_with_backends`` is not the one we know.
@@ -106,12 +106,12 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def use(model: Any) -> None:
-    """Give the class of `model` the forward with our head, as verl does with its own: one forward a class.
+    """Give the class of `model` the forward with our head, as verl does with its own: one forward per class.
 
     Raises:
         LookupError: verl's forward for this family is not the one we know.
     """
-    from grpo_kernels.integrations.transformers.head import describe_head  # imports much, not for a bare `import verl`
+    from grpo_kernels.integrations.transformers.head import describe_head  # slow: not for a bare `import verl`
 
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
@@ -145,7 +145,7 @@ def _forward(family: Family) -> Callable[..., Any]:
             outputs = self.model(**of_body, **others)
         elif open_ended in parameters:
             outputs = body(self, **of_body, **others)
-        else:  # what the dense body has no name for is dropped, as verl does
+        else:  # arguments that the dense body does not take are dropped, as in verl
             outputs = body(self, **of_body)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
@@ -162,7 +162,7 @@ def _forward(family: Family) -> Callable[..., Any]:
 
 
 def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
-    """The id that each position predicts: `shift_labels` as they are, or the others one place to the left."""
+    """Return the id that each position predicts: `shift_labels`, or `labels` or `input_ids`, rolled left by one."""
     if shift_labels is not None:
         return shift_labels
     ids = input_ids if labels is None else labels
@@ -188,7 +188,7 @@ def _logprobs(head: Any, hidden: Tensor, ids: Tensor, options: dict[str, Any]) -
 
 
 def _distilled(head: Any, hidden: Tensor, teacher: TeacherLogprobs, options: dict[str, Any]) -> Any:
-    """The forward KL from the teacher's ids, and both masses on them, (1, N) each.
+    """Return the forward KL on the teacher's ids, and both models' mass on them, (1, N) each.
 
     Raises:
         ValueError: the teacher's tensors are not aligned with the hidden states.

@@ -1,14 +1,14 @@
 """verl's Megatron engine: our function in place of its fused ``linear_cross_entropy``.
 
 verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look the function up in
-their module, and call it with what the tensor parallel ranks have: hidden states that are the same on each, and each
-rank's rows of the head. None of them says which `impl_backend` was asked for; the engine knows. So the engine marks the
-head's weight, and for a marked weight the function is ours.
+their module, and call it with the hidden states, which are the same on all tensor parallel ranks, and each rank's own
+rows of the head. No forward passes on which `impl_backend` was asked for, but the engine knows. So the engine marks the
+head's weight, and for a marked weight our function runs.
 
-What comes back to the hidden states: verl's kernel leaves d hidden a partial sum, of each rank's own rows. Where the
-sequence is divided as well, as it is by default, that is what Megatron wants: the gather in front of the head adds up
-over the ranks on its way back. Where it is not, nobody adds up, and verl's gradient of all that is below the head is
-wrong. Ours is the whole sum; for the gather that will add up, each rank gives an equal part of it.
+The gradient of the hidden states: verl's kernel returns a partial sum, over each rank's own rows of the head. If the
+sequence is divided too, as it is by default, that is right: the gather in front of the head sums over the ranks in its
+backward. If it is not divided, nothing sums, and verl's gradient of everything below the head is wrong. Ours is the
+whole sum; in front of a gather, which will sum over the ranks, each rank returns an equal share of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacement in `module`, one of verl.models.mcore that has a fused forward.
 
     Raises:
-        LookupError: their function is not the one we know.
+        LookupError: its function is not the one we know.
     """
     theirs = getattr(module, "linear_cross_entropy", None)
     # The `apply` of an autograd function, whose parameters are those of its forward
@@ -46,7 +46,7 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements for verl.workers.engine.megatron.transformer_impl.
+    """Yield the replacements for verl.workers.engine.megatron.transformer_impl.
 
     Raises:
         LookupError: the engine has no ``_maybe_enable_fused_kernels`` as we know it.

@@ -9,7 +9,7 @@ switched off (``VERL_USE_EXTERNAL_PLUGINS=none``).
 
 verl's modules are patched as they are imported, whenever that is: `forward` gives models the forward of the FSDP
 engines, `distillation` hands them a teacher's top-k log-probabilities, `megatron` replaces the function of Megatron's
-engine. A module that is not as in the releases we know is left as it is, after a warning.
+engine. A module that differs from the release we know is left as it is, after a warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from grpo_kernels.integrations.packages import needed
 from grpo_kernels.integrations.verl import distillation, forward, megatron
 
-# (object, attribute, what we put there): what a patcher asks for. It raises LookupError where verl is another.
+# (object, attribute, our replacement), as patchers yield them; they raise LookupError if verl is not as we know it.
 Change = tuple[Any, str, Any]
 Patcher = Callable[[ModuleType], Iterator[Change]]
 
@@ -40,7 +40,7 @@ PATCHERS: dict[str, Patcher] = {
 
 
 class _Importer(MetaPathFinder):
-    """Finder of the modules of `PATCHERS`, by the other finders; they are patched right after they were executed."""
+    """Finder of the modules in `PATCHERS`: it asks the other finders, and has modules patched right after they run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -58,7 +58,7 @@ class _Importer(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The loader of a module of verl, and after it our patcher. It leaves the module with its own loader."""
+    """Loader that runs a verl module's own loader, then our patcher. The module keeps its own loader."""
 
     def __init__(self, theirs: Loader) -> None:
         self.theirs = theirs
@@ -88,14 +88,14 @@ _patched: set[str] = set()
 def patch_verl() -> None:
     """Let verl's configuration name ``grpo_kernels`` as the `impl_backend` of its fused kernels.
 
-    verl need not be imported yet: what is, is patched now; what is not, when it is imported. Models that already have
-    their forward keep it, so this comes before verl builds them. Calling it again changes nothing.
+    verl need not be imported yet: its imported modules are patched now, others when they are imported. Models that
+    already have their forward keep it, so call this before verl builds them. Calling it again changes nothing.
 
     Raises:
         ModuleNotFoundError: verl is not installed.
 
     Warns:
-        RuntimeWarning: this verl is not as the ones we know; the part that differs is left alone.
+        RuntimeWarning: this verl differs from the release we know; the part that differs is left alone.
     """
     with needed("'grpo-kernels[verl]'", "verl"):
         if "verl" not in sys.modules and importlib.util.find_spec("verl") is None:
@@ -109,7 +109,7 @@ def patch_verl() -> None:
 
 
 def unpatch_verl() -> None:
-    """Give verl everything back, also the forwards of models that asked for ours. Without `patch_verl`, a no-op."""
+    """Restore all of verl, also the forwards of models that asked for ours. Without `patch_verl`, a no-op."""
     if _importer in sys.meta_path:
         sys.meta_path.remove(_importer)
     _patched.clear()
