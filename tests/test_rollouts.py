@@ -298,11 +298,13 @@ def test_dtypes_and_no_gradient() -> None:
 
 def test_nothing_counts() -> None:
     nothing = torch.full((3, 4), NAN)
-    found = correct(nothing, nothing, torch.zeros(3, 4), batch_normalize=True, reject={"seq_max_k3": 1.0})
-    assert not found.weights.any()
-    assert not found.keep.any()
-    assert found.metrics == {}
-    assert correct(nothing[:0], nothing[:0], nothing[:0]).weights.shape == (0, 4)
+    for x in (nothing, nothing[:0], nothing[:, :0]):
+        mask = torch.zeros(x.shape)
+        found = correct(x, x, mask, batch_normalize=True, reject={"seq_max_k3": 1.0}, veto_threshold=0.1)
+        assert found.weights.shape == found.keep.shape == x.shape
+        assert not found.weights.any()
+        assert not found.keep.any()
+        assert found.metrics == {}
 
 
 def test_one_token_of_one_sequence() -> None:
@@ -336,6 +338,27 @@ def test_into_the_loss() -> None:
     terms = torch.where(found.keep.bool(), -advantages[:, None] * found.weights, 0.0).sum().item()
     assert loss(found.keep, found.weights) == pytest.approx(terms / int(found.keep.sum()))
     assert loss(data.mask, found.weights * found.keep) == pytest.approx(terms / int(data.mask.sum()))
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_trls_modes_are_those_that_the_loss_makes_itself(level: str, mode: str) -> None:
+    data = batch(14)
+    old, advantages = data.old.nan_to_num(), torch.linspace(-1, 1, 24, dtype=FLOAT)
+    config = LossConfig(
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=f"{level}_{mode}",
+        vllm_importance_sampling_clip_max=1.1,
+        vllm_importance_sampling_clip_min=0.9,
+    )
+    made = policy_loss_from_logps(
+        old, old, data.mask, advantages, old_per_token_logps=old, sampling_per_token_logps=data.sampling, config=config
+    )
+    found = ours(data, level=level, mode=mode, clip_min=0.9, clip_max=1.1)
+    given = policy_loss_from_logps(
+        old, old, data.mask, advantages, old_per_token_logps=old, importance_sampling_ratio=found.weights
+    )
+    close(given.loss, made.loss)
 
 
 def normalized_part(rank: int, world_size: int) -> Any:

@@ -21,7 +21,7 @@ SMALLEST_MEAN = 1e-8  # of weights that are divided by it
 
 
 class Correction(NamedTuple):
-    """What ``correct`` returns: weights, mask and metrics."""
+    """Result of ``correct``: weights (B, T), the mask of what is kept (B, T), and metrics by name."""
 
     weights: Tensor  # (B, T), 0 where masked
     keep: Tensor  # (B, T), the completion mask with 0 at what is rejected
@@ -56,8 +56,9 @@ def correct(
     is clamped to [``clip_min``, ``clip_max``] by mode "truncate", and 0 outside of them by mode "mask"; None is no
     bound. ``batch_normalize`` then divides by the mean weight, of tokens or of sequences.
 
-    ``reject`` maps a statistic to its bounds. All have to hold, inclusively, for a token or sequence to be kept. Its
-    name is who is judged, "token", "seq_sum", "seq_mean" or "seq_max" (over the sequence's tokens), and by what:
+    ``reject`` maps statistics to bounds, which are inclusive. A token or a sequence is kept inside all of them. The
+    name says what is judged, each "token", or a sequence by the "seq_sum", "seq_mean" or "seq_max" of its tokens, and
+    by which number, so that "seq_mean_k3" is the mean of k3 over a sequence:
 
         "_ratio"        exp(D), where a sequence's is exp(sum, mean or max of D)
         "_k1"           -D; its bounds are those of exp(-D)
@@ -66,15 +67,15 @@ def correct(
         "_reverse_k3"   exp(-D) - 1 + D
 
     Bounds are (low, high), either of which may be None. A number u is (None, u); for k1 (1 / u, u), as in verl.
-    ``veto_threshold`` rejects a sequence with any token of exp(D) below it. Rejection leaves the weights as they are:
-    ``weights * keep`` with the whole mask drops a token and still counts it in the loss' denominator, ``keep`` as the
-    mask does not count it.
+    ``veto_threshold`` rejects a sequence that has a token of exp(D) below it. Rejection leaves the weights as they are.
+    With ``keep`` as the loss' mask a rejected token is not in its denominator; with ``weights * keep`` and the whole
+    mask it is.
 
     Args:
         old_per_token_logps: of the policy in the trainer, before the step's first update.
         sampling_per_token_logps: of the same tokens, as the sampler gave them. NaN, where it gave none, is D = 0.
         completion_mask: 0 is masked, and never read.
-        safety_bound: exponents are clamped to its negative and to it; so is D in k1, k2 and k3. ``math.inf``: not.
+        safety_bound: largest size of an exponent, and of D in k1, k2 and k3; both are clamped. ``math.inf``: no bound.
         process_group: ranks over whose weights the mean of ``batch_normalize`` is. Metrics are of this rank.
 
     Returns:

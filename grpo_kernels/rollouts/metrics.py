@@ -19,7 +19,7 @@ Metrics = dict[str, Tensor]
 
 
 def off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> Metrics:
-    """How far the two policies are apart: perplexities, KL estimates, chi-squared divergences."""
+    """Distance between the two policies: perplexities, KL estimates, chi-squared divergences."""
     log_ppl, gap = -row_means(old, mask), -row_means(d, mask)
     sampling_log_ppl = log_ppl - gap
     tokens = d[mask]
@@ -44,7 +44,7 @@ def off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> Met
 def of_weights(
     raw: Tensor, bounded: Tensor, mask: Tensor, mode: str, clip_min: float | None, clip_max: float | None
 ) -> Metrics:
-    """Of the weights before normalisation; without ``clip_min``, a weight is low below 1 / ``clip_max``."""
+    """Metrics of the weights before normalisation; without ``clip_min``, a weight below 1 / ``clip_max`` is low."""
     high = math.inf if clip_max is None else clip_max
     low = 1 / high if clip_min is None else clip_min
     of_tokens = raw.shape == mask.shape
@@ -63,7 +63,7 @@ def of_weights(
 
 
 def of_rule(rule: Rule, values: Tensor, inside: Tensor, mask: Tensor) -> Metrics:
-    """Of one statistic, and what it alone rejects."""
+    """Metrics of one statistic, and the share that it alone rejects."""
     tokens = values.expand_as(mask)[mask]
     judged = tokens if rule.level == "token" else values
     sequences = row_means(values.expand_as(mask), mask)

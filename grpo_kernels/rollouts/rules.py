@@ -31,6 +31,8 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _max(x: Tensor, mask: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return x.new_zeros(len(x), 1)
     return x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True)
 
 
