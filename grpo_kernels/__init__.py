@@ -13,7 +13,7 @@
       their gradient   Expectation, policy_expectation
     distillation       linear_divergence, linear_divergence_with, topk_divergence, topk_divergence_with
     a model's head     attach, LMHeadLogProb, LoRA, ReferenceHead
-    before the loss    advantages, rewards
+    before the loss    advantages, rewards, rollouts
     trainers           integrations.trl, .verl, .liger, .transformers: imported when first asked for
     annotations        typing
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 
-from grpo_kernels import advantages, integrations, objectives, presets, rewards
+from grpo_kernels import advantages, integrations, objectives, presets, rewards, rollouts
 from grpo_kernels import typing as typing  # not in __all__, where it would hide the module of that name
 from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
 from grpo_kernels.config import LossConfig
@@ -68,6 +68,7 @@ __all__ = [
     "policy_loss_from_logps",
     "presets",
     "rewards",
+    "rollouts",
     "token_level",
     "topk_divergence",
     "topk_divergence_with",

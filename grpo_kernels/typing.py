@@ -15,6 +15,8 @@ from grpo_kernels.base.choices import (
     AdvantageScale,
     AdvantageStd,
     BackendName,
+    CorrectionLevel,
+    CorrectionMode,
     DivergenceName,
     DivergenceOutput,
     EngineName,
@@ -47,9 +49,10 @@ from grpo_kernels.objective.keywords import LossFields
 
 __all__ = [
     # names
-    "AdvantageScale", "AdvantageStd", "BackendName", "DivergenceName", "DivergenceOutput", "EngineName",
-    "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput", "LossTypeName", "PaddingMode",
-    "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput", "ZeroAdvantage",
+    "AdvantageScale", "AdvantageStd", "BackendName", "CorrectionLevel", "CorrectionMode", "DivergenceName",
+    "DivergenceOutput", "EngineName", "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput",
+    "LossTypeName", "PaddingMode", "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput",
+    "ZeroAdvantage",
     # keyword arguments
     "DivergenceKeywords", "DivergenceWithKeywords", "KeptSetKeywords", "LogprobKeywords", "LossFields", "LossKeywords",
     "LossModuleKeywords", "TopKKeywords", "TopKWithKeywords",

@@ -54,6 +54,7 @@ REACHES = {
     "token_loss": set(),
     "advantages": {"base"},
     "rewards": {"base"},
+    "rollouts": {"base"},
     "batch": {"base"},
     "backends": {"base", "token_loss"},
     "engine": {"base", "token_loss", "backends"},  # the vocabulary, and no policy

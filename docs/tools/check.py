@@ -23,6 +23,7 @@ PUBLIC = (
     "grpo_kernels.objectives",
     "grpo_kernels.presets",
     "grpo_kernels.rewards",
+    "grpo_kernels.rollouts",
     "grpo_kernels.integrations.liger",
     "grpo_kernels.integrations.transformers",
     "grpo_kernels.integrations.trl",

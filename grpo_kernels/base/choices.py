@@ -26,6 +26,9 @@ AdvantageScale = Literal["group", "batch", "mean", "none"]
 AdvantageStd = Literal["sample", "population"]
 RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+CorrectionMode = Literal["truncate", "mask"]
+
 
 def choices(of: Any) -> tuple[str, ...]:
     """The names that a type of this file allows, in its order."""

@@ -1,0 +1,472 @@
+"""Rollout correction: against verl's own helper, and the other trainers' formulas written out in float64."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import LossConfig, policy_loss_from_logps
+from grpo_kernels.rollouts import correct
+from tests.support.ranks import run_ranks
+from tests.support.verl_peer import verl_module
+
+FLOAT = torch.float64
+NAN = float("nan")
+
+SEQUENCE_BOUNDS = {"k1": "0.6_1.4", "k2": "0.4", "k3": "0.3"}
+TOKEN_BOUNDS = {"k1": "0.8_1.3", "k2": "0.05", "k3": "0.04"}
+VERLS_REJECTIONS = [
+    *((f"token_{kind}", bound) for kind, bound in TOKEN_BOUNDS.items()),
+    *((f"seq_sum_{kind}", bound) for kind, bound in SEQUENCE_BOUNDS.items()),
+    *((f"seq_mean_{kind}", bound) for kind, bound in (("k1", "0.95_1.1"), ("k2", "0.05"), ("k3", "0.05"))),
+    *((f"seq_max_{kind}", bound) for kind, bound in (("k2", "0.2"), ("k3", "0.3"))),
+]
+
+
+def batch(seed: int = 0, rows: int = 24, length: int = 9, scale: float = 0.3) -> SimpleNamespace:
+    """Log-probabilities of two policies whose gap differs from row to row; NaN where masked, holes included."""
+    gen = torch.Generator().manual_seed(seed)
+    old = torch.log_softmax(2 * torch.randn(rows, length, 5, generator=gen, dtype=FLOAT), dim=-1)[..., 0] - 0.01
+    gaps = (
+        scale * torch.rand(rows, 1, generator=gen, dtype=FLOAT) * torch.randn(rows, length, generator=gen, dtype=FLOAT)
+    )
+    mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=gen)
+    mask[: rows // 2, 1:] &= torch.rand(rows // 2, length - 1, generator=gen) < 0.7
+    mask = mask.long()
+    gaps[3, 0], gaps[5, 0] = 23.0, -24.0  # beyond the safety bound
+    hidden = mask == 0
+    return SimpleNamespace(
+        old=old.masked_fill(hidden, NAN),
+        sampling=(old - gaps).masked_fill(hidden, NAN),
+        mask=mask,
+        d=gaps.masked_fill(hidden, 0.0),
+        counts=mask.bool(),
+    )
+
+
+def of_verl(data: SimpleNamespace, **options: Any) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    helper = verl_module("trainer.ppo.rollout_corr_helper")
+    old, sampling = data.old.nan_to_num(nan=-1.0), data.sampling.nan_to_num(nan=-1.0)
+    weights, mask, metrics = helper.compute_rollout_correction_and_rejection_mask(old, sampling, data.mask, **options)
+    return None if weights is None else weights.batch["rollout_is_weights"], mask, metrics
+
+
+def ours(data: SimpleNamespace, **options: Any) -> Any:
+    return correct(data.old, data.sampling, data.mask, **options)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def close_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+    """Every metric of verl's, to 1e-6; it has no fraction below a bound for statistics that have none."""
+    assert expected.keys() <= found.keys()
+    assert all(name.endswith("seq_fraction_low") and not found[name] for name in found.keys() - expected.keys())
+    for name, x in expected.items():
+        assert found[name] == pytest.approx(x, rel=1e-6, abs=1e-6), name
+
+
+def per_sequence(x: Tensor) -> Tensor:
+    return x[:, None].expand(-1, 9)
+
+
+def sums(data: SimpleNamespace) -> Tensor:
+    return per_sequence(data.d.sum(1))
+
+
+def means(data: SimpleNamespace) -> Tensor:
+    return per_sequence(data.d.sum(1) / data.mask.sum(1))
+
+
+def largest(data: SimpleNamespace, x: Tensor) -> Tensor:
+    return per_sequence(x.masked_fill(~data.counts, -math.inf).amax(1))
+
+
+def within(x: Tensor, low: float, high: float) -> Tensor:
+    return (x >= low) & (x <= high)
+
+
+# verl
+
+
+@pytest.mark.parametrize("batch_normalize", [False, True])
+@pytest.mark.parametrize("threshold", [2.0, 1.05, "0.9_1.1"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_verls(level: str, threshold: float | str, batch_normalize: bool) -> None:
+    bounds: dict[str, Any] = {"clip_max": threshold}
+    if isinstance(threshold, str):
+        low, high = map(float, threshold.split("_"))
+        bounds = {"mode": "mask", "clip_min": low, "clip_max": high}
+    for seed in range(3):
+        data = batch(seed)
+        found = ours(data, level=level, batch_normalize=batch_normalize, **bounds)
+        weights, mask, metrics = of_verl(
+            data, rollout_is=level, rollout_is_threshold=threshold, rollout_is_batch_normalize=batch_normalize
+        )
+        assert weights is not None
+        close(found.weights, weights, 1e-6)
+        assert torch.equal(found.keep, mask)
+        close_metrics(found.metrics, metrics)
+        assert ("rollout_corr/rollout_is_batch_norm_factor" in found.metrics) == batch_normalize
+
+
+@pytest.mark.parametrize(("name", "threshold"), VERLS_REJECTIONS)
+def test_rejections_are_verls(name: str, threshold: str) -> None:
+    bound: Any = tuple(map(float, threshold.split("_"))) if "_" in threshold else float(threshold)
+    for seed in range(3):
+        data = batch(seed)
+        found = ours(data, level=None, reject={name: bound})
+        _, mask, metrics = of_verl(data, rollout_rs=name, rollout_rs_threshold=threshold)
+        assert torch.equal(found.keep, mask)
+        assert 0 < mask.sum() < data.mask.sum()
+        close_metrics(found.metrics, metrics)
+        assert torch.equal(found.weights, data.mask.to(FLOAT))
+
+
+def test_every_rejection_of_verl_is_there_and_a_list_of_them_is_an_and() -> None:
+    helper = verl_module("trainer.ppo.rollout_corr_helper")
+    assert {name for name, _ in VERLS_REJECTIONS} == helper.SUPPORTED_ROLLOUT_RS_OPTIONS
+    data = batch(1)
+    found = ours(data, level="sequence", clip_max=3.0, reject={"token_k1": 1.2, "seq_max_k3": 0.5, "seq_mean_k2": 0.2})
+    weights, mask, metrics = of_verl(
+        data,
+        rollout_is="sequence",
+        rollout_is_threshold=3.0,
+        rollout_rs="token_k1,seq_max_k3,seq_mean_k2",
+        rollout_rs_threshold="1.2,0.5,0.2",
+    )
+    assert weights is not None
+    close(found.weights, weights, 1e-6)
+    assert torch.equal(found.keep, mask)
+    close_metrics(found.metrics, metrics)
+
+
+def test_sequences_without_a_token_enter_no_metric() -> None:
+    data = batch(2)
+    options: dict[str, Any] = {"level": "sequence", "batch_normalize": True, "reject": {"seq_sum_k1": 2.0}}
+    alone = ours(data, **options)
+    nothing = torch.full((2, 9), NAN, dtype=FLOAT)
+    padded = [torch.cat([nothing, x, nothing]) for x in (data.old, data.sampling)]
+    found = correct(*padded, torch.cat([torch.zeros(2, 9), data.mask, torch.zeros(2, 9)]), **options)
+    assert found.metrics == alone.metrics
+    assert torch.equal(found.weights[2:-2], alone.weights)
+    assert torch.equal(found.keep[2:-2], alone.keep.float())
+    assert not found.weights[[0, 1, -2, -1]].any()
+    assert not found.keep[[0, 1, -2, -1]].any()
+
+
+# NeMo-RL, OpenRLHF, slime without its helper
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.9, 1.1), (None, 2.0)])
+def test_tis_and_icepop(low: float | None, high: float) -> None:
+    data = batch(3)
+    data.d[3, 0], data.d[5, 0] = 4.0, -4.0  # none of these trainers has a safety bound
+    data.sampling = torch.where(data.counts, data.old - data.d, NAN)
+    for level, log_weight in {"token": data.d, "sequence": sums(data)}.items():
+        w = log_weight.exp()
+        bounds: dict[str, Any] = {"level": level, "clip_min": low, "clip_max": high, "safety_bound": math.inf}
+        close(ours(data, **bounds).weights, w.clamp(low or 0.0, high) * data.mask)
+        icepop = torch.where(within(w, low or 0.0, high), w, 0.0)
+        close(ours(data, mode="mask", **bounds).weights, icepop * data.mask)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.999, 1.002), (0.5, 5.0), (0.97, 1.03)])
+def test_sequence_masked_tis(low: float, high: float) -> None:
+    data = batch(4)
+    found = ours(data, clip_max=None, reject={"seq_mean_ratio": (low, high)}, safety_bound=math.inf)
+    inside = within(means(data).exp(), low, high)
+    assert 0 < inside.sum() < inside.numel()
+    close(found.weights * found.keep, torch.where(inside, data.d.exp(), 0.0) * data.mask)
+
+
+def test_a_token_that_the_sampler_could_not_score_has_ratio_1_or_is_left_out_by_the_mask() -> None:
+    """TRL and AReaL keep it; NeMo-RL gives it weight 0."""
+    data = batch(5)
+    data.sampling[2, 0], data.sampling[7, 0] = NAN, -math.inf
+    found = ours(data)
+    assert found.weights[2, 0] == 1.0
+    assert found.weights[7, 0] == 2.0
+    assert all(math.isfinite(found.metrics[f"rollout_corr/rollout_is_{name}"]) for name in ("mean", "std", "max"))
+    theirs = torch.nan_to_num((data.old - data.sampling).exp(), nan=0.0, posinf=0.0, neginf=0.0).clamp(0.0, 2.0)
+    scored = data.mask * data.sampling.isfinite()
+    close(correct(data.old, data.sampling, scored, safety_bound=math.inf).weights, theirs * data.mask)
+
+
+# AReaL
+
+
+def areals_statistics(data: SimpleNamespace) -> dict[str, Tensor]:
+    return {"ratio": data.d, "k1": data.d, "k2": data.d**2 / 2, "k3": (-data.d).exp() - 1 + data.d}
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sum", "mean", "max"])
+@pytest.mark.parametrize("kind", ["ratio", "k1", "k2", "k3"])
+def test_areals_mask(kind: str, aggregate: str) -> None:
+    """Its k1 is +D, which is a ratio's logarithm, and its k3 is ours of the other direction."""
+    data = batch(6)
+    x = areals_statistics(data)[kind]
+    if aggregate == "sum":
+        x = per_sequence(torch.where(data.counts, x, 0.0).sum(1))
+    elif aggregate == "mean":
+        x = per_sequence(torch.where(data.counts, x, 0.0).sum(1) / data.mask.sum(1))
+    elif aggregate == "max":
+        x = largest(data, x)
+    x = x.exp() if kind == "ratio" else x
+    low, high = {"ratio": (0.9, 1.2), "k1": (-0.1, 0.15), "k2": (0.0, 0.03), "k3": (0.0, 0.03)}[kind]
+    bounds = (math.exp(low), math.exp(high)) if kind == "k1" else (low, high)
+    prefix = aggregate if aggregate == "token" else f"seq_{aggregate}"
+    name = f"{prefix}_{ {'k1': 'ratio', 'k3': 'reverse_k3'}.get(kind, kind) }"
+
+    weight = means(data) if kind == "ratio" and aggregate != "token" else data.d
+    level = "geometric" if kind == "ratio" and aggregate != "token" else "token"
+    found = ours(data, level=level, clip_max=None, reject={name: bounds}, safety_bound=math.inf)
+    kept = within(x, low, high) & data.counts
+    assert 0 < kept.sum() < data.mask.sum()
+    assert torch.equal(found.keep.bool(), kept)
+    close(found.weights * found.keep, torch.where(kept, weight.exp(), 0.0))
+
+
+def test_areals_clamp() -> None:
+    data = batch(7)
+    options: dict[str, Any] = {"clip_min": 0.95, "clip_max": 1.1, "safety_bound": math.inf}
+    close(ours(data, **options).weights, data.d.exp().clamp(0.95, 1.1) * data.mask)
+    close(ours(data, level="geometric", **options).weights, means(data).exp().clamp(0.95, 1.1) * data.mask)
+    # by another statistic only the sequences beyond its bounds are clamped: two calls
+    rejected = ours(data, clip_max=None, reject={"seq_mean_k2": 0.01}, safety_bound=math.inf)
+    found = torch.where(rejected.keep.bool(), rejected.weights, ours(data, **options).weights)
+    inside = per_sequence((data.d**2 / 2).sum(1) / data.mask.sum(1)) <= 0.01
+    close(found, torch.where(inside, data.d.exp(), data.d.exp().clamp(0.95, 1.1)) * data.mask)
+
+
+# slime
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_slimes_mis_with_veto(mode: str, level: str) -> None:
+    """`mis.py`: weights truncated, clipped or masked; rejection by a ratio; veto; normalised over the batch."""
+    data = batch(8)
+    data.d[9, 0] = -10.0
+    data.sampling = torch.where(data.counts, data.old - data.d, NAN)
+    low, high = 0.95, 1.1
+    log_weight = {"token": data.d, "sequence": sums(data), "geometric": means(data)}[level].clamp(-20, 20)
+    w = log_weight.exp()
+    statistic = {"token": "token_ratio", "sequence": "seq_sum_ratio", "geometric": "seq_mean_ratio"}[level]
+    bounds: dict[str, Any] = {
+        "truncate": {"clip_max": high},
+        "clip": {"clip_min": low, "clip_max": high},
+        "mask": {"clip_max": None},
+    }[mode]
+    bounded = {"truncate": w.clamp(0, high), "clip": w.clamp(low, high), "mask": w}[mode] * data.mask
+    vetoed = ((data.d < math.log(1e-4)) & data.counts).any(1, keepdim=True)
+    kept = within(w, low, high) & data.counts & ~vetoed
+    found = ours(
+        data, level=level, batch_normalize=True, reject={statistic: (low, high)}, veto_threshold=1e-4, **bounds
+    )
+    mean = bounded.sum() / data.mask.sum() if level == "token" else (bounded.sum(1) / data.mask.sum(1)).mean()
+    close(found.weights, bounded / mean)
+    assert torch.equal(found.keep.bool(), kept)
+    assert found.metrics["rollout_corr/catastrophic_seq_fraction"] == pytest.approx(2 / 24)  # rows 5 and 9
+    assert found.metrics["rollout_corr/catastrophic_token_fraction"] == pytest.approx(2 / int(data.mask.sum()))
+    share = 1 - int(kept.sum()) / int(data.mask.sum())
+    assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
+
+
+# results
+
+
+def test_dtypes_and_no_gradient() -> None:
+    data = batch(9)
+    old = data.old.float().requires_grad_()
+    found = correct(old, data.sampling.float(), data.counts, reject={"token_k2": 0.1})
+    assert (found.weights.dtype, found.keep.dtype, found.weights.requires_grad) == (torch.float32, torch.bool, False)
+    expected = ours(data, reject={"token_k2": 0.1})
+    close(found.weights.double(), expected.weights, 1e-5)
+    assert torch.equal(found.keep, expected.keep.bool())
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+
+
+def test_nothing_counts() -> None:
+    nothing = torch.full((3, 4), NAN)
+    for x in (nothing, nothing[:0], nothing[:, :0]):
+        mask = torch.zeros(x.shape)
+        found = correct(x, x, mask, batch_normalize=True, reject={"seq_max_k3": 1.0}, veto_threshold=0.1)
+        assert found.weights.shape == found.keep.shape == x.shape
+        assert not found.weights.any()
+        assert not found.keep.any()
+        assert found.metrics == {}
+
+
+def test_one_token_of_one_sequence() -> None:
+    found = correct(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.ones(1, 1), reject={"token_k1": 2.0})
+    assert found.weights.item() == pytest.approx(math.exp(0.5))
+    assert found.metrics["rollout_corr/rollout_is_seq_std"] == 0.0
+    assert found.metrics["rollout_corr/kl"] == pytest.approx(-0.5)
+
+
+def test_weights_that_are_all_dropped_have_no_sample() -> None:
+    data = batch(10)
+    found = ours(data, mode="mask", clip_min=1e6, clip_max=1e7, batch_normalize=True)
+    assert not found.weights.any()
+    assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+    assert found.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
+
+
+def test_into_the_loss() -> None:
+    """Weights times keep count what is rejected in the denominator; keep as the mask does not."""
+    data = batch(11)
+    found = ours(data, reject={"token_ratio": (0.9, 1.1)})
+    old, advantages = data.old.nan_to_num(), torch.linspace(-1, 1, 24, dtype=FLOAT)
+    config = LossConfig(loss_type="bnpo")
+
+    def loss(mask: Tensor, ratio: Tensor) -> float:
+        out = policy_loss_from_logps(
+            old, old, mask, advantages, old_per_token_logps=old, importance_sampling_ratio=ratio, config=config
+        )
+        return out.loss.item()
+
+    terms = torch.where(found.keep.bool(), -advantages[:, None] * found.weights, 0.0).sum().item()
+    assert loss(found.keep, found.weights) == pytest.approx(terms / int(found.keep.sum()))
+    assert loss(data.mask, found.weights * found.keep) == pytest.approx(terms / int(data.mask.sum()))
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_trls_modes_are_those_that_the_loss_makes_itself(level: str, mode: str) -> None:
+    data = batch(14)
+    old, advantages = data.old.nan_to_num(), torch.linspace(-1, 1, 24, dtype=FLOAT)
+    config = LossConfig(
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=f"{level}_{mode}",
+        vllm_importance_sampling_clip_max=1.1,
+        vllm_importance_sampling_clip_min=0.9,
+    )
+    made = policy_loss_from_logps(
+        old, old, data.mask, advantages, old_per_token_logps=old, sampling_per_token_logps=data.sampling, config=config
+    )
+    found = ours(data, level=level, mode=mode, clip_min=0.9, clip_max=1.1)
+    given = policy_loss_from_logps(
+        old, old, data.mask, advantages, old_per_token_logps=old, importance_sampling_ratio=found.weights
+    )
+    close(given.loss, made.loss)
+
+
+def normalized_part(rank: int, world_size: int) -> Any:
+    import torch.distributed as dist
+
+    data, rows = batch(12), (slice(0, 20), slice(20, 24))[rank]
+    group = dist.group.WORLD
+    parts = [
+        correct(
+            data.old[rows],
+            data.sampling[rows],
+            data.mask[rows] * (rank == 0 or level == "token"),  # of the second rank nothing counts
+            level=level,
+            batch_normalize=True,
+            process_group=group,
+        ).weights
+        for level in ("token", "sequence")
+    ]
+    try:
+        correct(data.old[rows], data.sampling[rows], data.mask[rows], clip_max=2.0 + rank, process_group=group)
+    except ValueError as error:
+        return parts, str(error)
+    return parts, "no error"
+
+
+def test_ranks_share_the_mean_and_have_to_agree() -> None:
+    data = batch(12)
+    (first, error), (second, _) = run_ranks(normalized_part, 2)
+    close(torch.cat([first[0], second[0]]), ours(data, batch_normalize=True).weights)
+    data.mask[20:] = 0
+    close(torch.cat([first[1], second[1]]), ours(data, level="sequence", batch_normalize=True).weights)
+    assert "clip_max = 2.0 on rank 0, another on rank 1" in error
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "seq"}, "level: expected one of 'token', 'sequence', 'geometric' or None, got 'seq'"),
+        ({"mode": "clip"}, "mode: expected one of 'truncate', 'mask', got 'clip'"),
+        ({"clip_max": 0}, "clip_max: expected a finite number > 0, got 0"),
+        ({"clip_min": -1.0}, "clip_min: expected a finite number >= 0, got -1.0"),
+        ({"clip_min": 3.0}, "clip_min: expected at most clip_max = 2.0, got 3.0"),
+        ({"veto_threshold": NAN}, "veto_threshold: expected a finite number > 0, got nan"),
+        ({"safety_bound": -1.0}, "safety_bound: expected a finite number > 0, got -1.0"),
+        ({"batch_normalize": 1}, "batch_normalize: expected True or False, got 1"),
+        ({"level": None, "batch_normalize": True}, "level: expected one of 'token', .* ask for weights, got None"),
+        ({"reject": [("token_k1", 2.0)]}, "reject: expected a mapping from statistics to bounds, or None, got list"),
+        ({"reject": {"seq_k1": 2.0}}, "reject: expected names among 'token_ratio', .*, got 'seq_k1'; did you mean"),
+        ({"reject": {"token_k2": "2"}}, r"reject\['token_k2'\]: expected a number, got '2'"),
+        ({"reject": {"token_k1": (0.0, 2.0)}}, r"reject\['token_k1'\]: expected a finite number > 0, got 0.0"),
+        ({"reject": {"token_k1": 0.5}}, r"reject\['token_k1'\]: expected a lower bound of at most .*, got 0.5"),
+        ({"reject": {"token_ratio": (2, 1)}}, r"reject\['token_ratio'\]: expected a lower bound .*, got \(2, 1\)"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        ours(batch(), **options)
+
+
+def test_tensors_are_checked() -> None:
+    x = -torch.ones(2, 3)
+    mask = torch.ones(2, 3)
+    for arguments, message in {
+        (x[0], x, mask): r"old_per_token_logps: expected shape \(B, T\), got \(3,\)",
+        (
+            x,
+            x[:1],
+            mask,
+        ): r"sampling_per_token_logps: expected shape that of old_per_token_logps = \(2, 3\), got \(1, 3\)",
+        (x, x, mask[:, :2]): r"completion_mask: expected shape that of old_per_token_logps = \(2, 3\), got \(2, 2\)",
+        (x, x, mask * NAN): "completion_mask: expected 0 or a number that is not, got nan",
+        (x / 0, x, mask): "old_per_token_logps: expected finite numbers where the mask counts, got -inf",
+        (x, -x, mask): "sampling_per_token_logps: expected log-probabilities, <= 0 where the mask counts",
+        (x.long(), x, mask): "old_per_token_logps: expected a floating-point tensor",
+        (None, x, mask): "old_per_token_logps: expected a tensor, got NoneType",
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            correct(*arguments)
+
+
+def test_the_page_shows_how_it_goes_into_trl_and_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batch(13)
+    tools = torch.ones_like(data.mask)
+    tools[:, 2] = 0
+    given = {
+        "old_per_token_logps": data.old,
+        "sampling_per_token_logps": data.sampling,
+        "completion_mask": data.mask,
+        "tool_mask": tools,
+    }
+    stock = type("GRPOTrainer", (), {"_generate_and_score_completions": lambda self, inputs: dict(inputs)})
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=stock))
+    page = (Path(__file__).parents[1] / "docs" / "rollout-correction.md").read_text()
+    _, in_trl, in_verl = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(in_trl, names)
+    output = names["CorrectedGRPOTrainer"]()._generate_and_score_completions(given)
+    expected = correct(data.old, data.sampling, data.mask * tools, veto_threshold=1e-4)
+    assert torch.equal(output["importance_sampling_ratio"], expected.weights)
+    assert torch.equal(output["completion_mask"] * output["tool_mask"], expected.keep)
+
+    held = {"old_log_probs": data.old, "rollout_log_probs": data.sampling, "response_mask": data.mask}
+    names |= {"batch": SimpleNamespace(batch=held), "metrics": {}}
+    exec(in_verl, names)
+    expected = ours(data, veto_threshold=1e-4)
+    assert torch.equal(held["rollout_is_weights"], expected.weights)
+    assert torch.equal(held["response_mask"], expected.keep)
+    assert names["metrics"] == expected.metrics
