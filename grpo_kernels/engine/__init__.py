@@ -1,3 +1,3 @@
-"""Engines: which passes over the rows, which products, which rows, how many at a time. They know no objective."""
+"""Engines: the passes of a call over its rows, their matrix products and chunks. They know no objective."""
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ from grpo_kernels.token_loss.record import Coefficients
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, request, finish, teacher, *own)``, the tensors of a `Head` -> loss, logps (N,), entropies (N,); the
-    last two carry no gradient. `finish` maps the statistics of all rows to the loss and its coefficients. Engines that
-    store keep the loss's gradient; those that recompute, the coefficients.
+    ``forward(ctx, request, finish, teacher, *own)`` -> loss (), logps (N,), entropies (N,), where `own` are the tensors
+    of a `Head`; only the loss carries gradient. `finish` maps the statistics of all rows to the loss and its
+    coefficients. Engines that recompute save the coefficients for the backward, the others the loss's gradient.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class PolicyLoss(torch.autograd.Function):
             _save(ctx, head, replace(first, coefficients=done.coefficients))
         logps, entropies = (scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, stats.entropies))
         ctx.mark_non_differentiable(logps, entropies)
-        return done.loss.clone(), logps, entropies  # what is returned gets attached to the graph, `done` must not
+        return done.loss.clone(), logps, entropies  # a returned tensor joins the graph, `done.loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -69,10 +69,10 @@ class PolicyLoss(torch.autograd.Function):
 class LinearLogprob(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a teacher, all differentiable.
 
-    ``forward(ctx, request, teacher, *own)``, the tensors of a `Head` -> logps (N,), entropies (N,) and divergences
-    (N,), None where there are none, and the extras. With a stored gradient for expected coefficients and upstream
-    gradients, the backward returns s times what is stored plus, by a second sweep, the gradient of what is left:
-    upstream less s times the expected, in the rows where that is more than rounding (`remainder.py`).
+    ``forward(ctx, request, teacher, *own)`` -> logps (N,), entropies (N,) or None, divergences (N,) or None, and the
+    extras, where `own` are the tensors of a `Head`. If the gradient for expected coefficients is stored, the backward
+    scales it by s. A second sweep then adds the gradient of the remainder, upstream less s times the expected, in the
+    rows where that is more than rounding (`remainder.py`).
     """
 
     @staticmethod
@@ -86,12 +86,12 @@ class LinearLogprob(torch.autograd.Function):
         assert stats is not None
         ctx.request, ctx.shapes = request, head.map(shape_and_dtype)
         if request.engine.stores is not Stored.NOTHING:
-            if request.token_loss is not None:  # a fused kernel asks nobody
+            if request.token_loss is not None:  # a fused kernel records no coefficients
                 first = replace(first, coefficients=_all_coefficients(request, stats))
             _save(ctx, head, first)
         n = head.hidden.shape[0]
         extras = [scatter(stats.extras[name], request.rows, n) for name in request.extras]
-        with_entropy = request.entropy and stats.entropies is not None  # a fused kernel always has it
+        with_entropy = request.entropy and stats.entropies is not None  # a fused kernel always computes it
         entropies = scatter(cast(Tensor, stats.entropies), request.rows, n) if with_entropy else None
         divergences = None if stats.divergence is None else scatter(stats.divergence.value, request.rows, n)
         ctx.mark_non_differentiable(*extras)
@@ -105,7 +105,7 @@ class LinearLogprob(torch.autograd.Function):
         d_divergences: Tensor | None,
         *d_extras: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        # on every rank of those that share the weight, whatever its own rows will need
+        # all ranks that share the weight gather it, also one whose rows will not need it
         with ctx.request.gathered_weight():
             head, first = _saved(ctx)
             upstream = Coefficients(d_logps, d_entropies, d_divergences)
@@ -113,7 +113,7 @@ class LinearLogprob(torch.autograd.Function):
 
 
 def _save(ctx: Any, head: Head | None, first: ForwardResult) -> None:
-    """Hand a head and what a first pass found to autograd, flat; without the statistics that no backward reads."""
+    """Save a head and the result of a first pass, as a flat list, without statistics that no backward reads."""
     tensors: list[Tensor] = []
     place = torch.empty(0)
 
@@ -128,7 +128,7 @@ def _save(ctx: Any, head: Head | None, first: ForwardResult) -> None:
 
 
 def _saved(ctx: Any) -> tuple[Any, Any]:  # Head, ForwardResult
-    """Return what `_save` handed over."""
+    """Return the head and the result that `_save` saved."""
     tensors = iter(ctx.saved_tensors)
     return map_tensors(lambda _: next(tensors), ctx.kept)
 
@@ -150,12 +150,12 @@ def _gradient(
         g = getattr(came, main)
         factor, rest = g[grad_rows, None], came._replace(**{main: g.index_fill(0, grad_rows, 0.0)})
         alone = all(x is None or x is g for x in came)
-        complete = alone and grad_rows.shape[0] == len(rows)  # then there is nothing to ask the device for
+        complete = alone and grad_rows.shape[0] == len(rows)  # then nothing waits for the device
         left = not complete and size_of(rest, came)[0]
     else:
         factor, rest = split_off(came, first.coefficients)
         left, far = size_of(rest, came)
-        if far:  # what is stored is far larger than what is wanted: nothing of it would survive
+        if far:  # stored and remainder are far larger than their sum, and would cancel
             total, indices = second_pass(head, request, stats, came)
             return returned(total, shapes, request, indices)
     if not left:
@@ -174,7 +174,7 @@ def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
 
 
 def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor:
-    """Return what came over what is left of it, (m,) at `indices`; NaN in rows with more than one coefficient."""
+    """Return upstream over remainder, (m,) at `indices`; NaN in rows with more than one coefficient."""
     pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in zip(came, left, strict=True) if y is not None]
     x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
     is_one = ((x != 0) | (y != 0)).sum(dim=0) == 1
@@ -185,19 +185,19 @@ GradientShapes = HeadTensors[tuple[torch.Size, torch.dtype]]  # of the gradients
 
 
 def shape_and_dtype(x: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Return what a gradient of `x` has to be like."""
+    """Return the shape and dtype that a gradient of `x` must have."""
     return x.shape, x.dtype
 
 
 def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
-    """``x * factor`` rounded once to `dtype`, in the place of `x` if it can be, and nobody will need that again.
+    """Return ``x * factor``, rounded once to `dtype`; may overwrite `x` unless this backward can be called again.
 
-    On a GPU one pass over the numbers does both; on a CPU torch would make a temporary of the size of `x`.
+    On a GPU one pass multiplies and rounds. On a CPU torch would need a temporary as large as `x`.
     """
     if factor is None:
         return x.to(dtype)
     if factor.dim() == 0 and is_one(factor):  # as for `loss.backward()`
-        return x.to(dtype, copy=_graph_is_kept())  # what is stored is not the caller's
+        return x.to(dtype, copy=_graph_is_kept())  # never give the stored gradient to the caller
     if x.dtype != dtype and not device_of(x.device).casts_into:
         return (x * factor if _graph_is_kept() else x.mul_(factor)).to(dtype)
     in_place = x.dtype == dtype and not _graph_is_kept()
@@ -207,10 +207,10 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
 
 
 def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor) -> Gradients:
-    """Add what is stored, of the rows `grad_rows`, to a second sweep of `indices`; row by row for all n rows.
+    """Add the stored gradients, of rows `grad_rows`, and those of a second sweep of rows `indices`; for all n rows.
 
-    The gradient of a row with one coefficient is `ratio` (m,) times what the second sweep gave it, and is taken from
-    there alone: a sum with what is stored could be a small difference of large numbers. NaN: the row has more than one.
+    A row with one coefficient gets `ratio` (m,) times its gradient from the second sweep, and nothing stored: their sum
+    could be a small difference of large numbers. `ratio` is NaN where a row has more than one coefficient.
     """
 
     def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -238,10 +238,10 @@ def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tenso
 def returned(
     grads: Gradients, shapes: GradientShapes, request: Request, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients times `factor`, () or (m, 1), as `shapes` wants them, each rounded once.
+    """Return the gradients times `factor`, () or (m, 1), in the shapes and dtypes of `shapes`, each rounded once.
 
-    Their rows are those at `indices` among the rows of the call. Of a sharded head each rank has what its own columns
-    give to a row: the ranks' parts are added up.
+    Their rows are at `indices` among the rows of the call. With a sharded head, the gradients that a row gets from each
+    rank's columns are summed over the ranks.
     """
     rows, shard, backend = request.rows, request.plan.shard, request.plan.backend
 
@@ -249,7 +249,7 @@ def returned(
         return _times(x, factor, dtype, backend)
 
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if shard is not None:  # of all rows of the call: their number is the same on every rank
+        if shard is not None:  # sum over all rows of the call: their number is the same on every rank
             summed = shard.sum_(all_rows(_times(x, factor, x.dtype, backend), indices, len(rows)))
             return all_rows(summed.to(dtype), rows.positions, shape[0])
         positions = rows.positions if indices.shape == rows.positions.shape else rows.positions[indices]

@@ -16,15 +16,15 @@ def plan_chunks(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | 
 
 
 def planned_bytes(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> int:
-    """Return the peak bytes of the chunks of a sweep: `HeadPlan.workspace_bytes` or less, if that allows the fewest
-    rows. Works on meta tensors too.
+    """Return the peak bytes of a sweep's chunks: at most `HeadPlan.workspace_bytes`, if that is enough for a chunk of
+    `Device.fewest_rows`. Works on meta tensors too.
     """
     costs = costs_of(rows, head, plan, needs_grad)
     return max((costs.taken(group) for group in plan_chunks(rows, head, plan, needs_grad)), default=0)
 
 
 def costs_of(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> Costs:
-    """Return the costs of a sweep: a chunk has its logits, a group its operands, and d logits of another dtype."""
+    """Return the costs of a sweep: a chunk's logits; a group's operands, and its d logits if of another dtype."""
     products, device = plan.products(widest_part(head.weight, plan.shard)), device_of(head.weight.device)
     vocab = products.weight.shape[0]
     width = device.row_width(vocab)
@@ -39,7 +39,7 @@ def costs_of(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | Non
 
     group_row_bytes = products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0)
 
-    def scratch_bytes(m: int) -> int:  # of products and row work, which are never at the same time
+    def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
         return max(slice_bytes, plan.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes)
 
     grouped = separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient

@@ -16,18 +16,18 @@ MIB = 2**20
 class Device:
     """A kind of device."""
 
-    fewest_rows: int  # that a product is done with
-    row_multiple: int  # products have whole tiles of so many rows
-    width_multiple: int  # rows of logits start at multiples of so many elements
-    mixed_products: Callable[[torch.dtype], bool]  # whether there are products of such operands with fp32 results
-    mixed_mm: Callable[..., None]  # (left, right, out, *, add): those
-    slow_fp32: bool  # beside products of 16 bits
-    fp32_rows: int | None  # of an fp32 product: one tile, so that a row has the same bits whatever the others are
-    casts_into: bool  # a product of numbers is rounded to 16 bits in one pass; else it needs a temporary
-    workspaces: tuple[int, ...]  # bytes that chunks may take by default, the more the more is free; few, and rising
-    free: Callable[[torch.device], int] | None  # bytes that the driver would give; None: nobody is asked
-    unused: Callable[[torch.device], int]  # bytes that torch's allocator holds for nobody, and could give back
-    is_capturing: Callable[[], bool]  # a graph, in which nothing can wait for the device, nor depend on what is free
+    fewest_rows: int  # of a product; fewer are padded
+    row_multiple: int  # a product's rows are padded to a multiple of this
+    width_multiple: int  # rows of logits start at multiples of this many elements
+    mixed_products: Callable[[torch.dtype], bool]  # True if operands of the dtype have products with fp32 results
+    mixed_mm: Callable[..., None]  # (left, right, out, *, add): such a product
+    slow_fp32: bool  # True if fp32 products are much slower than 16-bit ones
+    fp32_rows: int | None  # of an fp32 product: one tile, so that a row's bits do not depend on other rows; None: all
+    casts_into: bool  # True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary
+    workspaces: tuple[int, ...]  # default budgets of chunks in bytes, few, rising; more free memory, larger budget
+    free: Callable[[torch.device], int] | None  # bytes that the driver has free; None: never asked
+    unused: Callable[[torch.device], int]  # unused bytes in torch's allocator that it could give back
+    is_capturing: Callable[[], bool]  # a CUDA graph: nothing may wait for the device, or depend on its free memory
 
     def padded_rows(self, n: int) -> int:
         """Return the number of rows that the products of `n` rows are padded to.
@@ -41,14 +41,14 @@ class Device:
     def row_width(self, vocab: int) -> int:
         """Return the distance between rows of logits, in elements.
 
-        On a GPU they start at multiples of 128 bytes, d logits of 16 bits too: with rows that do not, the vendor
-        library's products are slower by a factor, and the row kernels have to go element by element.
+        On a GPU rows start at multiples of 128 bytes, also those of 16-bit d logits. Otherwise the vendor library's
+        products are several times slower, and the row kernels have to go element by element.
         """
         return -(-vocab // self.width_multiple) * self.width_multiple
 
 
 def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int]:
-    """`query`, with 0 for an answer where driver or allocator do not say."""
+    """Return `query`, but with 0 for an answer where the driver or the allocator raises."""
 
     def ask(device: torch.device) -> int:
         try:
@@ -60,7 +60,7 @@ def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int
 
 
 def _unused(device: torch.device) -> int:
-    """Bytes of the allocator's blocks that are free as a whole; the rest of a block in use cannot be given back."""
+    """Return the bytes of the allocator's wholly free blocks; it cannot give back the free part of a block in use."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     reserved, active, fragments = (
         stats[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "active", "inactive_split")
@@ -104,7 +104,7 @@ CUDA = Device(
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it
 )
 ROCM = replace(CUDA, mixed_products=lambda dtype: probe.multiplies(dtype, _mixed_mm))
-_KINDS = {"cpu": CPU, "cuda": CUDA}  # an entry of its own for a new kind
+_KINDS = {"cpu": CPU, "cuda": CUDA}  # a new kind of device gets an entry here
 
 
 def device_of(device: torch.device) -> Device:

@@ -1,6 +1,6 @@
-"""The engines, one record each, and which of them serves a call: a function of what is asked, and the cost decides.
+"""The engines, one record each, and the choice of the cheapest one that can serve a call.
 
-N rows projected, s the share of them that carries gradient, one product 2NVH floating point operations:
+Costs in NVH floating point operations, for N projected rows, a share s of which carries gradient; a product takes 2:
 
 ========== =========================================== ======================== ==================
 engine     what it does                                head and hidden train    head frozen
@@ -13,13 +13,13 @@ two_pass   project; later project again, gradient      2 + 6s                   
 lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
 ========== =========================================== ======================== ==================
 
-(In NVH.) A divergence from a teacher adds 2 each time that the rows are projected, for the teacher's projection. One
-pass needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d divergence, as soon as the row's
-own logits are there. `frozen` needs none, since d hidden is linear in one coefficient; it cannot serve several. Two
-passes serve all.
+A divergence from a teacher adds 2 for every projection of the rows, since the teacher's are projected, too. `one_pass`
+needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d divergence, as soon as the row's own
+logits are there. `frozen` needs no coefficients, since d hidden is linear in a single one; it cannot serve several.
+`two_pass` and `lean` serve all calls.
 `lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the weight's size.
-Rows whose coefficients are certain to be 0 are only projected, in score, frozen and one_pass; in two_pass and lean, so
-are all rows whose coefficients came out 0.
+`frozen` and `one_pass` only project the rows whose coefficients are certain to be 0 beforehand; `two_pass` and `lean`,
+all rows whose coefficients turn out to be 0.
 
 A new engine is a name in `base.choices`, a record here, and its passes (`passes.py`).
 """
@@ -44,7 +44,7 @@ FROZEN = Engine(
     serves=lambda call: not (call.head_trains or call.entropy_gradient or call.mixed_gradient),
     needs="a frozen head, without a lora of its own, and no gradient but that of one number a row",
     first_pass=store,
-    second_pass=recompute,  # of the entropy after all, or of rows that were not expected to have a gradient
+    second_pass=recompute,  # for the entropy after all, or for rows that were not expected to have a gradient
 )
 ONE_PASS = Engine(
     name="one_pass",
@@ -52,7 +52,7 @@ ONE_PASS = Engine(
     serves=lambda call: call.coupling is not Coupling.CROSS_TOKEN,
     needs="coefficients known row by row; here they are known {coupling}",
     first_pass=store,
-    second_pass=recompute,  # of what was not expected
+    second_pass=recompute,  # for coefficients other than the expected
 )
 TWO_PASS = Engine(
     name="two_pass",
@@ -81,10 +81,10 @@ SCORE_DOT = Engine(
 )
 
 # In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are
-# for special ends: `lean` where memory is short, `score_dot` where it is asked for.
+# for special cases: `lean` where memory is short, `score_dot` where it is asked for.
 _ENGINES: dict[str, Engine] = {engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN, SCORE_DOT)}
 ENGINES = tuple(_ENGINES)
-NAMES = choices(EngineName)  # what calls take: "auto" and those
+NAMES = choices(EngineName)  # names that calls take: "auto" and these
 
 
 def check_engine(name: object) -> None:
@@ -94,7 +94,7 @@ def check_engine(name: object) -> None:
 
 
 def engine_named(name: str) -> Engine:
-    """The one of `ENGINES`."""
+    """Return the engine called `name`, one of `ENGINES`."""
     return _ENGINES[name]
 
 
@@ -117,7 +117,7 @@ def choose_engine(call: Situation, name: str = "auto") -> Engine:
 
 
 def why_engine(engine: Engine, call: Situation, name: str = "auto") -> str:
-    """Why `choose_engine` came to `engine`, in words."""
+    """Return the reason why `choose_engine` chose `engine`, in words."""
     if call.no_gradient and engine is SCORE:
         return "no gradient is wanted"
     if name != "auto":

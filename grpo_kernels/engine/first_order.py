@@ -1,9 +1,9 @@
-"""Functions whose gradients are not differentiable themselves, and say so.
+"""Functions whose gradients cannot be differentiated again, and raise if they are.
 
 ``torch.autograd.function.once_differentiable`` raises only if an upstream gradient itself requires grad: a gradient
-penalty on ``loss.backward(create_graph=True)`` would pass through it as a constant, silently. And autograd visits what
-leads to the tensors that it is asked for, and nothing else: an error that does not lead to them is passed by as well.
-So the error is tied to everything that the gradient depends on.
+penalty on ``loss.backward(create_graph=True)`` would pass through it as a constant, silently. And autograd
+visits only nodes that lead to the tensors it differentiates in: an error at any other node is never reached. So the
+error is tied to everything that the gradient depends on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 
 
 def first_order(function: F) -> F:
-    """Decorate a Function: the gradients that it returns raise when they are differentiated, in whatever."""
+    """Decorate a Function: differentiating its gradients in any tensor raises RuntimeError."""
     forward: Callable[..., Any] = function.forward
     backward: Callable[..., tuple[Tensor | None, ...]] = function.backward
 
@@ -50,7 +50,7 @@ def first_order(function: F) -> F:
 
 
 class _Tie(torch.autograd.Function):
-    """Nothing, made of the inputs of a forward: what leads to them later without keeping any of their memory."""
+    """Empty tensor tied to a forward's inputs, without keeping their memory; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, *others: Tensor) -> Tensor:
@@ -62,12 +62,12 @@ class _Tie(torch.autograd.Function):
 
 
 def _is_batched(x: Tensor) -> bool:
-    """Return True within either of torch's two vmaps."""
+    """Return True if `x` is batched by one of torch's two vmaps."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(x) or torch._C._functorch.is_batchedtensor(x))
 
 
 class _Refusal(torch.autograd.Function):
-    """The identity of a gradient, whose derivative is an error; `ties` are what the gradient depends on."""
+    """Identity on a gradient, whose backward raises; `ties` are the tensors that the gradient depends on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *ties: Tensor) -> Tensor:

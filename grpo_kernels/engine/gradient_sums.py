@@ -1,4 +1,4 @@
-"""The gradients of a head's tensors, as the groups of a sweep add to them."""
+"""The gradients of a head's tensors, summed over the groups of a sweep."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from grpo_kernels.engine.records import Gradients, Head, NeedsGrad
 
 
 class GradientSums:
-    """The gradients of the head's tensors, as the groups add to them."""
+    """The gradients of the head's tensors, summed over the groups."""
 
     def __init__(self, head: Head, n: int, groups: list[Group], plan: HeadPlan, needs_grad: NeedsGrad) -> None:
         self._head, self._n, self._dtype, self._wants = head, n, plan.accumulator, needs_grad
         self._backend = plan.backend
         self._padded = max((group.start + group.rows for group in groups), default=0)
-        self._rows: list[Tensor | None] = []  # of each factor: (n, K), and padding, which the next group overwrites
+        self._rows: list[Tensor | None] = []  # per factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
         self._bias: Tensor | None = None  # (V,)
-        self._scale: Tensor | None = None  # what all but the rows are multiplied by
+        self._scale: Tensor | None = None  # () factor that matrices and bias carry, but the rows do not
 
     def _allocate(self) -> None:
-        """Only when the first group's d logits are under way."""
+        """Allocate the sums: not before the first group's d logits are under way."""
         new, dtype, needs_grad = self._head.hidden, self._dtype, self._wants
-        # what is of the vocabulary's size is written by the first group's product; without a group it is 0
+        # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if self._n > 0 else new.new_zeros
         for (x, matrix), (needs_rows, needs_matrix) in zip(self._head.factors(), needs_grad.factors(), strict=False):
             self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None)
@@ -36,7 +36,7 @@ class GradientSums:
     def add(
         self, group: Group, products: list[Products], features: list[Tensor], d_logits: Tensor, scale: Tensor | None
     ) -> None:
-        """Add a group's gradient: its operands (m, K) and d logits (m, V), which `scale` () multiplies."""
+        """Add a group's gradient, from its operands (m, K) and d logits (m, V); these carry the factor `scale` ()."""
         if not self._rows:
             self._allocate()
         if scale is not None and self._scale is not None:
@@ -53,7 +53,7 @@ class GradientSums:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
     def gradients(self, row_factor: Tensor | None) -> Gradients:
-        """All of them; `row_factor` (n,) is what d hidden, then the only one, is still to be multiplied by."""
+        """Return the gradients. With `row_factor` (n,), d hidden is the only one, and is multiplied by that."""
         if not self._rows:
             self._allocate()
         if self._scale is not None:

@@ -1,4 +1,4 @@
-"""Plan of how the rows of a call are projected, reduced and differentiated, the same through all its sweeps."""
+"""Plan of how a call projects, reduces and differentiates its rows; the same for all its sweeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_kernels.engine.records import Head, HeadTensors, Rows
 from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.token_loss.record import Coefficients
 
-SLICE_BYTES = 32 * 2**20  # of the weight converted at a time; the same for all budgets but small ones
+SLICE_BYTES = 32 * 2**20  # of the weight, converted at a time; less only with a small budget
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class HeadPlan:
     scale: float = 1.0
     softcap: float | None = None
     round_logits: bool = False  # to the compute dtype
-    shard: Shard | None = None  # where the head's rows are divided among ranks
+    shard: Shard | None = None  # this rank's, if the head's rows are divided among ranks
     memory: FreeMemory = AMPLE
-    teacher: HeadPlan | None = None  # of the teacher's rows, with the same accumulator
-    jsd_beta: float = 1.0  # which divergence from the teacher, see `Teacher`
+    teacher: HeadPlan | None = None  # the teacher's plan, with the same accumulator
+    jsd_beta: float = 1.0  # the divergence from the teacher, see `Teacher`
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -56,9 +56,9 @@ class HeadPlan:
         return min(SLICE_BYTES, self.workspace_bytes // 8)
 
     def converted(self, head: Head) -> Head:
-        """Return `head` with its weights as 16-bit products take them, converted once, if there is room for that.
+        """Return `head` with its weights converted, once, to the dtype of 16-bit products, if memory allows that.
 
-        Else each product converts what it needs, slice by slice.
+        Otherwise each product converts its weight slice by slice.
         """
         if not self.memory.converts:
             return head
@@ -75,7 +75,7 @@ class HeadPlan:
     def stats(self, chunk: Chunk, rows: Rows, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         """Reduce the rows of a chunk; the log-probability is NaN where a row is invalid.
 
-        With a teacher the divergence is found too, which takes both heads' statistics first.
+        With a teacher, compute the divergence, too, from both heads' statistics.
         """
         found = self._reduced(chunk, entropy=entropy, extras=() if rows.top_k else extras)
         if chunk.teacher is not None:
@@ -97,7 +97,7 @@ class HeadPlan:
     def grad(self, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
         """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics.
 
-        With a `TopKTeacher` only its divergence has a coefficient.
+        With a `TopKTeacher`, d_divergence is the only coefficient that is read.
         """
         d_logp, d_entropy, d_divergence = coefficients
         if rows.top_k is None:

@@ -1,7 +1,7 @@
-"""The products of kept sets: the head's rows of some positions' ids, gathered, times those positions' hidden states.
+"""The products of kept sets: hidden states times the head's rows for each position's kept ids, which are gathered.
 
-A block of rows has its sets as (r, w) ids, padded. Forward: gather (r, w, H), multiply with hidden states (r, H) to
-z (r, w), reduce. Backward: d z from what the forward left; gather again and multiply with d z for d hidden; outer
+The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with hidden states (r, H)
+to z (r, w), reduce. Backward: d z from the saved tensors; gather again and multiply with d z for d hidden; the outer
 product of d z and hidden states, added to the ids' rows of d weight.
 """
 
@@ -21,14 +21,14 @@ from grpo_kernels.engine.records import NeedsGrad
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The positions to project, those with the largest sets first, and how.
+    """The positions to project, those with the largest sets first, and how to project them.
 
     A position whose set is one id is not among them: its log-probability and entropy are 0, and so is their gradient.
     """
 
     rows: Tensor  # (m,) int64, indices into the flattened ids
     ids: Tensor  # (m,) int64, in [0, V)
-    blocks: list[tuple[slice, int]]  # of the rows, and the size of their largest set
+    blocks: list[tuple[slice, int]]  # slices of `rows`, each with the size of its largest set
     entries: int  # (position, kept id) pairs that are gathered at a time
     invalid: Tensor | None  # (N,) bool: positions whose results are NaN; None: none
     needs_grad: NeedsGrad
@@ -58,7 +58,7 @@ def stages_of(weight: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 class _HeadRows:
-    """The head's rows of some kept sets, in memory that is used again and again."""
+    """Gather the head's rows for kept ids, into memory that every call uses again."""
 
     def __init__(self, weight: Tensor, sets: KeptSets) -> None:
         largest = max(((rows.stop - rows.start) * width for rows, width in sets.blocks), default=0)
@@ -67,12 +67,12 @@ class _HeadRows:
         self._stages = [weight.new_empty(self._entries, weight.shape[1], dtype=dtype) for dtype in dtypes]
 
     def pieces(self, rows: int, width: int) -> list[slice]:
-        """Columns of a (rows, width) block that fit; more than one piece only if a single row does not."""
+        """Return slices of a (rows, width) block's columns that fit in memory; several only if one row is too long."""
         step = max(1, self._entries // max(1, rows))
         return [slice(start, min(start + step, width)) for start in range(0, width, step)]
 
     def of(self, kept: Tensor) -> Tensor:
-        """(r, w) ids -> (r, w, H), until the next call."""
+        """Gather (r, w) ids -> (r, w, H); valid until the next call."""
         n = kept.numel()
         torch.index_select(self._weight, 0, kept.reshape(-1), out=self._stages[0][:n])
         for x, y in itertools.pairwise(self._stages):
@@ -80,16 +80,16 @@ class _HeadRows:
         return self._stages[-1][:n].view(*kept.shape, self._weight.shape[1])
 
     def outer(self, d_raw: Tensor, hidden: Tensor) -> Tensor:
-        """(r, w) and (r, H) -> (r w, H): d weight of each entry, until the next call."""
+        """(r, w) and (r, H) -> (r w, H): d weight of each entry; valid until the next call."""
         out = self._stages[-1][: d_raw.numel()]
         torch.bmm(d_raw[:, :, None], hidden[:, None, :], out=out.view(*d_raw.shape, out.shape[1]))
         return out
 
 
 def _in_order(kept: Tensor, ids: Tensor, width: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """(r, K) sets as (r, width) ids, and which of them are padding: those repeat the sampled id and count for nothing.
+    """Return (r, K) sets as (r, width) ids, and a mask of the padding; padding repeats the sampled id, with gradient 0.
 
-    What a row's padding reads is then its own: garbage in a hidden state reaches no other id's gradient.
+    So NaN in a position's hidden state reaches the gradient of no id outside of its set.
     """
     kept = torch.where(kept < vocab, kept, -1).long().sort(dim=1, descending=True).values[:, :width]
     padding = kept < 0
@@ -98,11 +98,11 @@ def _in_order(kept: Tensor, ids: Tensor, width: int, vocab: int) -> tuple[Tensor
 
 
 class _Block(NamedTuple):
-    """Tensors that the forward keeps of a block of rows."""
+    """Tensors of a block of rows that the forward saves."""
 
     kept: Tensor  # (r, w) ids, in order
     log_probs: Tensor  # (r, w), -inf in the padding
-    hot: Tensor  # (r, 1): which of them is the sampled id
+    hot: Tensor  # (r, 1): column of the sampled id
     slope: Tensor | None  # (r, w), the soft-cap's derivative
 
 
@@ -202,13 +202,13 @@ def _logits(
 
 
 def _entropies(log_probs: Tensor) -> Tensor:
-    """-sum p log p of each row, over what has a probability."""
+    """-sum p log p of each row, over the ids with p > 0."""
     probs = log_probs.exp()
     return -torch.where(probs > 0, probs * log_probs, 0.0).sum(dim=1)
 
 
 def _d_raw(block: _Block, g: Tensor | None, h: Tensor | None, sets: KeptSets, rows: slice) -> tuple[Tensor, Tensor]:
-    """d loss / d (raw projection) of a block's rows that have any, (m, w), and which of its rows those are, (m,).
+    """Return d loss / d (raw projection), (m, w), of the block's rows with gradient, and their indices (m,).
 
     d z_j = g (1[j = y] - p_j) - h p_j (log p_j + entropy), g = d loss / d logp and h = d loss / d entropy.
     """

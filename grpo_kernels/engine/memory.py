@@ -15,9 +15,9 @@ from grpo_kernels.engine.records import NeedsGrad
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Decisions that the free memory of a device leads to, besides the gradients themselves."""
+    """Decisions by the memory that a device has free, after the gradients have taken theirs."""
 
-    tight: bool  # too little for an accumulator of d weight: `lean`
+    tight: bool  # too little for an accumulator of d weight: `lean` serves
     converts: bool  # enough for a copy of the weight in the operands' dtype
     workspace: int  # bytes that chunks may take by default: one of `Device.workspaces`
 
@@ -32,16 +32,16 @@ class FreeMemory:
         asks_tight: bool,
         reference: tuple[Tensor, torch.dtype] | None = None,
     ) -> FreeMemory:
-        """Ask the device of `weight`. A CPU is not asked.
+        """Ask the device of `weight` for its free memory, and decide. On a CPU return `AMPLE`.
 
-        Nor is a GPU while a CUDA graph is captured, which must not depend on what is free now.
+        So, too, while a CUDA graph is captured: a graph must not depend on the memory that is free now.
 
         Args:
             hidden: hidden states of all positions.
-            compute_dtype: what the products' operands are rounded to.
+            compute_dtype: dtype that the products' operands are rounded to.
             workspace_bytes: the budget, None for the default.
-            asks_tight: whether an engine is still to be chosen.
-            reference: the weight of another head, and what its products' operands are rounded to.
+            asks_tight: True if an engine is still to be chosen.
+            reference: the weight of the reference head, and the dtype that its products' operands are rounded to.
         """
         device = device_of(weight.device)
         if device.free is None or device.is_capturing():
@@ -60,7 +60,7 @@ class FreeMemory:
         else:
             budgets = [workspace_bytes]
         free = device.free(weight.device)
-        if gradients + copies + budgets[-1] > free:  # the allocator takes longer to ask
+        if gradients + copies + budgets[-1] > free:  # only then ask the allocator, which takes longer
             free += device.unused(weight.device)
         converts = gradients + copies + budgets[0] <= free
         held = gradients + (copies if converts else 0)
@@ -75,19 +75,19 @@ AMPLE = FreeMemory(tight=False, converts=True, workspace=max(CUDA.workspaces))
 
 
 def default_workspace(weight: Tensor, needs_grad: NeedsGrad, memory: FreeMemory = AMPLE, *, heads: int = 1) -> int:
-    """Bytes: `large_workspace`, or the `FreeMemory.workspace` that there is."""
+    """Return the default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
     return min(large_workspace(weight, needs_grad, heads), memory.workspace)
 
 
 def large_workspace(weight: Tensor, needs_grad: NeedsGrad, heads: int = 1) -> int:
-    """Return the bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`; `heads` is the number of
-    rows of logits that a token has at a time.
+    """Return the bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the range of the device's `workspaces`; `heads` is
+    the number of heads whose logits exist at a time.
 
-    On a GPU a product with fewer rows waits for the weight that it reads. On a CPU it is slow enough for that not to
+    On a GPU a product with fewer rows is bound by reading the weight. On a CPU products are too slow for that to
     matter.
     """
     device, (vocab, width) = device_of(weight.device), weight.shape
-    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits are kept at a time
+    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # chunks whose d logits exist at a time
     d_logits = 2 * chunks if needs_grad.hidden or needs_grad.head else 0
     row_bytes = device.row_width(vocab) * (4 * heads + d_logits) + width * 4 * chunks
     return min(max(device.workspaces[0], LARGE_CHUNK_ROWS * row_bytes), device.workspaces[-1])

@@ -1,7 +1,7 @@
-"""bf16 operands, an fp32 result, on a CPU: a product that torch has for GPUs alone.
+"""Products of bf16 operands with an fp32 result, on a CPU; torch has them for GPUs alone.
 
-The MKL that torch is built with has it too: the operands go in as they are, and the sums come out as they were
-accumulated, in fp32. torch's own product of bf16 operands rounds them to bf16.
+The MKL that torch is built with has them, too: it takes the operands as they are, and returns the sums as accumulated,
+in fp32. torch's own product of bf16 operands rounds the sums to bf16.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # CBLAS_LAYOUT, CBLAS_TRANSPOSE
 def multiplies(dtype: torch.dtype) -> bool:
     """Return True if operands of `dtype` can be multiplied, and faster than in fp32.
 
-    That takes instructions for tiles (AMX). Those for vectors alone (AVX512-BF16) do twice the work of fp32's, and took
-    longer than a conversion (docs/design.md).
+    That takes AMX, which multiplies tiles. AVX512-BF16, which multiplies vectors, does only twice the work of fp32's
+    instructions, and took longer than converting the operands (docs/design.md).
     """
     return dtype == torch.bfloat16 and _has_tiles() and _gemm() is not None
 
 
 def mixed_mm(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """``out = left @ right``, or ``+=``: (m, k) and (k, n) in bf16, rows or columns contiguous, to (m, n) in fp32."""
-    torch.mm(left.to("meta"), right.to("meta"))  # no numbers: what counts operations sees it
+    torch.mm(left.to("meta"), right.to("meta"))  # no data: only for tools that count operations
     _compute(left, right, out, add)
 
 
@@ -75,7 +75,7 @@ def _compute(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _operand(x: Tensor) -> tuple[Tensor, int, int]:
-    """`x`, how its rows lie in memory, and how far apart they (or its columns) are."""
+    """Return `x`, copied if need be, with CBLAS's transpose flag and leading dimension for it."""
     if x.stride(1) == 1 or x.shape[1] == 1 or x.stride(0) != 1:
         x = x if x.stride(1) == 1 else x.contiguous()
         return x, AS_IT_IS, max(x.stride(0), x.shape[1])

@@ -1,7 +1,7 @@
-"""Passes of a call, without autograd: a first one over its rows, and a second one where the gradient needs it.
+"""Passes of a call, without autograd: a first one over its rows, and a second one if the gradient needs it.
 
-The autograd Functions (`autograd.py`) and the ops for torch.compile (`grpo_kernels.call.ops`) are both made of these;
-which pass is whose, the engines say (`engines.py`).
+The autograd Functions (`autograd.py`) and the ops for torch.compile (`grpo_kernels.call.ops`) both call these. Each
+engine names its passes (`engines.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 
 
 class Differentiated(Protocol):
-    """A loss and its gradient in the numbers of its rows."""
+    """A loss and its derivatives in each row's log-probability, entropy and divergence."""
 
     @property
     def loss(self) -> Tensor: ...  # ()
 
     @property
-    def coefficients(self) -> Coefficients: ...  # (n,); there is a d_logp
+    def coefficients(self) -> Coefficients: ...  # (n,) each; d_logp is not None
 
 
 Loss = TypeVar("Loss", bound=Differentiated)
@@ -60,9 +60,9 @@ def score_without_logits(head: Head, request: Request) -> ForwardResult:
 
 
 def store(head: Head, request: Request) -> ForwardResult:
-    """Find the statistics of all rows, and on the same logits the gradient of those that may have one.
+    """Find the statistics of all rows, and on the same logits the gradient of the rows that may have one.
 
-    Waits for the device once, to count those, unless all may.
+    Waits for the device once, to count these rows, unless `may_have_grad` is None.
     """
     rows, plan, may_have_grad, token_loss = request.rows, request.plan, request.may_have_grad, request.token_loss
     head, products = plan.converted(head), plan.products(head.weight)
@@ -103,12 +103,12 @@ def recompute(head: Head, request: Request, stats: RowStats, coefficients: Coeff
 
 
 def recompute_slices(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
-    """Do the same, one slice of the vocabulary at a time."""
+    """Do the same as `recompute`, one slice of the vocabulary at a time."""
     return sweep_slices(head, request.rows, request.plan, stats, coefficients, request.needs_grad)
 
 
 def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) -> tuple[ForwardResult, Loss]:
-    """Do the first pass, and `finish` makes the loss of its statistics; a stored gradient is then the loss's."""
+    """Do the first pass, and let `finish` make the loss of its statistics; a stored gradient becomes the loss's."""
     first = request.engine.first_pass(head, request)
     assert first.stats is not None
     done = finish(first.stats)
@@ -123,16 +123,16 @@ def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) 
 
 
 def second_pass(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> tuple[Gradients, Tensor]:
-    """Find the gradient of the rows where a coefficient is not 0, and their indices. Waits for the device once: how
-    many are they?
+    """Find the gradient of the rows with a coefficient that is not 0, and their indices. Waits for the device once, to
+    count these rows.
 
     Args:
-        stats: of all rows, from the first pass.
-        coefficients: (n,), one of them at least.
+        stats: (n,) those of all rows, from the first pass.
+        coefficients: (n,) each; at least one is not None.
     """
     indices, coefficients = _nonzero(coefficients)
     some = replace(request, rows=take(request.rows, indices))
-    if coefficients.d_divergence is None:  # the teacher has no part in it
+    if coefficients.d_divergence is None:  # then the gradient has no part of the teacher's
         head, some = replace(head, teacher=None), replace(some, plan=replace(request.plan, teacher=None))
     of_some = take(stats, indices), take(coefficients, indices)
     return request.engine.second_pass(head, some, *of_some), indices
@@ -148,7 +148,7 @@ def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
 
 
 def all_rows(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """(m, H), the rows at `indices`, which rise -> (n, H), 0 elsewhere."""
+    """Put `x` (m, H) into the rows of (n, H) at `indices`, which rise; 0 elsewhere. Returns `x` itself if m = n."""
     if x.shape[0] == n:
         return x
     full = x.new_zeros(n, x.shape[1])
@@ -157,17 +157,17 @@ def all_rows(x: Tensor, indices: Tensor, n: int) -> Tensor:
 
 
 def indices_of(chosen: Tensor) -> Tensor:
-    """Where `chosen` (n,) is True. Waits for the device, to learn how many; a CUDA graph cannot, and takes all."""
+    """Return the indices where `chosen` (n,) is True. Waits for the device to count them; a CUDA graph takes all n."""
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
 
 
 class _Recorded:
-    """The coefficients that a request gives, by indices into its rows that may have a gradient.
+    """Call a request's `coefficients`, by indices into its rows that may have a gradient, and record the results.
 
     Attributes:
-        coefficients: what they were, (n,) for all rows of the request; None where nobody asked.
+        coefficients: the results, (n,) each over all rows of the request, 0 in the others; None if not recorded.
     """
 
     def __init__(self, request: Request, grad_rows: Tensor) -> None:
@@ -175,7 +175,7 @@ class _Recorded:
         self._records = request.token_loss is None and request.engine.stores is Stored.GRADIENT
         self.coefficients = NO_COEFFICIENTS
         if self._records:
-            self.coefficients = Coefficients(**{request.main: self._zeros()})  # whether or not there are rows
+            self.coefficients = Coefficients(**{request.main: self._zeros()})  # also if there are no rows
 
     def __call__(self, index: Index, stats: RowStats) -> Coefficients:
         assert self._request.coefficients is not None
@@ -187,7 +187,7 @@ class _Recorded:
         return found
 
     def _recorded(self, every: Tensor | None, new: Tensor | None, indices: Tensor) -> Tensor | None:
-        """Return `every` with `new` at the indices among the rows of the request."""
+        """Return `every` (n,) with `new` (m,) written at `indices`."""
         if new is None:
             return every
         every = self._zeros() if every is None else every
@@ -204,8 +204,8 @@ def _reduce(request: Request) -> Reduce:
 
 
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the indices where any coefficient (n,) is not 0, and the coefficients: None for one of several that is 0
-    everywhere.
+    """Return the indices where any coefficient (n,) is not 0, and the coefficients. Of several, one that is 0
+    everywhere becomes None.
     """
     moves = [None if x is None else x != 0 for x in coefficients]
     present = [x for x in moves if x is not None]

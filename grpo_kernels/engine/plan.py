@@ -1,6 +1,6 @@
-"""Division of a sweep's rows into groups and chunks, so that a workspace is kept and the products are large.
+"""Division of a sweep's rows into groups and chunks, so that a workspace is not exceeded and the products are large.
 
-A group is rows whose d logits enter one backward product; it is projected in chunks, whose logits exist at a time.
+A group is rows whose d logits enter one backward product. A chunk is rows of a group whose logits exist at one time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grpo_kernels.engine.device import CPU, Device
 
-CHUNKS_OF_A_GROUP = (8, 4, 2)  # as many as have rows enough: `LARGE_CHUNK_ROWS` each, or at least so many
+CHUNKS_OF_A_GROUP = (8, 4, 2)  # the most with `LARGE_CHUNK_ROWS` each, else with `LEAST_CHUNK_ROWS`
 LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
 
@@ -38,11 +38,11 @@ class Costs:
     """Bytes that the rows of a sweep need.
 
     Attributes:
-        chunk_row_bytes: what a row of a chunk takes, as long as the chunk lasts.
-        group_row_bytes: what a row of a group takes, as long as the group lasts.
-        grouped: whether several chunks may share a backward product; else a group is one chunk. Each product with d
+        chunk_row_bytes: for a row of a chunk, as long as the chunk lasts.
+        group_row_bytes: for a row of a group, as long as the group lasts.
+        grouped: True if several chunks may share a backward product; else a group is one chunk. Each product for d
             weight reads and writes all of its accumulator, so fewer are better.
-        scratch_bytes: what a chunk of so many rows takes besides; not decreasing.
+        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
     """
 
     chunk_row_bytes: int
@@ -60,7 +60,7 @@ def plan_groups(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU
     """Return the groups of `n` rows whose workspace stays within `workspace_bytes`, if that allows
     `Device.fewest_rows`.
 
-    Groups differ by at most one row (or by one multiple of the device's), so that none is much smaller than the others.
+    Groups differ by at most one row (or by one `Device.row_multiple`), so that none is much smaller than the others.
     """
 
     def most_rows(per_group: int) -> int:
@@ -82,7 +82,7 @@ def plan_groups(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU
 
 
 def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
-    """[0, n) in as few parts as hold at most `most` each, which start at multiples of `multiple`."""
+    """Return [0, n) in the fewest parts of at most `most`; each part starts at a multiple of `multiple`."""
     count = -(-n // most)
     bounds = [min(n, -(-(n * i // count) // multiple) * multiple) for i in range(count + 1)] if count else []
     return list(itertools.pairwise(bounds))
@@ -91,12 +91,12 @@ def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
 def chunk_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], device: Device = CPU) -> int:
     """Return the most rows a chunk may have so that the workspace stays within `workspace_bytes`.
 
-    That is `fewest_rows` at least, whatever the budget: to fewer, padding would be added.
+    It is at least `Device.fewest_rows`, whatever the budget: fewer rows would be padded to that.
 
     Args:
-        row_bytes: what a row takes: its logits and its hidden state.
+        row_bytes: bytes for a row of a chunk, with the group that it belongs to.
         workspace_bytes: the budget.
-        scratch_bytes: what a chunk of so many rows takes besides; not decreasing.
+        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
     """
     least = device.fewest_rows
     low, high = least, max(least, workspace_bytes // row_bytes)

@@ -1,7 +1,7 @@
 """Probe of a GPU's library: does it multiply 16-bit operands into fp32 results? Tried once with a small product.
 
 torch has ``mm(..., out_dtype=)`` in its ROCm builds too; whether it is implemented there depends on the release. Where
-it is not, or is not right, operands are converted to fp32 first, which takes several times as long.
+it is missing or wrong, operands are converted to fp32 first, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-M, N, K = 16, 24, 512  # sums of small integers up to 512 * 15 * 15: exact in fp32, and mostly in no 16 bits
+M, N, K = 16, 24, 512  # sums of small integers up to 512 * 15 * 15: exact in fp32, mostly inexact in 16 bits
 
 _logger = logging.getLogger(__name__)
 _works: dict[torch.dtype, bool] = {}
@@ -39,7 +39,7 @@ def multiplies(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> bool:
 
 
 def _trouble(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> str | None:
-    """Return what is wrong with `mixed_mm` for operands of `dtype`; None if nothing is."""
+    """Return why `mixed_mm` cannot be used for operands of `dtype`; None if it can."""
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
         left, right = (_integers(rows, columns).to("cuda") for rows, columns in ((M, K), (K, N)))
         want = left @ right
@@ -61,10 +61,10 @@ def _integers(rows: int, columns: int) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x`, its rows contiguous."""
+    """Return `x`, whose rows are contiguous."""
     return x
 
 
 def _columns(x: Tensor) -> Tensor:
-    """The same numbers, the columns contiguous."""
+    """Return the same numbers with contiguous columns."""
     return x.t().contiguous().t()

@@ -1,12 +1,12 @@
-"""The three matrix products, by the vendor library: fp32 out of the accumulator, whatever the operands' dtype.
+"""The three matrix products, by the vendor library. Results are the accumulators, unrounded, for all operand dtypes.
 
-On CUDA, 16-bit operands go in as they are and fp32 comes out; d logits are rounded to the same 16 bits. So it is on
-ROCm where its library has such products (`probe.py`), and with bf16 operands on a CPU that multiplies tiles of them
-(`mixed_mm.py`). Elsewhere torch would round the result to 16 bits, so the operands are converted to fp32 first,
-exactly, a slice of the vocabulary at a time, and d logits stay as they are.
+CUDA multiplies 16-bit operands into fp32 results; d logits are rounded to the same 16 bits. So does ROCm if its library
+has such products (`probe.py`), and a CPU with bf16 operands if it multiplies tiles of them (`mixed_mm.py`). Elsewhere
+torch would round the result to 16 bits. So the operands are first converted to fp32, exactly, a slice of the vocabulary
+at a time, and d logits stay in fp32.
 
-The range of fp16 is too small for d logits before a loss scale reaches them. There they carry a power of two, the same
-for all rows of a product, which the accumulated results lose again.
+The range of fp16 is too small for d logits, which no loss scale has multiplied yet. So fp16 d logits carry a power of
+two, the same for all rows of a product; the accumulated results are divided by it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_kernels.backends.interface import DivergenceStats, LogitTransform
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.token_loss.record import Coefficients
 
-HIGHEST_FP16 = 2.0**12  # what scaled d logits stay below: a margin of 16 to the largest fp16
+HIGHEST_FP16 = 2.0**12  # bound of scaled d logits, 1/16 of the largest fp16
 ENTROPY_BOUND = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15
 
 
@@ -29,9 +29,9 @@ class Products:
 
     Args:
         weight: (V, H), of any floating dtype.
-        compute_dtype: what the operands are rounded to.
+        compute_dtype: dtype that the operands are rounded to.
         accumulator: the dtype of the results.
-        slice_bytes: how much of the weight is converted at a time, where it has to be.
+        slice_bytes: bytes of the weight to convert at a time, if it must be converted.
     """
 
     def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
@@ -69,10 +69,10 @@ class Products:
     def scaled(
         self, coefficients: Coefficients, transform: LogitTransform, divergence: DivergenceStats | None = None
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the coefficients times the power of two () that brings d logits into range, and that; None: none.
+        """Return the coefficients times the power of two () that brings d logits into range, and that power or None.
 
-        It is 1 where a coefficient is not finite: that surfaces as it is. There is a d_logp; `divergence` is needed
-        with a d_divergence: no |k_v| of its gradient is above 1 + D.
+        It is 1 if a coefficient is not finite, so that NaN and inf reach the gradient. d_logp is not None. With a
+        d_divergence, `divergence` is needed: no |k_v| of its gradient is above 1 + D.
         """
         d_logp, d_entropy, d_divergence = coefficients
         assert d_logp is not None
@@ -89,10 +89,10 @@ class Products:
         return Coefficients(*(None if x is None else x * scale for x in coefficients)), scale
 
     def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
-        """``out = hidden @ weight.T``: (n, H) operand -> (n, V); all but the `first` add to it.
+        """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` unless `first`.
 
-        On a GPU the library chooses its kernel by the number of rows. For fp32 they differ in the order of their sums:
-        there each product has one tile of rows, so that a row has the same bits whatever the others are.
+        On a GPU the library chooses its kernel by the number of rows, and fp32 kernels differ in the order of their
+        sums. So an fp32 product has one tile of rows: a row's bits do not depend on the other rows.
         """
         tile = device_of(self.weight.device).fp32_rows if self._operand == torch.float32 else None
         at_once = tile or max(1, hidden.shape[0])
@@ -103,18 +103,18 @@ class Products:
             del weight  # before the next slice is made
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
-        """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); all but the `first` add to it."""
+        """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); ``+=`` unless `first`."""
         for columns, weight in self._weights():
-            weight = weight.to(d_logits.dtype)  # of an adapter, which may be more precise
+            weight = weight.to(d_logits.dtype)  # an adapter's may be more precise
             _product(d_logits[:, columns], weight, out, add=columns.start > 0 or not first)
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
-        """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H); the `first` writes."""
+        """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H); ``=`` if `first`."""
         _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=not first)
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:
-        """(columns of the vocabulary, the head's rows for them as an operand)."""
+        """Yield slices of the vocabulary, each with the head's rows for it as an operand."""
         vocab = self.weight.shape[0]
         for start in range(0, vocab, self._slice_rows):
             columns = slice(start, min(start + self._slice_rows, vocab))
@@ -127,18 +127,18 @@ def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
 
 
 def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype | None:
-    """The 16-bit dtype that products take the weight in, where it has to be converted to that; None: it has not.
+    """Return the 16-bit dtype that the whole weight must be converted to for products; None if it need not be.
 
-    What is converted to 32 bits is never converted as a whole.
+    A weight that is converted to 32 bits is never converted as a whole.
     """
     device = device_of(weight.device)
-    can_ask = device.free is not None  # whether there is room for a copy
+    can_ask = device.free is not None  # if a copy fits
     mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products(compute_dtype)
     return compute_dtype if mixed and weight.dtype != compute_dtype else None
 
 
 def _check_accumulation(operands: torch.dtype) -> None:
-    """Raise RuntimeError if torch is told to sum products of `operands` in fp16: there is none with an fp32 result."""
+    """Raise RuntimeError if torch is told to sum products of `operands` in fp16: none of these has an fp32 result."""
     if operands == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         raise RuntimeError(
             "torch.backends.cuda.matmul.allow_fp16_accumulation: expected False for a head in torch.float16, whose "

@@ -18,7 +18,7 @@ class Projection:
     """The products that make logits, chunk after chunk.
 
     Attributes:
-        products: of the pairs of `HeadTensors.factors`, on these columns.
+        products: one for each pair of `HeadTensors.factors`, on these columns.
         first_id: the id of the first column.
     """
 
@@ -43,13 +43,13 @@ class Projection:
         return [product.operand(x) for product, x in zip(self.products, selected, strict=True)], of_teacher
 
     def new_logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return memory for the logits of so many rows, and for the teacher's."""
+        """Return memory for the logits of this many rows, and for the teacher's if there is one."""
         return self._new(rows, self._plan.accumulator), (
             None if self._teacher is None else self._new(rows, self._plan.accumulator)
         )
 
     def new_d_logits(self, rows: int) -> Tensor:
-        """Return memory for the d logits of so many rows, as the backward products take them."""
+        """Return memory for the d logits of this many rows, in the dtype of the backward products."""
         return self._new(rows, self.products[0].gradient_dtype)
 
     def _new(self, rows: int, dtype: torch.dtype) -> Tensor:
@@ -64,12 +64,12 @@ class Projection:
         index: Index,
         out: tuple[Tensor, Tensor | None],
     ) -> tuple[Chunk, Rows]:
-        """Return the chunk of `part`, and its rows, whose `TopKTeacher`, if any, has gathered its logits.
+        """Project `part`; return its chunk and its rows, the latter with the logits of a `TopKTeacher` gathered.
 
         Args:
-            operands: of a group of rows.
-            part: the rows that are meant, among those of the group.
-            rows, index: the rows of the sweep, and where the chunk's are among them.
+            operands: those of a group of rows.
+            part: the rows to project, among those of the group.
+            rows, index: the rows of the sweep, and the index of the chunk's rows among them.
             out: memory for the logits, and for the teacher's.
         """
         (of_rows, of_teacher), (logits, teacher_logits), plan = operands, out, self._plan
@@ -92,5 +92,5 @@ class Projection:
 
 
 def _part(head: HeadTensors[Tensor], plan: HeadPlan, columns: slice) -> Tensor | None:
-    """Return some columns of the bias."""
+    """Return the bias on `columns`, as row backends read it."""
     return None if head.bias is None else row_bias(head.bias[columns], plan.accumulator)

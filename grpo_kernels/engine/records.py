@@ -15,12 +15,12 @@ from grpo_kernels.token_loss.record import Coefficients
 
 T = TypeVar("T")
 S = TypeVar("S")
-Index = Tensor | slice  # of rows
+Index = Tensor | slice  # index of rows: (m,) int64, or a slice
 
 
 @dataclass(frozen=True)
 class HeadTensors(Generic[T]):
-    """One value for each tensor of a head that may train: the tensor itself, its gradient, or whether it wants one.
+    """One value for each trainable tensor of a head: the tensor itself, its gradient, or True if it needs one.
 
     The raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
     """
@@ -44,12 +44,12 @@ class HeadTensors(Generic[T]):
         return [(self.hidden, self.weight), *adapter]
 
 
-Gradients = HeadTensors[Tensor | None]  # of the rows of a sweep, in the accumulator's dtype; None where not wanted
+Gradients = HeadTensors[Tensor | None]  # from the rows of a sweep, in the accumulator's dtype; None where not wanted
 
 
 @dataclass(frozen=True)
 class NeedsGrad(HeadTensors[bool]):
-    """Which tensors of a head want a gradient."""
+    """True for each tensor of a head that needs a gradient."""
 
     hidden: bool = False
     weight: bool = False
@@ -65,7 +65,7 @@ class NeedsGrad(HeadTensors[bool]):
 
 @dataclass(frozen=True)
 class Head(HeadTensors[Tensor]):
-    """The tensors to project with; and where a divergence from a teacher is wanted, the teacher's, constants."""
+    """The tensors to project with, and if a divergence from a teacher is wanted, the teacher's as constants."""
 
     teacher: HeadTensors[Tensor] | None = None  # hidden (N, H') of the same positions, weight (V, H'), bias (V,)
 
@@ -77,17 +77,17 @@ def row_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """The positions to project: copies, so that nothing the caller does to its tensors later matters."""
+    """The positions to project, as copies: changes that the caller makes to its tensors later have no effect."""
 
     positions: Tensor  # (n,) int64, indices into `hidden`
-    ids: Tensor  # (n,) int64, in [0, V); of a shard counted from its first row, out of range where another has it
+    ids: Tensor  # (n,) int64, in [0, V); on a shard counted from its first row, out of range if on another
     inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
     invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
-    marked: Tensor | None = None  # (n,) the ids, -1 where invalid; None: none is
-    top_k: TopKTeacher | None = None  # whom the divergence is from, where not from the head's own teacher
+    marked: Tensor | None = None  # (n,) the ids, -1 where invalid; None: all are valid
+    top_k: TopKTeacher | None = None  # teacher of the divergence, in place of the head's teacher
 
     def __len__(self) -> int:
         return self.positions.shape[0]
 
 
-CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), given their statistics
+CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), from their statistics

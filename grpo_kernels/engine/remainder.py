@@ -1,4 +1,4 @@
-"""An expected gradient against the one that came: the scale between them, and what it does not explain."""
+"""The scale between an expected gradient and the upstream gradient, and the remainder that it does not explain."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from grpo_kernels.base.quantile import quantile_of_numbers
 from grpo_kernels.token_loss.record import Coefficients
 
-FAR_TOO_LARGE = 8.0  # times what came: more than three bits of what is stored would cancel in d weight
+FAR_TOO_LARGE = 8.0  # remainder over upstream; beyond, more than three bits would cancel in d weight
 
 
 def size_of(left: Coefficients, came: Coefficients) -> tuple[bool, bool]:
-    """Return whether anything is left to compute, and whether some of it is far larger than all that `came`.
+    """Return two flags: a remainder is `left` to compute; it is far larger than all upstream gradients, `came`.
 
     Waits for the device.
     """
@@ -25,12 +25,12 @@ def size_of(left: Coefficients, came: Coefficients) -> tuple[bool, bool]:
 
 
 def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return s, and the upstream gradients (n,) that came less s times the expected: 0 where that is rounding, None
-    where there is neither.
+    """Return s, and the remainders (n,), `came` less s times `expected`: 0 where that is only rounding, None where both
+    are None.
 
-    s is the ratio that fits most rows. A row fits if s times its expectation is what came up to rounding: eight units
-    in the last place of the largest of the two and of the upper quartile of the rows, since a trainer's gradient of a
-    token is a sum of terms that may nearly cancel. What is not finite never fits.
+    s is the median ratio, which fits most rows if any does. A row fits if s times its expectation is its upstream
+    gradient up to rounding: eight units in the last place of the larger of the two, or of the rows' upper quartile.
+    (A trainer's gradient of a token is a sum of terms that may nearly cancel.) What is not finite never fits.
     """
     pairs = list(zip(came, expected, strict=True))
     ratios = torch.cat([x / y for x, y in pairs if x is not None and y is not None])  # nan or inf where y = 0
@@ -54,5 +54,5 @@ def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Coeff
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest size of a finite element; infinity counts as 0 here, since it never fits and surfaces by itself."""
+    """Return the largest magnitude of a finite element. Others count as 0: they never fit, so the result has them."""
     return torch.cat([torch.where(torch.isfinite(x), x.abs(), 0.0), x.new_zeros(1)]).amax()

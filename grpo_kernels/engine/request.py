@@ -20,7 +20,7 @@ Gather = Callable[[], AbstractContextManager[Any]]
 
 
 class Coupling(Enum):
-    """When a row's coefficients are known."""
+    """Moment at which a row's coefficients are known."""
 
     KNOWN = "before the forward"
     TOKEN = "from the row's own log-probability and entropy"
@@ -38,11 +38,11 @@ class Situation:
 
     Attributes:
         coupling: when the coefficients of a row are known.
-        hidden_trains, head_trains: what wants a gradient (weight, bias or an adapter for the head).
-        entropy_gradient: whether the loss depends on the entropies.
-        mixed_gradient: whether it depends on the divergences, and on log-probabilities as well.
-        tight_memory: whether an accumulator for d weight would not fit.
-        scores_without_logits: whether the backend can.
+        hidden_trains, head_trains: True if these need a gradient (the head: weight, bias or an adapter).
+        entropy_gradient: True if the loss depends on the entropies.
+        mixed_gradient: True if the loss depends on the divergences, and on log-probabilities as well.
+        tight_memory: True if an accumulator for d weight would not fit.
+        scores_without_logits: True if the backend can compute all outputs without logits in memory.
     """
 
     coupling: Coupling
@@ -69,15 +69,15 @@ class Stored(Enum):
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to a call's results and gradients."""
+    """One way to compute a call's results and gradients."""
 
     name: EngineName
     stores: Stored
     serves: Callable[[Situation], bool]
-    needs: str  # what `serves` asks, in words; {coupling} stands for when the coefficients are known
+    needs: str  # condition of `serves`, in words; {coupling} is replaced by the call's `Coupling.value`
     first_pass: Callable[[Head, Request], ForwardResult]
-    second_pass: Callable[[Head, Request, RowStats, Coefficients], Gradients]  # of a request's rows with gradient
-    comes_first: Callable[[Situation], bool] = lambda _: False  # where "auto" prefers it to all others
+    second_pass: Callable[[Head, Request, RowStats, Coefficients], Gradients]  # on the rows with gradient
+    comes_first: Callable[[Situation], bool] = lambda _: False  # True if "auto" prefers it to all others
 
     @property
     def recomputes(self) -> bool:
@@ -94,16 +94,16 @@ class Engine:
 class Request:
     """A call's inputs and settings, without the head's tensors."""
 
-    rows: Rows  # n rows; the others are 0 in every result
+    rows: Rows  # n rows; every other position is 0 in all results
     plan: HeadPlan
     needs_grad: NeedsGrad
     engine: Engine
     entropy: bool = True
     extras: tuple[str, ...] = ()
     coefficients: CoefficientsOf | None = None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
-    token_loss: TokenLoss | None = None  # the same as a loss, for a backend that fuses; its terms reach `finish`
+    token_loss: TokenLoss | None = None  # the same, as a loss that a backend fuses; its terms reach `finish`
     may_have_grad: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
-    gathered_weight: Gather = nullcontext  # within it the weight is whole, also in the backward (ZeRO-3)
+    gathered_weight: Gather = nullcontext  # context in which the backward has the whole weight (ZeRO-3)
 
     @property
     def diverges(self) -> bool:
@@ -118,7 +118,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Result of a first pass: statistics, and from engines that store one, a gradient of the rows that may have one.
+    """Result of a first pass: statistics and, if the engine stores it, the gradient of the rows that may have one.
 
     Autograd keeps the parts that the backward reads.
     """
@@ -126,4 +126,4 @@ class ForwardResult:
     stats: RowStats | None  # (n,)
     grads: Gradients | None = None
     grad_rows: Tensor | None = None  # (m,) indices of the rows of `grads`
-    coefficients: Coefficients = NO_COEFFICIENTS  # (n,) of `grads`, or for the second pass
+    coefficients: Coefficients = NO_COEFFICIENTS  # (n,) those of `grads`, or for the second pass

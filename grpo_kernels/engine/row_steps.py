@@ -5,7 +5,7 @@
 `ReduceThenDerive`  the statistics, and the gradient for the coefficients that follow
 `Derive`            the gradient of known coefficients, with known statistics
 `Fuse`              statistics, loss and gradient by one kernel
-`SinglePass`        statistics, and d logp / d logits but for a factor of the row, by one kernel
+`SinglePass`        statistics, and d logp / d logits up to a factor per row, by one kernel
 =================== ============================================================================
 """
 
@@ -29,15 +29,15 @@ _CoefficientsAt = Callable[[Any, RowStats], Coefficients]  # of the rows at an `
 
 
 class Reduce:
-    """The statistics of each row; the other kinds change or replace what is done with a chunk.
+    """The statistics of each row; the other classes change or replace the work on a chunk.
 
     Args:
-        plan: of the head.
-        diverges: whether the rows have a teacher.
+        plan: plan of the head.
+        diverges: True if the rows have a teacher.
         entropy, extras: statistics besides the log-probability.
 
     Attributes:
-        scale: () the last chunk's factor on d logits, in fp16, where a group is one chunk; None: 1.
+        scale: () factor that the last chunk's d logits carry, in fp16, where a group is one chunk; None: 1.
     """
 
     terms: tuple[str, ...] = ()  # of a fused loss
@@ -48,13 +48,13 @@ class Reduce:
         self._found: list[RowStats] = []
 
     def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
-        """Take in a chunk.
+        """Do the row work on a chunk.
 
         Args:
             rows: the rows of the chunk.
-            index: where they are among the rows of the sweep.
-            count: how many precede the padding; 0 or less: none.
-            d_logits: where the gradient goes, (m, V); None: there is none.
+            index: their index among the rows of the sweep.
+            count: number of rows before the padding; 0 or less: all are padding.
+            d_logits: (m, V) memory to write the gradient to; None: no gradient.
         """
         self._keep(self._stats(chunk, rows), count)
 
@@ -125,7 +125,7 @@ class Derive(ReduceThenDerive):
 class Fuse(ReduceThenDerive):
     """Statistics, loss and gradient of rows whose loss is `token_loss`, by one kernel.
 
-    Where d logits have to be scaled before they are rounded, the gradient is a second kernel's.
+    If d logits must be scaled before they are rounded, a second kernel computes the gradient.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Fuse(ReduceThenDerive):
 
 
 class SinglePass(Reduce):
-    """Statistics, and d logp / d logits but for a factor of the row, by one kernel."""
+    """Statistics, and d logp / d logits up to a factor per row, by one kernel."""
 
     def __init__(self, plan: HeadPlan, *, entropy: bool, extras: tuple[str, ...]) -> None:
         super().__init__(plan, diverges=False, entropy=entropy, extras=extras)
@@ -176,8 +176,8 @@ class SinglePass(Reduce):
 def gradient_of_one_result(
     plan: HeadPlan, products: Products, *, diverges: bool, entropy: bool, extras: tuple[str, ...]
 ) -> Reduce:
-    """Return the row work for d logp / d logits, or where the rows have a teacher that of the divergence."""
-    whole = plan.shard is None  # else the ranks are joined between statistics and gradient
+    """Return the row work for d logp / d logits or, if the rows have a teacher, for d divergence / d logits."""
+    whole = plan.shard is None  # else ranks exchange their statistics before the gradient
     if whole and not diverges and not products.scales_gradient and isinstance(plan.backend, SinglePassRowBackend):
         return SinglePass(plan, entropy=entropy, extras=extras)
     ones = _of_divergence if diverges else _of_logp

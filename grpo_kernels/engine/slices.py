@@ -1,7 +1,7 @@
-"""The gradient by slices of the vocabulary: what `two_pass` recomputes, without an accumulator of the weight's size.
+"""The gradient by slices of the vocabulary: as from `two_pass`, but without an accumulator of the weight's size.
 
 Each slice of the logits is projected once more, for all rows, and becomes d logits. Its part of d weight is then
-complete: it is rounded and written once. d hidden is what accumulates, in the accumulator's dtype.
+complete: it is rounded and written once. Only d hidden accumulates, in the accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from grpo_kernels.engine.projection import Projection
 from grpo_kernels.engine.records import Gradients, Head, NeedsGrad, Rows, row_bias
 from grpo_kernels.token_loss.record import Coefficients
 
-MOST_ROWS = 8192  # at a time: with more, slices would get narrow
+MOST_ROWS = 8192  # rows at a time; with more, slices would get narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
-FEATURES_SHARE = 4  # of the workspace, one part in so many is the most that operands of the rows at a time take
+FEATURES_SHARE = 4  # the operands of the rows at a time take at most 1 / FEATURES_SHARE of the workspace
 
 
 def sweep_slices(
@@ -31,19 +31,19 @@ def sweep_slices(
 ) -> Gradients:
     """Return the gradient of `rows`, n of them, given their statistics and coefficients (n,).
 
-    It is that of `sweep`, but d weight and the adapter's d b are in their own dtype, rounded once.
+    It is the same as from `sweep`, but d weight and d lora_b are in their own dtype, rounded once.
     """
     d_logp, *others = coefficients
     some = Coefficients(torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others)
     transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
-    # one factor for all: what is summed over rows and over slices must carry the same
+    # one factor for all rows and slices, since the gradients are summed over both
     some, scale = plan.products(head.weight).scaled(some, transform, stats.divergence)
     n, vocab, dtype = len(rows), head.weight.shape[0], plan.accumulator
     rows_at_once, columns_at_once, _ = plan_slices(rows, head, plan, needs_grad)
     blocks = _blocks(rows, stats, some, rows_at_once)
     m = blocks[-1].indices.stop if blocks else 0
-    new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, writes
-    d_rows, d_matrices = [], []  # of each factor
+    new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, overwrites
+    d_rows, d_matrices = [], []  # one per factor
     for (x, matrix), (needs_rows, needs_matrix) in zip(head.factors(), needs_grad.factors(), strict=False):
         d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
         d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
@@ -67,11 +67,11 @@ def sweep_slices(
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows that are projected together, padded to as many as the products are done with."""
+    """Rows that are projected together, padded to the number of rows that the products take."""
 
     indices: slice  # of all rows, with the last block's padding
     count: int  # without padding
-    rows: Rows  # (m,), and so is all below
+    rows: Rows  # (m,) with the padding, like the next two
     stats: RowStats
     coefficients: Coefficients
 
@@ -92,21 +92,21 @@ def _blocks(rows: Rows, stats: RowStats, coefficients: Coefficients, most: int) 
 
 
 class _Slice:
-    """Some columns of the gradient, as blocks of rows add to them; `d_rows` and `d_bias` are of the whole sweep."""
+    """Some columns of the gradient, summed over blocks of rows; the arguments `d_*` are those of the whole sweep."""
 
     def __init__(
         self,
         head: Head,
         plan: HeadPlan,
         columns: slice,
-        d_rows: list[Tensor | None],  # of each factor: (m, K)
+        d_rows: list[Tensor | None],  # one per factor: (m, K)
         d_matrices: list[Tensor | None],  # (V, K), in their own dtype
         d_bias: Tensor | None,  # (V,)
     ) -> None:
         self._projection, self._plan, self._columns = Projection(head, plan, columns), plan, columns
         self._d_rows, self._d_bias = d_rows, None if d_bias is None else d_bias[columns]
         self._targets = [None if whole is None else whole[columns] for whole in d_matrices]
-        # what is rounded is summed apart; what is not, where it belongs
+        # a target in the accumulator's dtype is summed in place; any other apart, and rounded at the end
         dtype = plan.accumulator
         self._parts = [x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in self._targets]
 
@@ -124,7 +124,7 @@ class _Slice:
             self._d_bias += d_logits.sum(dim=0, dtype=self._d_bias.dtype)
 
     def finish(self, scale: Tensor | None) -> None:
-        """Write what the blocks gave to d weight, without the factor `scale` () that it carries."""
+        """Write the sums of all blocks to d weight, divided by the factor `scale` () that they carry."""
         for target, part in zip(self._targets, self._parts, strict=True):
             if target is None or part is None:
                 continue
@@ -134,7 +134,7 @@ class _Slice:
                 target.copy_(part)
 
     def _d_logits(self, block: _Block, operands: tuple[list[Tensor], Tensor | None]) -> Tensor:
-        """Return (m, columns), in the products' dtype; 0 in the padding."""
+        """Return d logits (m, columns) in the products' dtype; 0 in the padding."""
         projection, m = self._projection, len(block.rows)
         out = projection.new_logits(m)
         chunk, rows = projection.project(operands, slice(0, m), block.rows, slice(0, m), out)
@@ -148,8 +148,8 @@ def plan_slices(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad) -
     """Return the rows and the columns to take at a time, so that the workspace stays within its budget, and the bytes
     that they take; works on meta tensors too.
 
-    A row takes its operands, a column its row of d weight (and of what an adapter has) where that is summed apart, both
-    together their logits, d logits and the backend's scratch. A tile of rows and `SLICE_MULTIPLE` columns at least.
+    Each row needs its operands. Each column needs its row of d weight (and of d lora_b) if that is summed apart. Both
+    together need logits, d logits and the backend's scratch. At least a tile of rows and `SLICE_MULTIPLE` columns.
     """
     vocab, budget, size = head.weight.shape[0], plan.workspace_bytes, plan.accumulator.itemsize
     tile, least = device_of(head.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
@@ -159,10 +159,10 @@ def plan_slices(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad) -
     row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
     column_bytes = padding_bytes = 0
     for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), needs_grad.factors(), strict=False):
-        converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # of an adapter more precise than d logits
+        converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # for an adapter more precise than d logits
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != plan.accumulator else 0))
-        padding_bytes += tile * x.shape[1] * size  # of d hidden
+        padding_bytes += tile * x.shape[1] * size  # for d hidden
     with_teacher = plan.teacher is not None
     teacher = head.teacher
     if plan.teacher is not None and teacher is not None:
@@ -170,7 +170,7 @@ def plan_slices(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad) -
         factors = [*factors, p]
         logit_bytes += size
         row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
-    row_free = padding_bytes + max(p.slice_bytes for p in factors)  # of the weights one after the other
+    row_free = padding_bytes + max(p.slice_bytes for p in factors)  # the weights are converted one after the other
 
     def taken(m: int, columns: int) -> int:
         logits = m * logit_bytes + plan.backend.scratch_rows(m, least, teacher=with_teacher) * size
@@ -185,6 +185,6 @@ def plan_slices(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad) -
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:
-    """Return the bytes that an element of `x` takes besides its operand, while it becomes one."""
+    """Return the bytes per element of `x`, beside its operand, while it is converted to that."""
     steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

@@ -1,8 +1,8 @@
-"""The one loop of the engines, a sweep: over chunks of rows, project, do the row work, and add up the gradients.
+"""The one loop of the engines, a sweep: for each chunk of rows project, do the row work, and add up the gradients.
 
-The row work (`row_steps.py`) makes the difference: ``score`` only reduces, ``one_pass`` and ``frozen`` reduce and
-derive, and the second half of ``two_pass`` derives with statistics that are known. (That of ``lean`` goes by slices of
-the vocabulary, `slices.py`.)
+Engines differ in the row work (`row_steps.py`): ``score`` only reduces, ``one_pass`` and ``frozen`` reduce and derive,
+and the second pass of ``two_pass`` derives with known statistics. (The second pass of ``lean`` goes by slices of the
+vocabulary, `slices.py`.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sweep(
     """Call `step` with the logits of all `rows`, a chunk at a time.
 
     Returns:
-        The gradients that `needs_grad` wants, from the d logits of `step`, which keeps the statistics; or None.
+        The gradients that `needs_grad` wants, or None without it. The statistics stay in `step`.
     """
     groups, projection = plan_chunks(rows, head, plan, needs_grad), Projection(head, plan)
     sums = None if needs_grad is None else GradientSums(head, len(rows), groups, plan, needs_grad)
@@ -38,7 +38,7 @@ def sweep(
                 at, m = _part(index, part), part.stop - part.start
                 out = logits[:m], None if teacher_logits is None else teacher_logits[:m]
                 chunk, some = projection.project(operands, part, rows, at, out)
-                if sums is not None and d_logits is None:  # once the first product is under way
+                if sums is not None and d_logits is None:  # not before the first product is under way
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 target = None if sums is None or d_logits is None else d_logits[part]
                 step(chunk, some, at, len(group) - part.start, target)
@@ -50,7 +50,7 @@ def sweep(
 
 
 def _index(group: Group, rows: Rows) -> Index:
-    """Return where the rows of a group are among all. Padding repeats its first row."""
+    """Return the index of a group's rows among all rows. Padding repeats the group's first row."""
     if len(group) == group.rows:
         return slice(group.start, group.stop)
     index = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
@@ -59,10 +59,10 @@ def _index(group: Group, rows: Rows) -> Index:
 
 
 def _part(index: Index, part: slice) -> Index:
-    """Return a `part` of the rows at `index`."""
+    """Return the index of a `part` of the rows at `index`."""
     return slice(index.start + part.start, index.start + part.stop) if isinstance(index, slice) else index[part]
 
 
 def _positions(rows: Rows, index: Index, n: int) -> Index:
-    """Return the positions of the rows at `index`: where the rows are all n, in their order, no copy will be needed."""
+    """Return the positions of the rows at `index`; a slice, which needs no copy, if the rows are all n positions."""
     return index if isinstance(index, slice) and len(rows) == n else rows.positions[index]

@@ -1,4 +1,4 @@
-"""A teacher of whom a row knows K log-probabilities: divergences from it, on logits that are there anyway.
+"""A teacher given by K log-probabilities per row: divergences from it, on logits that are computed anyway.
 
 The K logits are gathered from a chunk of raw projections before a backend sees it, and transformed here. With p the
 student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k and q_r = 1 - sum_k q_k the rest's::
@@ -13,10 +13,10 @@ student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k an
     forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
     reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
-What stands in brackets on the right is a number of the row, `DivergenceStats.sum_k`: a backend writes the columns as
-for a log-probability with that coefficient whose id is none of them, and the K columns are then overwritten with what
-stands in the middle. So no backend needs a kernel for any of this. With a rest, the terms of D are those of
-`backends.divergence`, which are never negative. All that is (n, K) is done in double precision.
+The bracket on the right is one number per row, `DivergenceStats.sum_k`. A backend first writes all columns like the
+gradient of a log-probability with that coefficient, for an id that is none of them. The formula in the middle then
+overwrites the K columns. So no backend needs a kernel for this. With a rest, the terms of D are those of
+`backends.divergence`, which are never negative. All (n, K) numbers are in double precision.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from grpo_kernels.backends.torch_rows import TorchRows
 if TYPE_CHECKING:
     from grpo_kernels.engine.vocab_parallel import Shard
 
-ENTRY_BYTES = 160  # temporaries of an entry (row, k)
+ENTRY_BYTES = 160  # bytes of temporaries per entry (row, k)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Which divergence.
+    """The divergence from a `TopKTeacher`, with its bounds.
 
     Attributes:
         reverse: KL(student || teacher), else KL(teacher || student).
-        least_rest: the least probability of the rest, which then counts as one more outcome; None: it is left out.
-        log_prob_min_clamp: what the log-probabilities of both are raised to where they are lower; None: they are not.
-            Of the forward divergence without a rest only.
-        loss_max_clamp: the most that |D| may be: beyond, D is that, without a gradient; None: there is no such bound.
+        least_rest: lower bound of the rest's probability; the rest is one more outcome. None: the rest is left out.
+        log_prob_min_clamp: lower bound that both log-probabilities are clamped to, only for the forward divergence
+            without a rest; None: no bound.
+        loss_max_clamp: bound that |D| is clamped to, where D then has no gradient; None: no bound.
     """
 
     reverse: bool
@@ -60,10 +60,10 @@ class TopKTeacher:
     """Log-probabilities of a teacher at K ids of each row.
 
     Attributes:
-        ids: (n, K) int64, counted as those of `Rows` are; those of a row that are no padding differ from each other.
+        ids: (n, K) int64, counted like `Rows.ids`; the ids of a row differ from each other, except in padding.
         logps: (n, K) in double precision, -inf where an entry is padding, NaN in rows whose results are to be NaN.
         measure: the divergence from it.
-        z: (n, K) logits of the ids that are among a chunk's columns, once they are gathered; 0 for the others.
+        z: (n, K) logits of the ids that are among a chunk's columns, 0 for the others; None until they are gathered.
     """
 
     ids: Tensor
@@ -72,11 +72,11 @@ class TopKTeacher:
     z: Tensor | None = None
 
     def row_bytes(self) -> int:
-        """Temporary memory of a row."""
+        """Return the bytes of temporary memory per row."""
         return self.ids.shape[1] * ENTRY_BYTES
 
     def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> TopKTeacher:
-        """Return the same with the logits z of the ids that are among the columns of `raw` (n, V), a raw projection."""
+        """Return this teacher with the logits z of the ids among the columns of `raw` (n, V), a raw projection."""
         columns, here = self._columns(raw.shape[1], first_id)
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
@@ -84,8 +84,8 @@ class TopKTeacher:
         return replace(self, z=z.masked_fill_(~here, 0.0))
 
     def diverged(self, found: RowStats, shard: Shard | None) -> RowStats:
-        """Return `found`, the statistics of the student's rows, with D and what `grad` needs of it, and sum_k p_k as
-        ``"student_mass"``; of a divided head with the logits of all ranks.
+        """Return `found`, the statistics of the student's rows, with those of the divergence, and sum_k p_k as
+        ``"student_mass"``. With a sharded head, the logits z of all ranks are joined first.
         """
         assert self.z is not None
         z = self.z if shard is None else shard.sum_(self.z.clone())
@@ -102,7 +102,7 @@ class TopKTeacher:
             sum_k = torch.where(value.abs() >= most, 0.0, sum_k)
             value = value.clamp(min=-most, max=most)
         value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
-        none = torch.zeros_like(value)  # no logits of the teacher, no statistics of them
+        none = torch.zeros_like(value)  # in place of the statistics of the teacher's logits
         extras = {**found.extras, "student_mass": mass}
         return replace(found, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
@@ -116,26 +116,26 @@ class TopKTeacher:
         assert self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = torch.full_like(chunk.ids, -1)
-        alone = replace(found, divergence=None)  # the backend knows of no teacher
+        alone = replace(found, divergence=None)  # for the backend there is no teacher
         backend.grad(replace(chunk, ids=nowhere), alone, d_divergence * found.divergence.sum_k, None, out)
         d_raw = self._d_logits(found, self.z) * d_divergence[:, None] * _d_projection(self.z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
-        """(n, K) where the ids stand among `width` columns, 0 for those that do not; and whether they do."""
+        """Return the column of each id (n, K), 0 if outside of `width` columns or padding; and a mask of the others."""
         columns = self.ids - first_id
         here = (columns >= 0) & (columns < width) & (self.logps != -torch.inf)
         return torch.where(here, columns, 0), here
 
     def _logps(self, found: RowStats, z: Tensor) -> Tensor:
         """(n, K) the student's log-probabilities, -inf where padding is."""
-        # a backend's own arithmetic may put the maximum a rounding below what torch makes of the same logit
+        # a backend's maximum may be a rounding below the same logit in torch's arithmetic
         shifted = (z.double() - found.max_logit[:, None].double()).clamp(max=0.0)
         logp = shifted - found.log_sum[:, None].double()
         return logp.masked_fill(self.logps == -torch.inf, -torch.inf)
 
     def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Both log-probabilities (n, K) raised to the least, padding excepted; q, 0 where the student's was raised."""
+        """Return both log-probabilities (n, K), clamped except in padding, and q, 0 where the student's was clamped."""
         least, logq = self.measure.log_prob_min_clamp, self.logps
         if least is None:
             return logp, logq, logq.exp()
@@ -159,7 +159,7 @@ class TopKTeacher:
 
 
 def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
-    """D (n,) over K + 1 outcomes and its sum_k, of log-probabilities (n, K), -inf where padding is."""
+    """Return D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K), -inf in padding."""
     p_rest, q_rest = _rest(logp).clamp(min=least), _rest(logq).clamp(min=least)
     d_rest = p_rest.log() - q_rest.log()
     d = torch.where(logq == -torch.inf, 0.0, logp - logq)
@@ -172,7 +172,7 @@ def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tup
 
 
 def _rest(logps: Tensor) -> Tensor:
-    """``1 - sum exp(logps)`` of each row, (n, K) -> (n,): the largest taken off first, without cancelling."""
+    """``1 - sum exp(logps)`` of each row, (n, K) -> (n,): the largest goes off first, by expm1, without cancelling."""
     most, at = logps.max(dim=1, keepdim=True)
     others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
     return -torch.expm1(most[:, 0]) - others
@@ -186,10 +186,10 @@ def _d_projection(z: Tensor, transform: LogitTransform) -> Tensor | float:
 
 
 def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
-    """``out[i, columns[i, k]] = values[i, k]`` where `here`, (n, K) each; no two of a row's are the same column.
+    """``out[i, columns[i, k]] = values[i, k]`` where `here`, (n, K) each; the columns of a row differ.
 
-    An entry that is not here repeats one of its row that is, so that none writes what another overwrites; in a row
-    without any, all of them put back what stands in column 0.
+    All other entries of a row repeat its first entry that is `here`, so that no two writes conflict. In a row without
+    one, they write back the value of column 0.
     """
     first = here.to(torch.uint8).argmax(dim=1, keepdim=True)
     kept = torch.where(here.any(dim=1, keepdim=True), values.gather(1, first), out[:, :1])

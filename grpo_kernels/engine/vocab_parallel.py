@@ -1,4 +1,4 @@
-"""A head whose vocabulary is divided among ranks: what each finds in its own columns, joined to what all of it says.
+"""A head whose vocabulary is divided among ranks: the statistics of each rank's columns, joined to those of all.
 
 Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns), and gathers those of all ranks:
 O(rows) numbers, whatever the vocabulary. With m_r, s_r, E_r a rank's largest logit, log sum and entropy, M = max m_r::
@@ -6,10 +6,10 @@ O(rows) numbers, whatever the vocabulary. With m_r, s_r, E_r a rank's largest lo
     t_r      = m_r - M + s_r                              the rank's share of the sum, as a logarithm
     log_sum  = log sum_r exp(t_r)
     entropy  = sum_r w_r (E_r - log w_r),                 w_r = exp(t_r - log_sum), by the chain rule
-    logp     = -log(1 + sum_r exp(x_r)),                  x_r = m_r + s_r - z_y; where y stands, without y itself
+    logp     = -log(1 + sum_r exp(x_r)),                  x_r = m_r + s_r - z_y; on y's rank without y's own term
 
-The largest rank is left out of the logarithms as its largest term is in `torch_rows`, so that nothing cancels when a
-token is nearly certain. All ranks join the same numbers in the same order, and get the same bits.
+The rank with the largest logit is left out of the logarithms, like the largest term in `torch_rows`, so that nothing
+cancels when a token is nearly certain. All ranks join the same numbers in the same order, and get the same bits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
-    """Something of the shape of the largest part of the head, without data where that is not this rank's `weight`.
+    """Return a tensor in the shape of the largest part of the head: `weight`, if this rank has it, else without data.
 
-    What is planned by its size is planned alike on all ranks.
+    Plans made by its size are the same on all ranks.
     """
     if shard is None or shard.widest == weight.shape[0]:
         return weight
@@ -45,7 +45,7 @@ class Shard:
 
     process_group: ProcessGroup
     rank: int
-    sizes: tuple[int, ...]  # of the ranks, in order
+    sizes: tuple[int, ...]  # rows of each rank, in rank order
 
     @property
     def start(self) -> int:
@@ -63,7 +63,7 @@ class Shard:
     def stats(
         self,
         backend: RowBackend,
-        chunk: Chunk,  # (n, V_r); ids are counted from `start`, not in [0, V_r) where another rank has the id
+        chunk: Chunk,  # (n, V_r); ids are counted from `start`, outside [0, V_r) if another rank has the id
         *,
         entropy: bool,
         extras: tuple[str, ...],
@@ -73,13 +73,13 @@ class Shard:
         return self.joined(found, chunk.ids, chunk.transform)
 
     def own(self, ids: Tensor) -> Tensor:
-        """The ids of this rank, 0 in the place of those of the others."""
+        """Return `ids`, with 0 for those that other ranks have."""
         return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
 
     def joined(self, found: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """The statistics of the whole vocabulary from those of this rank's columns for the ids that `own` gives."""
+        """Return the statistics of the whole vocabulary, from those of this rank's columns for the ids from `own`."""
         extras, max_logit = tuple(found.extras), found.max_logit
-        # a row without a finite logit is NaN to a backend; here other ranks have more. A soft-cap makes them finite
+        # a backend makes a row without a finite logit NaN; here other ranks may have one. A soft-cap makes all finite
         if transform.bias is not None and transform.softcap is None:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
         columns = [max_logit, found.log_sum, found.logps, *found.extras.values()]
@@ -90,11 +90,11 @@ class Shard:
         return self._join(parts.unbind(1), here, extras, entropy=found.entropies is not None)
 
     def _join(self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool) -> RowStats:
-        """Numbers of all ranks, (R, n) each, to the statistics of the rows; `here` (R, n): which rank has the id."""
+        """Join the numbers of all ranks, (R, n) each, to statistics (n,); `here` (R, n) marks the rank with the id."""
         most, log_sum, logps = parts[:3]
-        nothing = most == -torch.inf  # a rank all of whose tokens are banned: its sum is 0
+        nothing = most == -torch.inf  # all tokens of the rank are banned: its sum is 0
         log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))
-        max_logit, top = most.max(dim=0, keepdim=True)  # of equal ones the first
+        max_logit, top = most.max(dim=0, keepdim=True)  # the first of equal ones
         top = torch.zeros_like(most, dtype=torch.bool).scatter_(0, top, True)
         share = most - max_logit + log_sum
         rest = torch.exp(share).masked_fill(top, 0.0).sum(dim=0)
@@ -109,10 +109,10 @@ class Shard:
         def at_target(x: Tensor) -> Tensor:
             return x.masked_fill(~here, 0.0).sum(dim=0)
 
-        # at the target's rank, the others over the target: exp(-logp) - 1
+        # log of a rank's sum over the target's term; on the target's rank the sum of the others: exp(-logp) - 1
         excess = torch.where(here, torch.log(-torch.expm1(logps)), (most - at_target(most)) + log_sum)
         excess = excess - torch.where(here, 0.0, at_target(log_sum)) - at_target(logps)
-        # adding 0, or NaN where no logit is finite or one is infinite
+        # the difference adds 0, or NaN if no logit is finite or one is +inf
         margin = torch.logsumexp(excess.masked_fill(nothing, -torch.inf), dim=0) + (max_logit - max_logit)[0]
         more = dict(zip(extras, parts[3:], strict=False))
         found: dict[str, Tensor] = {}
@@ -132,5 +132,5 @@ class Shard:
         )
 
     def sum_(self, x: Tensor) -> Tensor:
-        """`x` of all ranks, added in place: the gradient of what every rank has a copy of."""
+        """Sum `x` over the ranks in place: the gradient of a tensor that every rank has a copy of."""
         return all_reduce(x, "sum", self.process_group)

@@ -1,4 +1,4 @@
-"""A built-in loss as numbers per token and a few constants: what a row kernel that fuses the loss needs of it.
+"""A built-in loss as numbers per token and a few constants, for row kernels that fuse it.
 
 With R = logp - old (0 on-policy), w the weight, gate the importance ratio and the masks, and ``surrogate`` and ``kl``
 those of `formulas`::
@@ -7,10 +7,10 @@ those of `formulas`::
     d_logp_t  = d loss_t / d logp_t
     d_entropy = d loss / d entropy_t, the same for every token
 
-On-policy the policy term's derivative is known beforehand, `d_logps`, and there are two surrogates of its own for that:
-``"constant"``, whose loss is known as well and left out here, and ``"linear"``, whose loss is d_logp * logp. R is then
-0; the loss is NaN where the log-probability is not finite, and so is d_logp, where that is NaN.
-Written by `objective.PolicyObjective.token_loss`; it knows no vocabulary, and its readers know no policy.
+On-policy R is 0 and the policy term's derivative, `d_logps`, is known beforehand. Two surrogates are for that alone:
+``"constant"``, whose loss is known, too, and left out here, and ``"linear"``, whose loss is d_logp * logp. The loss is
+NaN where the log-probability is not finite. d_logp is NaN, too, where the id is -1.
+`objective.PolicyObjective.token_loss` makes the record. It knows no vocabulary; the kernels know no policy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TERMS = ("loss", "d_logp", "log_ratio", "kl")  # what a fused kernel returns per token, besides the statistics
+TERMS = ("loss", "d_logp", "log_ratio", "kl")  # results of a fused kernel per token, besides the statistics
 
 
 class Coefficients(NamedTuple):
@@ -38,15 +38,15 @@ NO_COEFFICIENTS = Coefficients()
 class TokenLoss:
     """A loss whose tokens are not coupled. Tensors are (n,), in the accumulator's dtype."""
 
-    surrogate: str  # of `formulas.SURROGATES`
+    surrogate: str  # one of `formulas.SURROGATES`
     constants: tuple[float, ...]  # the surrogate's own, in its order
-    kl: str | None  # of `formulas.ESTIMATORS`; None without a KL term
+    kl: str | None  # one of `formulas.ESTIMATORS`, or "full" with a teacher; None without a KL term
     corrects_kl: bool  # the estimate is multiplied by exp(R)
     advantages: Tensor | None  # A; None on-policy
-    d_logps: Tensor | None  # on-policy, and only there: the policy term's derivative, weight and gate included
+    d_logps: Tensor | None  # only on-policy: the policy term's derivative, weight and gate included
     weights: Tensor
     old: Tensor | None  # None on-policy
-    ref: Tensor | None  # where there is a KL term
+    ref: Tensor | None  # only if `kl` is an estimator
     gate: Tensor | None  # None: 1
     beta: float
     d_entropy: float  # d loss / d entropy
