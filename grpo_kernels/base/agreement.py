@@ -1,8 +1,8 @@
 """Agreement of a group's ranks before a call: all of them make it, with the same values, and none refuses.
 
-Each rank sends the same number of integers, whatever it was called with, so that two different calls meet as well:
-which call it is, how many went before it in this group, why it refuses if it does, and a number for everything that has
-to be alike. What one rank refuses, and what differs, then raises on all of them, before any other collective.
+Each rank sends the same number of integers, whatever the call, so that different calls meet as well. The integers are:
+the call, the number of calls before it in this group, the reason if the rank refuses, and a number for every value that
+must be the same. A refusal on one rank, or a difference, then raises on all ranks, before any other collective.
 
 A rank that never calls cannot be told from a slow one: the others wait for it as long as the group's timeout lasts.
 """
@@ -25,36 +25,36 @@ from grpo_kernels.base.distributed import check_group, gather_stacked, group_dev
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FIELDS, TEXT_BYTES = 160, 240  # numbers that a rank has room for, and bytes of its refusal
-TOLERANCE = 1e-5  # of a tensor's sum of sizes, for its weighted sum: ranks that made the same may have rounded apart
+FIELDS, TEXT_BYTES = 160, 240  # most numbers that a rank sends, and most bytes of its refusal
+TOLERANCE = 1e-5  # of a weighted sum, relative to the sum of |x|: ranks may round the same numbers differently
 SHOWN = 3  # differences in a message
 
 _TEXT = struct.Struct(f"{TEXT_BYTES // 8}q")
-_HEADER = 4  # the call, how many before it, names of its values and of those that are tensors; then the refusal
+_HEADER = 4  # the call, the number of calls before it, a checksum of names, one of tensors; then the refusal
 _START = _HEADER + TEXT_BYTES // 8  # of the values
 _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Each(int):
-    """An integer that ranks may differ in, for the others to know; see `check_same`."""
+    """An integer that may differ between ranks, and that all ranks get to know; see `check_same`."""
 
 
 @contextmanager
 def check_same(argument: str, group: ProcessGroup | None, call: str, /, **values: Any) -> Iterator[dict[str, Any]]:
-    """Check that all ranks of `group` are called alike. The block has in it all that may raise on one rank alone.
+    """Check that all ranks of `group` make the same call. The block holds all code that may raise on one rank alone.
 
         with check_same("process_group", group, "f", scale=scale) as values:
             values["rows"] = Each(len(x))
         total = sum(values["rows"])  # of all ranks
 
-    At the block's end the ranks compare `values`, and what the block has added to them, in one collective, on which the
-    host waits: tensors of integers bit by bit, of floats but for their rounding, anything else by its repr. `Each` is
-    not compared; it becomes the list of all ranks'. An Exception in the block is raised on every rank: here as it is,
-    elsewhere as a ValueError that quotes it. Without a group nothing is sent.
+    At the block's end the ranks compare `values`, with those that the block added, in one collective, and the host
+    waits: integer tensors by a checksum, floating tensors up to rounding, anything else by its repr. An `Each` is not
+    compared; it becomes the list of all ranks' integers. An Exception in the block is raised on every rank: here as it
+    is, elsewhere as a ValueError that quotes it. Without a group nothing is sent.
 
     Args:
-        argument: which argument of the call the group is; errors name it.
-        call: what is called.
+        argument: name of the argument that is the group, for errors.
+        call: name of the function that is called.
 
     Raises:
         TypeError: `group` is no process group.
@@ -89,7 +89,7 @@ def check_same(argument: str, group: ProcessGroup | None, call: str, /, **values
 
 
 def described(x: Any, *, own: Iterable[int] = ()) -> str:
-    """Dtype and shape of a tensor, without the sizes of the dimensions in `own`, which each rank has for itself."""
+    """Return dtype and shape of a tensor, with "*" for the sizes in `own`, which may differ; else the repr of `x`."""
     if not isinstance(x, Tensor):
         return repr(x)
     sizes = [str(size) for size in x.shape]
@@ -100,7 +100,7 @@ def described(x: Any, *, own: Iterable[int] = ()) -> str:
 
 
 def _filled(numbers: list[int], digests: list[Tensor], device: torch.device) -> Tensor:
-    """All that a rank sends, of one length on all of them."""
+    """Return all numbers that a rank sends, padded to one length."""
     room = _START + FIELDS - len(numbers) - sum(map(len, digests))
     assert room >= 0, "more values than there is room for"
     own = torch.tensor([*numbers, *[0] * room], device=device)
@@ -110,7 +110,7 @@ def _filled(numbers: list[int], digests: list[Tensor], device: torch.device) -> 
 def _mismatch(
     call: str, table: Tensor, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int
 ) -> str | None:
-    """Say what is wrong with `table` (R, numbers), of all ranks; None: nothing."""
+    """Return what is wrong in `table` (R, numbers) of all ranks, in words; None if nothing is."""
     expected = "expected the same call on every rank, got"
     calls, before, names, kinds = table[:, :_HEADER].T.tolist()
     if others := _others(calls, rank):
@@ -142,7 +142,7 @@ def _mismatch(
 
 
 def _compared(tensors: Mapping[str, Tensor], columns: Tensor) -> Iterator[tuple[str, list[int]]]:
-    """Numbers of all ranks that stand for the tensors, by name; sums that differ by rounding are the same."""
+    """Yield names and one number per rank, for each tensor; sums that differ only by rounding get the same number."""
     said = iter(columns)
     for name, x in tensors.items():
         if not x.is_floating_point():
@@ -156,7 +156,7 @@ def _compared(tensors: Mapping[str, Tensor], columns: Tensor) -> Iterator[tuple[
 
 
 def _number(x: Any) -> int:
-    """An integer of 64 bits as it is, 1.0 like 1, of anything else a checksum of its repr."""
+    """Return an integer of 64 bits as it is (1.0 is 1); for anything else, a checksum of its repr."""
     if isinstance(x, float) and x.is_integer():
         x = int(x)
     if isinstance(x, int) and -(2**63) <= x < 2**63:
@@ -170,26 +170,26 @@ def _packed(text: str) -> tuple[int, ...]:
 
 
 def _digests(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Numbers that stand for the tensors, int64; neighbours of one length on one device are summed up together."""
+    """Yield int64 digests of the tensors; neighbours of one kind, length and device are computed together."""
     for _, alike in groupby(tensors, lambda x: (x.is_floating_point(), x.numel(), x.device)):
         rows = torch.stack([x.detach().reshape(-1) for x in alike])
         yield (_sketches(rows) if rows.is_floating_point() else _checksums(rows)).reshape(-1)
 
 
 def _checksums(x: Tensor) -> Tensor:
-    """(k, n) integers -> (k,): any other numbers, or the same at other places, have another, but by accident."""
+    """(k, n) integers -> (k,) checksums: other numbers, or the same in other places, only collide by accident."""
     x = (x.to(torch.int64) + 1) * 0x1E3779B97F4A7C15
     places = 2 * torch.arange(x.shape[1], device=x.device) + 1
     return ((x ^ (x >> 29)) * places).sum(dim=1)
 
 
 def _sketches(x: Tensor) -> Tensor:
-    """(k, n) floats -> (k, 4): a sum with a weight of its own for every place, where they are 0, where not finite, and
-    the sum of their sizes; both sums are the bits of a float64.
+    """(k, n) floats -> (k, 4): a sum weighted by place, checksums of the places of zeros and of numbers that are not
+    finite, and the sum of |x|. Both sums are the bits of a float64.
     """
     places = torch.arange(1, x.shape[1] + 1, device=x.device)
     finite = torch.isfinite(x)
-    kinds = torch.where(torch.isnan(x), 1, torch.where(x > 0, 2, 3))  # of what is not finite
+    kinds = torch.where(torch.isnan(x), 1, torch.where(x > 0, 2, 3))  # of numbers that are not finite
     values = torch.where(finite, x, 0.0).double()
     weights = 0.5 + (places * 40503 % 65536).double() / 65536  # Fibonacci hashing: no two neighbours weigh alike
     sums = torch.stack([(values * weights).sum(dim=1), values.abs().sum(dim=1)]).view(torch.int64)
@@ -198,7 +198,7 @@ def _sketches(x: Tensor) -> Tensor:
 
 
 def _others(numbers: list[int], rank: int) -> list[int]:
-    """The ranks that have another number than this one."""
+    """Return the ranks whose number differs from that of `rank`."""
     return [other for other, x in enumerate(numbers) if x != numbers[rank]]
 
 

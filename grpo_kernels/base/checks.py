@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HIGHEST_LOGP = 1e-3  # as rounding may make it
-HIGHEST_MEAN_LOG_RATIO = math.log(20)  # of a batch's tokens
+HIGHEST_LOGP = 1e-3  # above 0 by rounding
+HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
 
 
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning of what is no error but likely not meant: one in a process, at the line of the user's that called."""
+    """Warn of something that is likely not meant: once in a process, at the user's line that called."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("grpo_kernels"):
         level, frame = level + 1, frame.f_back
@@ -33,7 +33,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
     known = [*names]
     near = difflib.get_close_matches(name, known, n=1) or [x for x in known if x.endswith(f"_{name}")]
-    if not near:  # old_logps: old_per_token_logps
+    if not near:  # such as old_per_token_logps for old_logps
         near = [x for x in known if {*name.split("_")} <= {*x.split("_")}]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -74,7 +74,7 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless `x` has one of `shapes`, each given as (how it is written, sizes)."""
+    """Raise ValueError unless `x` has one of `shapes`, each given as (text, sizes)."""
     if not any(tuple(x.shape) == sizes for _, sizes in shapes):
         wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
@@ -111,7 +111,7 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
 
 
 def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
-    """Return the first `count` rows of `x`, which has a row for each of `weight`; what is no tensor as it is.
+    """Return the first `count` rows of a tensor `x`, which has a row for each of `weight`; anything else as it is.
 
     Raises:
         ValueError: it has another number of rows.
@@ -125,7 +125,7 @@ def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
 
 
 def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
-    """Raise ValueError if what should be hidden states (..., H) is as wide as weight (V, H) has rows, and H < V."""
+    """Raise ValueError if `hidden` looks like logits: it is (..., V), not (..., H), for a weight (V, H), H < V."""
     if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
         raise ValueError(
             f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
@@ -145,7 +145,7 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
-    """Return the advice for hidden states and ids whose lengths differ by one: nothing is shifted here."""
+    """Return advice if the lengths of hidden states and ids differ by one, since nothing is shifted here."""
     more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
     why = "; what predicts token t is position t - 1"
     if more == 1:
@@ -156,13 +156,13 @@ def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
-    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` is for what stands in it."""
+    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` is for its values."""
     check_tensor(name, mask, like=ids)
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
 
 
 def check_mask_values(name: str, *, has_nan: bool) -> None:
-    """Refuse a mask with NaN; warn, once, of one that holds other numbers than 0 and 1.
+    """Refuse a mask that has NaN; else warn, once, that it holds other numbers than 0 and 1.
 
     Raises:
         ValueError: there is NaN in it.
@@ -176,8 +176,8 @@ def check_mask_values(name: str, *, has_nan: bool) -> None:
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
-    """Look at the ids of the counted positions (n,): a bool (n,) of those outside [0, V), or None if it is known to be
-    all False.
+    """Return a bool (n,), True where the id of a counted position is outside [0, V), or None if it is known to be all
+    False.
 
     Raises:
         ValueError: on a CPU, an id is out of range. On other devices that would cost a wait for the device; there the
@@ -195,11 +195,11 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
 def check_logps(name: str, rows: Tensor | None) -> None:
     """Raise unless `rows` (n,) of the argument `name`, at the counted positions, may be log-probabilities.
 
-    They are looked at on a CPU only, where that is no wait. NaN passes, and so does a number above 0 beside others that
-    are below: rounding makes it of a token that is nearly certain.
+    They are checked on a CPU only, where that needs no wait. NaN passes. So does a number above 0 if others are below
+    0: rounding may put a token that is nearly certain there.
 
     Raises:
-        ValueError: none is below 0.
+        ValueError: none is below 0, and one is above 0 by more than rounding.
     """
     if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
         return
@@ -213,7 +213,7 @@ def check_logps(name: str, rows: Tensor | None) -> None:
 
 
 def warn_of_ratio(log_ratio: Tensor | None) -> None:
-    """Warn, once, if the mean of a batch's `log_ratio` (n,) is that of no two policies of one run. On a CPU only."""
+    """Warn, once, if the mean of a batch's `log_ratio` (n,) is too large for policies of one run. On a CPU only."""
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
@@ -261,11 +261,11 @@ def is_fake(*tensors: Any) -> bool:
 def check_fake(
     hidden: Any, weight: Any, bias: Any, ids: tuple[str, Any], mask: tuple[str, Any], **refused: Any
 ) -> None:
-    """Raise unless a call with fake tensors can say what it would return.
+    """Raise unless a call with fake tensors is valid, as far as devices, dtypes and shapes tell.
 
     Args:
-        ids, mask: with their names.
-        refused: name -> argument, of those that have to be None.
+        ids, mask: (name, tensor) of each.
+        refused: arguments that must be None, by name.
     """
     for name, x in refused.items():
         if x is not None:

@@ -1,4 +1,4 @@
-"""The names that options take, each list once: types for type checkers, of which the checks at run time are made."""
+"""The names that options take, each list once: types for type checkers, which the checks at run time read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over a process group. Where it may be ``None``, the function is then the identity and sends nothing."""
+"""Collectives over a process group. If a group may be ``None``, the function is then the identity and sends nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def group_device(process_group: ProcessGroup) -> torch.device:
-    """Where a tensor has to be for the ranks to exchange it: a GPU if the group serves it, whatever a call is given."""
+    """Return the device on which ranks exchange tensors: the GPU if the group serves it, whatever a call's tensors."""
     import torch.distributed as dist
 
     if torch.accelerator.is_available() and (here := torch.accelerator.current_accelerator()) is not None:
@@ -55,7 +55,7 @@ def group_device(process_group: ProcessGroup) -> torch.device:
 
 
 def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> Tensor:
-    """The rows of every rank in rank order, of which there are `sizes`."""
+    """Return the rows of all ranks in rank order; rank r has ``sizes[r]`` of them."""
     if max(sizes) == 0:
         return x
     padded = x.new_zeros(max(sizes), *x.shape[1:])

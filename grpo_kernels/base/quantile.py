@@ -1,4 +1,4 @@
-"""Quantiles of as many numbers as there are: up to torch 2.13 its own take 2^24, beyond which fp32 misses places."""
+"""Quantiles of any number of values. torch's own, up to 2.13, take at most 2^24: fp32 lacks larger indices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST = 2**24  # elements that torch.quantile and torch.nanquantile take in every
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """`torch.quantile` of `x` (n,), n > 0: between two values linear; NaN if one is. Does not wait for the device."""
+    """`torch.quantile` of `x` (n,), n > 0: linear between values; NaN if any is. Does not wait for the device."""
     if x.numel() <= MOST:
         return torch.quantile(x, q)
     ranked, place = x.sort().values, q * (x.numel() - 1)
@@ -19,7 +19,7 @@ def quantile(x: Tensor, q: float) -> Tensor:
 
 
 def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
-    """One of the values of `x` (n,), ignoring NaN; NaN if there is none. Does not wait for the device."""
+    """Return the lower `q`-quantile of `x` (n,), ignoring NaN; NaN if nothing is left. Does not wait for the device."""
     if x.numel() == 0:
         return x.new_full((), torch.nan)
     if x.numel() <= MOST:

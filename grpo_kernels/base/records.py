@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def map_tensors(change: Callable[[Tensor], Any], record: R) -> R:
-    """Return `record` with `change` of each tensor in it, in the order of the fields; what is no tensor stays."""
+    """Return `record` with `change` of each tensor in it, in the order of the fields; other values stay."""
     found: R = _mapped(change, record)
     return found
 

@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def check_args(args: Any, overrides: Collection[str]) -> None:
-    """Raise unless all that `args` say of the loss can be in a `LossConfig` with `overrides`.
+    """Raise unless a `LossConfig` with `overrides` can hold all that `args` say of the loss.
 
     Raises:
         TypeError: the arguments of a TRL trainer with another loss than GRPO's.
@@ -43,10 +43,10 @@ def check_args(args: Any, overrides: Collection[str]) -> None:
 
 
 def loss_fields(args: Any, names: Collection[str], optional: Collection[str]) -> dict[str, Any]:
-    """Return the fields of `args` that are among `names`, by name; None only for those that are `optional`.
+    """Return the fields of `args` that are among `names`, by name; a None is left out unless the field is `optional`.
 
     Raises:
-        TypeError: `args` has none of them: it is None, or a mapping of them (whose misspelt keys nobody would see).
+        TypeError: `args` has none of them: it is None, or a mapping (where nobody would notice a misspelt key).
     """
     names = {name for name in names if hasattr(args, name)} - {CORRECTION}
     if not names:
