@@ -1,12 +1,12 @@
 """Row backends: the work on a chunk of logits, row by row, between the matrix products.
 
-A backend knows no matrix product, and of the loss only two numbers a row. It is called in this order on one chunk::
+A backend knows no matrix product, and of the loss only each row's coefficients. Calls on a chunk, in this order::
 
     prepare_(logits, transform)             raw projection -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
     grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
-or, for a loss that can be described by a `TokenLoss` and a backend that fuses, ``fused`` in place of the last two.
+If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last two.
 `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.TritonRows` runs on a GPU,
 `cpp_rows.CppRows` on a CPU.
 """
@@ -23,7 +23,7 @@ from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BackendName, choices
 
-NAMES = choices(BackendName)  # that calls take
+NAMES = choices(BackendName)  # names that calls take
 BACKENDS = tuple(name for name in NAMES if name != "auto")
 
 
@@ -34,9 +34,9 @@ def check_backend(name: object) -> None:
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[RowBackend, str]:
-    """The row backend to use for logits of `dtype` on `device`, and why, in words.
+    """Return the row backend for logits of `dtype` on `device`, and the reason for the choice, in words.
 
-    The first time that the CPU's kernels are asked for in a process they may have to be compiled, once.
+    The first choice of the CPU's kernels in a process may compile them, once.
 
     Args:
         name: ``"auto"``, or the name of one of `BACKENDS`, which is then used or refused.
@@ -49,7 +49,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
 
 
 def name_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
-    """`choose_backend`, but the backend's name alone: one of `BACKENDS`."""
+    """Do as `choose_backend`, but return the backend's name, one of `BACKENDS`, and the reason."""
     check_backend(name)
     wanted = ("cpp" if device.type == "cpu" else "triton") if name == "auto" else name
     refusal = _refusal(wanted, device, dtype, asked_for=name == wanted)
@@ -91,7 +91,7 @@ def _cpp_refusal(device: torch.device) -> str | None:
     """Reason why the C++ kernels cannot run, or None; they are found, built and loaded here."""
     if device.type != "cpu":
         return f"it serves CPU tensors, and these are {device.type} tensors"
-    from grpo_kernels.backends.cpp_rows.build import load  # not at import, and not where it is not wanted
+    from grpo_kernels.backends.cpp_rows.build import load  # not at import: only where it is wanted
 
     library = load()
     if library.warning:
@@ -136,7 +136,7 @@ def _backend(name: str) -> RowBackend:
 
         return CppRows()
     if name == "triton":
-        from grpo_kernels.backends.triton_rows import TritonRows  # not at import: Triton is found when it is needed
+        from grpo_kernels.backends.triton_rows import TritonRows  # not at import: only this needs Triton
 
         return TritonRows()
     raise NotImplementedError(f"backend: {name!r} has no class")

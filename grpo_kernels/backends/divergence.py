@@ -24,8 +24,8 @@ The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up
 
 sum k is `DivergenceStats.sum_k`. It is computed from the same d, so that an error that all d share drops out.
 
-These functions are the one source for torch and Triton (csrc/divergence.inl is written after them): elementwise, of the
-functions imported here, numbers written as floats.
+These functions are the one source for torch and Triton (csrc/divergence.inl is written after them): they are
+elementwise, call only the functions imported here, and write numbers as floats.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def mixed(d, lead, beta):
     ahead = d >= 0.0
     share = where(ahead, full_like(d, beta), full_like(d, 1.0 - beta))
     w = share * less
-    w = where(w == -1.0, ALMOST, w)  # a share that rounds to 1, of something far less likely: its logarithm is finite
+    w = where(w == -1.0, ALMOST, w)  # the share rounds to 1 and e^-x to 0: keep the logarithm finite
     log_m = log1p(w)  # log(m / lead)
     g = where(w > NEAR_MIXTURE, w * w * mixture_series(-w), (1.0 + w) * log_m - w)
     p = where(ahead, lead, lead * e)
@@ -97,7 +97,7 @@ Terms = Callable[..., tuple[Tensor, Tensor]]
 
 
 def terms_of(beta: float) -> Terms:
-    """The function of (d, lead, beta) that has this divergence's terms."""
+    """Return the function of (d, lead, beta) that computes this divergence's terms."""
     return forward if beta == 0.0 else reverse if beta == 1.0 else mixed
 
 

@@ -23,15 +23,15 @@ class LogitTransform:
 
     scale: float = 1.0
     softcap: float | None = None
-    inv_temperature: float | Tensor = 1.0  # a number, or (n, 1): one a row
+    inv_temperature: float | Tensor = 1.0  # a number, or (n, 1): one per row
     bias: Tensor | None = None  # (V,), contiguous, in the accumulator's dtype
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
     def factors(self) -> tuple[float, float]:
-        """Return (inner, outer), the factors of all rows; a row's own temperature is not in them.
+        """Return (inner, outer), the factors that all rows share; temperatures per row are not in them.
 
         ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``, inner = scale / cap
-        and outer = cap / T. A temperature a row belongs to the last of the two. In double precision, as torch would.
+        and outer = cap / T. A temperature per row divides outer with a soft-cap, else inner. In double, as in torch.
         """
         shared = 1.0 if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
         if self.softcap is None:
@@ -47,8 +47,8 @@ class Chunk:
         logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left them; n is at least 16.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw projection to the scaled logits z.
-        first_id: the id of the first column, where the columns are a part of the vocabulary: only `grad` can do that.
-        teacher: the logits that another head has for the same rows, where a divergence from them is wanted.
+        first_id: the id of the first column, if the columns are a slice of the vocabulary: only `grad` supports that.
+        teacher: the logits of another head for the same rows, if a divergence from them is wanted.
     """
 
     logits: Tensor  # (n, V)
@@ -58,7 +58,7 @@ class Chunk:
     teacher: Teacher | None = None
 
     def of_teacher(self) -> Chunk:
-        """The teacher's logits as a chunk of their own, whose statistics `stats` can find."""
+        """Return the teacher's logits as a chunk of their own, for `stats`."""
         assert self.teacher is not None
         return Chunk(self.teacher.logits, torch.zeros_like(self.ids), self.teacher.transform)
 
@@ -68,7 +68,7 @@ class Teacher:
     """The other distribution of a chunk's rows, and the divergence wanted: see `backends.divergence`.
 
     Attributes:
-        logits: as those of the chunk, of the same shape and dtype; never written.
+        logits: in the shape and dtype of the chunk's; never written.
         jsd_beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them Jensen-Shannon divergences.
     """
 
@@ -85,7 +85,7 @@ class RowStats:
     max_logit: Tensor  # max_j z_j
     log_sum: Tensor  # log sum_j exp(z_j - max_logit)
     entropies: Tensor | None = None  # -sum_j p_j log p_j
-    extras: dict[str, Tensor] = field(default_factory=dict)  # of STATISTICS
+    extras: dict[str, Tensor] = field(default_factory=dict)  # by names of STATISTICS
     terms: dict[str, Tensor] = field(default_factory=dict)  # a fused loss's, see `TokenLoss`
     divergence: DivergenceStats | None = None  # of rows that have a teacher
 
@@ -100,7 +100,7 @@ class RowStats:
         terms: tuple[str, ...] = (),
         divergence: bool = False,
     ) -> RowStats:
-        """The statistics of all chunks one after the other; of no rows, on the device of `like`, if there are none."""
+        """Concatenate the statistics of `chunks`; without any, return those of no rows, on the device of `like`."""
         if not chunks:
             none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
             empty = {name: flags if name == "is_top1" else none for name in extras}
@@ -123,9 +123,9 @@ class DivergenceStats(NamedTuple):
     """Per-row results over the logits of both heads, (n,) each."""
 
     value: Tensor  # D >= 0
-    sum_k: Tensor  # sum_v p_v d D / d p_v, up to a constant: `grad` takes it off every p, see `divergence`
-    max_logit: Tensor  # the teacher's, and so is the next
-    log_sum: Tensor
+    sum_k: Tensor  # sum over v of k_v = p_v d D / d p_v + constant, see `backends.divergence`; for `grad`
+    max_logit: Tensor  # the teacher's
+    log_sum: Tensor  # the teacher's
 
     @staticmethod
     def concatenate(parts: list[DivergenceStats]) -> DivergenceStats | None:
@@ -139,8 +139,8 @@ class RowBackend(Protocol):
     name: str
 
     def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
-        """Temporary memory that the methods need besides a chunk of `n` rows, with or without a teacher, in rows of
-        logits.
+        """Return the temporary memory that the methods need for a chunk of `n` rows, with or without a teacher, in rows
+        of logits.
         """
         ...
 
@@ -170,8 +170,8 @@ class RowBackend(Protocol):
     ) -> None:
         """``out = d loss / d (raw projection)``, from the loss's derivatives in a row's three numbers, (n,) each.
 
-        `out` (n, V) may be the logits themselves, or another tensor, of 16 bits too; the logits are lost either way. A
-        row whose id is none of the columns has no target. Without `d_divergence` the teacher has no part in it.
+        `out` (n, V) may be the logits themselves, or another tensor, also of 16 bits; the logits may be overwritten
+        either way. A row whose id is none of the columns has no target. Without `d_divergence` a teacher is ignored.
         """
         ...
 
@@ -185,20 +185,20 @@ class RowBackend(Protocol):
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):
-    """Backend that can also do a whole `TokenLoss` between reading a row and writing its gradient."""
+    """Backend that can also compute a whole `TokenLoss`, after reading a row and before writing its gradient."""
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """Do `stats`, the loss of each row as `terms`, and `grad` where `out` is given, at once. A chunk with a
-        teacher, whose `TokenLoss.kl` is ``"full"``, gets the divergence, too.
+        """Do `stats`, compute the loss of each row as `terms`, and do `grad` if `out` is given, at once. For a chunk
+        with a teacher, `TokenLoss.kl` is ``"full"``, and the divergence is computed, too.
 
-        An id of -1 stands for one that does not exist: the row's log-probability, loss and coefficient are NaN.
+        An id of -1 is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...
 
 
 @runtime_checkable
 class SinglePassRowBackend(RowBackend, Protocol):
-    """Backend that can also write a gradient while it reduces the row, save for a factor of the row."""
+    """Backend that can also write the gradient, up to a factor per row, while it reduces the rows."""
 
     def single_pass(
         self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
@@ -206,10 +206,10 @@ class SinglePassRowBackend(RowBackend, Protocol):
         """Return `stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) is
         ``out * scale[:, None]``.
 
-        `out` (n, V) is fp32 or bf16, may be the logits themselves, and no part of them otherwise; never fp16, which
-        holds no e^40. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``. Elements
-        of `out` are up to e^40 (as large as V e^40 at the target), which products in fp32 and bf16 hold; scale is 1 in
-        rows that are not finite, and there `out` is the gradient for a = 1.
+        `out` (n, V) is the logits themselves or has no memory in common with them. It is fp32 or bf16, not fp16, whose
+        range e^40 exceeds. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``.
+        Elements of `out` are up to e^40 (V e^40 at the target), which products in fp32 and bf16 can hold. In rows that
+        are not finite, scale is 1 and `out` is the gradient for a = 1.
         """
         ...
 

@@ -26,7 +26,7 @@ from grpo_kernels.base.records import take
 
 BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
 LEAST_BLOCK_ROWS = 3
-ROUNDED_ROWS = 16  # at a time, where logits are rounded
+ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
 TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
 LOWEST = -1e4  # its exponential is 0 in every dtype, and 0 * LOWEST is 0, which 0 * -inf is not
 
@@ -73,7 +73,7 @@ class TorchRows:
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         assert chunk.teacher is not None
-        known = DivergenceStats(stats.logps, stats.logps, teacher.max_logit, teacher.log_sum)  # the last two count
+        known = DivergenceStats(stats.logps, stats.logps, teacher.max_logit, teacher.log_sum)  # the last two are read
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
         for block in _even_blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
             some = replace(take(stats, block), divergence=take(known, block))
@@ -179,7 +179,7 @@ def _block_stats(
     exp_target, target = exps.gather(1, ids), z.gather(1, ids)
     is_argmax = ids == argmax
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
-    is_inf = top == torch.inf  # the others' probability is 0, also where there are several
+    is_inf = top == torch.inf  # the others' probability is 0, also if several are inf
     rest = rest.masked_fill_(is_inf, 0.0)
     others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; >= 1, so nothing cancels
     log_sum = torch.log1p(rest)
@@ -193,7 +193,7 @@ def _block_stats(
     if "mean_logits" in extras:
         extras["mean_logits"].copy_(z.mean(dim=1))
     if "is_top1" in extras:  # of equal logits the one with the lowest id counts as the largest
-        extras["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])  # none where there is no largest
+        extras["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])  # False where there is no largest
     if "entropies" in out:
         mean_shifted = exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) / (1 + rest)
         out["entropies"].copy_((log_sum - mean_shifted)[:, 0])
@@ -201,7 +201,7 @@ def _block_stats(
 
 def _block_grad_(
     z: Tensor,  # (r, V) scaled logits, overwritten
-    columns: Tensor,  # (r, 1) where the target stands; it may lie outside
+    columns: Tensor,  # (r, 1) the target's column; it may lie outside
     stats: RowStats,  # of these rows
     d_logp: Tensor,  # (r, 1)
     d_entropy: Tensor | None,  # (r, 1)
@@ -236,7 +236,7 @@ def _block_rows(n: int, vocab: int) -> int:
 
 
 def _term_rows(n: int, vocab: int) -> int:
-    """Return the number of rows at a time, for work with `TERM_ROWS` temporaries a row."""
+    """Return the number of rows at a time, for work with `TERM_ROWS` temporaries per row."""
     return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // TERM_ROWS)
 
 

@@ -20,7 +20,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 
 class CppRows:
-    """Row work in one op a chunk, its rows shared out among torch's threads. `build.load` comes first."""
+    """Row work in one op per chunk, with its rows divided among torch's threads. Call `build.load` first."""
 
     name = "cpp"
 
@@ -72,7 +72,7 @@ class CppRows:
         d_divergence: Tensor | None = None,
     ) -> None:
         known = None if d_divergence is None else stats.divergence
-        chunk = replace(chunk, teacher=None) if d_divergence is None else chunk  # who then has no part in it
+        chunk = replace(chunk, teacher=None) if d_divergence is None else chunk  # which is then ignored
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),
@@ -154,7 +154,7 @@ def _teacher(chunk: Chunk) -> tuple[Any, ...]:
 
 
 def _numbers(transform: LogitTransform) -> tuple[Any, ...]:
-    """Bias, one inverse temperature a row, inner, outer, has_softcap, rounded_to."""
+    """Return bias, inverse temperatures per row or None, inner, outer, has_softcap, rounded_to."""
     inv_t = transform.inv_temperature
     per_row = inv_t.reshape(-1).contiguous() if isinstance(inv_t, Tensor) else None
     return transform.bias, per_row, *transform.factors(), transform.softcap is not None, transform.rounded_to

@@ -1,9 +1,9 @@
 """The C++ library with the CPU's row kernels: found or built, and loaded, when it is first needed; never at import.
 
-Tried in this order: the library beside this file (in a wheel made by ``make wheel``), the cache, a compiler. The cache
-is a folder for each version of all that the library depends on (`cache_key`). A library is compiled beside its place
-there and moved into it by one rename. Its name is its digest, since loading a truncated library kills the process. A
-cache that others can write is left alone (`cache`): the process then builds a library for itself alone.
+`load` tries in this order: the library beside this file (in a wheel made by ``make wheel``), the cache, a compiler. The
+cache has a folder for each `cache_key`, a digest of all that the library depends on. A library is compiled beside its
+place there and moved into it by one rename. Its name is its digest, since loading a truncated library kills the
+process. A cache that others can write is not used (`cache`): the process then builds a library for itself alone.
 
 ``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is, and shows the log; with
 ``--into DIR`` it is built there.
@@ -50,7 +50,7 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):  # a thread that was building has no twin in the child, to release it
+if hasattr(os, "register_at_fork"):  # in the child, no thread would release a lock that was held
     os.register_at_fork(after_in_child=_renew_lock)
 
 
@@ -60,7 +60,7 @@ class Library:
 
     origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "built in 3.1 s for this process alone", "loaded before"
     path: Path | None = None  # unknown if it was loaded before; none if it was for this process alone
-    refusal: str | None = None  # why there is none, and the way to fix that
+    refusal: str | None = None  # why there is no library, and the way to fix that
     warning: str | None = None  # why another library was not used, and the way to fix that
 
 
@@ -81,7 +81,7 @@ def _load_once() -> Library:
 
 
 def load_from(prebuilt: Path, sources: Path) -> Library:
-    """Load `prebuilt`, else a library built from `sources` before, else build that and load it.
+    """Load `prebuilt`, else a library built from `sources` before, else build one and load it.
 
     Raises:
         Unavailable: none of them works.
@@ -152,7 +152,7 @@ def _loads(path: Path, troubles: list[str]) -> bool:
     """Load `path`; return True if it has the ops. If not, `troubles` gets the reason.
 
     Raises:
-        Unavailable: its ops are others, and stand in the way of any other library.
+        Unavailable: it has registered other ops, so that no other library can be loaded.
     """
     try:
         torch.ops.load_library(str(path))
@@ -169,7 +169,7 @@ def has_ops(source: str) -> bool:
     """Return True if `OPS` are registered for the CPU, False if no op of our namespace is.
 
     Raises:
-        Unavailable: others of our names are registered, by `source`. Loading another library would end the process.
+        Unavailable: `source` registered other ops in our namespace. Loading another library would end the process.
     """
     prefix, has_kernel = f"{NAME}::", torch._C._dispatch_has_computed_kernel_for_dispatch_key
     ours = [x for x in torch._C._jit_get_all_schemas() if x.name.startswith(prefix)]
@@ -197,7 +197,7 @@ def source_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder that has one of each version of the library."""
+    """Return the cache: the folder that has a folder for each `cache_key`."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(chosen or Path.home() / ".cache").absolute() / "grpo_kernels"
@@ -213,7 +213,7 @@ def cache_key(sources: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print where the library is; 1, and why, if there is none."""
+    """Print the library's path and return 0; if there is none, print why and return 1."""
     parser = argparse.ArgumentParser(prog=BUILD)
     parser.add_argument("--into", type=Path, metavar="DIR", help="build it there")
     folder = parser.parse_args(arguments).into

@@ -23,7 +23,7 @@ if sys.platform != "win32":
     import grp
     import pwd
 
-LOCK_SECONDS = 120.0  # of waiting for another process's build, which takes some 6
+LOCK_SECONDS = 120.0  # of waiting for another process's build, which takes about 6
 
 
 class Untrusted(Unavailable):
@@ -34,7 +34,7 @@ def own_folder(folder: Path, *, made: int) -> None:
     """Make `folder` and the missing ones above it, for us alone whatever the umask, and check each from the top.
 
     Args:
-        folder: without links, except for its last `made` names, which are ours alone and where a link is refused.
+        folder: a path without links. Its last `made` folders must be ours alone, and a link there is refused.
 
     Raises:
         Untrusted: another user could put something in one of them, or in its place. Nothing is made below it.
@@ -63,7 +63,7 @@ def libraries(folder: Path, troubles: list[str]) -> Iterator[Path]:
 
 
 def digest(path: Path) -> str:
-    """Return 16 hexadecimal digits that stand for the content of `path`."""
+    """Return a digest of the content of `path`: 16 hexadecimal digits."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""The C++ compiler: its choice, its command line, and its end."""
+"""The C++ compiler: find it, run it, and end it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = (
 )  # fmt: skip
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_SECONDS = 300.0
-SILENT_SECONDS = 2.0  # of a compiler, before a line says that it is at work
+SILENT_SECONDS = 2.0  # of compiling, before a line says that the compiler is at work
 OR_WHEEL = "or install a wheel made by `make wheel`"
 BUILD = "python -m grpo_kernels.backends.cpp_rows.build"
 _logger = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
 
 
 def _run(command: Sequence[str], output: Path) -> str | None:
-    """Run the compiler; return the reason if `output` is not there afterwards.
+    """Run the compiler; return the reason why `output` was not written, or None if it was.
 
-    Processes that it started end with it, if it takes too long or we are interrupted.
+    If it takes too long or we are interrupted, end it and the processes that it started.
     """
     try:
         with subprocess.Popen(
@@ -107,7 +107,7 @@ def _run(command: Sequence[str], output: Path) -> str | None:
             try:
                 said = process.communicate(timeout=COMPILER_SECONDS)[1]
             except BaseException:
-                if process.returncode is None:  # not waited for, so that its id is still its own
+                if process.returncode is None:  # not reaped yet, so that its id is still its own
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(process.pid, signal.SIGTERM)  # at which a compiler removes its temporary files
                         time.sleep(0.2)

@@ -27,7 +27,7 @@ INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
 
 
 class TritonRows:
-    """Row work in one kernel launch a chunk."""
+    """Row work in one kernel launch per chunk."""
 
     name = "triton"
 
@@ -61,7 +61,7 @@ class TritonRows:
             launch_grad(chunk, stats, d_logp, d_entropy, out, config, d_divergence)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        """See `RowBackend`. Torch serves where each row has a factor of its own, as d hidden has, which is small."""
+        """See `RowBackend`. torch does it if each row has its own factor (only for d hidden, which is small)."""
         if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
             torch.mul(x, factor, out=out)
             return
@@ -93,7 +93,7 @@ class TritonRows:
 
 
 def _config(kernel: str, chunk: Chunk) -> RowConfig:
-    """The tile for a chunk, if this backend can serve it."""
+    """Return the tile for a chunk; raise ValueError if this backend cannot serve it."""
     for logits in (chunk.logits, *([] if chunk.teacher is None else [chunk.teacher.logits])):
         if logits.dtype != torch.float32:
             raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")

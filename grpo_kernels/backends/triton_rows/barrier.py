@@ -1,7 +1,7 @@
 """The barrier at which all threads of a program wait for each other, by the name that this release of Triton has.
 
 Triton does not order reads and writes of global memory by different threads of a program: a kernel that writes where
-another thread has read or written says so itself. The builtin is `debug_barrier`, to be renamed to `barrier`
+another thread has read or written must call it. The builtin is `debug_barrier`, to be renamed to `barrier`
 (https://github.com/triton-lang/triton/pull/11437).
 """
 

@@ -1,6 +1,6 @@
 """Tile shapes, warps and pipeline stages of every kernel, from a table: `tuned.json`.
 
-The table was filled in beforehand (`benchmarks/tune.py`); nothing is timed at run time, when the winner would change
+The table was filled in beforehand (`benchmarks/tune.py`); nothing is timed at run time: the winner would change
 from one run to the next, and the bits with it. For the same reason a configuration follows from the vocabulary, the
 width of the hidden states, their dtype and the device's family alone: never from the number of rows. The first entry of
 a family that fits is taken. ``"measured"`` says whether an entry was timed, and on which device.
@@ -23,9 +23,9 @@ KIN = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gf
 SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 65536}
 Entry = dict[str, Any]
 
-REGISTERS = 65536  # of a multiprocessor of NVIDIA's
+REGISTERS = 65536  # of an NVIDIA multiprocessor
 
-ROW_KERNELS = ("stats", "fused", "grad")  # the first two share their entries: the statistics' bits agree
+ROW_KERNELS = ("stats", "fused", "grad")  # the first two share their entries, so that the statistics' bits agree
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RowConfig:
     block_v: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # registers of a thread that the fused kernel for two heads may have; None: not said
+    maxnreg: int | None = None  # registers per thread of the fused kernel for two heads; None: the assembler decides
 
     def for_two_heads(self, vocab: int) -> RowConfig:
         """Return the same tile, and so the same bits, with twice the threads where the vocabulary is no multiple of 16.
@@ -49,7 +49,7 @@ class RowConfig:
         return replace(self, num_warps=2 * self.num_warps) if vocab % 16 and has_columns else self
 
     def arguments_within_registers(self) -> dict[str, Any]:
-        """`arguments`, and the registers of a thread where the assembler, left alone, keeps to fewer and spills."""
+        """Return `arguments`, with `maxnreg` if it is set: left alone, the assembler keeps to fewer and spills."""
         if self.maxnreg is None:
             return self.arguments()
         return {**self.arguments(), "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps))}
@@ -109,8 +109,8 @@ def dot_config(
 
     Args:
         arch: as for `row_config`.
-        softcap: it takes registers, hence tiles of their own.
-        aligned: whether the weight is aligned (`dot.is_aligned`); one element at a time takes registers, too.
+        softcap: True with a soft-cap, which takes registers and so has tiles of its own.
+        aligned: True if the weight is aligned (`dot.is_aligned`); else loads of single elements take registers, too.
     """
     for e in _dot_entries(8 * dtype.itemsize, family(arch), softcap=softcap, aligned=aligned):
         if _holds(e["hidden_width_at_most"], hidden_width) and _holds(e["vocab_at_most"], vocab):
@@ -130,7 +130,7 @@ def dot_configs(operand_bits: int, family_name: str, vocab: int, *, softcap: boo
 
 
 def splits_of(vocab: int, block_v: int, at_most: int) -> int:
-    """Return the number of parts of a vocabulary; each has a tile of `block_v` ids at least."""
+    """Return the number of parts of a vocabulary, `at_most` or fewer; each has one tile of `block_v` ids or more."""
     tiles = _ceil_div(vocab, block_v)
     return _ceil_div(tiles, _ceil_div(tiles, at_most))
 

@@ -32,7 +32,7 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 def launch_trouble() -> str | None:
     """Return the reason why nothing can be launched, and the remedy; None if all is there.
 
-    Before its first launch Triton compiles a module in C, for the release of Python that it runs in. The question does
+    Before its first launch Triton compiles a module in C, for the release of Python that it runs in. This check does
     the same, once in a process; Triton keeps the result.
     """
     try:

@@ -57,8 +57,8 @@ def magnitude(x):
 
 _NAMES: dict[str, Any] = {
     "__name__": divergence.__name__,
-    "tl": tl,  # which the interpreter looks for
-    "exp": exp_term,  # of numbers <= 0, in terms of a sum
+    "tl": tl,  # the interpreter looks for it
+    "exp": exp_term,  # its arguments are <= 0, its results terms of a sum
     **{f.__name__: f for f in (clamp_max, full_like, log1p, magnitude, mixture_series, phi_series, where)},
     **{name: tl.constexpr(getattr(divergence, name)) for name in ("INF", "FAR", "NEAR", "NEAR_MIXTURE", "ALMOST")},
 }
@@ -72,7 +72,7 @@ def terms_of(beta: float) -> Any:
 
 
 def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, Any]:
-    """Kernel arguments that describe a chunk's teacher and the divergence, save for its value."""
+    """Kernel arguments that describe a chunk's teacher and the divergence, except its value."""
     of_head = head_arguments(teacher.logits, teacher.transform).items()
     return {
         **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_head},
@@ -207,7 +207,7 @@ def diverge_step(
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
-    """Four columns more for every lane, as `load_logits` has them: beyond the vocabulary terms and k are 0."""
+    """Add four columns for each lane, from `load_logits`; beyond the vocabulary terms and k are 0."""
     W: tl.constexpr = value.shape[1]
     z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(head, start, end, HAS_SOFTCAP, ROUNDED_TO, W)
     y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
@@ -222,10 +222,10 @@ def diverge_step(
 
 @triton.jit
 def terms(z, y, known, beta, TERMS: tl.constexpr):
-    """The terms of the divergence, and k, of the scaled logits of student and teacher, (R, W)."""
+    """Return the divergence's terms, and k, from the scaled logits z of the student and y of the teacher, (R, W)."""
     m, inv_sum, teacher_m, teacher_inv_sum, offset = known
     d = z - y
-    d = tl.where(d == d, d - offset, 0.0)  # of -inf and -inf: p = q = 0
+    d = tl.where(d == d, d - offset, 0.0)  # -inf - -inf: p = q = 0
     ahead = d >= 0.0
     lead = exp_term(tl.where(ahead, z - m, y - teacher_m)) * tl.where(ahead, inv_sum, teacher_inv_sum)
     return TERMS(d, lead, beta)

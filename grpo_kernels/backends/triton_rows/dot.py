@@ -4,11 +4,11 @@
     per row and part of the vocabulary: the running sum (m, rest, t) of `reduce`, and z of the target if it lies there
     then over the parts of a row:       logp, max z, log sum e^(z - max), entropy
 
-No logits are stored: memory is 3 numbers a row and part. The parts ("splits") and the tiles follow from (H, V, dtype,
-device) alone, never from n, so that a row's bits are the same in any batch. Programs that run at the same time share
-`GROUP` blocks of rows, and with them each tile of the weight while it is in the cache.
+No logits are stored: memory is 3 numbers per row and part. The parts ("splits") and the tiles follow from (H, V, dtype,
+device) alone, never from n, so that a row's bits are the same in any batch. Programs that run at the same
+time have the same `GROUP` blocks of rows, so that they share each tile of the weight while it is in the cache.
 
-The operands come by tensor descriptors (TMA) where the device has them and the addresses are aligned, else by pointers.
+Operands are loaded by tensor descriptors (TMA) if the device has them and the addresses are aligned, else by pointers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def launch_dot(
 
 
 def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
-    """x (r, H) with contiguous rows, copied if need be, or if it `copies`, and how far apart they are."""
+    """Return x (r, H) with contiguous rows, copied if need be or if `copies`, and the stride between the rows."""
     width = x.shape[1]
     apart = x.stride(0)
     if copies or (width > 1 and x.stride(1) != 1) or not width <= apart < MOST_STRIDE:
@@ -134,7 +134,7 @@ def _with_stride(x: Tensor, *, copies: bool = False) -> tuple[Tensor, int]:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Return True if rows of x (r, H) start and end at multiples of 16 elements, the first at one of 16 bytes.
+    """Return True if rows of x (r, H) start and end at multiples of 16 elements, and x at one of 16 bytes.
 
     Wide loads by pointers need that; a tensor descriptor would do with less.
     """
@@ -173,7 +173,7 @@ def dot_kernel(
 ):
     """The running sums of `BLOCK_N` rows over one part of the vocabulary; `hidden`, `weight`: descriptors or pointers.
 
-    A tile takes half of a thread's registers or more: few values live through the inner loop, and columns are
+    A tile takes half of a thread's registers or more. So few values may live through the inner loop, and columns are
     constants that are compared with scalars.
     """
     # The rows of a group vary fastest, then the parts, then the groups.
@@ -183,7 +183,7 @@ def dot_kernel(
     first_row = (first_block + place % in_group) * BLOCK_N
     split = place // in_group
 
-    offs_n = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first_row)  # past the end the last row again
+    offs_n = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first_row)  # past the end, the last row again
     rows = first_row.to(tl.int64) + offs_n
     ids = tl.load(ids_ptr + rows).to(tl.int32)
     inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
@@ -206,7 +206,7 @@ def dot_kernel(
             h_ptr = hidden + first_row.to(tl.int64) * stride_hn
             w_ptr = weight + first_id.to(tl.int64) * stride_wv
             h_offs = offs_n[:, None] * stride_hn + offs_h[None, :]
-            columns = tl.minimum(offs_v, V - 1 - first_id)  # past the end the last id again
+            columns = tl.minimum(offs_v, V - 1 - first_id)  # past the end, the last id again
             w_offs = columns[None, :] * stride_wv + offs_h[:, None]
             for k in range(0, H, BLOCK_H):
                 if EVEN_H:
@@ -224,7 +224,7 @@ def dot_kernel(
         z = scaled(x, head, HAS_SOFTCAP)
         offs_y = ids - first_id
         has_target = tl.max(((offs_y >= 0) & (offs_y < BLOCK_V)).to(tl.int32), axis=0) > 0
-        if has_target | (first_id + BLOCK_V > V):  # in few tiles: the rest need neither mask nor search
+        if has_target | (first_id + BLOCK_V > V):  # few tiles; the others need neither mask nor search
             z = tl.where(offs_v[None, :] < V - first_id, z, float("-inf"))
             target += tl.sum(tl.where(offs_y[:, None] == offs_v[None, :], z, 0.0), axis=1)
         tile_m, tile_rest, tile_t = tile_sums(z)
@@ -257,8 +257,8 @@ def dot(h, w, x, UPCAST: tl.constexpr):
 def tile_sums(z):
     """The running sum (m, rest, t) of each row of z (R, W); see `reduce`. A NaN makes rest NaN.
 
-    The instances of the largest are counted, so that exactly one is left out. Of nothing but -inf: (FLOOR, -1, 0), so
-    that the whole sum, 1 + rest, is 0 as well; a finite m is simpler to subtract.
+    The instances of the largest are counted, so that exactly one is left out. A row of only -inf gives (FLOOR, -1, 0):
+    the whole sum, 1 + rest, is then 0 as well, and a finite m is simpler to subtract.
     """
     m = tl.maximum(tl.max(z, axis=1), FLOOR)
     is_top = z == m[:, None]

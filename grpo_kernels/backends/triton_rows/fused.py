@@ -25,7 +25,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 
 def launch_fused(
-    chunk: Chunk,  # an id is -1 where a row has no token: its numbers are NaN
+    chunk: Chunk,  # an id of -1 is invalid: logp and the loss's terms are NaN
     loss: TokenLoss,
     out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,

@@ -3,8 +3,8 @@
 A program writes all elements as if none were the target. After a barrier it writes the target's column again. So no
 column is compared with the target.
 
-With a teacher, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`). The sum is known: it
-is taken off every p_j, as d_logp is.
+With a teacher, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`). The sum is known:
+its part of the gradient is one more coefficient of -p_j, like d_logp.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def grad_kernel(
     if d_entropy_ptr is not None:
         entropy = tl.load(entropies_ptr + rows)[:, None]
         d_entropy = tl.load(d_entropy_ptr + rows)[:, None]
-    taken_off = d_logp  # of every p_j
+    taken_off = d_logp  # coefficient of -p_j
     pair = None
     if TERMS is not None:
         teacher_ptrs, teacher_inner, teacher_outer = head_rows(
@@ -209,7 +209,7 @@ def row_terms(head, log_sum, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: t
 
 @triton.jit
 def target_gradient(logp, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.constexpr):
-    """d z of the target."""
+    """d loss / dz of the target."""
     d = d_logp * -expm1(logp)  # 1 - p_y
     if HAS_ENTROPY_GRADIENT:
         d -= d_entropy * exp(logp) * (tl.where(logp < LOWEST, LOWEST, logp) + entropy)
@@ -232,15 +232,15 @@ def write_gradient(
     HAS_SOFTCAP: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    # with a teacher: (its head, `normalisers`, c times `row_slope` (R, 1), beta)
+    # with a teacher: (its head, `normalisers`, d_divergence times `row_slope` (R, 1), beta)
     pair=None,
     TERMS: tl.constexpr = None,
     TEACHER_HAS_SOFTCAP: tl.constexpr = False,
     TEACHER_ROUNDED_TO: tl.constexpr = None,
 ):
-    """One tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
+    """Write one tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
 
-    In quarters: a thread then reads and writes four neighbours at a time, and a warp whole sectors, in 16 bits too. All
+    It goes by quarters: a thread reads and writes four neighbours at a time, a warp whole sectors, even of 16 bits. All
     quarters are read before the first is written: the compiler has to assume that a write changes what is read next.
     """
     x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(head, start, end, ROUNDED_TO, BLOCK_V // 4)
@@ -262,7 +262,7 @@ def gradient(
     x, y, head, m, level, tilt, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     pair, TERMS: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """d loss / dx of x (R, W), which is not the target's; y is the teacher's projection, anything if there is none."""
+    """d loss / dx of x (R, W), as if it were no target; y is the teacher's projection, not read if there is none."""
     shifted = scaled(x, head, HAS_SOFTCAP) - m
     d = level
     if HAS_ENTROPY_GRADIENT:

@@ -5,12 +5,12 @@ Triton's interpreter lacks libdevice, hence these few lines. What they may build
 - ``tl.exp2`` is ``ex2.approx.ftz.f32``, one instruction, right to 2^-22. ``tl.exp(x)`` is the same of the rounded
   product x * log2(e), with three more instructions for results below 2^-126. The rounding costs a relative error of
   |x| * 7e-8, as much as any difference x = z - m has by itself: good enough for the terms of a sum over the vocabulary
-  (`exp_term`). A ratio exp(R) has no such excuse, and there is one a row: `exp`.
+  (`exp_term`). A ratio exp(R) needs more precision, and there is only one per row: `exp`.
 - ``tl.log`` is libdevice's polynomial, not ``lg2.approx``: right to the last place or two, also next to 1. The
-  corrections below (`log1p`, `expm1`) need no more than that of it.
+  corrections below (`log1p`, `expm1`) need no more precision.
 - ``/`` is ``div.full.f32`` (2 units in the last place). There is no fp64 anywhere.
-- ``tl.maximum`` and ``tl.max`` return the other operand where one is NaN, but in the interpreter NaN. What must not
-  depend on that is written with ``tl.where``, or with ``propagate_nan``.
+- ``tl.maximum`` and ``tl.max`` return the other operand where one is NaN; in the interpreter they return NaN. Code that
+  must not depend on that uses ``tl.where``, or ``propagate_nan``.
 """
 
 import triton
@@ -67,7 +67,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """Near 0 a series (its coefficients are Cephes' tanhf), elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|)."""
+    """tanh(x): near 0 a series (coefficients of Cephes' tanhf), elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|)."""
     s = x * x
     series = tl.fma(s, -5.70498872745e-3, 2.06390887954e-2)
     series = tl.fma(s, series, -5.37397155531e-2)

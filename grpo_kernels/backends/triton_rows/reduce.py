@@ -9,8 +9,8 @@ A running sum (m, rest, t) over logits x stands for::
 so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly certain. Where nothing
 was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN.
 
-`fold` adds four logits to each of many lanes, with five exponentials; `merge` joins lanes, or parts of a vocabulary,
-that lie along an axis, and `join` two of them; `finish` and `target_logp` make statistics of a whole row's. No step
+`fold` adds four logits to each of many lanes, with five exponentials. `merge` joins lanes, or parts of a vocabulary,
+that lie along an axis; `join` joins two. `finish` and `target_logp` turn a whole row's sums into statistics. No step
 depends on how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from
 the tile's width alone, and not from warps, alignment or Triton's version.
 """
@@ -54,7 +54,7 @@ def fold_squares(squares, keep, e0, e1, e2, e3):
 
 @triton.jit
 def join(m, rest, t, other_m, other_rest, other_t):
-    """The running sums of two sets of logits as that of both, element by element."""
+    """Join the running sums of two sets of logits into that of both, element by element."""
     a = _distance(other_m, m)
     e = exp_term(a)
     up = other_m > m
@@ -66,7 +66,7 @@ def join(m, rest, t, other_m, other_rest, other_t):
 
 @triton.jit
 def merge(m, rest, t):
-    """The running sums along the last axis as one: (R, W) each -> (R,) each, W a power of 2.
+    """Join the running sums along the last axis: (R, W) each -> (R,) each, W a power of 2.
 
     Also return what `merge_squares` needs: the factors (R, W) on each lane's sums, and the lane whose m is left out.
     """
@@ -104,9 +104,9 @@ def sum_lanes(x):
 
 @triton.jit
 def finish(m, rest, t):
-    """(rest, log sum_j e^(x_j - m), entropy of softmax(x)) of a whole row.
+    """Return (rest, log sum_j e^(x_j - m), entropy of softmax(x)) of a whole row.
 
-    All NaN where the largest logit is NaN or -inf; where it is +inf only the entropy: the others' probability is 0.
+    All are NaN if m is NaN or -inf. If m is +inf, only the entropy is NaN, since the others' probability is 0.
     """
     odd = m - m  # 0, or NaN
     rest = tl.where(m == float("inf"), rest, rest + odd)
@@ -116,7 +116,7 @@ def finish(m, rest, t):
 
 @triton.jit
 def target_logp(m, rest, z):
-    """log p of a logit z that is one of a whole row's, `rest` as `finish` returned it.
+    """Return log p of a logit z of a whole row, with `rest` as `finish` returned it.
 
     Its own term is left out of the sum: log p = -log(1 + sum of the others / e^(z - m)).
     """
@@ -132,7 +132,7 @@ def _low_high(m, x):
 
 @triton.jit
 def _term(x, m):
-    """x - m and its exponential, for x <= m; LOWEST and 0 where it is less, or where it is no number."""
+    """Return x - m and its exponential, for x <= m; LOWEST and 0 if x - m is below LOWEST, or NaN."""
     a = x - m
     a = tl.where(a > LOWEST, a, LOWEST)
     return a, exp_term(a)
@@ -140,6 +140,6 @@ def _term(x, m):
 
 @triton.jit
 def _distance(x, m):
-    """-|x - m|, LOWEST where it is less, or where it is no number, as between -inf and -inf."""
+    """Return -|x - m|; LOWEST if that is below LOWEST, or NaN, as between -inf and -inf."""
     a = -tl.abs(x - m)
     return tl.where(a > LOWEST, a, LOWEST)

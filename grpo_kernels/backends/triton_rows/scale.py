@@ -10,7 +10,7 @@ BLOCK, NUM_WARPS = 4096, 8  # eight neighbours at a time for each thread: 16 byt
 
 
 def launch_scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """``out = x * factor``: any shape in fp32, (), and the same shape, which may be `x`; both contiguous."""
+    """``out = x * factor``: x of any shape in fp32, factor (), out of the same shape, or x itself; both contiguous."""
     n = x.numel()
     if n > 0:
         scale_kernel[(triton.cdiv(n, BLOCK),)](

@@ -5,11 +5,11 @@ The largest logit is not known before the last one is read, so the gradient is w
     ref = max(z of the first columns, z of the target) <= m
     out_j = e^(z_j - ref),   out_y = -(1 - p_y) S,   S = sum_j e^(z_j - ref) = e^(m - ref) (1 + rest)
 
-With a soft-cap, out_j has the element's own factor of d z / d x, too (`bend`). The row's common factor, the other part
-of d z / d x over -S, is returned as `scale`. A caller that multiplies the rows by a matrix multiplies the rows of the
-product by `scale`: these are fewer numbers.
+With a soft-cap, out_j has the element's own factor of d z / d x, too (`bend`). The row's common factor, `row_slope`
+over -S, is returned as `scale`. A caller that multiplies `out` by a matrix applies `scale` to the product, which has
+fewer numbers.
 
-Each logit is read once and each element of the gradient written once: 6 bytes an element in 16 bits.
+Each logit is read once and each element of the gradient written once: 6 bytes per element with 16-bit `out`.
 
 Where m is more than `FARTHEST` above ref, or one of them is NaN or infinite, the row is read again and gets its
 ordinary gradient, and a scale of 1. In place every row is read again: the first pass must not overwrite its logits.
@@ -40,7 +40,7 @@ from grpo_kernels.backends.triton_rows.steps import (
 )
 from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, chunk_arguments, head_rows, row_slope, scaled
 
-FARTHEST = tl.constexpr(40.0)  # e^40 times the size of a vocabulary is far from the largest float, and from bfloat16's
+FARTHEST = tl.constexpr(40.0)  # e^40 times the size of a vocabulary is far below the largest float32 and bfloat16
 
 
 def launch_single_pass(
@@ -136,7 +136,7 @@ def single_pass_kernel(
     m = sums[0][:, None]
     rest = rest[:, None]
     log_sum = log_sum[:, None]
-    is_near = (m - ref <= FARTHEST) & (not IN_PLACE)  # not so if it is NaN
+    is_near = (m - ref <= FARTHEST) & (not IN_PLACE)  # False if NaN
     sum_exp = exp(m - ref) * (1.0 + rest)
     in_row = row_slope(head, HAS_SOFTCAP)
     scale = tl.where(is_near, -in_row / sum_exp, 1.0)

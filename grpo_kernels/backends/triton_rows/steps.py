@@ -1,4 +1,4 @@
-"""A row in steps: four tiles side by side, folded into the running sums of as many lanes as one of them has columns.
+"""A row in steps of four tiles side by side, folded into running sums, with a lane for each column of a tile.
 
 Whole steps have no mask, so that loads are wide and nothing is compared. Only the rest of a row, less than a step, has
 a mask.
@@ -17,7 +17,7 @@ from grpo_kernels.backends.triton_rows.transform import load_projection, scaled
 
 @triton.jit
 def row_block(block, n, BLOCK_N: tl.constexpr):
-    """Rows (BLOCK_N,) of a block, and whether each counts: the last row is repeated, so that all can be read."""
+    """Return the rows (BLOCK_N,) of a block, and a mask: past the end, the last row is repeated and does not count."""
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.minimum(rows, n - 1), rows < n
 
@@ -54,7 +54,7 @@ def no_logits(R: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def reduce_step(sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted):
-    """Four logits more for every lane of `sums` (R, W), as `load_logits` has them."""
+    """Fold four logits into each lane of `sums` (R, W), from `load_logits`."""
     z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(head, start, end, HAS_SOFTCAP, ROUNDED_TO, sums[0].shape[1])
     return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
@@ -97,7 +97,7 @@ def merge_lanes(sums, V, wanted):
 
 @triton.jit
 def load_logits(head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """Four tiles (R, W) of scaled logits side by side, and the columns (1, W) of each, as `load_step` has them."""
+    """Four tiles (R, W) of scaled logits side by side, and the columns (1, W) of each, from `load_step`."""
     x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, end, ROUNDED_TO, W)
     z0 = logits(x0, id0, end, head, HAS_SOFTCAP)
     z1 = logits(x1, id1, end, head, HAS_SOFTCAP)
@@ -121,7 +121,7 @@ def load_step(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_x(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
-    """The projection (R, W) in the columns from `start` on, 0 from `end` on where there is one; and those columns."""
+    """Return the projection (R, W) from column `start` on, 0 from `end` on if not None; and the columns (1, W)."""
     row_ptrs, bias_ptr, _inner, _outer = head
     columns = start + tl.arange(0, W)[None, :]
     here = None
@@ -161,6 +161,6 @@ def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
 
 @triton.jit
 def load_at(head, ids, mask, ROUNDED_TO: tl.constexpr):
-    """The projection (R, 1) at one column of each row, as `load_x` has it; 0 where `mask` (R,) is not set."""
+    """The projection (R, 1) at one column of each row, as from `load_x`; 0 where `mask` (R,) is not set."""
     row_ptrs, bias_ptr, _inner, _outer = head
     return load_projection(row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO)

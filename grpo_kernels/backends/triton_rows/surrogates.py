@@ -51,16 +51,16 @@ def full_like(x, value):
 
 _GLOBALS: dict[str, Any] = {
     "__name__": formulas.__name__,
-    "tl": tl,  # which the interpreter looks for
+    "tl": tl,  # the interpreter looks for it
     **{f.__name__: f for f in (clamp, clamp_max, exp, expm1, full_like, minimum, sigmoid, type_as, where)},
 }
 
 
 def compiled(formula: Any, names: dict[str, Any] = _GLOBALS) -> Any:
-    """A function of `formulas`, for kernels; the helpers first, which the others call by name.
+    """Compile a function of `formulas` for kernels; helpers first, since the others call them by name.
 
     Args:
-        names: the globals of its text; the function is added to them.
+        names: the function's globals, to which it is added.
     """
     made = triton.jit(FunctionType(formula.__code__, names, formula.__name__))
     return names.setdefault(formula.__name__, made)

@@ -24,7 +24,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 
 def launch_teacher_fused(
-    chunk: Chunk,  # an id is -1 where a row has no token: its numbers are NaN, but for the divergence
+    chunk: Chunk,  # an id of -1 is invalid: logp and the loss's terms are NaN, except the divergence
     loss: TokenLoss,
     out: Tensor | None,  # (n, V), may be the chunk's logits
     config: RowConfig,
@@ -131,7 +131,7 @@ def teacher_fused_kernel(
     x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
-    # stored now and loaded again, so that no register holds them while the rows are read again
+    # stored before the rows are read again, and the ids loaded anew after it: this takes fewer registers
     tl.store(logps_ptr + rows, logp, mask=counts)
     tl.store(max_logit_ptr + rows, m, mask=counts)
     tl.store(log_sum_ptr + rows, log_sum, mask=counts)

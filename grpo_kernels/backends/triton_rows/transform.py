@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
-# Arguments with one number a row. Each is read once, so that its alignment is not worth a variant of the kernel.
+# Arguments with one number per row. Each is read once, so that its alignment is not worth a variant of the kernel.
 PER_ROW = [
     *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
     *("mean_logits_ptr", "is_top1_ptr", "d_logp_ptr", "d_entropy_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
