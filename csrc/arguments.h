@@ -90,14 +90,14 @@ struct Rows {
   }
 };
 
-// A teacher as the ops take it; of rows without one `logits` is absent.
+// A teacher as the ops take it; `logits` is absent without a teacher.
 struct TeacherArguments {
   MaybeTensor logits;
   Transform transform;
   double beta;
 };
 
-// Rows of logits and their targets, and those of the teacher where there is one.
+// Rows of logits with their targets, and the teacher's rows if there is a teacher.
 template <class T>
 struct Chunk {
   int64_t n, vocab;
@@ -128,7 +128,7 @@ struct Chunk {
   }
 };
 
-// Statistics (n,); entropies where they are wanted.
+// Statistics (n,); entropies is null if not wanted.
 template <class T>
 struct StatColumns {
   T *logps, *max_logit, *log_sum, *entropies;
@@ -140,7 +140,7 @@ struct StatColumns {
         entropies(column<T>(entropies, n, "entropies")) {}
 };
 
-// The teacher's statistics and the divergence (n,); all null, or at most value.
+// The divergence and the teacher's statistics (n,). Without a teacher all are null, except that value may hold a KL.
 template <class T>
 struct DivergenceColumns {
   T *value, *sum_k, *max_logit, *log_sum;

@@ -1,5 +1,5 @@
 // A divergence of the student's row from the teacher's, and the gradient of a row that has a teacher. Written after
-// grpo_kernels/backends/divergence.py, which has the formulas and why they are so. With p and q the two probabilities,
+// grpo_kernels/backends/divergence.py, which has the formulas and explains them. With p and q the two probabilities,
 // d = log p - log q, x = |d| and `lead` the larger of p and q, an element takes two exponentials: that of lead, and e^-x.
 
 // e^-x, e^-x - 1, phi = e^-x - 1 + x, chi = 1 - e^-x (1 + x); an x of inf becomes a large number.
@@ -94,7 +94,7 @@ INLINE void mixed(const Powers<T>& at, Vector<T> d, Terms<T>& of, Vector<T> lead
 template <class T>
 INLINE Vector<T> distance(const Divergence<T>& at, Vector<T> z, Vector<T> y) {
   const Vector<T> d = z - y;
-  return d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: p = q = 0; else the offset is NaN
+  return d != d ? Vector<T>{} : d - at.offset;  // -inf - -inf: p = q = 0; any other NaN is in the offset, too
 }
 
 template <class T>
@@ -156,7 +156,7 @@ INLINE Columns<T> columns(Kind kind, const Row<T>& row, const Row<T>& teacher, c
   return {x, z, gradient_terms<T>(kind, at, z, y)};
 }
 
-// c (k - p sum k)
+// d_divergence (k - p sum k)
 template <class T>
 INLINE Vector<T> pull(const Divergence<T>& at, const Terms<T>& of) {
   return (of.k - of.p * at.sum_k) * at.d_divergence;
@@ -166,7 +166,7 @@ template <class T, bool PLAIN>
 INLINE void gradient_with_teacher(Kind kind, const Row<T>& row, const Gradient<T>& at, const Row<T>& teacher,
                                   const Divergence<T>& from) {
   const bool has_target = at.target >= 0 && at.target < row.size;
-  Vector<T> d_target{};  // before `out`, which may be the row itself, is written
+  Vector<T> d_target{};  // read before `out`, which may be the row itself, is written
   if (has_target) {
     const Columns<T> here = columns<T, PLAIN>(kind, row, teacher, from, at.target, 1);
     d_target = (pull<T>(from, here.of) + at.at_target) * slope<T, PLAIN>(row, here.x);
@@ -183,7 +183,7 @@ INLINE void gradient_with_teacher(Kind kind, const Row<T>& row, const Gradient<T
   if (has_target) store_some<T>(out + at.target * size_of(at.dtype), at.dtype, d_target, 1);
 }
 
-// One loop for each kind of plain rows in float, the usual case, and one for all others: more take long to compile.
+// One loop for each kind of plain rows in float, the usual case, and one for all others: more would compile slowly.
 template <class T>
 Diverged diverge_any(const Row<T>& row, const Row<T>& teacher, const Divergence<T>& at) {
   if constexpr (sizeof(T) == 4) {

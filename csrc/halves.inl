@@ -8,7 +8,7 @@ INLINE Half to_bf16(Float x) {
   return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), Half);
 }
 
-// Exponents are moved by the difference of the biases; subnormal halves are numbers of a fixed exponent, less 1.
+// Exponents are moved by the difference of the biases; a subnormal half is 2^-14 (1 + fraction), less 2^-14.
 INLINE Float from_f16(Half h) {
   const UInt u = __builtin_convertvector(h, UInt), magnitude = (u & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
   const UInt is_special = bits<UInt>(exponent == splat<UInt>(0x0f800000u));  // inf and NaN
@@ -36,7 +36,7 @@ INLINE Float rounded_to(Float x, Dtype dtype) {
   return dtype == Dtype::bf16 ? from_bf16(to_bf16(x)) : from_f16(to_f16(x));
 }
 
-// kWidth<T> numbers of `dtype`: that of T or, where that is float, a 16-bit one.
+// kWidth<T> numbers of `dtype`: that of T or, if T is float, a 16-bit one.
 template <class T>
 INLINE Vector<T> load(const void* from, Dtype dtype) {
   if constexpr (sizeof(T) == 4) {

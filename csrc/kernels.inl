@@ -1,5 +1,5 @@
-// The row kernels compiled for one instruction set: a file for each (rows_*.cpp) names it, with VECTOR_BYTES and, where
-// it is not what the compiler assumes anyway, TARGET. The files included before it may run on any processor.
+// The row kernels compiled for one instruction set. Each rows_*.cpp defines ISA, VECTOR_BYTES and, unless the compiler
+// assumes that instruction set anyway, TARGET. Files included before BEGIN_TARGET may run on any processor.
 #include <cmath>
 #include <cstring>
 

@@ -34,7 +34,7 @@
 namespace grpo_kernels {
 namespace {
 
-// The statistics of row i, written. An id that does not exist has a log-probability of NaN.
+// Write the statistics of row i. An id outside of the vocabulary gets a log-probability of NaN.
 template <class T>
 Sums write_stats(const Chunk<T>& chunk, const StatColumns<T>& out, int64_t i, bool extras) {
   Sums sums;
@@ -54,7 +54,7 @@ Divergence<T> divergence_of(const Chunk<T>& chunk, const T* max_logit, const T* 
   return row_divergence(max_logit[i], log_sum[i], teacher.max_logit[i], teacher.log_sum[i], chunk.beta);
 }
 
-// The divergence of row i from the teacher's, written, given the statistics of both.
+// Write the divergence of row i from the teacher's, given the statistics of both.
 template <class T>
 void write_divergence(const Chunk<T>& chunk, const T* max_logit, const T* log_sum, const DivergenceColumns<T>& out,
                       int64_t i) {
@@ -156,7 +156,7 @@ struct FusedResults {
   MaybeTensor kl, sum_k, teacher_max_logit, teacher_log_sum, out;
 };
 
-// The teacher's own statistics of row i, written.
+// Write the teacher's statistics of row i.
 template <class T>
 void write_teacher_stats(const Chunk<T>& chunk, const DivergenceColumns<T>& out, int64_t i) {
   Sums sums;
@@ -268,7 +268,7 @@ void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor
   });
 }
 
-// The instruction set in use; a name chooses one, "" does not.
+// Return the instruction set in use, after choosing the one called `name` unless that is "".
 std::string isa(std::string name) {
   STD_TORCH_CHECK(name.empty() || use_isa(name.c_str()), "isa: this processor has no '", name, "'");
   return isa_in_use();

@@ -13,7 +13,7 @@ constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype 
 constexpr float kLowest = -1e4f;  // e^kLowest is 0, and 0 * kLowest is 0, which 0 * -inf is not
 
 // A row of the raw projection x, and how it becomes logits:
-//   z = x * inner, or tanh(x * inner) * outer with a soft-cap, of round(x + bias)
+//   z = r * inner, or tanh(r * inner) * outer with a soft-cap, where r = round(x + bias)
 template <class T>
 struct Row {
   const void* x;  // (size,) of `dtype`
@@ -27,8 +27,8 @@ struct Row {
 };
 
 // Sums over a row. One instance of the largest logit m is left out of the first three, so that 1 + rest is the whole
-// sum, and log1p(rest) keeps its precision when one token is nearly certain. NaN logits are not seen by m, but they make
-// the sums NaN.
+// sum, and log1p(rest) keeps its precision when one token is nearly certain. m ignores NaN logits, but they make the
+// sums NaN.
 struct Sums {
   double max;          // m
   double rest;         // sum of e^(z - m)

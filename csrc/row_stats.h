@@ -7,7 +7,7 @@
 
 namespace grpo_kernels {
 
-// All NaN where the largest logit is NaN or -inf; where it is +inf only the entropy: the others' probability is 0.
+// All are NaN if a logit is NaN or the largest is -inf. If it is +inf, only the entropy is NaN: the others have p = 0.
 struct RowStats {
   double max, log_sum, entropy;
 };
@@ -19,9 +19,9 @@ inline RowStats row_stats(const Sums& sums) {
   return {std::isnan(rest) ? rest : sums.max, log_sum, log_sum - (sums.t + odd) / (1.0 + rest)};
 }
 
-// log p of the target, whose own term is left out of the sum: -log(1 + sum of the others / e^(z - m))
+// log p of the target; its own term is left out of the sum: -log(1 + sum of the others / e^(z - m))
 inline double target_logp(const Sums& sums) {
-  const bool is_max = sums.target == sums.max;  // one that ties for it counts as the one that was left out
+  const bool is_max = sums.target == sums.max;  // a target that ties for the maximum counts as the one left out
   const double others = is_max ? sums.rest : 1.0 + (sums.rest - sums.target_term);
   const double x = std::log(others) + (sums.max - sums.target);
   return -((x > 0.0 ? x : 0.0) + std::log1p(std::exp(-std::fabs(x))));

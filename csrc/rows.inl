@@ -1,6 +1,6 @@
 // The row kernels: sums over a row of logits, and the gradient in the raw projection. Included once for each instruction
-// set (kernels.inl). The numbers of a row belong to 32 lanes in turn, which are summed apart, a tile at a time, and then
-// in double, one after the other: the bits of a row depend on nothing but the row.
+// set (kernels.inl). The elements of a row belong to 32 lanes in turn. Lanes are summed apart, a tile at a time; then they
+// are added up in double, one after the other. So the bits of a row depend on the row alone.
 
 constexpr int kLanes = 32;
 constexpr int64_t kTile = 128 * kLanes;  // sums in T have 128 terms
@@ -14,7 +14,7 @@ INLINE int count_at(int64_t start, int64_t size) {
   return size - start < kWidth<T> ? static_cast<int>(size - start) : kWidth<T>;
 }
 
-// The lanes from `count` on become x.
+// v, with x in the lanes from `count` on.
 template <class T>
 INLINE Vector<T> filled(Vector<T> v, int count, float x) {
   for (int i = count; i < kWidth<T>; ++i) v[i] = x;
@@ -119,7 +119,7 @@ void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
       if (extras) add_to<T>(sums.squares, squares), add_to<T>(sums.total, total);
     }
   }
-  // inf - inf, of several +inf: the others' probability is 0, as beside a single one
+  // several +inf give inf - inf = NaN; the others' probability is 0, as with a single +inf
   if (max == T(INFINITY) && std::isnan(sums.rest) && !has_nan<T, PLAIN>(row)) sums.rest = sums.squares = 0.0;
   if (target >= 0 && target < row.size) {
     const Vector<T> z = scaled<T, PLAIN>(row, projection<T, PLAIN>(row, target, 1));
@@ -130,7 +130,7 @@ void reduce(const Row<T>& row, int64_t target, bool extras, Sums& sums) {
 template <class T, bool PLAIN>
 void gradient(const Row<T>& row, const Gradient<T>& at) {
   const bool has_target = at.target >= 0 && at.target < row.size;
-  Vector<T> d_target{};  // before `out`, which may be the row itself, is written
+  Vector<T> d_target{};  // read before `out`, which may be the row itself, is written
   if (has_target) d_target = slope<T, PLAIN>(row, projection<T, PLAIN>(row, at.target, 1)) * at.at_target;
   char* const out = static_cast<char*>(at.out);
   for (int64_t start = 0; start < row.size; start += kWidth<T>) {

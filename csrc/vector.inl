@@ -44,7 +44,7 @@ INLINE V at_least(V x, V low) {
 }
 
 // e^x = 2^n (1 + (r + q)), r = x - n ln 2 and q = e^r - 1 - r, which keeps its precision where it is small; for x between
-// -105 and 89. Below ln 2 / 2 n is 0, and r is x.
+// -105 and 89. For |x| below ln 2 / 2, n is 0 and r is x.
 struct Split {
   Int n;
   Float r, q;
@@ -77,14 +77,14 @@ INLINE Float exp(Float x) {
   return (((e.q + e.r) + 1.0f) * power_of_2(half)) * power_of_2(e.n - half);
 }
 
-// The same for x <= 0, in fewer steps: 0 where it is not above e^-87.
+// e^x for x <= 0, in fewer steps: 0 where x is below -87.
 INLINE Float exp_below_0(Float x) {
   const Split e = split_exp(x);
   const Float found = ((e.q + e.r) + 1.0f) * power_of_2(e.n);
   return x < -87.0f ? Float{} : found;
 }
 
-// log(1 + w) for w in (-1, 0], and that less w, which keeps its precision where it is small. At w = -1 large negative
+// log(1 + w) for w in (-1, 0], and the same less w, which keeps its precision where it is small. At w = -1 large negative
 // numbers, not -inf. 1 + w = 2^n (1 + f), 1 + f between sqrt(1/2) and sqrt(2): where n is 0, f is w, unrounded.
 struct Log {
   Float log, less;
@@ -128,7 +128,7 @@ INLINE Float tanh_slope(Float x) {
   return (q * 4.0f) / ((q + 1.0f) * (q + 1.0f));
 }
 
-// In double, which only double rows need, one number after the other.
+// In double, one number after the other: only double rows need these.
 INLINE Double exp(Double x) {
   for (int i = 0; i < kWidth<double>; ++i) x[i] = std::exp(x[i]);
   return x;
