@@ -1,6 +1,6 @@
 // The row kernels: sums over a row of logits, and the gradient in the raw projection. Included once for each instruction
-// set (kernels.inl). The elements of a row belong to 32 lanes in turn. Lanes are summed apart, a tile at a time; then they
-// are added up in double, one after the other. So the bits of a row depend on the row alone.
+// set (kernels.inl). The elements of a row belong to 32 lanes in turn. Lanes are summed apart, a tile at a time; then
+// they are added up in double, one after the other. So the bits of a row depend on the row alone.
 
 constexpr int kLanes = 32;
 constexpr int64_t kTile = 128 * kLanes;  // sums in T have 128 terms

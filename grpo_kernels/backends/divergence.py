@@ -18,7 +18,7 @@ and likewise between. An error that all d share, such as that of the normalisers
 The functions compute with x = |d| and the larger of p and q; p phi(-x) is written q chi(x), chi(x) = 1 - e^-x (1 + x),
 so that nothing overflows.
 
-The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up to a constant::
+The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up to a multiple of p_v::
 
     reverse  k = p d        forward  k = p - q        between  k = (1 - beta) p log(p / m)
 

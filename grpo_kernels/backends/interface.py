@@ -123,7 +123,7 @@ class DivergenceStats(NamedTuple):
     """Per-row results over the logits of both heads, (n,) each."""
 
     value: Tensor  # D >= 0
-    sum_k: Tensor  # sum over v of k_v = p_v d D / d p_v + constant, see `backends.divergence`; for `grad`
+    sum_k: Tensor  # sum of k over the vocabulary, see `backends.divergence`; `grad` takes p times it off k
     max_logit: Tensor  # the teacher's
     log_sum: Tensor  # the teacher's
 

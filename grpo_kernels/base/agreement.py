@@ -30,7 +30,7 @@ TOLERANCE = 1e-5  # of a weighted sum, relative to the sum of |x|: ranks may rou
 SHOWN = 3  # differences in a message
 
 _TEXT = struct.Struct(f"{TEXT_BYTES // 8}q")
-_HEADER = 4  # the call, the number of calls before it, a checksum of names, one of tensors; then the refusal
+_HEADER = 4  # the call, calls before it, checksums of its values' names and of its tensors' names; then the refusal
 _START = _HEADER + TEXT_BYTES // 8  # of the values
 _calls: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 

@@ -13,13 +13,13 @@ two_pass   project; later project again, gradient      2 + 6s                   
 lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
 ========== =========================================== ======================== ==================
 
-A divergence from a teacher adds 2 for every projection of the rows, since the teacher's are projected, too. `one_pass`
+A divergence from a teacher adds 2 for every projection of the rows: the teacher projects them, too. `one_pass`
 needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d divergence, as soon as the row's own
 logits are there. `frozen` needs no coefficients, since d hidden is linear in a single one; it cannot serve several.
 `two_pass` and `lean` serve all calls.
 `lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the weight's size.
-`frozen` and `one_pass` only project the rows whose coefficients are certain to be 0 beforehand; `two_pass` and `lean`,
-all rows whose coefficients turn out to be 0.
+Rows whose coefficients are certain to be 0 are only projected in `frozen` and `one_pass`. In `two_pass` and `lean` so
+are all rows whose coefficients turn out to be 0.
 
 A new engine is a name in `base.choices`, a record here, and its passes (`passes.py`).
 """

@@ -1,9 +1,9 @@
 """Functions whose gradients cannot be differentiated again, and raise if they are.
 
 ``torch.autograd.function.once_differentiable`` raises only if an upstream gradient itself requires grad: a gradient
-penalty on ``loss.backward(create_graph=True)`` would pass through it as a constant, silently. And autograd
-visits only nodes that lead to the tensors it differentiates in: an error at any other node is never reached. So the
-error is tied to everything that the gradient depends on.
+penalty on ``loss.backward(create_graph=True)`` would pass through it as a constant, silently. And autograd visits only
+nodes that lead to the tensors it differentiates in: an error at any other node is never reached. So the error is tied
+to everything that the gradient depends on.
 """
 
 from __future__ import annotations

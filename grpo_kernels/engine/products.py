@@ -132,7 +132,7 @@ def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype |
     A weight that is converted to 32 bits is never converted as a whole.
     """
     device = device_of(weight.device)
-    can_ask = device.free is not None  # if a copy fits
+    can_ask = device.free is not None  # it can tell if a copy fits
     mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products(compute_dtype)
     return compute_dtype if mixed and weight.dtype != compute_dtype else None
 

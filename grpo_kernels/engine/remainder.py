@@ -29,7 +29,7 @@ def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Coeff
     are None.
 
     s is the median ratio, which fits most rows if any does. A row fits if s times its expectation is its upstream
-    gradient up to rounding: eight units in the last place of the larger of the two, or of the rows' upper quartile.
+    gradient up to rounding: eight units in the last place of the largest of both and of the rows' upper quartile.
     (A trainer's gradient of a token is a sum of terms that may nearly cancel.) What is not finite never fits.
     """
     pairs = list(zip(came, expected, strict=True))
@@ -54,5 +54,5 @@ def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Coeff
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude of a finite element. Others count as 0: they never fit, so the result has them."""
+    """Return the largest magnitude of a finite element. Others count as 0: they never fit, and reach the gradient."""
     return torch.cat([torch.where(torch.isfinite(x), x.abs(), 0.0), x.new_zeros(1)]).amax()

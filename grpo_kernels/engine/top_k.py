@@ -16,7 +16,7 @@ student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k an
 The bracket on the right is one number per row, `DivergenceStats.sum_k`. A backend first writes all columns like the
 gradient of a log-probability with that coefficient, for an id that is none of them. The formula in the middle then
 overwrites the K columns. So no backend needs a kernel for this. With a rest, the terms of D are those of
-`backends.divergence`, which are never negative. All (n, K) numbers are in double precision.
+`backends.divergence`, which are never negative. All work on (n, K) numbers is in double precision.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     then over the parts of a row:       logp, max z, log sum e^(z - max), entropy
 
 No logits are stored: memory is 3 numbers per row and part. The parts ("splits") and the tiles follow from (H, V, dtype,
-device) alone, never from n, so that a row's bits are the same in any batch. Programs that run at the same
-time have the same `GROUP` blocks of rows, so that they share each tile of the weight while it is in the cache.
+device) alone, never from n, so that a row's bits are the same in any batch. Programs that run at the same time
+have the same `GROUP` blocks of rows, so that they share each tile of the weight while it is in the cache.
 
 Operands are loaded by tensor descriptors (TMA) if the device has them and the addresses are aligned, else by pointers.
 """
