@@ -84,7 +84,7 @@ INLINE Float exp_below_0(Float x) {
   return x < -87.0f ? Float{} : found;
 }
 
-// log(1 + w) for w in (-1, 0], and the same less w, which keeps its precision where it is small. At w = -1 very negative
+// log(1 + w) for w in (-1, 0], and that less w, which keeps its precision where it is small. At w = -1 very negative
 // numbers, not -inf. 1 + w = 2^n (1 + f), 1 + f between sqrt(1/2) and sqrt(2): where n is 0, f is w, unrounded.
 struct Log {
   Float log, less;
