@@ -1,1 +1,1 @@
-"""From a public call's arguments to what an engine is asked for: checked, planned, alike on all ranks."""
+"""Turn a public call's arguments into a `Request` to an engine: check them, compare them over the ranks, plan."""

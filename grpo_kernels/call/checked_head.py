@@ -39,7 +39,7 @@ class CheckedHead:
     why_backend: str
 
     def described_rows(self) -> dict[str, Any]:
-        """Describe what ranks must compare, and what `divided` needs of each: its rows and memory."""
+        """Return the values that ranks must agree on, and each rank's own rows and memory, which `divided` needs."""
         own = {"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)}
         same = {**self.described(own_rows=True), "vocab_size": self.head.vocab_size}
         return same | {name: Each(x) for name, x in own.items()}
@@ -68,7 +68,7 @@ class CheckedHead:
         return replace(self, head=head, plan=plan)
 
     def check_range(self, name: str, rows: Rows) -> Rows:
-        """Return `rows`, ids (argument `name`) checked for their range, and counted from this rank's first.
+        """Return `rows` with ids (argument `name`) checked for range and counted from this rank's first row.
 
         Raises:
             ValueError: on a CPU, an id is out of range.
@@ -84,7 +84,7 @@ class CheckedHead:
     def choose_engine(
         self, coupling: Coupling, *, entropy_gradient: bool, mixed_gradient: bool = False, only_logps: bool = True
     ) -> Engine:
-        """The engine asked for, or the cheapest; `only_logps`: no output but log-probabilities and entropies."""
+        """Return the engine asked for, or the cheapest; `only_logps`: no output but log-probability and entropy."""
         plain = self.head.lora is None and self.head.reference is None
         can_dot = plain and isinstance(self.plan.backend, DotRowBackend)
         situation = Situation(
@@ -102,7 +102,7 @@ class CheckedHead:
 
 
 def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_beta: float = 1.0) -> CheckedHead:
-    """Plan the projection of the rows of `head`, which is checked. Does not wait for the device.
+    """Plan how the rows of a checked `head` are projected. Does not wait for the device.
 
     If the head has a reference, `jsd_beta` names the divergence from it (`backends.interface.Teacher`).
 
@@ -138,7 +138,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_b
 
 
 def _plan_reference(reference: ReferenceHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
-    """Plan the reference's projection, given the `plan` of the policy's, whose products take operands of `dtype`."""
+    """Plan the reference's projection, given the policy's `plan`, whose products take operands of `dtype`."""
     own, prefix = reference.compute_dtype(dtype), reference.prefix
     _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, own)
     scale, cap = reference.logit_scale, reference.final_logit_softcapping
@@ -152,10 +152,10 @@ def _plan_reference(reference: ReferenceHead, plan: HeadPlan, dtype: torch.dtype
 
 
 def _warn_if_promoted(name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype) -> None:
-    """Warn, once, of products in fp32 that the tensors' dtypes ask for and nobody may have meant.
+    """Warn, once, if dtype promotion makes the products fp32, which is likely a mistake.
 
-    That is with a 16-bit weight, on a GPU that would multiply 16-bit operands an order of magnitude faster. An fp32
-    weight is kept on purpose.
+    That is, for a 16-bit weight, on a GPU that multiplies 16-bit operands an order of magnitude faster. An fp32 weight
+    is taken as meant.
     """
     device = device_of(weight.device)
     if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:

@@ -39,14 +39,14 @@ T = TypeVar("T")
     "depends on data (kept sets, a loss from given log-probabilities) runs eagerly, outside any graph"
 )
 def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """`function`, eagerly: a graph break, which ``fullgraph=True`` refuses with that reason."""
+    """Call `function` eagerly: a graph break, which ``fullgraph=True`` refuses with the reason above."""
     return function(*arguments, **options)
 
 
 def policy_loss(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor, Metrics, str, str]:
-    """`grpo_loss` with a head of plain tensors: the fields of its `LossOutput`."""
+    """Return the fields of the `LossOutput` of `grpo_loss`, for a head of plain tensors."""
     hidden, weight, bias = head.hidden, head.weight, head.bias
     ids: Any = inputs.completion_ids
     mask, num_items_in_batch = inputs.completion_mask, inputs.num_items_in_batch
@@ -62,7 +62,7 @@ def policy_loss(
         execution.engine,
     )
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
-        # of a number that changes, torch.full would make a graph for each value
+        # torch.full would specialise the graph on the number: a new graph for each value
         num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
     computed = (engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
     done = loss_op.Results(
@@ -106,7 +106,7 @@ def _three(needs_grad: NeedsGrad) -> list[bool]:
     return [needs_grad.hidden, needs_grad.weight, needs_grad.bias]
 
 
-@torch.compiler.assume_constant_result  # of strings and bools; a graph must not read the config's numbers
+@torch.compiler.assume_constant_result  # from strings and bools: a graph must not read the config's numbers
 def _plan_loss(
     key: str,
     on_policy: bool,
@@ -117,8 +117,8 @@ def _plan_loss(
     head_trains: bool,
     engine: str,
 ) -> tuple[str, bool, bool, tuple[Any, ...], str, tuple[str, ...], tuple[str, ...]]:
-    """The engine, whether it stores the gradient, whether the loss has one in the entropies, the head's options, what
-    the loss is a mean over, the names of the metrics.
+    """Return the engine's name, True if it stores the gradient, True if the loss depends on the entropies, the head's
+    options, `averaged_over`, and the metrics' names (pairs, extremes).
     """
     config = config_of(key)
     known = config.knows_gradient(on_policy=on_policy, sampled=sampled)
@@ -139,12 +139,12 @@ def _plan_loss(
 
 @torch.compiler.assume_constant_result
 def _plan_backend(backend: str, device_type: str, dtype: torch.dtype) -> str:
-    """The name of the backend that the op is going to choose."""
+    """Return the name of the backend that the op will choose."""
     return name_backend(backend, torch.device(device_type), dtype)[0]
 
 
 def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """`linear_logprob_with` with a head of plain tensors, without its expectation."""
+    """Do `linear_logprob_with` for a head of plain tensors; `inputs.expected` is not used."""
     hidden, weight, bias, temperature = head.hidden, head.weight, head.bias, options.temperature
     ids, mask, outputs, needs_grad = inputs.ids, inputs.mask, inputs.outputs, head.needs_grad()
     entropy = "entropy" in outputs
@@ -178,12 +178,12 @@ def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, opti
 
 @torch.compiler.assume_constant_result
 def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine: str) -> tuple[str, bool]:
-    """The engine, and whether it stores d logp / d hidden."""
+    """Return the engine's name, and True if it stores d logp / d hidden."""
     situation = Situation(
         Coupling.CROSS_TOKEN,
         hidden_trains=hidden_trains,
         head_trains=head_trains,
-        entropy_gradient=False,  # as eager, which then finds out in the backward
+        entropy_gradient=False,  # as in the eager call, where only the backward can tell
         scores_without_logits=True,  # the op asks the backend
     )
     chosen = choose_engine(situation, engine)
@@ -193,9 +193,9 @@ def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine:
 
 
 class _Stored(torch.autograd.Function):
-    """A loss with its gradient, or log-probabilities with their d logp / d hidden.
+    """A loss, or log-probabilities, with the gradients that the op stored.
 
-    ``forward(ctx, hidden, weight, bias, mask, value, *gradients)``, of the first three -> value.
+    ``forward(ctx, hidden, weight, bias, mask, value, *gradients)`` -> value; gradients in hidden, weight and bias.
     """
 
     @staticmethod
@@ -215,7 +215,7 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         needed, (mask, *stored) = ctx.needs_input_grad, ctx.saved_tensors
-        # what is stored is 0 where masked, but 0 * NaN is not
+        # a stored gradient is 0 where masked, but 0 * NaN is NaN
         of_rows = upstream if mask is None else torch.where(mask.ne(0), upstream, 0.0)
         gradients = [
             (x * factor).to(dtype) if wanted else None
@@ -251,7 +251,7 @@ class _SecondPass(torch.autograd.Function):
 
 
 class _Coefficients(torch.autograd.Function):
-    """A loss of log-probabilities and entropies: ``forward(ctx, logps, entropies, loss, a, b)`` -> loss."""
+    """A loss with a = d loss / d logp and b = d loss / d entropy: ``forward(ctx, logps, entropies, loss, a, b)``."""
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, entropies: Tensor | None, loss: Tensor, a: Tensor, b: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The arguments of `linear_divergence_with` that are about positions."""
+"""Per-position arguments of `linear_divergence_with`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def beta_of(divergence: Any, beta: Any) -> float:
     """Return the divergence as a beta: 0 forward KL, 1 reverse KL (`interface.Teacher`).
 
     Raises:
-        TypeError, ValueError: no such divergence, a wrong `beta`, or one that has no use.
+        TypeError, ValueError: an unknown divergence, a wrong `beta`, or a `beta` without ``"jsd"``.
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence: expected one of {', '.join(DIVERGENCES)}, got {divergence!r}")
@@ -55,7 +55,7 @@ class DivergenceInputs(PositionInputs):
     function = "linear_divergence"
 
     def check(self, head: LMHead) -> Tensor:
-        """Return the ids, or zeros in their place, once they and the outputs are checked."""
+        """Check the ids and the outputs; return the ids, or zeros if there are none."""
         unknown = set(self.outputs) - {*OUTPUTS}
         if unknown:
             raise ValueError(f"outputs: expected some of {', '.join(OUTPUTS)}, got {sorted(unknown)}")
@@ -69,8 +69,8 @@ class DivergenceInputs(PositionInputs):
         return self.ids
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, and the gradient that is expected of them, up to a factor: of divergence and
-        log-probability, or of all outputs.
+        """Return the rows, and their expected upstream gradient, up to one factor: of divergences and
+        log-probabilities, or, from an `Expectation`, of entropies too.
         """
         expected, positions = self.expected, rows.positions
         if isinstance(expected, Expectation):

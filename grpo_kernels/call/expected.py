@@ -1,4 +1,4 @@
-"""The gradient of the log-probabilities that a caller expects, read into coefficients by row."""
+"""The upstream gradient that a caller expects, read into coefficients per row."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from grpo_kernels.token_loss.record import Coefficients
 
 @dataclass(frozen=True)
 class Expectation:
-    """An expected gradient that is computed on the logits' own chunk.
+    """An expected gradient that is computed from each chunk's log-probabilities and entropies.
 
     Args:
-        coefficients: maps (index (n,), logps (n,), entropies (n,) or None), index being positions in the flattened ids,
-            to a = d loss / d logp or (a, b) with b = d loss / d entropy, (n,) each; where there are divergences, to
-            (a, b, c) with c = d loss / d divergence. None: not known row by row.
-        graded: bool, shaped like the ids: False where all are 0 for certain: nothing is computed there; None: nowhere.
-        has_entropy_gradient: whether b may be other than None.
+        coefficients: function of index (n,) int64, the positions in the flattened ids, logps (n,) and entropies (n,) or
+            None. It returns a = d loss / d logp, or (a, b) with b = d loss / d entropy, or, in a call with divergences,
+            (a, b, c) with c = d loss / d divergence; (n,) each. None: not known row by row.
+        graded: bool, shaped like the ids: False where all coefficients are certainly 0; no gradient is computed there.
+            None: True everywhere.
+        has_entropy_gradient: False if b is always None.
     """
 
     coefficients: Callable[[Tensor, Tensor, Tensor | None], Any] | None
@@ -35,7 +36,7 @@ class Expectation:
 
 Expected = Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
 
-KIND = "expected (coefficients, graded, of the entropy)"  # its name where ranks compare it
+KIND = "expected (coefficients, graded, of the entropy)"  # the name under which ranks compare it
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class ExpectedRows:
     """An expected gradient, read for the rows of a call."""
 
     coefficients: CoefficientsOf | None = None  # by index among the rows
-    may_have_grad: Tensor | None = None  # (n,) bool: rows that they may be other than 0 for; None: all
-    of_entropy: bool = False  # whether any is for the entropy
-    of_logps: bool = True  # whether any is for the log-probability
-    given: Coefficients | None = None  # (n,) where they are numbers, known before the forward
+    may_have_grad: Tensor | None = None  # (n,) bool: rows that may have a coefficient other than 0; None: all
+    of_entropy: bool = False  # True if entropies may have coefficients
+    of_logps: bool = True  # True if log-probabilities may have coefficients
+    given: Coefficients | None = None  # (n,) the coefficients, if they are known before the forward
 
     @staticmethod
     def of(given: Coefficients) -> ExpectedRows:
@@ -64,12 +65,12 @@ class ExpectedRows:
 
 
 def even_or_given(name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the expected gradient of the divergences at `positions` (n,), (n,); None: the gradient of their mean.
+    """Return the expected gradient (n,) of the divergences at `positions` (n,); `expected` None: that of their mean.
 
-    Where that comes true, nothing is left to scale.
+    If the loss is their mean, nothing is left to scale.
 
     Raises:
-        TypeError, ValueError: it is no tensor that fits `hidden` (..., H); the message calls it `name`.
+        TypeError, ValueError: `expected` is no tensor that fits `hidden` (..., H); the message calls it `name`.
     """
     if expected is None:
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
@@ -87,11 +88,11 @@ def read_expected(
     entropy: bool,
     divergence: bool = False,
 ) -> ExpectedRows:
-    """Read the gradient that is expected at `positions` (n,) of `ids`, in `dtype`; `entropy` and `divergence` say
-    whether the call has one.
+    """Read the gradient that is expected at `positions` (n,) of `ids`, in `dtype`; `entropy` and `divergence` are True
+    if the call has that result.
 
     Raises:
-        TypeError, ValueError: it does not fit the ids, or is a tuple that is not (a, b).
+        TypeError, ValueError: `expected` does not fit the ids, or is a tuple that is not (a, b).
     """
     if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and not entropy)):
         pair = "(a, b)" if entropy else "(a, None) since there is no entropy"
@@ -99,7 +100,7 @@ def read_expected(
     if expected is None:
         return ExpectedRows()
 
-    def usable(x: Tensor) -> Tensor:  # whose products neither overflow nor lose bits to underflow: else expect nothing
+    def usable(x: Tensor) -> Tensor:  # x, or 0 where its products could overflow, or lose bits to underflow
         x, largest = x.to(dtype), torch.finfo(dtype).max ** 0.5
         return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
 
@@ -117,7 +118,7 @@ def read_expected(
             assert coefficients is not None
             answer = coefficients(positions[index], stats.logps, stats.entropies)
             a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
-            # no gradient can come of what there is not
+            # no gradient can come from a result that the call does not have
             found = (a, None if stats.entropies is None else b, c if divergence else None)
             for name, x in zip(("expected", "expected[1]", "expected[2]"), found, strict=True):
                 if x is not None or name == "expected":

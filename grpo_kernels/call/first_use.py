@@ -1,4 +1,4 @@
-"""The log's lines that say what the library runs on: the first call on a kind of device, and the first that trains."""
+"""Log lines about backend and engine: of the first call on a kind of device, and of the first that trains."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _said: set[tuple[str, ...]] = set()
 def log_use(
     device: torch.device, backend: str, why_backend: str, engine: Engine, call: Situation, execution: Execution
 ) -> None:
-    """Log which backend and engine serve a call, and why: at INFO the first on a kind of device and, if that only
-    scores, the first that trains; at DEBUG what differs.
+    """Log which backend and engine serve a call, and why: at INFO the first call on a kind of device and, if that only
+    scores, the first that trains; at DEBUG each other pair of backend and engine.
 
-    A line counts as said once somebody could read it. Reads no tensor, so nothing waits for the device.
+    Each line is logged once, at the first call with its level enabled. No tensor is read: nothing waits for the device.
     """
     kind, use = device.type, "scores" if call.no_gradient else "trains"
     is_known = (kind, "trains") in _said or (kind, use) in _said
@@ -28,6 +28,6 @@ def log_use(
     if key in _said or not _logger.isEnabledFor(level):
         return
     _said.update({(kind, use), (kind, backend, engine.name)})
-    compiled = execution.needs_grad is not None  # an op of a graph is told its engine
+    compiled = execution.needs_grad is not None  # only the ops of a compiled graph set it
     why = "chosen when the graph was compiled" if compiled else why_engine(engine, call, execution.engine)
     _logger.log(level, "on %s: backend %s (%s), engine %s (%s)", kind, backend, why_backend, engine.name, why)

@@ -1,4 +1,4 @@
-"""The arguments of `linear_logprob_with` that are about positions."""
+"""Per-position arguments of `linear_logprob_with`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_kernels.head.lm_head import LMHead
 
 @dataclass(frozen=True, eq=False)
 class ScoreInputs(PositionInputs):
-    """Ids whose log-probabilities are asked for, (...)."""
+    """The ids to score, (...), and the expected gradient."""
 
     ids: Tensor
     expected: Expected | None = None
@@ -31,7 +31,7 @@ class ScoreInputs(PositionInputs):
         return tuple(name for name in self.outputs if name != "entropy")
 
     def check(self, head: LMHead) -> Tensor:
-        """Return the ids, once they and the outputs are checked."""
+        """Check the ids and the outputs; return the ids."""
         check_ids("ids", self.ids, head.hidden)
         unknown = set(self.outputs) - {"entropy", *STATISTICS}
         if unknown:
@@ -39,5 +39,5 @@ class ScoreInputs(PositionInputs):
         return self.ids
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, and the gradient that is expected of them."""
+        """Return the rows, and their expected upstream gradient."""
         return rows, read_expected(self.expected, ids, rows.positions, dtype, entropy=self.entropy)

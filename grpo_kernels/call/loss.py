@@ -1,4 +1,4 @@
-"""One call of the loss: its arguments checked, its engine chosen, and what becomes of its rows' statistics."""
+"""One call of the loss: check its arguments, choose its engine, and turn its rows' statistics into loss and metrics."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class LossCall:
     tokens: Tokens
     request: Request
     objective: Objective
-    head: LMHead  # the tensors that are multiplied
-    num_items: bool  # whether there is a num_items_in_batch
+    head: LMHead  # this rank's tensors, checked
+    num_items: bool  # True if num_items_in_batch was given
 
     def evaluate(self, stats: RowStats) -> Evaluation:
         """The loss and its gradient, from the statistics of all rows."""
@@ -109,7 +109,7 @@ def plan_loss(
 def check_loss(
     inputs: LossInputs, config: LossConfig, objective: Custom | None = None, *, has_reference: bool = False
 ) -> None:
-    """Raise unless `inputs` have what the loss needs; their shapes are looked at by `read_tokens`.
+    """Raise unless `inputs` have what the loss needs; `read_tokens` checks their shapes.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
@@ -150,13 +150,13 @@ def make_objective(config: LossConfig, objective: Custom | None, tokens: Tokens,
 def _checked(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
 ) -> tuple[CheckedHead, Tokens, Rows]:
-    """The head, the tokens that count, and their rows, once all ranks have the same arguments."""
+    """Check the arguments, alike on all ranks; return the head, the tokens that count, and their rows."""
     group = execution.sequence_group
     with check_same("sequence_group", group, "grpo_loss") as part:
         with check_same("process_group", head.process_group, "grpo_loss") as whole:
             local = head.local()
             check_loss(inputs, config, objective, has_reference=head.reference is not None)
-            if not config.needs_reference_head:  # as where beta is 0
+            if not config.needs_reference_head:  # beta is 0: no term reads it
                 local = replace(local, reference=None)
             check_sequence_group(group, inputs.cu_seqlens, objective)
             local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
@@ -180,14 +180,14 @@ def _checked(
 def _engine(policy: Objective, planned: CheckedHead) -> Engine:
     coupling = Coupling.of(known=policy.is_known, coupled=policy.couples_tokens)
     needs_grad = planned.needs_grad
-    only_hidden = needs_grad.hidden and not needs_grad.head  # only then ask: it evaluates a custom objective
+    only_hidden = needs_grad.hidden and not needs_grad.head  # only then ask: the answer may evaluate an objective
     entropy_gradient = only_hidden and policy.has_entropy_gradient
     mixed_gradient = planned.plan.teacher is not None
     return planned.choose_engine(coupling, entropy_gradient=entropy_gradient, mixed_gradient=mixed_gradient)
 
 
 def _with_coefficients(request: Request, policy: Objective) -> Request:
-    """`request` with each row's coefficients, from its own numbers; and the loss, if a backend fuses."""
+    """Return `request` with each row's coefficients, from its own numbers; and the loss, if the backend fuses."""
 
     def coefficients(index: Tensor, stats: RowStats) -> Coefficients:
         assert stats.entropies is not None

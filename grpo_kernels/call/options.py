@@ -1,4 +1,4 @@
-"""Options of a call: those that change time and memory but no number, and those of the head's logits."""
+"""Options of a call: those that change only time and memory, and those of the head's logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_options(engine: Any, backend: Any, workspace_bytes: Any) -> None:
-    """Raise unless they are what calls take, before there is a call: whether they can serve it, it finds out."""
+    """Check the options' types and ranges; whether an engine can serve a call is checked when it is planned."""
     check_engine(engine)
     check_backend(backend)
     if workspace_bytes is not None:
@@ -30,14 +30,14 @@ def check_options(engine: Any, backend: Any, workspace_bytes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """Which engine and backend, with how much memory, on which ranks; as in `grpo_loss`, except where said."""
+    """Options of how a call is computed; as in `grpo_loss`, except where said."""
 
     engine: str = "auto"
     backend: str = "auto"
     workspace_bytes: int | None = None
     gather: Gather | None = None
     sequence_group: ProcessGroup | None = None
-    needs_grad: NeedsGrad | None = None  # which gradients; None: those of the tensors that train
+    needs_grad: NeedsGrad | None = None  # gradients to compute; None: those of the tensors that train
     dtype: torch.dtype | None = None  # of the products' operands; None: `LMHead.compute_dtype`
 
     def described(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class HeadOptions:
         return HeadOptions(config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
 
     def checked(self) -> HeadOptions:
-        """The same, of Python's own types.
+        """Return these options, checked, in Python's own types.
 
         Raises:
             TypeError, ValueError: as `LossConfig` does for its fields of these names.
@@ -95,7 +95,7 @@ class HeadOptions:
         return (1.0 / rows)[:, None]
 
     def described(self, inv_temperature: float | Tensor) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks, given what `inv_temperature` returned for the rows."""
+        """Return the options that must be equal on all ranks; `inv_temperature` is that of the rows."""
         one_each = isinstance(inv_temperature, Tensor)
         return {
             "temperature": "one per position" if one_each else self.temperature,

@@ -1,4 +1,4 @@
-"""From the arguments of a call to what an engine is asked for: checked, compared over the ranks, planned."""
+"""Turn the arguments of a call into a `Request` to an engine: check them, compare them over the ranks, plan."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 @dataclass(frozen=True, eq=False)
 class PositionInputs:
-    """Arguments of a call that are about positions, and its outputs; `grpo_loss` has `LossInputs` instead.
+    """Per-position arguments of a call, and its outputs; `grpo_loss` has `LossInputs` instead.
 
-    Class attributes say what differs between the calls' plans.
+    Class attributes hold the differences between the calls' plans.
     """
 
     mask: Tensor | None  # (...)
     outputs: tuple[str, ...]
 
     function: ClassVar[str]  # the public function's name
-    waits: ClassVar[bool] = True  # whether the backward waits, to compare upstream with `expected`
-    jsd_beta = 1.0  # which divergence from the head's reference, see `Teacher`
+    waits: ClassVar[bool] = True  # the backward waits by default, to compare the upstream gradient with `expected`
+    jsd_beta = 1.0  # the divergence from the head's reference, see `Teacher`
 
     @property
     def entropy(self) -> bool:
@@ -49,7 +49,7 @@ class PositionInputs:
         return ()
 
     def check(self, head: LMHead) -> Tensor:
-        """Return the ids, or where there are none zeros of the positions' shape.
+        """Return the ids, or zeros of the positions' shape if there are none.
 
         Raises:
             TypeError, ValueError: an argument does not fit the head.
@@ -61,7 +61,7 @@ class PositionInputs:
         raise NotImplementedError
 
     def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
-        """Return the rows, their ids checked for their range and counted from this rank's first.
+        """Return the rows with ids checked for range and counted from this rank's first row.
 
         Raises:
             ValueError: on a CPU, an id is out of range.
@@ -76,7 +76,7 @@ class PositionInputs:
 def plan_call(
     inputs: PositionInputs, head: LMHead, execution: Execution, options: HeadOptions
 ) -> tuple[LMHead, Request]:
-    """Check the arguments of a call and plan it: the tensors to multiply, and what is asked.
+    """Check the arguments of a call and plan it; return this rank's head, and the request.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
@@ -117,7 +117,7 @@ def plan_call(
 
 
 def _engine(inputs: PositionInputs, planned: CheckedHead, expected: ExpectedRows) -> Engine:
-    # what came cannot be compared with what was expected while a CUDA graph is captured, which cannot wait
+    # comparing the upstream gradient with the expected one waits, which the capture of a CUDA graph forbids
     captured = inputs.waits and device_of(planned.head.hidden.device).is_capturing()
     unknown = captured or expected.coefficients is None
     coupling = Coupling.of(known=expected.given is not None and not unknown, coupled=unknown)
@@ -157,5 +157,5 @@ def no_ids(hidden: Tensor) -> Tensor:
 
 
 def fuses(plan: HeadPlan) -> bool:
-    """Return True if the backend can do a whole loss: not where ranks are joined between statistics and gradient."""
+    """Return True if one kernel can do a whole loss; a divided head's ranks meet between statistics and gradient."""
     return isinstance(plan.backend, FusedRowBackend) and plan.shard is None

@@ -1,4 +1,4 @@
-"""Values that a group's ranks compare before a loss: the same call on each, or parts of the same sequences."""
+"""Values that a group's ranks compare before a loss: if all make the same call, or have parts of the same sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def options_of_loss(
     num_items_in_batch: float | Tensor | None,
     asked: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the options of a loss; `asked` are how it is to be computed."""
+    """Return the options of a loss by name; `asked` are those of how it is computed."""
     found = {**asked, **{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)}
     count, name = num_items_in_batch, "num_items_in_batch"
     if isinstance(count, Tensor):
@@ -33,7 +33,7 @@ def options_of_loss(
 
 
 def tokens_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the inputs of ranks that all have the same: `inputs` as they came, `tokens` what counts of them."""
+    """Return the values that ranks with the same inputs compare: `inputs` as they came, `tokens` those that count."""
     return {
         **{f"dtype and shape of {name}": described(x) for name, x in inputs.items()},
         "completion_mask": tokens.layout.positions,
@@ -60,7 +60,7 @@ def check_sequence_group(sequence_group: ProcessGroup | None, cu_seqlens: Any, o
 
 
 def part_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the inputs that are alike on ranks with parts of the same sequences; `inputs` as they came."""
+    """Return the values that ranks with parts of the same sequences compare; `inputs` as they came."""
     whole = {
         "advantages": inputs["advantages"] if tokens.advantages_per_sequence else None,
         "importance_sampling_ratio": tokens.sequence_ratio,
@@ -73,7 +73,7 @@ def part_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[st
 
 
 def sharded(tokens: Tokens, group: ProcessGroup) -> Tokens:
-    """`tokens` of this rank as a part of the sequences that the ranks of `group` share. A collective."""
+    """Return this rank's `tokens` as a part of the sequences that the ranks of `group` share. A collective."""
     import torch.distributed as dist
 
     layout, counts = tokens.layout, tokens.layout.lengths
@@ -82,7 +82,7 @@ def sharded(tokens: Tokens, group: ProcessGroup) -> Tokens:
 
 
 def _named(objective: Callable[..., Any] | None) -> str | None:
-    """The function's name; of a dataclass its numbers too."""
+    """Return the function's name; for a dataclass with its numeric fields."""
     if objective is None:
         return None
     name: str = getattr(objective, "__qualname__", type(objective).__qualname__)

@@ -1,4 +1,4 @@
-"""The arguments of `topk_divergence_with` that are about positions."""
+"""Per-position arguments of `topk_divergence_with`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OUTPUTS = choices(TopKOutput)
 def measure_of(
     divergence: Any, tail: Any, log_prob_min_clamp: Any, loss_max_clamp: Any, dtypes: tuple[torch.dtype, ...]
 ) -> Measure:
-    """The divergence that the arguments of these names say, of logits and log-probabilities of `dtypes`.
+    """Return the divergence that these arguments describe; `dtypes`: those of the result and of the teacher's logps.
 
     Raises:
-        TypeError, ValueError: no such divergence, or options that do not go together.
+        TypeError, ValueError: an unknown divergence, or options that do not go together.
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence: expected one of {', '.join(DIVERGENCES)}, got {divergence!r}")
@@ -56,7 +56,7 @@ def measure_of(
 
 @dataclass(frozen=True, eq=False)
 class TopKInputs(PositionInputs):
-    """The teacher's ids and their log-probabilities, (..., K), and which divergence from them is asked for."""
+    """The teacher's ids and their log-probabilities, (..., K), and the divergence from them that is asked for."""
 
     teacher_ids: Tensor
     teacher_logps: Tensor
@@ -74,7 +74,7 @@ class TopKInputs(PositionInputs):
         return OUTPUTS
 
     def check(self, head: LMHead) -> Tensor:
-        """Return zeros in the place of ids, once the teacher's and the outputs are checked."""
+        """Check the teacher's tensors and the outputs; return zeros in the place of ids."""
         ids, logps, hidden = self.teacher_ids, self.teacher_logps, head.hidden
         check_tensor("teacher_ids", ids, like=hidden)
         if ids.dtype not in (torch.int64, torch.int32, torch.int16):
@@ -98,7 +98,7 @@ class TopKInputs(PositionInputs):
         return replace(rows, top_k=teacher), ExpectedRows.of(Coefficients(d_divergence=weights))
 
     def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
-        """Return the rows with the teacher's ids in order, and marked as padding what is padding or a repetition.
+        """Return the rows with the teacher's ids sorted; padding and repeated ids get the log-probability -inf.
 
         Raises:
             ValueError: on a CPU, an id is neither -1 nor in [0, V).
@@ -114,7 +114,7 @@ class TopKInputs(PositionInputs):
                 f"teacher_ids: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the mask counts, "
                 f"got {bad}"
             )
-        ids = torch.where(logps == -torch.inf, -1, ids)  # counts for nothing, and so hides no repetition
+        ids = torch.where(logps == -torch.inf, -1, ids)  # padding, which must not be the first of a repeated id
         ids, order = ids.sort(dim=1, stable=True)
         logps = logps.gather(1, order)
         padding = ids == -1

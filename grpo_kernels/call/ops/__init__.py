@@ -1,8 +1,8 @@
 """The calls as ops for torch.compile and torch.export: opaque, on real tensors, without autograd.
 
-Each runs what the eager call runs (`call/loss.py`, `call/logprob.py`, `engine/passes.py`); `call/compiled.py` puts
+Each runs the code of the eager call (`call/loss.py`, `call/logprob.py`, `engine/passes.py`); `call/compiled.py` puts
 autograd around them. Values are checked inside, so that a graph has no branch on them. A tensor that is not wanted
-comes back empty. No argument is written to, and no result shares memory.
+comes back empty. No argument is written to, and results share no memory.
 """
 
 from __future__ import annotations
@@ -56,4 +56,4 @@ def _register() -> torch.library.Library:
     return library
 
 
-_LIBRARY = _register()  # the ops live as long as it
+_LIBRARY = _register()  # the ops exist as long as this object

@@ -1,7 +1,7 @@
 """The two ops behind `linear_logprob`; the backward also serves a loss whose engine recomputes.
 
-The forward returns, besides what was asked for, what the backward needs: statistics of each position from the engines
-that recompute, and d logp / d hidden, row by row, from ``frozen``.
+Besides its outputs the forward returns tensors for the backward: the statistics of each position from the engines that
+recompute, and d logp / d hidden, row by row, from ``frozen``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_kernels.token_loss.record import Coefficients
 class Settings(NamedTuple):
     """Arguments of the op; as in `linear_logprob`, except where said."""
 
-    temperature: float  # where there are no `temperatures`
+    temperature: float  # not read if there are `temperatures`
     final_logit_softcapping: float | None
     logit_scale: float
     logits_dtype: LogitsDtype
@@ -110,7 +110,7 @@ def fake(
     outputs: list[str],
     *others: Any,
 ) -> Results:
-    """The shapes of what `run` returns."""
+    """Return tensors with the shapes of the results of `run`."""
     settings = Settings(*others)
     new, engine = Empty(hidden, settings.dtype), engine_named(settings.engine)
     extras = [name for name in outputs if name != "entropy"]
@@ -154,7 +154,7 @@ def run_backward(
     if temperatures is not None:
         inv_t = (1.0 / temperatures.reshape(-1).to(plan.accumulator))[:, None]
     flat = ids.reshape(-1).long()
-    flat = torch.where((flat < 0) | (flat >= weight.shape[0]), 0, flat)  # masked; or wrong, and its logp is NaN then
+    flat = torch.where((flat < 0) | (flat >= weight.shape[0]), 0, flat)  # masked, or invalid and its logp NaN
     rows = Rows(torch.arange(count, device=ids.device), flat, inv_t)
     known = RowStats(
         logps=logps.reshape(-1),
@@ -175,7 +175,7 @@ def run_backward(
 
 
 def fake_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes of what `run_backward` returns."""
+    """Return tensors with the shapes of the results of `run_backward`."""
 
     def like(x: Tensor | None, wanted: bool) -> Tensor:
         return x.new_empty(x.shape) if x is not None and wanted else hidden.new_empty(0)

@@ -1,9 +1,9 @@
 """The op behind `grpo_loss`.
 
-Besides the loss, its per-token numbers and its metrics it returns what the backward needs. From the engines that store:
-the gradient of the loss in hidden states (all rows), weight and bias, in the accumulator's dtype, neither scaled nor
-rounded. From those that recompute: d loss / d logp, d loss / d entropy (if there is an entropy bonus), and the
-statistics that `linear_logprob_backward` wants.
+Besides the loss, its per-token numbers and its metrics it returns tensors for the backward. Engines that store give the
+gradient of the loss in hidden states (all rows), weight and bias, in the accumulator's dtype, neither scaled nor
+rounded. Engines that recompute give d loss / d logp, d loss / d entropy (if there is an entropy bonus), and the
+statistics that `linear_logprob_backward` takes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
     ref_per_token_logps: Tensor | None
     sampling_per_token_logps: Tensor | None
     importance_sampling_ratio: Tensor | None
-    num_items_in_batch: Tensor | None  # no number, on which a graph would be specialised
+    num_items_in_batch: Tensor | None  # a number would specialise the graph on its value
     cu_seqlens: Tensor | None
     config: str  # LossConfig.key
     engine: str  # not "auto"
@@ -112,7 +112,7 @@ def run(*arguments: Any) -> Results:
 
 
 def fake(*arguments: Any) -> Results:
-    """The shapes of what `run` returns."""
+    """Return tensors with the shapes of the results of `run`."""
     given = Arguments(*arguments)
     config, new, ids = config_of(given.config), Empty(given.hidden, given.dtype), given.completion_ids
     engine = engine_named(given.engine)

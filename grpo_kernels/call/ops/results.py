@@ -11,7 +11,7 @@ from grpo_kernels.engine.products import accumulator_of
 
 
 class Empty:
-    """Makes uninitialised results, in the accumulator's dtype; without elements where they are not wanted."""
+    """Makes uninitialised results in the accumulator's dtype; of 0 elements if not wanted."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         """`dtype` is that of the products' operands."""
