@@ -10,7 +10,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def scale_and_cap(value_of: Callable[[str], object]) -> tuple[float, float | None]:
-    """(factor on the logits, soft-cap or None), given what the config has under a name, None for nothing."""
+    """Return (factor on the logits, soft-cap or None); `value_of` gives the config's value of a name, or None."""
 
     def first(names: tuple[str, ...]) -> float | None:
         numbers = (value_of(name) for name in names)

@@ -1,7 +1,7 @@
-"""Hooks on a head that scores in place of projecting: what happens before its forward is done, the rest is refused.
+"""Hooks on a head that scores instead of projecting: its forward pre-hooks are run, all other hooks are refused.
 
-A hook before the forward makes the weight (`torch.nn.utils.spectral_norm`, `weight_norm`, `prune`) or another input: it
-is run. One after it would be handed logits, of which there are none.
+A forward pre-hook makes the weight (`torch.nn.utils.spectral_norm`, `weight_norm`, `prune`) or changes the input. A
+forward or backward hook would be handed logits, which are never made.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# FSDP2's and ZeRO-3's, which `modules` sees to itself, and the one of `causal_lm_loss`
+# Origins of the hooks that are left alone: FSDP2 and ZeRO-3, which `modules` serves, and `causal_lm_loss`
 _KNOWN = ("torch.distributed.", "deepspeed.", "grpo_kernels.")
 _REFUSED = {
     "_forward_hooks": "forward hook",
@@ -22,7 +22,7 @@ _REFUSED = {
 
 
 def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise unless scoring can do what the hooks on `lm_head`, and on what it consists of, would do; `name` is its.
+    """Raise unless scoring can respect the hooks on `lm_head` and on its submodules; errors call it `name`.
 
     Raises:
         TypeError: a forward or backward hook; or a hook of any kind within PEFT's layer.
@@ -40,7 +40,7 @@ def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
 
 
 def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
-    """The names of the hooks of one kind that are not an engine's or ours."""
+    """Return the names of the hooks of one kind that are not ours, FSDP2's or DeepSpeed's."""
     return [_name(hook) for hook in getattr(module, attribute).values() if not _is_known(hook)]
 
 
@@ -48,7 +48,7 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
     """Apply the forward pre-hooks of `lm_head` to its input.
 
     Raises:
-        TypeError: they make something else than one input of it.
+        TypeError: they return something other than one input.
     """
     for key, hook in lm_head._forward_pre_hooks.items():
         if _is_known(hook):

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_NAMES = {"lora_u": "lora.a or lora.input", "lora_b": "lora.b"}  # of what `NeedsGrad` calls otherwise
+_NAMES = {"lora_u": "lora.a or lora.input", "lora_b": "lora.b"}  # the caller's names for fields of `NeedsGrad`
 
 
 @dataclass(frozen=True, eq=False)
 class LMHead:
-    """Hidden states and what they are multiplied with: the arguments that `grpo_loss` and `linear_logprob` share."""
+    """Hidden states and head: the arguments that `grpo_loss` and `linear_logprob` share."""
 
     hidden: Tensor  # (..., H)
     weight: Tensor  # (V, H), of a sharded head (V_r, H)
@@ -43,10 +43,10 @@ class LMHead:
     reference: ReferenceHead | None = None  # divided over the ranks as `weight` is
 
     def grouped(self) -> LMHead:
-        """With the group over which it is divided: the one given, or that of the DTensors hidden and weight.
+        """Return the head with its process group: the given one, or that of the DTensors hidden and weight.
 
         Raises:
-            TypeError, ValueError: no group; a DTensor that is not sharded once, by rows.
+            TypeError, ValueError: `process_group` is no group, or a DTensor weight is not sharded once, by rows.
         """
         check_group("process_group", self.process_group)
         if self.process_group is None and is_dtensor(self.hidden) and is_dtensor(self.weight):
@@ -55,12 +55,12 @@ class LMHead:
 
     @property
     def is_plain(self) -> bool:
-        """True if the head is three plain tensors at most, which is all that a compiled graph can hold."""
+        """True if the head is plain hidden, weight and bias only, which is all that a compiled graph can hold."""
         apart = (self.lora, self.process_group, self.vocab_size, self.reference)
         return all(x is None for x in apart) and not is_dtensor(self.weight)
 
     def local(self) -> LMHead:
-        """The plain tensors that this rank has; of a whole head without the rows beyond `vocab_size`.
+        """Return the head with this rank's plain tensors; a whole head loses its rows beyond `vocab_size`.
 
         Raises:
             TypeError, ValueError: a wrong argument.
@@ -96,7 +96,7 @@ class LMHead:
         return replace(self, hidden=hidden, weight=weight, bias=bias, lora=lora, reference=other)
 
     def check(self, *, ranks: tuple[int, ...] | None = None) -> None:
-        """Raise unless the tensors fit each other; `ranks` are those that `hidden` may have, any from 2 up if None."""
+        """Raise unless the tensors fit each other; `ranks`: allowed values of `hidden.dim()`, None: any >= 2."""
         check_head(self.hidden, self.weight, self.bias, ranks=ranks)
         if self.lora is not None:
             check_lora(self.lora, self.hidden, self.weight)
@@ -104,7 +104,7 @@ class LMHead:
             self.reference.check(self.hidden, self.weight)
 
     def needs_grad(self) -> NeedsGrad:
-        """Which gradients autograd will ask for; none where it is off."""
+        """Return which gradients autograd will ask for; none where grad mode is off."""
         if not torch.is_grad_enabled():
             return NeedsGrad()
         bias, lora = self.bias, self.lora
@@ -134,10 +134,10 @@ class LMHead:
         return Head(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher)
 
     def described(self, needs_grad: NeedsGrad, plan: HeadPlan, *, own_rows: bool) -> dict[str, Any]:
-        """The tensors but for `hidden`, whether they train, and how rows are projected, for other ranks to compare.
+        """Return facts for ranks to compare: all tensors but `hidden`, which of them train, how rows are projected.
 
         Args:
-            own_rows: whether each rank has rows of the head of its own.
+            own_rows: True if each rank has its own rows of the head.
         """
         rows = (0,) if own_rows else ()
         lora = self.lora
@@ -196,10 +196,10 @@ class LMHead:
         return self._first_rows(sizes[rank]), shard, memory
 
     def _first_rows(self, count: int) -> LMHead:
-        """The first `count` ids of the head, and of its reference.
+        """Return the first `count` ids of the head, and of its reference.
 
         Raises:
-            ValueError: what has a row for each id does not fit the weight.
+            ValueError: bias or adapter does not have one row for each row of the weight.
         """
         other = None if self.reference is None else self.reference.first_rows(count)
         if self.weight.shape[0] == count:

@@ -15,14 +15,14 @@ from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 class LoRA:
     """Adds ``scaling * x @ a.T @ b.T`` to the head's raw projection, x being `input` or the hidden states.
 
-    No V x H product of the two is ever made: r (H + V) more multiplications a token. Both factors, `input` and the
-    hidden states get exact gradients. Several adapters are one: concatenate their factors along r.
+    The V x H product of the two is never made; they cost r (H + V) multiplications per token. Both factors, `input` and
+    the hidden states get exact gradients. Pass several adapters as one: concatenate their factors along r.
 
     Args:
         a: (r, H), PEFT's ``lora_A.weight``.
-        b: (V, r), PEFT's ``lora_B.weight``; of a sharded head the same rows as the weight.
+        b: (V, r), PEFT's ``lora_B.weight``; with a sharded head the same rows as the weight.
         scaling: a finite number, PEFT's ``scaling``.
-        input: (..., H), what `a` sees in the place of the hidden states, such as those after dropout.
+        input: (..., H), the input of `a` instead of the hidden states, such as the hidden states after dropout.
     """
 
     a: Tensor
@@ -31,10 +31,10 @@ class LoRA:
     input: Tensor | None = None
 
     def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """u = scaling * x @ a.T, (N, r), 0 but at `positions` (n,): of the N that `hidden` (..., H) has.
+        """Return u = scaling * x @ a.T, (N, r), for the N positions of `hidden` (..., H); 0 except at `positions` (n,).
 
-        The others are not read: NaN there would reach the gradient of `a`, also times 0. In a dtype that holds both;
-        within autocast in its dtype, as in PEFT.
+        Other positions are not read: NaN there would reach the gradient of `a`, even times 0. The dtype is the promoted
+        dtype of x and a; within autocast, autocast's, as in PEFT.
         """
         x = (hidden if self.input is None else self.input).reshape(-1, hidden.shape[-1])
         n = x.shape[0]

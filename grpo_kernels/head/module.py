@@ -17,7 +17,7 @@ _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
-    """The linear layer that `lm_head` is, or that PEFT's LoRA layer is around; `name` is its in errors.
+    """Return `lm_head` if it is a linear layer, or the one within PEFT's LoRA layer; errors call it `name`.
 
     Raises:
         TypeError: another kind of module, or a linear layer with a forward of its own.
@@ -33,7 +33,7 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
 
 
 def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | None, LoRA | None]:
-    """Weight, bias and adapter that the forward of `lm_head` would multiply `hidden` with; several adapters as one.
+    """Return the weight, bias and adapter that the forward of `lm_head` would use on `hidden`; several adapters as one.
 
     Raises:
         TypeError: as `linear_of`.
@@ -50,7 +50,7 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
     drops = [isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0.0 for *_, dropout in layers]
     if len(layers) == 1:
         a, b, scaling, dropout = layers[0]
-        dtype = torch.promote_types(hidden.dtype, a.weight.dtype)  # PEFT drops from what it has cast for `a`
+        dtype = torch.promote_types(hidden.dtype, a.weight.dtype)  # PEFT casts its input for `a` before dropout
         return weight, bias, LoRA(a.weight, b.weight, scaling, dropout(hidden.to(dtype)) if drops[0] else None)
     if any(drops):
         raise ValueError(f"lm_head: expected one active adapter if there is dropout, got {len(layers)}: lora_dropout=0")
@@ -60,11 +60,11 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
 
 @contextmanager
 def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weight and bias of a head that does not train here, such as a teacher's, whole inside, and for who keeps them.
+    """Yield the whole weight and bias of a head that does not train here, such as a teacher's.
 
-    What FSDP2 or ZeRO-3 has divided, its ranks gather together, each into a copy that lives as long as it is kept: a
-    backward that reads it again gathers nothing. Not so a head that is `sharded` over a process group, whose ranks each
-    have the rows that are theirs.
+    Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a
+    copy of its own: a backward that has kept it gathers nothing. A head that is `sharded` over a process group is not
+    gathered: each rank gets its own rows.
 
     Raises:
         TypeError: as `linear_of`.
@@ -85,7 +85,7 @@ def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterat
 
 
 def whole_constant(x: Any) -> Tensor:
-    """`x` without gradient, and all of it where FSDP2 has divided it: a collective then."""
+    """Return `x` detached; if FSDP2 has divided it, the whole tensor, by a collective."""
     found: Tensor = x.detach().full_tensor() if is_dtensor(x) else x.detach()
     return found
 
@@ -93,7 +93,7 @@ def whole_constant(x: Any) -> Tensor:
 def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
     """Return a context that gathers parameters which DeepSpeed ZeRO-3 has divided; None if none is divided.
 
-    ZeRO-3 wants them whole a second time, when their gradient is accumulated: see `within_forwards`.
+    ZeRO-3 needs them whole once more, when their gradients are accumulated: see `within_forwards`.
     """
     divided: list[Any] = [x for x in parameters if hasattr(x, "ds_status")]
 
@@ -109,7 +109,7 @@ def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
 
 
 def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
-    """The head and the modules in it that have parameters which ZeRO-3 has divided."""
+    """Return those modules of the head, itself included, that own parameters which ZeRO-3 has divided."""
     return [x for x in lm_head.modules() if any(hasattr(p, "ds_status") for p in x.parameters(recurse=False))]
 
 
@@ -119,10 +119,10 @@ def _is_peft_lora(lm_head: nn.Module) -> bool:
 
 
 def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
-    """(A, B, scaling, dropout) of the adapters that the forward of PEFT's `layer` would add to its base layer's.
+    """Return (A, B, scaling, dropout) of each adapter that the forward of PEFT's `layer` adds to its base layer.
 
     Raises:
-        ValueError: one that is not plain LoRA.
+        ValueError: an adapter is not plain LoRA.
     """
     if layer.disable_adapters:
         if layer.merged:  # as its forward does

@@ -1,4 +1,4 @@
-"""The head of another model, a reference or a teacher, which the same tokens' distributions are compared with."""
+"""The head of another model, a reference or a teacher, whose distributions the policy's are compared with."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SAME = "same"
 
 @dataclass(frozen=True, eq=False)
 class ReferenceHead:
-    """Another model's hidden states and head: its logits are ``hidden @ weight.T``, as the policy's are. Constants.
+    """Another model's hidden states and head, as constants; its logits are ``hidden @ weight.T``, like the policy's.
 
     Args:
-        hidden: (..., H'), of the positions of the policy's hidden states; H' may be another width.
-        weight: (V, H'), for the ids of the policy's head; of a sharded head the rows that this rank has. In calls of
-            `grpo_kernels.attach`, also the module of the head, which its weight and bias are then taken from, whole
-            where FSDP2 or ZeRO-3 has divided them.
+        hidden: (..., H'), at the positions of the policy's hidden states; H' may differ from H.
+        weight: (V, H'), for the ids of the policy's head; of a sharded head this rank's rows. The methods of
+            `LMHeadLogProb` also take the reference's head module here: they read its weight and bias, and gather them
+            if FSDP2 or ZeRO-3 has divided them.
         bias: (V,), or None.
-        final_logit_softcapping, logit_scale: as in `LossConfig`; ``"same"``: what the policy's logits have.
+        final_logit_softcapping, logit_scale: as in `LossConfig`; ``"same"``: the policy's value.
     """
 
     hidden: Tensor
@@ -60,10 +60,10 @@ class ReferenceHead:
             check_number(f"{self.prefix}final_logit_softcapping", self.final_logit_softcapping, 0.0)
 
     def compute_dtype(self, of_policy: torch.dtype) -> torch.dtype:
-        """Return the dtype that the products' operands are rounded to, given that of the policy's.
+        """Return the dtype that the products' operands are rounded to, given the policy's.
 
-        It is the tensors' own; within autocast no wider than the policy's, as autocast rounds both alike. Both heads
-        have one accumulator, so float64 is for both or for neither.
+        It is the tensors' own; within autocast a wider one becomes the policy's, since autocast rounds both alike. Both
+        heads share one accumulator dtype, so float64 is for both or for neither.
         """
         own = torch.promote_types(self.hidden.dtype, self.weight.dtype)
         if of_policy == torch.float64 or (torch.is_autocast_enabled(self.hidden.device.type) and own.itemsize > 2):
@@ -71,7 +71,7 @@ class ReferenceHead:
         return torch.float32 if own == torch.float64 else own
 
     def first_rows(self, count: int) -> ReferenceHead:
-        """The head's first `count` ids.
+        """Return the head's first `count` ids.
 
         Raises:
             ValueError: the bias does not fit the weight.
