@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """The arguments of `grpo_loss` that are about tokens and sequences; None where not given."""
+    """The per-token and per-sequence arguments of `grpo_loss`; None where not given."""
 
     completion_ids: Tensor | None  # (B, T), or packed (N,)
     completion_mask: Tensor | None  # (B, T) or (N,)

@@ -1,9 +1,9 @@
 """Sequences whose tokens are split over the ranks of a process group (context parallel, Ulysses).
 
-Every rank has a part of every one of the B sequences. What looks at a whole sequence, or at all tokens, goes through a
+Every rank has a part of each of the B sequences. Sums over whole sequences, or over all tokens, go through a
 `SequenceShard`: it gathers the ranks' numbers and adds them up in the order of the ranks, so that all ranks get the
-same bits, the same in every run. Which collectives there are, and in which order, depends on nothing that a rank may
-have alone: not on how many tokens it has, nor on its memory.
+same bits, and every run does. All ranks call the same collectives in the same order, whatever number of tokens or
+amount of memory each has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The ranks that have the tokens of each sequence. Where a method says so, all of them have to call it."""
+    """The ranks that have the tokens of each sequence. All of them must call a method that is a collective."""
 
     group: ProcessGroup
     rank: int
@@ -37,15 +37,15 @@ class SequenceShard:
 
     @cached_property
     def speaks_for(self) -> Tensor:
-        """(B,) bool: the sequences that this rank reports on: the first that has a token of it, or rank 0."""
+        """(B,) bool: sequences that this rank reports on, as the first with a token of it; rank 0 if none has one."""
         has = self.counts > 0
-        first = has.to(torch.uint8).argmax(dim=0)  # of equal ones the first, so 0 if none has
+        first = has.to(torch.uint8).argmax(dim=0)  # the first of equal values: rank 0 if no rank has a token
         return first == self.rank
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, of one shape on all. A collective."""
+        """Sum `x`, of one shape on all ranks, over the ranks. A collective."""
         return gather_stacked(x, self.group).sum(dim=0) if x.numel() > 0 else x
 
     def rows(self, x: Tensor) -> Tensor:
-        """(n,), one for each token of this rank -> those of all ranks, in their order. A collective."""
+        """Gather `x` (n,), one number for each token of this rank, from all ranks in their order. A collective."""
         return gather_uneven(x, self.sizes, self.group)

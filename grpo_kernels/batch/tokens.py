@@ -1,7 +1,7 @@
 """The caller's batch, reduced to the tokens that count.
 
-Everything after this module works on n rows, one per counted token: what stands at a masked position is never read, so
-that nothing there, NaN included, can reach a result. Padded (B, T) and packed (N,) batches become the same thing.
+Everything after this module works on n rows, one per counted token. Values at masked positions are never read, so that
+none of them, NaN included, can reach a result. Padded (B, T) and packed (N,) batches become the same thing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Layout:
     """Positions of the counted tokens in the batch, ordered by sequence."""
 
     positions: Tensor  # (n,) int64: indices into the flattened batch
-    sequence: Tensor  # (n,) int64: which of the B sequences
+    sequence: Tensor  # (n,) int64: index of its sequence, in [0, B)
     column: Tensor  # (n,) int64: index within its sequence
     batch: int  # B
     columns: int  # T, or the longest packed sequence
@@ -46,7 +46,7 @@ class Layout:
         return self.positions.shape[0] if self.shard is None else sum(self.shard.sizes)
 
     def dense(self, x: Tensor) -> Tensor:
-        """(n,) -> (B, T), 0 where nothing counts."""
+        """(n,) -> (B, T), 0 where masked."""
         full = x.new_zeros(self.batch, self.columns)
         full[self.sequence, self.column] = x
         return full
@@ -56,13 +56,13 @@ class Layout:
         return self.over_ranks(self.local_sum(x))
 
     def local_sum(self, x: Tensor) -> Tensor:
-        """(n,) -> (B,): the sum over the tokens that are here; packed ones need no (B, longest) tensor."""
+        """(n,) -> (B,): the sum over this rank's tokens; a packed batch needs no (B, longest) tensor for it."""
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(x.dtype)
 
     def over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' `x`, of one shape on all. A collective, if there is a shard."""
+        """Sum `x`, of one shape on all ranks, over the ranks. A collective, if there is a shard."""
         return x if self.shard is None else self.shard.sum(x)
 
     def of_all_ranks(self, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Layout:
         return x if self.shard is None else self.shard.rows(x)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(n,) -> the caller's shape, 0 where nothing counts."""
+        """(n,) -> the caller's shape, 0 where masked."""
         full = x.new_zeros(self.shape).flatten()
         full[self.positions] = x
         return full.view(self.shape)
@@ -88,10 +88,10 @@ class Tokens:
     sampling_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
     sequence_ratio: Tensor | None = None  # (B,): importance_sampling_ratio as it came, if it came per sequence
-    advantages_per_sequence: bool = False  # whether they came as (B,)
+    advantages_per_sequence: bool = False  # True if they came as (B,)
 
     def at(self, index: Tensor) -> Tokens:
-        """The tokens at `index` (m,), for what looks at one token at a time; what is not per token stays whole."""
+        """Return the tokens at `index` (m,), for computations token by token; fields not per token stay whole."""
         whole = ("layout", "sequence_ratio", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(**{name: x if x is None or name in whole else x[index] for name, x in values.items()})
@@ -111,10 +111,12 @@ class Tokens:
 
 
 def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
-    """Where `mask` is not 0, as indices (n,) into it flattened: waits for the device, once, to say how many. None: all.
+    """Return the indices (n,) into the flattened `mask` where it is not 0; all if it is None.
+
+    Waits for the device once, to count them. Values other than 0 and 1 are warned of, once.
 
     Raises:
-        ValueError: there is NaN in the mask `name`. Other numbers than 0 and 1 have one warning.
+        ValueError: there is NaN in the mask, which the message calls `name`.
     """
     if mask is None:
         return torch.arange(ids.numel(), device=ids.device)
@@ -122,7 +124,7 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
     counts = mask.ne(0)
     if mask.numel() == 0 or not _is_looked_at(mask):
         return counts.nonzero()[:, 0]
-    # a number other than 0 and 1 makes all count, and one more, so that their number, on the host anyway, tells of it
+    # a value other than 0 and 1 sets all n flags, and one more: n + 1 indices, a number that the host reads anyway
     odd = mask.ne(counts).any()
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
@@ -132,17 +134,17 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
 
 
 def _is_looked_at(mask: Tensor) -> bool:
-    """True if the values of `mask` are: of integers on a CPU only, since on a GPU the search takes four launches."""
+    """True if values other than 0 and 1 are searched for: in floats, and in integers on a CPU (a GPU: 4 launches)."""
     if mask.is_floating_point():
         return True
     return mask.dtype != torch.bool and mask.device.type == "cpu"
 
 
 def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
-    """Check the per-token inputs of a loss and keep what counts of them, its numbers in `dtype`.
+    """Check the per-token inputs of a loss and keep those of the counted tokens, numbers in `dtype`.
 
     Args:
-        inputs: as they came, but for the ids, which have been checked: of their shape and device all others should be.
+        inputs: as they came. Only the ids are checked already; their shape and device are what the others must have.
 
     Raises:
         TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
@@ -169,7 +171,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     positions = counted_positions("completion_mask", completion_mask, completion_ids)
     layout = Layout(positions, *located(positions), batch, columns, shape)
 
-    def per_sequence(x: Tensor) -> bool:  # (B,) where that could also be (N,), but (B, T) where it could be (B, 1)
+    def per_sequence(x: Tensor) -> bool:  # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token
         return x.shape == (batch,) or x.shape != shape
 
     def rows(x: Tensor, index: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
 
 
 def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """B; the longest sequence; and of positions (n,) in the flattened batch, the sequence and the index in it."""
+    """Return B, the longest length, and a function: positions (n,) in the flattened batch -> sequence, index in it."""
     device = completion_ids.device
     if cu_seqlens is None:
         batch, columns = completion_ids.shape
