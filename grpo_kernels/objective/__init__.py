@@ -1,1 +1,1 @@
-"""Which loss: functions of log-probabilities, entropies and advantages. It knows no vocabulary and no engine."""
+"""The losses: functions of log-probabilities, entropies and advantages, without vocabulary or engine."""

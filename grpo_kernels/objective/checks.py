@@ -1,4 +1,4 @@
-"""Checks of a loss's config, and of what its inputs have to be for it."""
+"""Checks of a loss's config, and of the inputs that the config needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_names(
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
-    """Raise unless `objective` is None, or a function without any term of the config's beside it."""
+    """Raise unless `objective` is None, or a function beside a config with all its own terms off."""
     if objective is None:
         return
     if not callable(objective):
@@ -46,10 +46,10 @@ def check_objective(config: LossConfig, objective: Any) -> None:
 def check_terms(
     config: LossConfig, ref_per_token_logps: Any, objective: Any = None, *, has_reference: bool = False
 ) -> None:
-    """Raise unless a KL term has its reference, and a custom `objective` has no term of the config's beside it.
+    """Raise unless a KL term has its reference, and all terms of the config are off beside a custom `objective`.
 
     Args:
-        has_reference: whether there is a `ReferenceHead`.
+        has_reference: True if there is a `ReferenceHead`.
     """
     check_objective(config, objective)
     if config.estimates_kl and ref_per_token_logps is None:
@@ -64,11 +64,11 @@ def check_terms(
         raise ValueError(f"reference: expected None {why}, which does not read it, got one")
 
 
-SEQUENCE_EPSILON = 0.05  # far above all that is published for a ratio per sequence
+SEQUENCE_EPSILON = 0.05  # far above all published values for a ratio per sequence
 
 
 def _warn_of_clipping(config: LossConfig) -> None:
-    """Warn, once each, of clip ranges that are likely another number than was meant. They are TRL's to take."""
+    """Warn, once each, of clip ranges that are likely a mistake. They raise no error, as in TRL."""
     if config.loss_type == "gmpo" or loss_of(config).clipped is None:
         return
     low, high = config.epsilon, config.clip_high

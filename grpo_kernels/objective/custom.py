@@ -9,8 +9,8 @@
     out = grpo_kernels.grpo_loss(..., objective=reinforce)
 
 The function returns a per-token loss; autograd gives its coefficients; the config's ``loss_type`` gives its normaliser.
-It stands in place of all of the config's terms: ratio, KL, masks and bonus are its own affair. What `TokenInputs` does
-not have comes in by a closure: ``extra.flatten()[tokens.index]`` for `extra` of the shape of the ids.
+It replaces all of the config's terms: ratio, KL, masks and entropy bonus. Tensors that `TokenInputs` does not have come
+in by a closure: ``extra.flatten()[tokens.index]`` for `extra` of the shape of the ids.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from grpo_kernels.token_loss.record import Coefficients
 class TokenInputs:
     """Arguments of a custom objective; all tensors have the shape of `logps`.
 
-    That shape is (B, T), 0 where the mask is, for a function that looks at sequences, and (n,), some of the counted
-    tokens, for one that is `token_level`. Only `logps` and `entropies` carry gradient: parameters of the function's own
-    get none.
+    For a `token_level` function that shape is (n,), some of the counted tokens. For any other it is (B, T), with 0 at
+    masked positions; T of a packed batch is the longest sequence. Only `logps` and `entropies` carry gradient: the
+    function's own parameters get none.
 
-    `index` is where the tokens stand in the flattened batch of the caller: in B * T, or packed in N (T is then the
-    longest sequence). With a `sequence_group` it counts the positions of this rank's own part, (B, T_local).
+    `index` holds each token's position in the caller's flattened batch, of B * T or packed N positions; with a
+    `sequence_group`, in this rank's own part, (B, T_local).
     """
 
     logps: Tensor
@@ -60,7 +60,7 @@ class TokenInputs:
             object.__setattr__(self, "index", places)
 
 
-TOLERANCE = 1e-3  # of a number, or of the mean size of all: far above rounding
+TOLERANCE = 1e-3  # relative to a number, or to the mean size of all: far above rounding
 FEW = 64
 SCATTER, SCATTER_MODULUS = 2_654_435_761, 2**32  # Knuth's multiplicative hash: an order without a pattern
 
@@ -71,15 +71,15 @@ def token_level(objective: PerTokenLoss, *, verify: bool = True) -> PerTokenLoss
     """Declare that `objective`'s loss of a token depends on that token alone: it then gets the one-pass engine.
 
     It is evaluated on some tokens at a time for the gradient and on all of them for the loss, and so must be a function
-    of its argument alone, without randomness. That is verified in the first call of at least two tokens, and once more
-    where other inputs are there or absent: loss and gradient of some tokens without the others have to be what they
-    are among all. It costs one evaluation, and one wait for the device.
+    of its argument alone, without randomness. The first call of at least two tokens verifies this, and so does the
+    first with another choice of optional inputs: loss and gradient of some tokens must be the same without the other
+    tokens. The check costs one evaluation, and one wait for the device.
 
     Args:
-        verify: False to be believed, for what agrees only roughly (products in 16 bits, a compiled function).
+        verify: False to skip the check, for a function that agrees only roughly (16-bit products, a compiled function).
 
     Raises:
-        TypeError: no function, or `verify` no bool. ValueError, in a call: the function couples tokens.
+        TypeError: `objective` is no function, or `verify` no bool. ValueError, in a call: the function couples tokens.
     """
     if not callable(objective):
         raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
@@ -113,33 +113,33 @@ class CustomObjective:
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
-        """True if the function is differentiable in the entropies: as it declares, else as it behaves at zeros."""
+        """True if the loss depends on the entropies: False if ``uses_entropies`` is, else found by a call on zeros."""
         if getattr(self.function, "uses_entropies", True) is False:
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
         return self._evaluate(nothing, nothing)[0].coefficients.d_entropy is not None
 
     def may_have_gradient(self) -> None:
-        """None: any of its tokens may."""
+        """Return None: any token may have one."""
         return None
 
     def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
-        """Return those of the tokens at `index` (m,) from their own numbers."""
+        """Return the coefficients of the tokens at `index` (m,), from these tokens alone."""
         return self._at(index)._evaluate(logps, entropies)[0].coefficients
 
     def _at(self, index: Tensor) -> CustomObjective:
         return CustomObjective(self.function, self.tokens.at(index), self.weights[index], self._positions[index])
 
     def token_loss(self) -> None:
-        """None: a row kernel cannot call a function of the user's."""
+        """Return None: a row kernel cannot call the user's function."""
         return None
 
     def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
         """The loss and its gradient, by autograd, at `logps`, `entropies`, (n,) each.
 
         Raises:
-            ValueError: what the function returns is no loss of each token, or none of that token alone, if it is so
-                declared and has not been seen with these inputs.
+            ValueError: the function returns no per-token loss; or it is declared `token_level` and couples tokens,
+                which is checked once for each choice of optional inputs.
         """
         result, per_token = self._evaluate(logps, entropies)
         verified: set[tuple[str, ...]] | None = getattr(self.function, "verified", None)
@@ -150,11 +150,11 @@ class CustomObjective:
         return result
 
     def _verify(self, logps: Tensor, entropies: Tensor, whole: Evaluation, per_token: Tensor) -> bool:
-        """Raise unless the tokens of each part have alone what they have among all. False: all gradients are 0, which
-        tells nothing (advantages of 0).
+        """Raise unless each part of the tokens has the same loss and gradient alone as among all. Return False if all
+        gradients are 0, which proves nothing (advantages of 0).
 
-        The parts are a few tokens, whose means are not those of all, and about half of the tokens each; all scattered,
-        so that no pattern of a batch is found in them again.
+        The parts are a few tokens, whose means differ from those of all, and two halves of the rest. Their tokens are
+        scattered over the batch, so that no part repeats a pattern of it.
         """
         n = len(self.tokens)
         order = (torch.arange(1, n + 1, device=logps.device) * SCATTER % SCATTER_MODULUS).argsort()
@@ -182,8 +182,8 @@ class CustomObjective:
         return bool(largest != 0)
 
     def _evaluate(self, logps: Tensor, entropies: Tensor) -> tuple[Evaluation, Tensor]:
-        """And the loss of each token, (n,)."""
-        if torch.is_inference_mode_enabled():  # there is no gradient to want
+        """Return the evaluation, and the loss of each token, (n,)."""
+        if torch.is_inference_mode_enabled():  # nobody can want a gradient
             per_token = self._call(logps, entropies)
             loss = (self.weights * per_token).sum()
             return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss), per_token
@@ -239,7 +239,7 @@ class CustomObjective:
 
 
 def _absent_reads(function: PerTokenLoss, inputs: TokenInputs) -> list[str]:
-    """The inputs that are None and that `function` reads, which has failed on `inputs`: it is run again to see."""
+    """Return the names of the absent inputs that `function` reads; it failed on `inputs`, and is run again to see."""
     read: dict[str, None] = {}
 
     class Watched(TokenInputs):

@@ -20,8 +20,8 @@ class Terms:
     kl: Tensor | None = None
     phi: Tensor | None = None
     on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
-    importance_sampling_ratio: Tensor | None = None  # or (B,), where it is one per sequence
-    sampling_difference: Tensor | None = None  # old - sampling logp, where the ratio was made of it
+    importance_sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
+    sampling_difference: Tensor | None = None  # old - sampling logp, if the loss made the ratio from it
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Evaluation:
     """A loss and its gradient in the per-token numbers."""
 
     loss: Tensor  # ()
-    coefficients: Coefficients  # (n,) there is a d_logp; None where the loss does not depend on that number
+    coefficients: Coefficients  # (n,) each; d_logp is always there, None: the loss does not depend on that number
     policy_loss: Tensor  # () the loss without the entropy bonus
     terms: Terms = field(default_factory=Terms)
 

@@ -8,7 +8,7 @@ from grpo_kernels.base.choices import ImportanceSamplingLevel, KLEstimator, Logi
 
 
 class LossFields(TypedDict, total=False):
-    """Any of them."""
+    """Fields of `LossConfig`, each optional."""
 
     loss_type: LossTypeName
     importance_sampling_level: ImportanceSamplingLevel

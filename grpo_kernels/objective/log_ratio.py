@@ -19,7 +19,9 @@ class LogRatio:
     def __init__(
         self, tokens: Tokens | None, log_ratio: Tensor, passes: Tensor | None = None, kept: Tensor | None = None
     ) -> None:
-        """Take a token's `log_ratio`; with `tokens`, its sequence's `kept` mean. `passes`: where d R goes."""
+        """Take `log_ratio` (n,) as R; with `tokens`, its mean over the sequence's `kept` tokens, and `passes` (n,) bool
+        says which tokens get d R.
+        """
         self._tokens, self._passes = tokens, passes
         if tokens is None:
             self.value = log_ratio
@@ -44,12 +46,12 @@ class LogRatio:
 
 
 def of_level(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
-    """Each token's own, or its sequence's mean, as `importance_sampling_level` says; `kept` is not read."""
+    """Return R by `importance_sampling_level`: each token's own, or its sequence's mean; `kept` is not read."""
     return LogRatio(tokens if config.importance_sampling_level == "sequence" else None, token_log_ratio)
 
 
 def clipped_mean(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
-    """GMPO's: the sequence's mean over `kept` tokens of log-ratios clipped before: above if A > 0, else below."""
+    """Return GMPO's R: the sequence's mean of `kept` log-ratios, each clipped from above if A > 0, else from below."""
     up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
     bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
     passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)

@@ -1,7 +1,7 @@
 """The loss types, each declared once: `LOSSES`.
 
-A new one is a name in `base.choices`, a record here, its formula in `token_loss.formulas` where it has one of its own
-(then run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for each parameter that it adds.
+A new loss type is a name in `base.choices`, a record here, a formula in `token_loss.formulas` if it needs its own (then
+run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for each parameter that it adds.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from grpo_kernels.objective.clipping import above_cap, outside_log_range, outsid
 from grpo_kernels.objective.log_ratio import LogRatio, clipped_mean, of_level, sequence_log_weight
 from grpo_kernels.token_loss.formulas import phi
 
-# A config is any object with the fields of `LossConfig`, which is made of what stands here.
+# Any object with the fields of `LossConfig`, which itself imports this module.
 Config = Any
 
 
 @dataclass(frozen=True)
 class LossType:
-    """Definition of a loss type, without what all of them share: KL term, entropy bonus, masks, engines."""
+    """Definition of a loss type, without the parts that all share: KL term, entropy bonus, masks, engines."""
 
     name: LossTypeName
-    surrogate: str  # of `formulas.SURROGATES`
+    surrogate: str  # a name in `formulas.SURROGATES`
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
     normaliser: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]  # see `normaliser`
     is_linear: bool = False  # the policy term is a constant times logp, rather than a function of the ratio
 
     # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy -> LogRatio
     log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level
-    # what the surrogate has in the place of R: tokens, token log-ratios -> (n,)
+    # the surrogate's argument in place of R: tokens, token log-ratios -> (n,)
     argument: Callable[[Tokens, Tensor], Tensor] | None = None
     # how an importance sampling ratio enters: a factor on the policy term, a part of `argument`, or not at all
     importance_ratio: Literal["factor", "argument"] | None = "factor"
     masks: bool = True  # the off-policy and the top-entropy mask are factors on the policy term
     corrects_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
-    # metrics: which tokens are clipped, below a range and above it; which are capped, see `clipping`
+    # metrics: the tokens that are clipped (below a range, above it), and those that are capped, see `clipping`
     clipped: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     capped: Callable[[Config, Tensor, Tensor], Tensor] | None = None
     phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)

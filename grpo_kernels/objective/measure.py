@@ -31,7 +31,7 @@ def metric_names(
     """The names that `loss_metrics` gives a loss of `config`: those with a pair, and the extremes.
 
     Args:
-        importance_ratio, sampled: whether the tokens have importance sampling ratios, and sampling log-probabilities.
+        importance_ratio, sampled: True if the tokens have importance sampling ratios, and sampling log-probabilities.
     """
     loss_type, corrects = loss_of(config), config.corrects_sampling
     clips = loss_type.clipped is not None
@@ -68,21 +68,21 @@ def loss_metrics(
 ) -> Metrics:
     """The metrics of one loss. A sequence without a counted token has the ratio 1.
 
-    `num_items` says whether there is a ``num_items_in_batch``.
+    `num_items` is True if ``num_items_in_batch`` was given.
 
     As in TRL: ``entropy`` and ``kl``, means over the counted tokens; ``policy_loss``, the loss without the entropy
     bonus; ``clip_ratio/*``, ``cispo_clip_ratio`` and ``vespo/phi_seq_mean``, over the counted tokens, or over the
-    sequences where there is one value per sequence; where the importance sampling ratio is made here,
+    sequences where there is one value per sequence; if the loss makes the importance sampling ratio itself,
     ``sampling/sampling_logp_difference/*``, of the tokens that the sampler could score, and
     ``sampling/importance_sampling_ratio/*``. Ours: ``ratio``; ``advantages/mean`` and
     ``advantages/zero``, mean and share of 0 over the counted tokens; ``importance_sampling_ratio``, its mean;
     ``sampling_unscored``, the share of the counted tokens whose sampling log-probability is NaN;
     ``off_policy_masked``, the share of the counted tokens that were dropped; ``rows/projected``, the share of the
-    positions that were projected; ``rows/gradient``, the share of those that a backward product was done for,
+    positions that were projected; ``rows/gradient``, the share of the projected positions that got a backward product,
     `with_grad` of them.
 
-    Where the tokens of the sequences are split over ranks, all of it is that of the whole sequences, the same on every
-    rank; they are joined in one collective.
+    If the tokens of the sequences are split over ranks, all metrics are those of the whole sequences, the same on every
+    rank, joined in one collective.
     """
     layout, terms = tokens.layout, evaluation.terms
     part = _Part(layout, entropies)
@@ -125,22 +125,22 @@ class _Part:
         self._summed: dict[str, Tensor] = {}  # (n,) each
         self._numbers: dict[float, Tensor] = {}
         self.clipped: dict[str, Tensor] = {}  # (B,) clipped tokens of each sequence
-        self.clipped_once = False  # whether that counts a sequence, as a whole
-        self.extremes: dict[str, tuple[Tensor, bool]] = {}  # and whether it is the largest value
+        self.clipped_once = False  # True: `clipped` counts a sequence as a whole
+        self.extremes: dict[str, tuple[Tensor, bool]] = {}  # the value, and True if it is the largest
 
     def number(self, x: float) -> Tensor:
-        """`x` on the device, ()."""
+        """Return `x` on the device, (), one tensor per value."""
         if x not in self._numbers:
             self._numbers[x] = self._like.new_full((), x)
         return self._numbers[x]
 
     def over_tokens(self, name: str, x: Tensor) -> None:
-        """The mean of `x` (n,)."""
+        """Add the mean of `x` (n,) as metric `name`."""
         self._summed[name] = x
-        self.pairs[name] = (x, self.number(x.shape[0]))  # whose place among the names this is
+        self.pairs[name] = (x, self.number(x.shape[0]))  # keeps the place in the order; `joined` sums x
 
     def over_sequences(self, name: str, x: Tensor) -> None:
-        """The mean of `x` (B,), right in the sequences that this rank speaks for."""
+        """Add the mean of `x` (B,), of which only the sequences that this rank speaks for are read."""
         shard, x = self.layout.shard, x.to(self._like.dtype)
         if shard is None:
             self.pairs[name] = (x.sum(), self.number(self.layout.batch))
@@ -148,7 +148,7 @@ class _Part:
             self.pairs[name] = (torch.where(shard.speaks_for, x, 0.0).sum(), shard.speaks_for.to(x.dtype).sum())
 
     def over_shared(self, name: str, x: Tensor, *, empty: float = 0.0) -> None:
-        """The mean over the sequences of `x` (n,), which the tokens of a sequence share; `empty` where it has none."""
+        """Add the mean over the sequences of `x` (n,), shared by a sequence's tokens; `empty` where it has none."""
         self.over_sequences(name, self.shared(x, empty))
 
     def shared(self, x: Tensor, empty: float = 0.0) -> Tensor:
@@ -158,7 +158,7 @@ class _Part:
         return shared
 
     def count_clipped(self, name: str, x: Tensor, *, once: bool) -> None:
-        """Count the clipped tokens `x` (n,) bool of each sequence: all or none of a sequence, or some of its tokens."""
+        """Count each sequence's clipped tokens `x` (n,) bool; `once`: all or none of them are, which counts as one."""
         self.clipped_once = once
         if not once:
             self.clipped[name] = x
@@ -167,7 +167,7 @@ class _Part:
         self.clipped[name] = shared if shard is None else torch.where(shard.speaks_for, shared, 0.0)
 
     def joined(self, loss_over: str) -> Metrics:
-        """The metrics of all ranks' parts."""
+        """Return the metrics, joined from all ranks' parts."""
         self._add_up()
         shard, pairs, clipped = self.layout.shard, self.pairs, self.clipped
         extremes = {name: x for name, (x, _) in self.extremes.items()}
@@ -189,7 +189,7 @@ class _Part:
         return Metrics(pairs, extremes, sequences=self.layout.batch, loss_over=loss_over)
 
     def _add_up(self) -> None:
-        """The sums over the tokens, those of numbers and those of flags each in one; clipped tokens by sequence."""
+        """Sum over the tokens: all numbers in one sum, all flags in another; clipped tokens by sequence."""
         for flags in (False, True):
             some = {name: x for name, x in self._summed.items() if (x.dtype == torch.bool) == flags}
             if some:
@@ -206,7 +206,7 @@ def _add_ratio_metrics(config: LossConfig, tokens: Tokens, terms: Terms, part: _
     assert terms.log_ratio is not None and terms.token_log_ratio is not None
     loss_type, ratio = loss_of(config), torch.exp(terms.log_ratio)
     of_level, by_sequence = loss_type.takes_level, config.importance_sampling_level == "sequence"
-    # where a sequence has one ratio and one advantage, TRL counts it once if it is clipped, else each of its tokens
+    # with one ratio and one advantage per sequence, TRL counts clipped sequences, otherwise clipped tokens
     once = by_sequence and of_level and tokens.advantages_per_sequence
 
     def mean_of(name: str, x: Tensor, per_sequence: bool, empty: float = 0.0) -> None:

@@ -18,11 +18,11 @@ class Metrics(Mapping[str, Tensor]):
     """Name -> mean (a 0-d tensor); 0 where nothing was counted.
 
     Attributes:
-        pairs: name -> (sum, count), 0-d tensors each. What is a smallest or a largest value has no pair:
+        pairs: name -> (sum, count), 0-d tensors each. Smallest and largest values have no pair:
             ``clip_ratio/low_min`` and ``clip_ratio/high_max``, of the sequences, and ``sampling/.../min`` and ``max``.
-            ``policy_loss`` has (loss, 1): pairs that are added up give its mean over the calls. `merge` knows better.
-        sequences: how many there were.
-        loss_over: what the policy loss is a mean over, see `normaliser.averaged_over`.
+            ``policy_loss`` has (loss, 1): added pairs give its mean over the calls. `merge` weighs by the normaliser.
+        sequences: number of sequences.
+        loss_over: ``"sequences"``, ``"tokens"`` or ``"nothing"``, see `normaliser.averaged_over`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Metrics(Mapping[str, Tensor]):
         sequences: int = 0,
         loss_over: str = "nothing",
     ) -> None:
-        """`pairs` alone is name -> value: so Lightning's Fabric and others copy a mapping, ``type(x)(its items)``."""
+        """Without `extremes`, `pairs` is name -> mean: Lightning's Fabric copies a mapping as ``type(x)(items)``."""
         self._lost = extremes is None
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
         self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
@@ -50,9 +50,9 @@ class Metrics(Mapping[str, Tensor]):
 
     @classmethod
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
-        """The metrics of one step from those of its micro-batches, as one call on all of them would have them.
+        """Merge the metrics of micro-batches into those that one call on all of them would give.
 
-        ``policy_loss`` goes by the normaliser. A mean over sequences (grpo, sapo, gmpo, dr_grpo, luspo) weighs each
+        ``policy_loss`` goes by its normaliser. A mean over sequences (grpo, sapo, gmpo, dr_grpo, luspo) weighs each
         part by its sequences, a mean over tokens (bnpo; dapo, cispo and vespo without ``num_items_in_batch``) by its
         counted tokens; with ``num_items_in_batch``, that of the whole step, the parts add up.
 
@@ -82,7 +82,7 @@ class Metrics(Mapping[str, Tensor]):
         return cls(pairs, extremes, sequences=sequences, loss_over=first.loss_over)
 
     def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
-        """With `more` pairs."""
+        """Return these metrics with `more` pairs."""
         pairs = {**self.pairs, **more}
         return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
 

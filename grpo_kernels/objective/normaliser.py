@@ -10,7 +10,7 @@ num_items     m / num_items_in_batch (absent: m / sum m)
 sequence_sum  m / B
 ============= ===============================================
 
-Which of them a loss type has stands in `losses`.
+`losses` has the normaliser of each loss type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_kernels.objective.losses import loss_of
 def token_weights(
     config: LossConfig, layout: Layout, num_items_in_batch: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The weight of each counted token, (n,). `num_items_in_batch` is a number or a 0-d tensor; at least 1 is used."""
+    """The weight of each counted token, (n,). `num_items_in_batch`: a number, a 0-d tensor or None; below 1 it is 1."""
     batch, device = max(layout.batch, 1), layout.positions.device
     normaliser = loss_of(config).normaliser
 
@@ -45,16 +45,16 @@ def token_weights(
     if normaliser == "token_mean" or num_items_in_batch is None:
         return one_over(max(layout.total, 1))
     if isinstance(num_items_in_batch, Tensor):
-        if num_items_in_batch.device.type == "cpu":  # copying it to the device would wait for that
+        if num_items_in_batch.device.type == "cpu":  # a copy to the device would wait for the device
             return one_over(max(float(num_items_in_batch.item()), 1.0))
         return one_over(1) / num_items_in_batch.detach().reshape(()).to(device, dtype).clamp(min=1.0)
     return one_over(max(float(num_items_in_batch), 1.0))
 
 
 def averaged_over(config: LossConfig, *, num_items: bool) -> str:
-    """Return what the policy loss of a call is a mean over: "sequences", "tokens", or "nothing" of its own.
+    """Return "sequences" or "tokens" if a call's policy loss is a mean over its own, else "nothing".
 
-    `num_items` says whether there is a ``num_items_in_batch``: calls of one batch then add up.
+    `num_items` is True if ``num_items_in_batch`` was given: the losses of a batch's calls then add up.
     """
     normaliser = loss_of(config).normaliser
     if normaliser == "num_items" and num_items:

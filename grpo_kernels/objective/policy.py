@@ -4,7 +4,7 @@ With A the advantage, m the mask (only counted tokens get here), w the weight of
 `formulas`::
 
     R_t    = logp_t - old_t                        token level
-           = mean over the sequence of that        sequence level (or what the loss type has: `losses`)
+           = mean over the sequence of that        sequence level (some loss types have their own R: `losses`)
     l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]    KL_t: an estimate, or the divergence D_t
     loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
 
@@ -12,9 +12,9 @@ keep_t is the off-policy and the top-entropy mask (token_masks.py), is_t the imp
 here (sampler_correction.py); neither touches the KL term.
 The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t (and c_t = d loss / d D_t
 = w_t beta, where KL_t is the divergence from a reference head, over the vocabulary), and is written out here:
-``a_t = w_t * dl_t/dlogp_t + (what the tokens of its sequence pass on through R)``. Absent old
-logps are the current ones, held constant, so that R is 0; but a log-probability that is not finite, of a token which
-the policy cannot have sampled, makes the loss NaN.
+``a_t = sum_s w_s * dl_s/dlogp_t``, where s is t alone, or every token of its sequence if they share R. Without old
+logps the current ones are used, held constant, so that R is 0; but a log-probability that is not finite, of a token
+which the policy cannot have sampled, makes the loss NaN.
 
 The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and k2 are ours).
 """
@@ -58,7 +58,7 @@ class PolicyObjective:
         old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
         self.on_policy = old is None
         self.lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
-        if self.lacks_ratio and old is not None:  # then it is known from the start
+        if self.lacks_ratio and old is not None:  # then old and sampling logps give it now
             tokens, self.lacks_ratio = with_sampling_ratio(config, tokens, old), False
         self.config, self.tokens, self.weights, self.loss_type = config, tokens, weights, loss_of(config)
         self.couples_tokens = config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
@@ -80,7 +80,7 @@ class PolicyObjective:
         return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing)
 
     def may_have_gradient(self) -> Tensor | None:
-        """(n,) bool: False where a = b = 0 is certain before the forward; None: never."""
+        """(n,) bool: False where a = b = 0 is certain before the forward; None: True everywhere."""
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
@@ -89,7 +89,7 @@ class PolicyObjective:
         moves = tokens.advantages != 0
         if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
             moves &= tokens.importance_sampling_ratio != 0
-        if config.ratio_is_per_sequence:  # one token of weight 0 still gets what the others pass on
+        if config.ratio_is_per_sequence:  # a token whose own term is 0 still gets gradient through the shared ratio
             moves = tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
         return moves
 
@@ -162,9 +162,9 @@ class PolicyObjective:
     def _per_token(
         self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None
     ) -> tuple[Tensor, Tensor, Terms]:
-        """(l_t, a_t) of each token, neither with the entropy bonus, and what the metrics need.
+        """Return l_t and a_t of each token, both without the entropy bonus, and the inputs of the metrics.
 
-        Without `divergences` l_t lacks beta D_t; a_t has no part of it ever.
+        Without `divergences` l_t lacks beta D_t; a_t never includes it.
         """
         config, tokens, weights = self.config, self.tokens, self.weights
         if self.lacks_ratio:
@@ -180,7 +180,7 @@ class PolicyObjective:
         if gate is not None:
             loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
         if old is None:
-            loss = loss + (logps - logps)  # NaN unless finite; the gradient need not be
+            loss = loss + (logps - logps)  # NaN where logps are not finite; the gradient is left as it is
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
         kl = divergences
@@ -195,7 +195,7 @@ class PolicyObjective:
     def _surrogate(
         self, log_ratio: Tensor, token_log_ratio: Tensor, logps: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-        """Loss, d loss / d R and d loss / d logp by the loss type's formula; and phi, where it has that."""
+        """Loss, d loss / d R and d loss / d logp by the loss type's formula; and phi, or None if it has none."""
         loss_type, tokens, constants = self.loss_type, self.tokens, self._constants
         x = log_ratio if loss_type.argument is None else loss_type.argument(tokens, token_log_ratio)
         phi = None if loss_type.phi is None else loss_type.phi(x, tokens.advantages, *constants)
@@ -206,7 +206,7 @@ class PolicyObjective:
         return tuple(float(x) for x in self.loss_type.constants(self.config))
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The importance sampling ratio; and the log-ratios, NaN included, if it was made of those here."""
+        """The importance sampling ratio; and old - sampling logps, NaN included, if the ratio was made of them here."""
         tokens = self.tokens
         if not self.config.corrects_sampling:
             return tokens.given_ratio, None
@@ -227,7 +227,7 @@ class PolicyObjective:
         return gate
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
-        """The KL estimate per token, and its part of a = d loss / d logp, beta included."""
+        """The KL estimate per token, without beta, and its part of a = d loss / d logp, with beta."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
         kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, self.tokens.ref_per_token_logps)

@@ -1,8 +1,8 @@
 """The importance sampling ratio of the policy to the sampler, made of log-probabilities that the loss has anyway.
 
-A sampler such as vLLM does not have the trainer's arithmetic, so that what it sampled from is not the policy. With d a
-counted token's old log-probability (where absent: the current one, held constant) less the sampler's, and 0 where the
-sampler could not score it (NaN)::
+A sampler such as vLLM has other arithmetic than the trainer, so that it does not sample from exactly the policy. Let d
+be a counted token's old log-probability (if absent: the current one, held constant) minus the sampler's, or 0 if the
+sampler could not score the token (NaN)::
 
     token_*      ratio_t = exp(d_t)
     sequence_*   ratio_b = exp(sum of d over the sequence)
@@ -27,7 +27,7 @@ from grpo_kernels.config import LossConfig
 
 
 def check_sampling(config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any) -> None:
-    """Raise ValueError if the ratio is to be made here and cannot be, or is there already."""
+    """Raise ValueError if the config asks for the ratio, but it is given already or cannot be made."""
     if not config.vllm_importance_sampling_correction:
         return
     if importance_sampling_ratio is not None:
@@ -42,12 +42,12 @@ def check_sampling(config: LossConfig, sampling_per_token_logps: Any, importance
 
 
 def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
-    """d of each token, of either's shape."""
+    """Return d of each token, in the shape of both arguments."""
     return torch.nan_to_num(logps.detach() - sampling_logps, nan=0.0)
 
 
 def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
-    """The ratio of any shape whose logarithm is `log_ratio`, clamped to the config's bounds or 0 outside of them."""
+    """Return exp(`log_ratio`), of any shape, clamped to the config's bounds or 0 outside of them."""
     ratio = torch.exp(log_ratio)
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     low, high = -math.inf if low is None else low, math.inf if high is None else high

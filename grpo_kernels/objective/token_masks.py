@@ -1,4 +1,4 @@
-"""Which tokens the policy term acts on. Neither mask carries gradient, and neither touches the KL term."""
+"""Masks of the tokens that the policy term acts on. Neither carries gradient, and neither touches the KL term."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_kernels.config import LossConfig
 
 
 def keep_high_entropy(config: LossConfig, tokens: Tokens, entropies: Tensor) -> Tensor | None:
-    """(n,) bool: the `top_entropy_quantile` of highest entropy (https://arxiv.org/abs/2506.01939); None: all."""
+    """(n,) bool: the share `top_entropy_quantile` of highest entropy (https://arxiv.org/abs/2506.01939); None: all."""
     if config.top_entropy_quantile == 1.0:
         return None
     every = tokens.layout.of_all_ranks(entropies)
@@ -21,7 +21,7 @@ def keep_high_entropy(config: LossConfig, tokens: Tokens, entropies: Tensor) -> 
 
 
 def keep_on_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | None:
-    """(n,) bool: not in a sequence that the off-policy mask drops (https://arxiv.org/abs/2512.02556); None: all."""
+    """(n,) bool: the tokens that the off-policy mask does not drop (https://arxiv.org/abs/2512.02556); None: all."""
     if not config.masks_off_policy:
         return None
     assert config.off_policy_mask_threshold is not None

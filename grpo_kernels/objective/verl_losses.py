@@ -15,8 +15,8 @@ dppo_tv   -min(e^R, c) A logp where |p - p_old| is in bounds, the ratio a consta
 dppo_kl   the same with the KL of (p, 1 - p)                                       https://arxiv.org/abs/2602.04879
 clip_cov  PPO's, but 0 for some of the tokens of high covariance                   https://arxiv.org/abs/2505.22617
 kl_cov    -e^R A, + coef |R| for the tokens of highest covariance                  https://arxiv.org/abs/2505.22617
-gspo      PPO's, the ratio s a sequence's in value and a token's in gradient       https://arxiv.org/abs/2507.18071
-geo_mean  -A exp(mean of the clipped R), one ratio a sequence                      https://arxiv.org/abs/2507.20673
+gspo      PPO's with a ratio s: the sequence's in value, the token's in gradient   https://arxiv.org/abs/2507.18071
+geo_mean  -A exp(mean of the clipped R), one ratio per sequence                    https://arxiv.org/abs/2507.20673
 ========= ======================================================================= ============================
 
 None of them uses the entropies or reference logps. The first five look at one token at a time and get the one-pass
@@ -26,7 +26,7 @@ The normaliser is the config's ``loss_type``, where verl has ``loss_agg_mode`` (
 mean over sequences divides by B, as verl does with its ``global_batch_size``; where that is not given, verl counts the
 sequences that have a counted token. ``geo_mean`` is always a mean over sequences of means over tokens: take "grpo".
 An advantage of exactly 0 contributes exactly 0 to the policy term, and a clipped token no gradient, also where a ratio
-overflows. Means and shares of the tokens are over the call's, as verl's are over a micro-batch.
+overflows. Means and shares are over the tokens of the call, as verl's are over those of a micro-batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LARGEST_SEQUENCE_LOG_RATIO = 10.0  # and of mean R in gspo, beyond which there i
 
 @dataclass(frozen=True)
 class Objective:
-    """A policy loss without entropies: `loss`, times the importance sampling ratio. Its numbers are checked."""
+    """A policy loss without entropies: `loss` times the importance sampling ratio. Checks its numbers."""
 
     token_level: ClassVar[bool] = False
     uses_entropies: ClassVar[bool] = False
@@ -72,13 +72,13 @@ class Objective:
 
 @dataclass(frozen=True)
 class Ranged(Objective):
-    """A policy loss with a range, in verl's form: the distances of its two ends from the middle."""
+    """A policy loss with a clip range, given as verl gives it: the distances of both ends from the middle."""
 
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is the bound; the ratio beyond it is never used."""
+        """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped; a ratio beyond its bound is never used."""
         up = advantages > 0
         bound = torch.where(up, torch.full_like(log_ratio, 1 + self.clip_ratio_high), 1 - self.clip_ratio_low)
         ratio = torch.exp(log_ratio.detach())
@@ -135,7 +135,7 @@ class dppo_tv(Ranged):
 
     Args:
         clip_ratio_low, clip_ratio_high: bounds on the difference of the probabilities, not on the ratio.
-        clip_ratio_c: cap on the ratio. A run of verl gets 3 from its config; the paper advises more (section 5.4).
+        clip_ratio_c: cap on the ratio. 3 is the default of verl's config; the paper advises more (section 5.4).
     """
 
     clip_ratio_c: float = field(default=3.0, metadata=ABOVE_0)
@@ -154,8 +154,8 @@ class dppo_tv(Ranged):
 class dppo_kl(dppo_tv):
     """DPPO, KL: as `dppo_tv`, where a token counts if KL((p_old, 1 - p_old) || (p, 1 - p)) is in bounds.
 
-    The bound is `clip_ratio_high` for A > 0, `clip_ratio_low` otherwise, and holds only for a token whose probability
-    has moved the way its advantage pushes it. 1 - p is taken without cancellation, plus verl's 1e-8.
+    The bound is `clip_ratio_high` for A > 0, `clip_ratio_low` otherwise, and applies only to a token whose probability
+    has moved the way its advantage pushes it. 1 - p is computed without cancellation, plus verl's 1e-8.
     """
 
     def loss(self, tokens: TokenInputs) -> Tensor:
@@ -172,14 +172,15 @@ class dppo_kl(dppo_tv):
 class clip_cov(Ranged):
     """Clip-Cov: PPO's clipped loss, without some of the tokens that would lower the entropy most.
 
-    Of the unclipped tokens whose covariance (A - mean A) (logp - mean logp), means over the batch, lies between
-    `clip_cov_lb` and `clip_cov_ub`, ``max(int(clip_cov_ratio * counted tokens), 1)`` drawn at random get a loss of 0.
+    ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a loss of 0. They are drawn at random from the unclipped
+    tokens whose covariance (A - mean A) (logp - mean logp), means over the batch, is between `clip_cov_lb` and
+    `clip_cov_ub`.
 
     Args:
         clip_ratio_low, clip_ratio_high: PPO's range, [1 - clip_ratio_low, 1 + clip_ratio_high].
         clip_cov_ratio: above 0.
-        generator: for the draw, a ``torch.randperm`` on the CPU as in verl; None: torch's default one. With a
-            `process_group` it has to be in the same state on all ranks, which would draw different tokens else.
+        generator: for the draw, a ``torch.randperm`` on the CPU as in verl; None: torch's default generator. With a
+            `process_group` it must be in the same state on all ranks, or they draw different tokens.
     """
 
     clip_cov_ratio: float = field(default=0.0002, metadata=ABOVE_0)
@@ -268,13 +269,13 @@ def _constant_ratio(tokens: TokenInputs) -> Tensor:
 
 
 def times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """``e^log_ratio A``, where an advantage of 0 gives 0 and no gradient, whatever the ratio (but NaN)."""
+    """``e^log_ratio A``; an advantage of 0 gives 0 and no gradient, whatever the ratio, unless it is NaN."""
     nothing = (advantages == 0) & ~torch.isnan(log_ratio)
     return torch.exp(torch.where(nothing, 0.0, log_ratio)) * advantages
 
 
 def _at_most(bound: float, x: Tensor) -> Tensor:
-    """`x`, or the bound where it is larger. Where both are equal the gradient passes, in any release of torch."""
+    """min(`x`, bound). Where both are equal the gradient passes, in any release of torch."""
     return torch.where(x > bound, bound, x)
 
 
