@@ -27,8 +27,8 @@ from __future__ import annotations
 import logging
 
 from grpo_kernels import advantages, integrations, objectives, presets, rewards, rollouts
-from grpo_kernels import typing as typing  # not in __all__, where it would hide the module of that name
-from grpo_kernels.call import ops as ops  # which registers them, for graphs that were saved
+from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's module typing
+from grpo_kernels.call import ops as ops  # registers the ops, for graphs that were saved
 from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence, linear_divergence_with
 from grpo_kernels.expectation import policy_expectation
@@ -43,7 +43,7 @@ from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
 
 __version__ = "0.1.0"
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # what is said there is for its user to show
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application decides what to show
 
 __all__ = [
     "Expectation",

@@ -20,7 +20,7 @@ SUBCOMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report and the checks; 0 where every check passed (or none was asked for), else 1. Or a subcommand."""
+    """Run a subcommand and return its status; or print report and checks, and return 0 if none failed, else 1."""
     parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--no-check", action="store_true", help="the environment only")

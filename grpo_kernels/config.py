@@ -63,25 +63,26 @@ class LossConfig:
             `epsilon`, as in TRL. For ``"gmpo"`` the range is in log space.
         delta: upper bound of the unclipped ratio (two-sided clipping); the clipped loss types only.
         beta: weight of the KL term to the reference model; 0 turns it off.
-        use_bias_correction_kl: multiply the KL estimate by the ratio (not for ``"gmpo"``, and not for ``"full"``, where
-            nothing is to correct: the expectation of the corrected estimate over the old policy's tokens, sum_v old_v
-            (p_v / old_v) log(p_v / q_v), is that sum itself).
+        use_bias_correction_kl: multiply the KL estimate by the ratio. Not for ``"gmpo"``; and ``"full"`` needs no
+            correction: over the old policy's tokens the expectation of the corrected estimate, sum_v old_v
+            (p_v / old_v) log(p_v / q_v), is the full KL itself.
         kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 / 2, ``"k1"`` -d.
-            ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, of a `ReferenceHead`.
+            ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, with q from a `ReferenceHead`.
         temperature: the logits are divided by it.
         top_entropy_quantile: share of the tokens, those of highest entropy, that carry the policy loss; 1 means all.
-        entropy_coef: weight of the entropy bonus, a mean over its tokens that is subtracted from the loss.
-        off_policy_mask_threshold: a sequence with a negative advantage whose mean of (sampling logp - logp) is above
-            it is dropped from the policy loss.
-        vllm_importance_sampling_correction: make the importance sampling ratio here, of the old log-probabilities
-            (absent: the current ones, held constant) to `sampling_per_token_logps`, which must then be given. Off by
-            default; in TRL, where it is on, the trainer makes the ratio. Not for ``"gmpo"``.
-        vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per sequence, of its
-            summed differences; ``"*_truncate"``: clamped to the bounds; ``"*_mask"``: 0 where it is outside of them.
-        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: those bounds; None: none.
+        entropy_coef: weight of the entropy bonus, the mean entropy of the tokens that `top_entropy_quantile` keeps,
+            which is subtracted from the loss.
+        off_policy_mask_threshold: tokens of negative advantage are dropped from the policy loss if the mean of
+            (sampling logp - logp) over their sequence is above this; without sampling logps, of (old logp - logp).
+        vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, of the old
+            log-probabilities (absent: the current ones, held constant) to `sampling_per_token_logps`, which must then
+            be given. Off by default; TRL has it on, and its trainer computes the ratio. Not for ``"gmpo"``.
+        vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per sequence, from its
+            summed differences; ``"*_truncate"``: clamped to the bounds; ``"*_mask"``: set to 0 outside of them.
+        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: the bounds of that ratio; None: no bound.
         max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
         sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape
-            of those two surrogates for positive and negative advantages.
+            of the SAPO and VESPO surrogates for positive and negative advantages.
         final_logit_softcapping: *head*; cap of ``cap * tanh(x / cap)`` on the logits, after `logit_scale`.
         logit_scale: *head*; the logits are multiplied by it.
         logits_dtype: *ours*; ``"float32"``: logits straight from the product's fp32 accumulator; ``"input"``: rounded
@@ -121,7 +122,7 @@ class LossConfig:
     logits_dtype: LogitsDtype = field(default="float32", metadata=_one_of(LogitsDtype))
 
     def __post_init__(self) -> None:
-        for option in fields(self):  # in Python's own types: numpy's and enums are fine too
+        for option in fields(self):  # stored in Python's own types, whether numpy's or enums were given
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
         if self.top_entropy_quantile > 1.0:
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
@@ -144,7 +145,7 @@ class LossConfig:
 
     @property
     def key(self) -> str:
-        """All of the config as one string, from which `config_of` makes it again: what a compiled graph carries."""
+        """The config as a string for a compiled graph to carry; `config_of` turns it back into the config."""
         return self._key  # type: ignore[attr-defined]
 
     @property
@@ -201,8 +202,8 @@ class LossConfig:
         """True if a token's gradient depends on other tokens' log-probabilities or entropies.
 
         Args:
-            on_policy: whether there are no old log-probabilities.
-            sampled: whether there are the sampler's.
+            on_policy: True without old log-probabilities.
+            sampled: True with the sampler's log-probabilities.
         """
         if self.top_entropy_quantile < 1.0 or (self.masks_off_policy and (sampled or not on_policy)):
             return True
@@ -223,8 +224,8 @@ class LossConfig:
 
         Fields that `args` does not have keep their default; `overrides` win, such as the head's
         ``final_logit_softcapping``, which TRL reads from the model. ``vllm_importance_sampling_correction`` is not
-        taken over: TRL's trainer makes the ratio beforehand, and a second one would be wrong. Who hands in
-        `sampling_per_token_logps` alone says so: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
+        taken over: TRL's trainer makes the ratio beforehand, and a second one would be wrong. To pass only
+        `sampling_per_token_logps`, turn it on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
         deprecated ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in TRL.
 
         Raises:
@@ -232,14 +233,14 @@ class LossConfig:
                 hold: ``use_adaptive_entropy``, ``mask_truncated_completions``, ``cast_lm_head_to_fp32``,
                 ``router_aux_loss_coef``. The message says what to do instead.
             TypeError: `args` are those of a TRL trainer with another loss (``RLOOConfig``, ``DistillationConfig``), or
-                have none of the fields: None, or a mapping of them (whose misspelt keys nobody would see).
+                have none of the fields, such as None or a mapping (whose misspelt keys would go unnoticed).
         """
         check_args(args, overrides.keys())
         return config_of_trainer(args, **overrides)
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
-    """`LossConfig.from_trl` for a trainer of TRL, which itself does all that a `LossConfig` cannot hold."""
+    """Do `LossConfig.from_trl` without its refusals, for TRL's trainer, which itself does what they refuse."""
     names = {option.name for option in fields(LossConfig)}
     optional = {option.name for option in fields(LossConfig) if _is_optional(option)}
     return LossConfig(**{**loss_fields(args, names, optional), **overrides})
@@ -284,5 +285,5 @@ def preset_hint(name: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def config_of(key: str) -> LossConfig:
-    """The config whose `LossConfig.key` this is."""
+    """Return the config with this `LossConfig.key`."""
     return LossConfig(**ast.literal_eval(key))

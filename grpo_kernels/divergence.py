@@ -1,15 +1,15 @@
 """Divergences of a student's distributions from a teacher's over the whole vocabulary, straight from hidden states.
 
-On-policy distillation (https://arxiv.org/abs/2306.13649) moves a student towards a teacher on what the student writes::
+On-policy distillation (https://arxiv.org/abs/2306.13649) moves a student towards a teacher on the student's samples::
 
     reverse_kl    D = KL(p || q) = sum_v p_v log(p_v / q_v)             p the student's, q the teacher's probabilities
     forward_kl    D = KL(q || p)
     jsd           D = (1 - beta) KL(p || m) + beta KL(q || m)           m = (1 - beta) p + beta q
 
-A chunk of rows has both heads' logits in memory once, and with them the gradient of D, which is linear in what arrives
-from the loss: it is taken then and there for the weights that are expected, and scaled in the backward. Products: 8NVH
-with a head that trains (TRL's kernel: 12, and 16 between the two KLs), 6 with a frozen one, 4 without gradients. How
-the sums are written so that nothing cancels where p and q nearly agree: `grpo_kernels.backends.divergence`.
+Both heads' logits of a chunk of rows are in memory once. The gradient of D, which is linear in the upstream gradient,
+is computed on them for the expected one, and scaled in the backward. Products: 8NVH with a head that trains (TRL's
+kernel: 12, and 16 for "jsd" with 0 < beta < 1), 6 with a frozen one, 4 without gradients. How the sums are written so
+that nothing cancels where p and q nearly agree: `grpo_kernels.backends.divergence`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def linear_divergence(
     teacher_bias: Tensor | None = None,  # (V',)
     **options: Unpack[DivergenceKeywords],
 ) -> Tensor:
-    """The divergence of each position, (...), as the result ``"divergence"`` of `linear_divergence_with`.
+    """The divergence of each position, (...): the result ``"divergence"`` of `linear_divergence_with`.
 
     Args:
         bias, teacher_bias: of the two heads.
@@ -97,32 +97,31 @@ def linear_divergence_with(
     process_group: ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> dict[str, Tensor]:
-    """The divergence of each position, and what else is asked of the student in the same pass, all differentiable once.
+    """The divergence of each position, and the student's `outputs` from the same pass, all differentiable once.
 
     The logits of each head are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, with its own scale
     and soft-cap and the same temperature. Gradients go to the student's hidden states, weight, bias and adapter; the
-    teacher's tensors are constants. What stands at a masked position is never read.
+    teacher's tensors are constants. Values at masked positions are never read.
 
     Args:
         hidden, weight, bias, mask, lora, logits_dtype, workspace_bytes, gather: as in `linear_logprob_with`.
-        teacher_hidden, teacher_weight, teacher_bias: the teacher's, of the same positions; H' may differ from H, and V'
-            from V: only the ids that both heads have count, the first min(V, V'), and both distributions are those over
-            these ids alone.
+        teacher_hidden, teacher_weight, teacher_bias: the teacher's, at the same positions. H' may differ from H, and V'
+            from V: both distributions are then over the ids that both heads have, the first min(V, V'), alone.
         divergence: ``"reverse_kl"``, ``"forward_kl"`` or ``"jsd"``.
-        beta: of ``"jsd"``: TRL's, in [0, 1], by default 0.5; 0 is the forward and 1 the reverse KL.
+        beta: for ``"jsd"``: TRL's beta, in [0, 1], by default 0.5; 0 is the forward and 1 the reverse KL.
         temperature: a number, or one per position.
         final_logit_softcapping, logit_scale: of the student's logits.
         teacher_final_logit_softcapping, teacher_logit_scale: of the teacher's.
         outputs: ``"entropy"``, that of the student's distribution, and ``"logps"``, its log-probabilities of `ids`.
-        expected: the gradient that will arrive at each divergence, up to one common factor; None: the same for all, as
-            from a sum or a mean. It saves the recomputation where it is right; the gradient is right in any case. With
-            ``"logps"`` among the outputs, it may be two: at each divergence and at each log-probability; or
-            an `Expectation` of those, and of the entropies.
+        expected: the upstream gradient of each divergence, up to one common factor; None: the same for all, as from a
+            sum or a mean. Where it is right, it saves the recomputation; the gradient is exact in any case. With
+            ``"logps"`` among the outputs it may be a pair, of the divergences and of the log-probabilities. It may also
+            be an `Expectation`, which has the entropies too.
         engine: one of `grpo_kernels.typing.EngineName` but ``"score_dot"``.
         backend: one of `grpo_kernels.typing.BackendName`.
         process_group: as in `linear_logprob`; it divides both heads, into the same ids on each rank.
-        vocab_size: how many ids there are: rows of both heads from there on are no tokens. None: all that both have;
-            with a process group, whose ranks do not see them, both heads must have as many.
+        vocab_size: number of ids; the rows of both heads from there on are padding. None: the ids that both heads have;
+            with a process group, whose ranks do not see whole heads, both heads must have the same number.
 
     Returns:
         ``"divergence"`` and `outputs`, each (...), fp32 (fp64 for fp64 inputs), 0 where masked. A divergence is inf
@@ -151,7 +150,7 @@ def linear_divergence_with(
 
 
 def _common_ids(weight: Any, teacher_weight: Any) -> int | None:
-    """Return the number of ids that both heads have; None if both have as many, or either is no matrix."""
+    """Return the number of ids that both heads have; None if the heads are equally long, or either is no matrix."""
     heads = (weight, teacher_weight)
     plain = all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in heads)
     if not plain or weight.shape[0] == teacher_weight.shape[0]:
@@ -160,7 +159,7 @@ def _common_ids(weight: Any, teacher_weight: Any) -> int | None:
 
 
 def _diverge(inputs: DivergenceInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """The call planned, one forward, and the results in the shape of the positions."""
+    """Plan the call, run one forward, and return the results in the shape of the positions."""
     head, request = plan_call(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
     logps, entropies, divergences, *_ = LinearLogprob.apply(request, operands.teacher, *operands)

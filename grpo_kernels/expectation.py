@@ -31,14 +31,14 @@ def policy_expectation(
 ) -> Expectation:
     """Return the expected gradient for ids of shape (B, T); arguments as in `grpo_loss`.
 
-    With ``kl_estimator="full"`` it is for `linear_divergence_with`, whose divergences the KL term is a mean of.
+    With ``kl_estimator="full"`` pass it to `linear_divergence_with`: the KL term is made of its divergences.
 
-    Where the trainer makes the importance sampling ratio of the log-probabilities to come, say so in the config
-    (``vllm_importance_sampling_correction``) and pass `sampling_per_token_logps`.
+    If the trainer computes the importance sampling ratio from the log-probabilities of the call to come, say so in the
+    config (``vllm_importance_sampling_correction``) and pass `sampling_per_token_logps`.
 
     Returns:
-        an `Expectation` whose `graded` is (B, T). Where a token's gradient depends on other tokens its `coefficients`
-        are None: they are not known row by row, but which rows cannot have any gradient is.
+        an `Expectation` whose `graded` is (B, T). If a token's gradient depends on other tokens, `coefficients` is
+        None: the gradient is not known row by row. `graded` still says which rows cannot have a gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
@@ -70,7 +70,7 @@ def policy_expectation(
 
 
 def _indices(layout: Layout) -> Tensor:
-    """(B * T,): which of the counted tokens stands at a position; only those are ever asked for."""
+    """Return the index of the counted token at each position, (B * T,); 0 where masked, which is never looked up."""
     index = torch.zeros(layout.batch * layout.columns, dtype=torch.long, device=layout.positions.device)
     index[layout.positions] = torch.arange(layout.positions.shape[0], device=index.device)
     return index

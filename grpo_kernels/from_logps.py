@@ -1,7 +1,7 @@
 """The loss of a config, or a custom objective, on log-probabilities that come from elsewhere.
 
-`grpo_loss` scores and differentiates in one go, which is what saves a product. Where log-probabilities are made by
-something else (over kept sets, `kept_set_logprob`; by a model's own head), this is the same loss on top of them.
+`grpo_loss` scores and differentiates in one go, which saves a product. This is the same loss on log-probabilities that
+were made elsewhere: over kept sets (`kept_set_logprob`), or by a model's own head.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def policy_loss_from_logps(
     """`grpo_loss` without its projection: the loss that `config` describes, differentiable in `logps` and `entropies`.
 
     Args:
-        logps, entropies: of the policy, floating, with their graph; what stands at a masked position is never read.
-            Computed in fp32 (fp64 if `logps` is).
-        the others: as in `grpo_loss`. The config's `temperature` and its head's fields have no effect: whatever they do
-            has been done to `logps`. So must old, reference and sampling log-probabilities be made: over the same sets.
+        logps, entropies: the policy's, floating, with their graph; values at masked positions are never read. The loss
+            is computed in fp32 (fp64 if `logps` is fp64).
+        the others: as in `grpo_loss`. The config's `temperature` and head fields have no effect: `logps` must include
+            theirs. Old, reference and sampling log-probabilities must be made like `logps`, over the same kept sets.
 
     Returns:
         `LossOutput`, its `engine` ``"given"`` and its `backend` ``"torch"``; ``rows/gradient`` is the share of the
@@ -74,7 +74,7 @@ def _loss_of(
     config: LossConfig,
     objective: Callable[[TokenInputs], Tensor] | None,
 ) -> LossOutput:
-    """Eagerly: the loss of the tokens that count, with its gradient in `logps` and `entropies`."""
+    """Compute, eagerly, the loss of the tokens that count, with its gradient in `logps` and `entropies`."""
     check_loss(inputs, config, objective)
     check_tensor("logps", logps, floating=True)
     if logps.dim() != (2 if inputs.cu_seqlens is None else 1):

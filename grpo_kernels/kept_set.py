@@ -1,14 +1,14 @@
-"""Log-probabilities renormalised over the ids that a truncating sampler kept (top-k, top-p, min-p), at the set's cost.
+"""Log-probabilities renormalised over the ids that a truncating sampler kept (top-k, top-p, min-p).
 
-A sampler that cuts the distribution draws y from softmax over its kept set S. The policy that it trains has the same
+A sampler that cuts the distribution draws y from softmax over its kept set S. The policy trained on y has the same
 support only if its own log-probabilities are taken over S too (https://arxiv.org/abs/2512.02556, keep sampling mask)::
 
     logp = z_y - log sum_{j in S} exp z_j        d logp / d z_j = 1[j = y] - p_j        j in S
 
 Only the head's rows of S are read: they are gathered for some positions at a time and multiplied with those positions'
 hidden states. With N positions of K ids, a product is 2NKH floating point operations: one forward, one for d hidden,
-one for d weight. Positions go by falling size of their sets, so that short sets pay little for long ones. An id that is
-alone in its set has log-probability 0 whatever its logit is, and costs nothing.
+one for d weight. Positions are sorted by falling size of their sets, so that short sets get little padding. An id that
+is alone in its set has log-probability 0 whatever its logit is, and costs nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from grpo_kernels.call.keywords import KeptSetKeywords
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
-ENTRY_BYTES = 64  # besides the head's row: an entry's, while sets are put in order and reduced
+ENTRY_BYTES = 64  # of one kept id, besides its row of the head, while sets are sorted and reduced
 
 
 @overload
@@ -89,17 +89,17 @@ def kept_set_logprob(
     """``log softmax(z[S])[id]`` and the entropy of ``softmax(z[S])``, S the kept set of each position.
 
     ``z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`` as in `linear_logprob`. Both results are
-    differentiable, once, in hidden, weight and bias. Nothing of the vocabulary's size is made but, where the weight
-    trains, the accumulator of its gradient: V x H in fp32 (fp64), once a backward (and V for the bias).
+    differentiable, once, in hidden, weight and bias. The only tensor of the vocabulary's size is the accumulator for
+    the gradient of a weight that trains: V x H in fp32 (fp64), once per backward (and V for the bias).
 
     Args:
         hidden, weight, ids, bias, mask, temperature, final_logit_softcapping, logit_scale, entropy: as in
             `linear_logprob`. Operands are used as stored (under autocast rounded to its dtype), products are fp32.
         kept_ids: (..., K) signed integers, the ids that the sampler kept, padded with -1; read only where the mask
-            counts. Their order does not matter, and an id that is there twice counts once. Each holds the sampled id.
-        workspace_bytes: bound on temporary memory, if that allows one position's set to be put in order (64 K bytes).
-            None: 64 MiB. Besides it, 12 bytes for each (position, kept id) stay from forward to backward (16 in fp64 or
-            with a soft-cap, 24 with both).
+            counts. Their order does not matter, and a repeated id counts once. Each set must have the sampled id.
+        workspace_bytes: bound on temporary memory, exceeded only if it is too small to sort one position's set (64 K
+            bytes). None: 64 MiB. Besides it, 12 bytes for each (position, kept id) stay from forward to backward (16 in
+            fp64 or with a soft-cap, 24 with both).
 
     Returns:
         logps (...) and entropies (...), fp32 (fp64 for fp64 inputs), 0 where masked; the second None if not asked for.
@@ -109,7 +109,7 @@ def kept_set_logprob(
             includes a kept id that is neither -1 nor in [0, V), and a sampled id outside its set; on other devices that
             position's results are NaN.
 
-    The sizes of the sets are read on the host. Under torch.compile the graph breaks here.
+    The host reads the sizes of the sets. Under torch.compile the graph breaks here.
     """
     head = LMHead(hidden, weight, bias)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale)
@@ -129,7 +129,7 @@ def _score(
     entropy: bool,
     workspace_bytes: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Eagerly: the arguments checked, the sets looked at, one forward."""
+    """Check the arguments, look at the sets, and run one forward, eagerly."""
     hidden = head.hidden
     head.check()
     check_ids("ids", ids, hidden)
@@ -186,7 +186,8 @@ def _read_sets(
 
 
 def _survey(ids: Tensor, kept: Tensor, positions: Tensor, vocab: int, budget: int) -> tuple[Tensor, Tensor | None]:
-    """The size of each counted position's set (n,), duplicates included, and which positions (N,) cannot be scored.
+    """Return the size of each counted position's set, duplicates included, (n,), and the positions that cannot be
+    scored, (N,) bool; None on a CPU.
 
     Raises:
         ValueError: on a CPU, a kept id that does not exist, or a sampled id that is not in its set.
@@ -214,9 +215,9 @@ def _survey(ids: Tensor, kept: Tensor, positions: Tensor, vocab: int, budget: in
 
 
 def _plan_blocks(sizes: list[int], budget: int, entry_bytes: int, row_bytes: int) -> list[tuple[slice, int]]:
-    """Rows of falling `sizes`, as many at a time as the budget allows, none with less than half of the block's largest.
+    """Return blocks (rows, width) of falling `sizes` that fit the budget, each set at least half as long as the width.
 
-    Padding then costs at most as much as what it pads.
+    Padding then costs at most as much as the sets themselves.
     """
     blocks, start = [], 0
     while start < len(sizes):

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies straight from hidden states, both differentiable: what other losses build on.
+"""Log-probabilities and entropies straight from hidden states, both differentiable, for other losses to build on.
 
-With an expectation of the gradient, d hidden and d weight are taken in the forward, on logits that are there anyway.
-The backward then finds the scale c that turns the expectation into what came, and recomputes only the rows where it
-does not fit: the result is the gradient of what was really computed; a right expectation saves the recomputation.
+If the upstream gradient is expected, d hidden and d weight are computed in the forward, on logits that are there
+anyway. The backward finds the scale c between the expected gradient and the one that came, and recomputes only the rows
+where they do not fit. So the gradient is always exact, and a right expectation saves the recomputation.
 """
 
 from __future__ import annotations
@@ -98,26 +98,26 @@ def linear_logprob(
         hidden: (..., H) hidden states, aligned with `ids`: the library never shifts.
         weight, bias: the head, (V, H) and (V,).
         ids: (...) integers; read only where the mask counts.
-        mask: (...) bool, int or float; non-zero counts, NaN is refused. Without it every position does.
+        mask: (...) bool, int or float; non-zero counts, NaN is refused. None: every position counts.
         temperature: a number, or one per position, shaped like `ids`; a constant, without gradient.
         final_logit_softcapping: cap, or None.
         logit_scale: factor on the logits.
         entropy: whether to compute the entropy at all.
-        expected: what gradient will arrive, up to one common factor: a = d loss / d logp shaped like `ids`; or (a, b)
-            with b = d loss / d entropy or None; or an `Expectation`, or just its function. Whatever is expected, the
-            gradient is that of what is really computed. Not used under torch.compile, which takes two passes.
+        expected: the upstream gradient that will arrive, up to one common factor: a = d loss / d logp shaped like
+            `ids`; or (a, b) with b = d loss / d entropy or None; or an `Expectation`, or just its function. The
+            gradient is exact whatever is expected. Not used under torch.compile, which takes two passes.
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
         engine: one of `grpo_kernels.typing.EngineName`.
         backend: one of `grpo_kernels.typing.BackendName`.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU up to
-            3 GiB, by the size of the head and what is free.
+            3 GiB, by the size of the head and the free memory.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group over which the head is sharded by rows of the vocabulary, in rank order; the shards may
-            be uneven. `hidden`, `ids` and all else are the same on every rank, and so are the results; each rank gets
-            the gradient of its own rows of the head and the whole one of `hidden`. Not needed where `weight` and
-            `hidden` are DTensors, `Shard(0)` and replicated. The ranks send each other three numbers per row,
-            four with the entropy, and sum d hidden; nothing has the size of the vocabulary.
-        vocab_size: ids of the head, at most V (of all shards together): rows from there on are padding, and no token.
+            be uneven. Arguments other than the head are the same on every rank, and so are the results; each rank gets
+            the gradient of its own rows of the head and the whole gradient of `hidden`. Not needed if `weight` and
+            `hidden` are DTensors, `Shard(0)` and replicated. The ranks send each other three numbers per row, four with
+            the entropy, and sum d hidden; nothing that they send has the size of the vocabulary.
+        vocab_size: number of ids, at most V (of all shards together); the head's rows from there on are padding.
             Like `lora` and `process_group` it breaks the graph of torch.compile.
 
     Returns:
@@ -157,8 +157,8 @@ def linear_logprob_with(
     """`linear_logprob` with a choice of `outputs`, in the same pass: a dict with ``"logps"`` and those asked for.
 
     Besides ``"entropy"`` there are, without gradient, ``"log_sum_sq_probs"`` (log of sum p_j^2), ``"mean_logits"`` (z's
-    mean over the vocabulary) and ``"is_top1"`` (bool). `gather` makes the context in which a backward that needs
-    the weight again runs; it must make the weight whole (DeepSpeed ZeRO-3). All results have the shape of `ids`.
+    mean over the vocabulary) and ``"is_top1"`` (bool). `gather` makes a context in which the weight is whole (DeepSpeed
+    ZeRO-3), for a backward that reads it again. All results have the shape of `ids`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
@@ -171,7 +171,7 @@ def linear_logprob_with(
 
 
 def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """The call as it is made here: eagerly, while a graph is compiled, or with fake tensors."""
+    """Make the call: eagerly, while a graph is compiled, or with fake tensors."""
     compiling = torch.compiler.is_compiling()
     if not compiling and not is_fake(head.hidden, head.weight):
         return _score_eagerly(inputs, head, execution, options)
@@ -191,7 +191,7 @@ def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: Hea
 
 
 def _score_eagerly(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """The call planned, one forward, and the results in the shape of the ids."""
+    """Plan the call, run one forward, and return the results in the shape of the ids."""
     head, request = plan_call(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
     logps, entropies, _, *extras = LinearLogprob.apply(request, operands.teacher, *operands)

@@ -94,7 +94,7 @@ def _unflatten(found: Iterable[Any], context: _Context) -> LossOutput:
     return LossOutput(loss, per_token_logps, entropies, metrics, *context)
 
 
-# DDP with static_graph=True drops, in silence, the gradients of an output that is not known to be made of tensors.
+# DDP with static_graph=True silently drops the gradients of an output that is not a registered pytree.
 pytree.register_pytree_node(
     LossOutput,
     _flatten,
@@ -134,45 +134,47 @@ def grpo_loss(
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
-    What stands at a masked position, in whatever argument, is never read. Hidden states, weight, bias and adapter
-    get exact gradients, all other arguments are constants; a batch without a counted token gives an attached loss of 0.
+    Values at masked positions are never read, in any argument. Hidden states, weight, bias and adapter get exact
+    gradients, all other arguments are constants; a batch without a counted token gives an attached loss of 0.
 
     Args:
         hidden: hidden states that predict `completion_ids` (aligned: nothing is shifted here), floating.
         weight, bias: the head.
         completion_ids: integers; those that count must lie in [0, V).
-        completion_mask: bool, int or float; whatever is not 0 counts, negative numbers too (-inf, of an additive
-            attention mask, with a warning), and NaN is refused. None: every position does, without waiting for the
-            device to say how many.
-        advantages: one per sequence or per token; packed with N = B, per sequence.
-        old_per_token_logps: of the policy that generated; absent: on-policy, the ratio is exactly 1.
-        ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0, unless there is `reference`.
-        sampling_per_token_logps: the sampler's own, for the off-policy mask and, if the config asks for it
-            (``vllm_importance_sampling_correction``), for the importance sampling ratio, which then needs no forward
-            beforehand; NaN: it could not score the token (no evidence; ratio 1).
-        importance_sampling_ratio: weight of the policy term to correct for the sampler; ``"vespo"`` takes it into w.
-        num_items_in_batch: normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: a number, accumulation and world size
-            included, clamped at 1; absent: the counted tokens of this call. The other loss types, and the entropy
-            bonus, are means over this call: under gradient accumulation the caller divides by the number of steps
-            (given all the same, a warning says so).
+        completion_mask: bool, int or float. Every value but 0 counts, negative ones too (-inf of an additive attention
+            mask, with a warning); NaN is refused. None: every position counts, and the host need not wait for the
+            device to count them.
+        advantages: one per sequence or per token; in a packed batch with N = B, one per sequence.
+        old_per_token_logps: of the policy that generated the tokens; absent: on-policy, the ratio is exactly 1.
+        ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0 and ``config.kl_estimator`` is
+            not ``"full"``.
+        sampling_per_token_logps: the sampler's, for the off-policy mask and, with
+            ``vllm_importance_sampling_correction`` in the config, for an importance sampling ratio that needs no
+            forward beforehand. NaN: the sampler could not score the token, whose difference then counts as 0.
+        importance_sampling_ratio: factor on the policy term that corrects for the sampler; part of the weight w of
+            ``"vespo"``; not used by ``"gmpo"``.
+        num_items_in_batch: normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted tokens of the whole
+            batch, over accumulation steps and ranks, divided by the number of ranks where gradients are averaged over
+            them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types warn if it is given:
+            they, and the entropy bonus, are means over this call, to be divided by the number of accumulation steps.
         config: default `LossConfig()`.
         objective: a per-token loss of your own in place of all of the config's terms, see `TokenInputs`; of `config`
             only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of torch.compile.
-        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). Read on
-            the host.
+        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64, which the host reads; per-token arguments are
+            then (N,).
         engine, backend, workspace_bytes: as in `linear_logprob`. (Under torch.compile ``"auto"`` is never ``"lean"``.)
         lora, process_group, vocab_size: as in `linear_logprob`. They break the graph of torch.compile.
         sequence_group: process group over whose ranks the tokens of each sequence are split (context parallel,
-            Ulysses). Each rank passes its (B, T_local) part of every sequence, parts in the order of the ranks and of
-            any length, ids shifted before the split, and what is per sequence, as (B,), whole. The ranks' losses add up
-            to the loss of the whole sequences, their gradients to its gradients; metrics are those of the whole.
+            Ulysses). Each rank passes its (B, T_local) part of every sequence: parts in the order of the ranks, of any
+            length, ids shifted before the split. Per-sequence arguments, (B,), are passed whole. The ranks' losses add
+            up to the loss of the whole sequences, their gradients to its gradients; metrics are of the whole sequences.
             Where gradients are averaged over the ranks (DDP, FSDP), multiply the loss by their number. Breaks the graph
             of torch.compile.
-        gather: makes the context for a backward that reads the weight again, as in `linear_logprob_with`.
+        gather: makes the context in which a backward reads the weight again, as in `linear_logprob_with`.
             Breaks the graph of torch.compile.
         reference: hidden states and head of the reference model, for the KL term over the whole vocabulary; needed if
-            ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. 2 N V H' floating point operations, and
-            a second chunk of logits within the same workspace. Breaks the graph of torch.compile.
+            ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. It costs 2 N V H' floating point
+            operations, and a second chunk of logits within the same workspace. Breaks the graph of torch.compile.
 
     Returns:
         `LossOutput`.
@@ -196,7 +198,7 @@ def grpo_loss(
 def _loss(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
 ) -> LossOutput:
-    """Eagerly: the call planned, one forward, and what came of it."""
+    """Plan the call, run one forward, and return its results."""
     call = plan_loss(inputs, head, execution, config, objective)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 
@@ -205,7 +207,7 @@ def _loss(
         return done[0][1]
 
     group = None if objective is None else execution.sequence_group
-    with check_same("sequence_group", group, "the objective of grpo_loss"):  # one rank alone may raise in it
+    with check_same("sequence_group", group, "the objective of grpo_loss"):  # it may raise on one rank alone
         operands = call.head.operands(call.request.rows.positions)
         loss, logps, entropies = PolicyLoss.apply(call.request, finish, operands.teacher, *operands)
     shape, request = call.tokens.layout.shape, call.request
@@ -216,7 +218,7 @@ def _loss(
 def _compiled_loss(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
 ) -> LossOutput:
-    """Do the same under the compiler or with fake tensors: one op, or eager where a graph cannot hold it."""
+    """Compute the loss under the compiler or with fake tensors: by one op, or eagerly if a graph cannot hold it."""
     from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
     gather, sequence_group = execution.gather, execution.sequence_group
@@ -282,7 +284,7 @@ class GRPOLoss(nn.Module):
     ) -> LossOutput:
         """`grpo_loss` with this module's config; shapes, results and errors as there.
 
-        `inputs` are its other arguments: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
+        `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
         check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", _FIELDS)
         return grpo_loss(
@@ -300,7 +302,7 @@ class GRPOLoss(nn.Module):
             **inputs,
         )
 
-    if TYPE_CHECKING:  # the call runs the hooks, and then `forward`; `nn.Module` says of it that it returns Any
+    if TYPE_CHECKING:  # the call runs the hooks, then `forward`; `nn.Module` declares that it returns Any
 
         def __call__(
             self,

@@ -1,9 +1,9 @@
 """A head that scores: `LMHeadLogProb`, and `attach` for the head that a model has already.
 
 FSDP2 and DeepSpeed ZeRO-3 divide parameters over ranks and make them whole around the forward of the module that owns
-them. Who reads ``lm_head.weight`` from outside gets a part of it; and ``weight.full_tensor()`` is a copy whose gradient
-no rank adds to another's. A method of the head that has those hooks around it sees the whole weight, in the forward and
-in the backward, and its gradient goes where that of ``lm_head(hidden)`` would go.
+them. Code that reads ``lm_head.weight`` from outside gets a part of it; and ``weight.full_tensor()`` is a copy whose
+gradient is not summed over the ranks. A method of the head with those hooks around it sees the whole weight, in the
+forward and in the backward, and its gradient goes where that of ``lm_head(hidden)`` would go.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HOOKED = "_grpo_kernels_hooked"  # the head's attribute that FSDP2's hooks are 
 
 
 class _Scores(nn.Module):
-    """The methods, in the class and not on the object, so that a copy or a replica scores with its own weight."""
+    """Methods that score; in the class, not on the object, so that a copy or a replica scores with its own weight."""
 
     @overload
     def logprobs(
@@ -138,8 +138,8 @@ class _Scores(nn.Module):
 
         Args:
             hidden, teacher_hidden: hidden states of the same positions.
-            teacher_head: a head as `attach` takes, without active adapters; a constant. It is whole for this call,
-                also where FSDP2 or ZeRO-3 has divided it: then all ranks that share it have to make the call.
+            teacher_head: a head that `attach` takes, without active adapters; a constant. If FSDP2 or ZeRO-3 has
+                divided it, it is gathered for this call, which all ranks that share it must then make.
             options: the other arguments of `linear_divergence` but the biases: mask, divergence, beta, ...
 
         Raises:
@@ -156,7 +156,7 @@ class _Scores(nn.Module):
         teacher_head: nn.Module,
         **options: Unpack[DivergenceWithKeywords],
     ) -> dict[str, Tensor]:
-        """`linear_divergence_with` likewise: ``"divergence"`` and what `outputs` asks for, each (...)."""
+        """`linear_divergence_with` with this head as the student's: ``"divergence"`` and `outputs`, each (...)."""
         if options.get("teacher_bias") is not None:
             raise ValueError("teacher_bias: expected None, since it is teacher_head's own, got another")
         found: dict[str, Tensor] = _score(self, hidden, _diverge, (teacher_hidden, teacher_head), options)
@@ -175,13 +175,13 @@ class LMHeadLogProb(_Scores, nn.Linear):
 
 
 class _Attached(_Scores):
-    """In front of another class of head, by `_attached`; copied and pickled as that class, attached again."""
+    """Base that `_attached` puts before a head's class; copies and pickles are of that class, attached again."""
 
     _before: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
-        if "_before" not in vars(type(self)):  # a class that was made of this one: parametrized, say
+        if "_before" not in vars(type(self)):  # a subclass of the attached class, such as a parametrized one
             return made
         return _reattached, (self._before,), *made[2:]
 
@@ -189,7 +189,7 @@ class _Attached(_Scores):
 def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
     cls: Any = type(lm_head)
     if is_parametrized(lm_head) and len(cls.__bases__) == 1:
-        # a class of this object alone, which `remove_parametrizations` takes away: it has to stay in front
+        # parametrization made a class for this object alone; `remove_parametrizations` removes it, so it stays in front
         own = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
         return type(cls.__name__, (_attached(cls.__bases__[0]),), own)
     return _attached(cls)
@@ -210,19 +210,19 @@ def _reattached(cls: Any) -> Any:
 def attach(lm_head: nn.Module) -> LMHeadLogProb:
     """Give an existing head the methods of `LMHeadLogProb`: ``attach(model.lm_head).loss(hidden, ids, ...)``.
 
-    Same object, forward and state dict; its class becomes a subclass of what it was, so that copies and replicas score
-    with their own weight. It may be called before or after ``fully_shard`` and ``deepspeed.initialize``.
+    Object, forward and state dict stay the same; the object's class becomes a subclass of its old class, so that copies
+    and replicas score with their own weight. Call it before or after ``fully_shard`` and ``deepspeed.initialize``.
 
     Args:
-        lm_head: an ``nn.Linear``, or PEFT's LoRA layer around one. Of the latter, `logprobs` and `loss` take the base
-            weight and the adapters that are active at the time, in their low-rank form.
+        lm_head: an ``nn.Linear``, or PEFT's LoRA layer around one. From a LoRA layer `logprobs` and `loss` take the
+            base weight and the adapters that are active at the time of the call, in their low-rank form.
 
     Returns:
         `lm_head` itself; to a type checker it is a `LMHeadLogProb`.
 
     Raises:
         TypeError: another kind of module, a linear layer with a forward of its own, or hooks that would be handed
-            logits. `logprobs` and `loss` look again.
+            logits. `logprobs` and `loss` check again.
     """
     _check(lm_head)
     if not isinstance(lm_head, _Scores):
@@ -238,7 +238,7 @@ def _check(lm_head: nn.Module, name: str = "lm_head") -> None:
 
 
 def _check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise where accelerate has taken the weight away until the head's own forward."""
+    """Raise if accelerate has offloaded the weight until the head's own forward."""
     linear = linear_of(lm_head, name)
     if hasattr(linear, "_hf_hook") and linear.weight.is_meta:
         raise ValueError(
@@ -249,7 +249,7 @@ def _check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
 
 
 def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: tuple[Any, ...], options: Any) -> Any:
-    """``function(hidden, weight, *args, **options)`` with the head's parameters, which are whole meanwhile."""
+    """Return ``function(hidden, weight, *args, **options)`` of the head's parameters, made whole for the call."""
     if options.get("bias") is not None:
         raise ValueError("bias: expected None, since it is lm_head's own, got another")
     _check(head)
@@ -272,7 +272,7 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
         done.append({name: x.clone() for name, x in found.items()})  # no views: FSDP2 warns of them
         return tuple(done[0].values())
 
-    hooks_have_run = not is_fsdp_unit(head) and head in divided_modules(head)  # by its own call
+    hooks_have_run = not is_fsdp_unit(head) and head in divided_modules(head)  # `within_forwards` calls it
     results = within_head(head, compute, hidden)
     if isinstance(done[0], LossOutput):
         return replace(done[0], loss=results[0])
@@ -281,7 +281,7 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
 
 @contextmanager
 def _reference_of(options: dict[str, Any], hidden: Tensor) -> Iterator[dict[str, Any]]:
-    """The argument `reference` of a call, taken out of `options`; of a head that is a module, with its tensors."""
+    """Take `reference` out of `options` and yield it as keyword argument; a module in it is replaced by its tensors."""
     reference = options.pop("reference", None)
     if not (isinstance(reference, ReferenceHead) and isinstance(reference.weight, nn.Module)):
         yield {} if reference is None else {"reference": reference}
@@ -303,7 +303,7 @@ def _diverge(
 def _constants(
     head: nn.Module, name: str, options: dict[str, Any], hidden: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weight and bias of a head to compare with in a call with `options`, whole inside."""
+    """Yield the whole weight and bias of the head of a reference or teacher, for a call with `options`."""
     _check(head, name)
     _check_present(head, name)
     sharded = options.get("process_group") is not None or is_dtensor(hidden)
@@ -316,7 +316,7 @@ def _call(hidden: Tensor, compute: Compute) -> tuple[Tensor, ...]:
 
 
 def is_fsdp_unit(head: nn.Module) -> bool:
-    """Return True if FSDP2 has made `head` a unit, without importing it (a second) where nothing is distributed."""
+    """Return True if `head` is a unit of FSDP2, which is not imported (a second) where nothing is distributed."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -325,15 +325,15 @@ def is_fsdp_unit(head: nn.Module) -> bool:
 
 
 def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
-    """``compute(hidden)`` where FSDP2 and ZeRO-3 make the parameters of `head` whole, there and in the backward.
+    """Return ``compute(hidden)``, for which FSDP2 or ZeRO-3 makes the parameters of `head` whole; in the backward too.
 
-    The results are those of `compute`, in its precision; ZeRO-3 hooks the backward to tensors of its own, like them.
+    The results have the values and dtypes that `compute` gives; ZeRO-3's are new tensors, with its backward hooks.
     """
     if not is_fsdp_unit(head):
         return within_forwards(divided_modules(head), compute, hidden)
-    # FSDP2's mixed precision rounds what it finds among the arguments and results of a forward: old log-probabilities,
-    # advantages. It does not look into a function. Results it has to see, to hook the backward to them; it may return
-    # others, rounded, and those are not used.
+    # FSDP2's mixed precision rounds tensors among the arguments and results of a forward: old log-probabilities,
+    # advantages. It does not look into a function, so `compute` holds the arguments. It must see the results, to hook
+    # the backward to them; the rounded results that it may return are not used.
     if _HOOKED not in vars(head):
         from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -350,14 +350,14 @@ def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tens
 
 
 def within_forwards(modules: Sequence[nn.Module], compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
-    """``compute(hidden)`` in the place of the forward of each of `modules`, so that the hooks around them run.
+    """Run ``compute(hidden)`` in the place of the forward of each of `modules`, so that the hooks around them run.
 
-    ZeRO-3's make the parameters whole for the forward, for the backward, and until their gradients are accumulated.
+    ZeRO-3's hooks make the parameters whole for the forward, and from the backward until gradients are accumulated.
     """
     if not modules:
         return compute(hidden)
     first, others = modules[0], modules[1:]
-    own = vars(first).get("forward")  # what is there already, such as accelerate's
+    own = vars(first).get("forward")  # a forward that was set on the object, such as accelerate's
     first.forward = partial(within_forwards, others, compute)
     try:
         return first(hidden)

@@ -1,6 +1,6 @@
 """Published algorithms, each as the `LossConfig` that gives its loss.
 
-A preset fixes the loss only. How advantages are made is the caller's: `grpo_kernels.advantages`.
+A preset fixes the loss only. The caller computes the advantages: `grpo_kernels.advantages`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
 """DAPO, https://arxiv.org/abs/2503.14476: mean over all tokens of the batch, higher upper clip."""
 
 GSPO = LossConfig(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
-"""Group sequence policy optimisation, https://arxiv.org/abs/2507.18071: one ratio a sequence, a narrow clip."""
+"""Group sequence policy optimisation, https://arxiv.org/abs/2507.18071: one ratio per sequence, a narrow clip."""
 
 CISPO = LossConfig(loss_type="cispo", epsilon_high=5.0)
 """MiniMax-M1, https://arxiv.org/abs/2506.13585: the capped ratio is a constant weight of the log-probability."""
@@ -38,8 +38,8 @@ PPO = LossConfig(loss_type="bnpo", epsilon=0.2)
 """Proximal policy optimisation, https://arxiv.org/abs/1707.06347: token ratios, per-token advantages (`gae`)."""
 
 REINFORCE = LossConfig(loss_type="cispo", epsilon_high=1.0)
-"""REINFORCE (Williams, 1992, https://doi.org/10.1007/BF00992696): -A log p a token, the ratio capped at 1 if the
-samples are old."""
+"""REINFORCE (Williams, 1992, https://doi.org/10.1007/BF00992696): -A log p per token, weighted by a ratio of at most 1
+if the samples are old."""
 
 RLOO = LossConfig(loss_type="luspo")
 """REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: summed over the sequence; with `rloo_advantages`. The

@@ -1,4 +1,4 @@
-"""Divergences from a teacher of whom K log-probabilities a position are known, straight from hidden states.
+"""Divergences from a teacher that gives K log-probabilities per position, straight from hidden states.
 
 Inference servers return a teacher's K most likely ids and their log-probabilities, not its hidden states. With q_k the
 teacher's probabilities of these ids, p_k the student's, both over the whole vocabulary, and q_r = 1 - sum_k q_k and
@@ -9,8 +9,8 @@ p_r = 1 - sum_k p_k what is left for the other ids, the tail::
     reverse_kl with a tail   D = sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
 
 With a tail D is a divergence of two distributions over K + 1 outcomes: never negative, and 0 only where they agree.
-Without one the forward KL has no such bound. A chunk of rows has its logits in memory once, and with them the gradient
-of D: 6NVH with a head that trains, 4 with a frozen one, 2 without gradients, whatever K is.
+Without one the forward KL has no such bound. The logits of a chunk of rows are in memory once, and the gradient of D is
+computed on them. Products: 6NVH with a head that trains, 4 with a frozen one, 2 without gradients, whatever K is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def topk_divergence(
     bias: Tensor | None = None,  # (V,)
     **options: Unpack[TopKKeywords],
 ) -> Tensor:
-    """The divergence of each position, (...), as the result ``"divergence"`` of `topk_divergence_with`.
+    """The divergence of each position, (...): the result ``"divergence"`` of `topk_divergence_with`.
 
     Args:
         bias: of the head.
@@ -88,25 +88,25 @@ def topk_divergence_with(
     """The divergence of each position from the teacher's K ids there, differentiable once, and the `outputs`.
 
     The student's logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``. Gradients go to hidden
-    states, weight, bias and adapter. What stands at a masked position is never read.
+    states, weight, bias and adapter. Values at masked positions are never read.
 
     Args:
         hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale: as in `linear_logprob_with`.
         logits_dtype, workspace_bytes, gather, lora, process_group, vocab_size: likewise.
-        teacher_ids: (..., K) signed integers, padded with -1, in any order. An id that is there twice counts once, with
-            the log-probability that comes first.
+        teacher_ids: (..., K) signed integers, padded with -1, in any order. A repeated id counts once, with its first
+            log-probability.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the teacher's own
             temperature: they are used as they come. An entry of -inf is padding.
         divergence: ``"forward_kl"``, KL(teacher || student), or ``"reverse_kl"``, KL(student || teacher).
-        tail: whether the other ids count as one more outcome; None: only for ``"reverse_kl"``, which needs it. A tail's
-            probability counts as no less than one rounding of 1 in the dtype of `teacher_logps` or of the result,
+        tail: True: the other ids count as one more outcome. None: True for ``"reverse_kl"``, which needs it, else
+            False. The tail's probability is clamped to at least eps of the dtype of `teacher_logps` or of the result,
             whichever is coarser: nothing smaller is known.
-        log_prob_min_clamp: what both log-probabilities are raised to where they are lower; an id for which the
-            student's is gives no gradient. Of the forward KL without a tail.
-        loss_max_clamp: the most that |D| may be: beyond, D is that, without gradient.
+        log_prob_min_clamp: lower bound to which both log-probabilities are clamped; an id whose student log-probability
+            is below it gives no gradient. Only for the forward KL without a tail.
+        loss_max_clamp: bound to which |D| is clamped; a position where it is reached gives no gradient.
         outputs: ``"student_mass"``, sum_k p_k, without gradient.
-        expected: the gradient that will arrive at each divergence, up to one common factor; None: the same for all. It
-            saves the recomputation where it is right; the gradient is right in any case.
+        expected: the upstream gradient of each divergence, up to one common factor; None: the same for all. Where it is
+            right, it saves the recomputation; the gradient is exact in any case.
         engine: one of `grpo_kernels.typing.EngineName` but ``"score_dot"``.
         backend: one of `grpo_kernels.typing.BackendName`.
 
@@ -141,7 +141,7 @@ def topk_divergence_with(
 
 
 def _diverge(inputs: TopKInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """The call planned, one forward, and the results in the shape of the positions."""
+    """Plan the call, run one forward, and return the results in the shape of the positions."""
     head, request = plan_call(inputs, head, execution, options)
     operands = head.operands(request.rows.positions)
     _, _, divergences, *extras = LinearLogprob.apply(request, operands.teacher, *operands)

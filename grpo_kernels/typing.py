@@ -7,8 +7,8 @@
     def make_loss(backend: BackendName, **fields: Unpack[LossFields]) -> GRPOLoss:
         return GRPOLoss(backend=backend, **fields)
 
-A plain ``str`` is not one of these names to a type checker. One that is read at run time, from a command line say, is
-checked by `LossConfig` and by the calls: ``cast(BackendName, arguments.backend)``.
+A type checker does not take a plain ``str`` for one of these names. Cast a string that is read at run time, such as
+``cast(BackendName, arguments.backend)``: `LossConfig` and the calls check it.
 """
 
 from grpo_kernels.base.choices import (
