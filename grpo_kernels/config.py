@@ -69,7 +69,7 @@ class LossConfig:
         kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 / 2, ``"k1"`` -d.
             ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, with q from a `ReferenceHead`.
         temperature: the logits are divided by it.
-        top_entropy_quantile: share of the tokens, those of highest entropy, that carry the policy loss; 1 means all.
+        top_entropy_quantile: share of the tokens that carry the policy loss, those of highest entropy; 1 means all.
         entropy_coef: weight of the entropy bonus, the mean entropy of the tokens that `top_entropy_quantile` keeps,
             which is subtracted from the loss.
         off_policy_mask_threshold: tokens of negative advantage are dropped from the policy loss if the mean of
@@ -240,7 +240,7 @@ class LossConfig:
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
-    """Do `LossConfig.from_trl` without its refusals, for TRL's trainer, which itself does what they refuse."""
+    """Do `LossConfig.from_trl` for TRL's trainer: it serves the options itself that are refused there."""
     names = {option.name for option in fields(LossConfig)}
     optional = {option.name for option in fields(LossConfig) if _is_optional(option)}
     return LossConfig(**{**loss_fields(args, names, optional), **overrides})

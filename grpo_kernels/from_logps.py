@@ -45,8 +45,8 @@ def policy_loss_from_logps(
     Args:
         logps, entropies: the policy's, floating, with their graph; values at masked positions are never read. The loss
             is computed in fp32 (fp64 if `logps` is fp64).
-        the others: as in `grpo_loss`. The config's `temperature` and head fields have no effect: `logps` must include
-            theirs. Old, reference and sampling log-probabilities must be made like `logps`, over the same kept sets.
+        the others: as in `grpo_loss`. The config's `temperature` and head fields have no effect: they are in `logps`
+            already. Old, reference and sampling log-probabilities must be made like `logps`, over the same kept sets.
 
     Returns:
         `LossOutput`, its `engine` ``"given"`` and its `backend` ``"torch"``; ``rows/gradient`` is the share of the

@@ -96,7 +96,7 @@ def kept_set_logprob(
         hidden, weight, ids, bias, mask, temperature, final_logit_softcapping, logit_scale, entropy: as in
             `linear_logprob`. Operands are used as stored (under autocast rounded to its dtype), products are fp32.
         kept_ids: (..., K) signed integers, the ids that the sampler kept, padded with -1; read only where the mask
-            counts. Their order does not matter, and a repeated id counts once. Each set must have the sampled id.
+            counts. Their order does not matter, and a repeated id counts once. Each set must hold the sampled id.
         workspace_bytes: bound on temporary memory, exceeded only if it is too small to sort one position's set (64 K
             bytes). None: 64 MiB. Besides it, 12 bytes for each (position, kept id) stay from forward to backward (16 in
             fp64 or with a soft-cap, 24 with both).

@@ -62,7 +62,7 @@ class LossOutput:
     Attributes:
         loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).
         per_token_logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
-        entropies: likewise.
+        entropies: of the same shape and dtype, detached, 0 where masked.
         metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
         engine: which engine served the call: one of `engine.engines.ENGINES`.
         backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``.
@@ -155,13 +155,14 @@ def grpo_loss(
             ``"vespo"``; not used by ``"gmpo"``.
         num_items_in_batch: normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted tokens of the whole
             batch, over accumulation steps and ranks, divided by the number of ranks where gradients are averaged over
-            them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types warn if it is given:
-            they, and the entropy bonus, are means over this call, to be divided by the number of accumulation steps.
+            them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types, and the entropy bonus,
+            are means over this call: divide the loss by the number of accumulation steps, and leave this out (a warning
+            says so).
         config: default `LossConfig()`.
         objective: a per-token loss of your own in place of all of the config's terms, see `TokenInputs`; of `config`
             only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of torch.compile.
-        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64, which the host reads; per-token arguments are
-            then (N,).
+        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). The host
+            reads the bounds.
         engine, backend, workspace_bytes: as in `linear_logprob`. (Under torch.compile ``"auto"`` is never ``"lean"``.)
         lora, process_group, vocab_size: as in `linear_logprob`. They break the graph of torch.compile.
         sequence_group: process group over whose ranks the tokens of each sequence are split (context parallel,

@@ -37,7 +37,7 @@ class SequenceShard:
 
     @cached_property
     def speaks_for(self) -> Tensor:
-        """(B,) bool: sequences that this rank reports on, as the first with a token of it; rank 0 if none has one."""
+        """(B,) bool: sequences that this rank reports on. The first rank with a token does; rank 0 if none has."""
         has = self.counts > 0
         first = has.to(torch.uint8).argmax(dim=0)  # the first of equal values: rank 0 if no rank has a token
         return first == self.rank

@@ -83,5 +83,5 @@ class DivergenceInputs(PositionInputs):
         return rows, ExpectedRows.of(Coefficients(d_logp=found[1] if len(found) == 2 else None, d_divergence=found[0]))
 
     def described(self, rows: Rows) -> dict[str, Any]:
-        """Return what must be equal on all ranks of a divided head."""
+        """Return the values that must be equal on all ranks of a divided head."""
         return {"beta": self.jsd_beta, "whether there are ids": self.ids is not None, **super().described(rows)}

@@ -57,7 +57,7 @@ class PositionInputs:
         raise NotImplementedError
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, whose ids are not yet checked for range, and the gradient expected of them."""
+        """Return the rows, whose ids are not yet checked for range, and their expected upstream gradient."""
         raise NotImplementedError
 
     def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
@@ -69,7 +69,7 @@ class PositionInputs:
         return planned.check_range("ids", rows)
 
     def described(self, rows: Rows) -> dict[str, Any]:
-        """Return what must be equal on all ranks of a divided head."""
+        """Return the values that must be equal on all ranks of a divided head."""
         return {"outputs": self.outputs, "ids": rows.ids}
 
 

@@ -89,7 +89,7 @@ class TopKInputs(PositionInputs):
         return no_ids(hidden)
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows with the teacher's ids as they came, and the gradient expected of each divergence."""
+        """Return the rows, with the teacher's ids as they came, and their expected upstream gradient."""
         clamps, dtypes = (self.log_prob_min_clamp, self.loss_max_clamp), (dtype, self.teacher_logps.dtype)
         measure = measure_of(self.divergence, self.tail, *clamps, dtypes)
         tensors = (x.detach().flatten(0, -2)[rows.positions] for x in (self.teacher_ids, self.teacher_logps))
@@ -123,7 +123,7 @@ class TopKInputs(PositionInputs):
         return replace(rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, teacher.measure))
 
     def described(self, rows: Rows) -> dict[str, Any]:
-        """Return what must be equal on all ranks of a divided head."""
+        """Return the values that must be equal on all ranks of a divided head."""
         teacher = rows.top_k
         assert teacher is not None
         return {

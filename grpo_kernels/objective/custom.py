@@ -103,7 +103,7 @@ class CustomObjective:
     def __init__(
         self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, positions: Tensor | None = None
     ) -> None:
-        """`positions` (n,) are those of the tokens in the flattened batch; None: of all that count."""
+        """Take `tokens`, their `weights` (n,) and `positions` (n,) in the flattened batch (None: the layout's)."""
         self.function, self.tokens, self.weights = function, tokens, weights
         self._positions = tokens.layout.positions if positions is None else positions
 

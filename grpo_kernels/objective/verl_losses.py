@@ -46,7 +46,7 @@ __all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", 
 # Bounds of a field, as `check_number` takes them
 AT_LEAST_0, ABOVE_0, ANY_NUMBER = {"lowest": 0.0, "inclusive": True}, {"lowest": 0.0}, {"inclusive": True}
 LARGEST_LOG_RATIO = 20.0  # verl's clamp of R where the ratio is a constant
-LARGEST_SEQUENCE_LOG_RATIO = 10.0  # and of mean R in gspo, beyond which there is no gradient
+LARGEST_SEQUENCE_LOG_RATIO = 10.0  # verl's upper bound of log s in gspo; beyond it there is no gradient
 
 
 @dataclass(frozen=True)
