@@ -1,7 +1,7 @@
 """Policy losses that `LossConfig` does not have, by name: ``grpo_loss(..., objective=objectives.gspo())``.
 
-verl's, with formulas, parameters and sources: `grpo_kernels.objective.verl_losses`. Those of prime-rl, SkyRL, ROLL and
-ms-swift, and AReaL's M2PO mask: `grpo_kernels.objective.named_losses`.
+Formulas, parameters and sources: of verl's losses in `grpo_kernels.objective.verl_losses`; of the losses of prime-rl,
+SkyRL, ROLL and ms-swift, and of AReaL's M2PO mask, in `grpo_kernels.objective.named_losses`.
 """
 
 from grpo_kernels.objective.named_losses import fipo, icepop, ipo, kpop, m2po_mask, rollout_is, topr

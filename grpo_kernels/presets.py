@@ -51,7 +51,7 @@ TIS = LossConfig(
     vllm_importance_sampling_clip_max=2.0,
 )
 """Truncated importance sampling, https://fengyao.notion.site/off-policy-rl: PPO's loss times min(w, 2), w a token's
-ratio of old to sampler's probability. slime's and verl's bound; OpenRLHF clamps to [0.5, 5]."""
+ratio of old to sampler's probability. The bound is slime's and verl's; OpenRLHF clamps to [0.5, 5]."""
 
 ICEPOP = LossConfig(
     vllm_importance_sampling_correction=True,
@@ -59,8 +59,8 @@ ICEPOP = LossConfig(
     vllm_importance_sampling_clip_min=0.5,
     vllm_importance_sampling_clip_max=5.0,
 )
-"""IcePop, https://arxiv.org/abs/2510.18855, as OpenRLHF and NeMo-RL have it: PPO's loss times w of `TIS`, 0 outside of
-[0.5, 5] (slime: [0, 2]). prime-rl's, -A r within [0.2, 5], is `objectives.icepop`."""
+"""IcePop, https://arxiv.org/abs/2510.18855, as OpenRLHF and NeMo-RL have it: PPO's loss times the w of `TIS`, or 0 if w
+is outside of [0.5, 5] (slime: [0, 2]). prime-rl's IcePop, -A r within [0.2, 5], is `objectives.icepop`."""
 
 MIS = LossConfig(
     vllm_importance_sampling_correction=True,

@@ -23,7 +23,7 @@ multiplies a token's whole loss, as a weight or a mask. The normaliser is the co
 
 `m2po_mask` is a mask of tokens, made before the loss.
 
-The other IcePop, TIS, MIS and OPSM weigh or mask a loss that `LossConfig` has: `grpo_kernels.presets`.
+IcePop's other form, TIS, MIS and OPSM weigh or mask a loss that `LossConfig` has: `grpo_kernels.presets`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ KPOP_MARGIN = 1e-6  # prime-rl's: probabilities are held this far from 0 and 1 i
 class ipo(Objective):
     """IPO (INTELLECT policy optimisation), prime-rl's default loss: a trust region in probability, not in the ratio.
 
-    ``-A min(r, ratio_max)``, whose gradient is ``-A min(r, ratio_max)`` too, where |p - mu| <= eps and 0 elsewhere,
-    plus ``kl_tau R^2`` at every token.
+    ``-A min(r, ratio_max)`` where |p - mu| <= eps, 0 elsewhere, plus ``kl_tau R^2`` at every token. The derivative of
+    the first term in logp is the term itself, also where r is capped.
 
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, defaults of its #3586. Before, they were 0.1 and
     1e-3.
@@ -126,7 +126,7 @@ class kpop(Objective):
 class rollout_is(Objective):
     """GLM-5's loss, SkyRL's ``rollout_is``: ``-r A logp``, r a constant, where r is within the range, 0 elsewhere.
 
-    The range, (1 - eps_clip_low, 1 + eps_clip_high), is without its ends. No old log-probabilities are needed.
+    The range is the open interval (1 - eps_clip_low, 1 + eps_clip_high). No old log-probabilities are needed.
 
     Source: section 4.1.2 of https://arxiv.org/abs/2602.15763; SkyRL's ``rollout_is_policy_loss``, with its defaults.
 
@@ -150,14 +150,14 @@ class topr(Objective):
 
     r is the token's ratio to the old log-probabilities, a constant.
 
-    Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, whose ratio is a token's, with its
+    Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, whose ratio is per token, with its
     defaults.
 
     Args:
         scores: of the shape of the ids, one per position; a token is of a good completion if its score is above 0. For
-            scores (B,): ``scores[:, None].expand_as(ids)``. None: A in the place of the score, as in the paper, whose
-            reward is both.
-        positive_weight, negative_weight: weights of the two.
+            scores (B,): ``scores[:, None].expand_as(ids)``. None: A is the score, as in the paper, where the reward is
+            both A and score.
+        positive_weight, negative_weight: weights of good completions and of the others.
     """
 
     scores: Tensor | None = field(default=None, compare=False)
@@ -219,11 +219,11 @@ def m2po_mask(
 ) -> Tensor:
     """Return M2PO's mask, bool of the shape of `completion_mask`: the counted tokens without the most stale ones.
 
-    With d = old - sampling, tokens of the largest d^2 are dropped until the mean of the others' is below `threshold`;
+    With d = old - sampling, tokens of the largest d^2 are dropped until the mean d^2 of the rest is below `threshold`;
     one is always left. The mean is over the call's tokens. A token that the sampler could not score (NaN) has d = 0.
 
-    As ``completion_mask`` of the loss it leaves the dropped tokens out of the mean, as AReaL does. As
-    ``importance_sampling_ratio``, converted to a float, it leaves the mean over all tokens, as in the paper.
+    Passed as ``completion_mask`` of the loss it leaves the dropped tokens out of the mean, as AReaL does. Passed as
+    ``importance_sampling_ratio``, converted to a float, it keeps the mean over all tokens, as in the paper.
 
     Source: https://arxiv.org/abs/2510.01161; AReaL's ``m2_threshold``, 0.04 in its example.
 
@@ -258,12 +258,12 @@ def _sampled(tokens: TokenInputs) -> Tensor:
 
 
 def _kept(keep: Tensor, log_ratio: Tensor, tokens: TokenInputs) -> Tensor:
-    """``-A e^log_ratio`` where `keep`; elsewhere 0, and the ratio is not taken."""
+    """``-A e^log_ratio`` where `keep`; elsewhere 0, without the ratio."""
     return -times_exp(torch.where(keep, log_ratio, 0.0), torch.where(keep, tokens.advantages, 0.0))
 
 
 def _squared(weight: float, log_ratio: Tensor) -> Tensor | float:
-    """``weight R^2``; 0 for a weight of 0, also of an R that is infinite."""
+    """``weight R^2``; a weight of 0 gives 0, even for an infinite R."""
     return weight * log_ratio.square() if weight else 0.0
 
 
