@@ -23,7 +23,6 @@ class ScoreInputs(PositionInputs):
     expected: Expected | None = None
 
     function = "linear_logprob"
-    waits = False
 
     @property
     def extras(self) -> tuple[str, ...]:

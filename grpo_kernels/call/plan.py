@@ -35,7 +35,6 @@ class PositionInputs:
     outputs: tuple[str, ...]
 
     function: ClassVar[str]  # the public function's name
-    waits: ClassVar[bool] = True  # the backward waits by default, to compare the upstream gradient with `expected`
     jsd_beta = 1.0  # the divergence from the head's reference, see `Teacher`
 
     @property
@@ -118,7 +117,7 @@ def plan_call(
 
 def _engine(inputs: PositionInputs, planned: CheckedHead, expected: ExpectedRows) -> Engine:
     # comparing the upstream gradient with the expected one waits, which the capture of a CUDA graph forbids
-    captured = inputs.waits and device_of(planned.head.hidden.device).is_capturing()
+    captured = device_of(planned.head.hidden.device).is_capturing()
     unknown = captured or expected.coefficients is None
     coupling = Coupling.of(known=expected.given is not None and not unknown, coupled=unknown)
     return planned.choose_engine(

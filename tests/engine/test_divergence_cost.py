@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_divergence_with
+from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_divergence_with, linear_logprob
 from grpo_kernels.config import LossConfig as Config
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
@@ -130,6 +130,20 @@ def test_without_a_mask_it_can_be_captured(trains: tuple[bool, bool], monkeypatc
             torch.autograd.backward(found.sum())
         assert not waits
         torch.testing.assert_close(here(found.detach()), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_an_expectation_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes are then taken: whether it came true cannot be asked."""
+    hidden, weight, *_ = tensors("trainable")
+    ids = torch.arange(N) % V
+    want, _ = linear_logprob(hidden, weight, ids, backend="torch")
+    want.sum().backward()
+    with pretended(monkeypatch, capturing=True) as waits:
+        given = on_gpu((True, True))[:2]
+        found, _ = linear_logprob(*given, OnGPU(ids), expected=OnGPU(torch.ones(N)), backend="torch")
+        torch.autograd.backward(found.sum())
+        assert not waits
+        torch.testing.assert_close(here(given[1].grad), weight.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
