@@ -117,18 +117,35 @@ def test_skyrls_registered_loss_is_a_sum_of_clipped_terms(monkeypatch: pytest.Mo
     assert_clipped(lambda x, old, a, mask: registered["dapo"](x, old, a, config, mask.double())[0], 3, 5)
 
 
-def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "prime_rl.trainer.models.layers.lm_head"
-    heads = module(monkeypatch, name, FusedOutputLinear=theirs.FusedOutputLinear, PrimeLmOutput=dict)
+@pytest.mark.parametrize("way", ["whole vocabulary", "kept sets", "log-probabilities of kept ids", "supervised"])
+def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    heads = module(
+        monkeypatch,
+        "prime_rl.trainer.models.layers.lm_head",
+        FusedOutputLinear=theirs.FusedOutputLinear,
+        PrimeLmOutput=dict,
+        sampling_replay_mask=theirs.sampling_replay_mask,
+    )
     weight, hidden = torch.randn(33, 8, dtype=torch.float64), torch.randn(2, 6, 8, dtype=torch.float64)
     weight, hidden = nn.Parameter(weight), nn.Parameter(hidden)
     labels, temperature = torch.randint(33, (2, 6)), torch.rand(2, 6, dtype=torch.float64) + 0.5
+    kept = torch.stack([labels, (labels + 1) % 33, (labels + 5) % 33, torch.full_like(labels, -1)], -1).int()
+    kept[0, 1] = -1  # no set: the whole vocabulary
+    kept[0, 2, 0] = -1  # a set without the label: the whole vocabulary, too
+    kept[1, 3, 1:] = -1  # the label alone: its log-probability is 0
+    replays = way in ("kept sets", "log-probabilities of kept ids")
 
     def compute() -> tuple[Tensor, ...]:
         head = heads.FusedOutputLinear(8, 33, chunk_size=4)
         head.weight = weight
-        output = head(hidden, labels, temperature=temperature)
-        return output["logprobs"], output["entropy"]
+        head.return_mask_logprobs = way == "log-probabilities of kept ids"
+        output = head(
+            hidden,
+            labels,
+            temperature=None if way == "supervised" else temperature,
+            sampling_mask=kept if replays else None,
+        )
+        return tuple(output.values())
 
     assert_same(compute, [weight, hidden], "prime-rl")
 
@@ -162,7 +179,7 @@ def test_open_instructs_function_returns_what_it_did(monkeypatch: pytest.MonkeyP
 
 
 def test_ms_swifts_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
-    trainer_class = type("GRPOTrainer", (theirs.SwiftTrainer,), {})
+    trainer_class = type("GRPOTrainer", (theirs.GRPOTrainer,), {})
     module(monkeypatch, "swift.rlhf_trainers.grpo_trainer", GRPOTrainer=trainer_class)
     inputs = {"input_ids": batch.ids, "attention_mask": batch.attention_mask}
 
@@ -212,7 +229,7 @@ def test_torchtunes_loss_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) ->
 def test_nemo_rls_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     module(monkeypatch, "megatron.core.tensor_parallel", gather_from_sequence_parallel_region=lambda x, **options: x)
     name = "from_parallel_hidden_states_to_logprobs"
-    utils = module(monkeypatch, "nemo_rl.distributed.model_utils", **{name: theirs.parallel_logprobs})
+    utils = module(monkeypatch, "nemo_rl.distributed.model_utils", **{name: getattr(theirs, name)})
     hidden, weight = (nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((6, 2, 8), (33, 8)))
     target = torch.randint(33, (2, 6))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

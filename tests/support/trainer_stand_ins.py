@@ -1,6 +1,7 @@
 """What docs/recipes.md puts its lines into: the trainers' names and signatures, in plain torch of our own, from logits.
 
-Each function puts the stand-ins of one trainer where its modules would be imported from.
+Each docstring names the version that it stands for; tests/integrations/test_stand_ins.py compares the signatures with
+the trainers' own source where that is at hand. `module` puts stand-ins where a trainer's module would be imported from.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def next_scores(model: nn.Module, ids: Tensor, attention_mask: Tensor, temperatu
 
 
 class Actor(nn.Module):
-    """OpenRLHF's, as its PPO calls it."""
+    """OpenRLHF 0.11.2's, as its PPO calls it."""
 
     def __init__(self, model: nn.Module, temperature: float) -> None:
         super().__init__()
@@ -59,6 +60,7 @@ class Actor(nn.Module):
         ring_attn_group: Any = None,
         packed_seq_lens: Any = None,
         return_entropy: bool = False,
+        **mm_inputs: Any,
     ) -> Any:
         logps, entropies = next_scores(self.model, sequences, attention_mask, self.temperature)
         logps = logps[:, -action_mask.shape[1] :] * action_mask
@@ -66,7 +68,7 @@ class Actor(nn.Module):
 
 
 class HFModelWrapper(nn.Module):
-    """SkyRL's; entropies stay where the token before them is."""
+    """SkyRL 0.3.0's; entropies stay where the token before them is."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -83,6 +85,7 @@ class HFModelWrapper(nn.Module):
         entropy_requires_grad: bool = True,
         pixel_values: Any = None,
         image_grid_thw: Any = None,
+        mm_token_type_ids: Any = None,
     ) -> Any:
         logps, entropies = next_scores(self.model, sequences, attention_mask, temperature)
         entropies = nn.functional.pad(entropies, (0, 1))
@@ -91,8 +94,8 @@ class HFModelWrapper(nn.Module):
         return (logps, {"entropy": entropies}) if return_output else logps
 
 
-class SwiftTrainer:
-    """The method of ms-swift's GRPOTrainer that scores, and what it reads."""
+class GRPOTrainer:
+    """The method of ms-swift 4.6.0's GRPOTrainer that scores, and what it reads."""
 
     temperature = 0.7
     template = SimpleNamespace(padding_free=False)
@@ -114,28 +117,65 @@ def forward_for_logprobs(
     return_entropy: bool = False,
     pass_olmo_core_doc_lens: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Open-Instruct's."""
+    """Open-Instruct's at e6c3044 (2026-08-20)."""
     logits = model(input_ids=query_responses, attention_mask=attention_mask, position_ids=position_ids).logits
     logps, entropies = scores_of(logits[:, :-1] / temperature, query_responses[:, 1:])
     return logps, entropies.detach() if return_entropy else None
 
 
+def sampling_replay_mask(sampling_mask: Tensor, labels: Tensor) -> Tensor:
+    """prime-rl's of its pull request 3431: where there is a kept set (ids padded with -1) and the label is in it."""
+    return (labels >= 0) & (sampling_mask == labels[..., None]).any(-1)
+
+
 class FusedOutputLinear(nn.Linear):
-    """prime-rl's."""
+    """prime-rl's after its pull request 3431 (reviewed on 2026-09-01): every model passes ``sampling_mask=``.
+
+    Two additions of later source are there, too: the loss of supervised training, which has no temperature, and
+    `mask_logprobs`.
+    """
 
     def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.chunk_size = chunk_size
+        self.return_mask_logprobs = False
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None) -> Any:
-        logps, entropies = scores_of(super().forward(hidden) / temperature[..., None], labels)
-        return {"logprobs": logps, "entropy": entropies}
+    def forward(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        temperature: Tensor | None = None,
+        sampling_mask: Tensor | None = None,  # (B, L, K), padded with -1
+    ) -> Any:
+        logits = super().forward(hidden_states)
+        if temperature is None:
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")}
+        logits = logits / temperature[..., None]
+        logps, entropies = scores_of(logits, labels)
+        output = {"logprobs": logps, "entropy": entropies}
+        if sampling_mask is not None:
+            replayed = sampling_replay_mask(sampling_mask, labels)[..., None]
+            kept = replayed & (sampling_mask >= 0)
+            kept_logits = logits.gather(-1, sampling_mask.clamp(min=0).long()).masked_fill(~kept, -1e30)
+            normalizers = kept_logits.logsumexp(-1, keepdim=True)
+            target_logits = logits.gather(-1, labels[..., None])
+            output["logprobs"] = (target_logits - normalizers).where(replayed, logps[..., None])[..., 0]
+            if self.return_mask_logprobs:
+                output["mask_logprobs"] = (kept_logits - normalizers).where(kept, 0)
+        return output
 
 
 class LinearGRPOLoss(nn.Module):
-    """torchtune's: on-policy, a k3 term, a mean over each sequence and then over sequences."""
+    """torchtune 0.7.0's (bd2a0fc): on-policy, a k3 term, a mean over each sequence and then over sequences."""
 
-    def __init__(self, num_output_chunks: int = 8, epsilon: float = 0.1, kl_coeff: float = 0.1) -> None:
+    def __init__(
+        self,
+        num_output_chunks: int = 8,
+        epsilon: float = 0.1,
+        kl_coeff: float = 0.1,
+        ignore_index: int = -100,
+        mask_pre_projection: bool = True,
+    ) -> None:
         super().__init__()
         self.kl_coeff, self.linear_projection = kl_coeff, None
 
@@ -149,7 +189,7 @@ class LinearGRPOLoss(nn.Module):
         pi_outputs: Tensor,  # targets
         ref_outputs: Tensor,  # log-probabilities
         advantages: Tensor,
-        padding_masks: Tensor,
+        padding_masks: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         logps, _ = scores_of(self.linear_projection(pi_old_outputs), pi_outputs)
         policy = (logps - logps.detach()).exp() * advantages[:, None]
@@ -159,10 +199,10 @@ class LinearGRPOLoss(nn.Module):
         return loss, means[0].detach(), means[1].detach(), loss.new_tensor(1.0), loss.new_tensor(0.0), logps
 
 
-def parallel_logprobs(
-    hidden: Tensor,  # (S, B, H)
-    weight: Tensor,  # (V, H)
-    gather: bool | None,
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,  # (S, B, H)
+    output_weight_layer: Tensor,  # (V, H)
+    runtime_gather_output: bool | None,
     target: Tensor,  # (B, S)
     vocab_start_index: int,
     vocab_end_index: int,
@@ -171,5 +211,6 @@ def parallel_logprobs(
     cp_group: Any = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """NeMo-RL's, on one rank."""
-    return scores_of((hidden @ weight.T).transpose(0, 1)[:, :-1], target[:, 1:])[0]
+    """NeMo-RL 0.6.0's (7ea279a), on one rank."""
+    logits = tensor_parallel_hidden_states @ output_weight_layer.T
+    return scores_of(logits.transpose(0, 1)[:, :-1], target[:, 1:])[0]

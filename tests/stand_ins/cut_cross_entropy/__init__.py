@@ -1,4 +1,4 @@
-"""Stands in for Apple's package: the names and arguments that the adapter uses."""
+"""Stands in for Apple's package, version 25.1.1: the names and arguments that the adapter uses."""
 
 from .linear_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
 

@@ -1,4 +1,4 @@
-"""In plain torch operations of our own, whatever is asked for."""
+"""The module of 25.1.1 in plain torch operations of our own, whatever is asked for."""
 
 from __future__ import annotations
 

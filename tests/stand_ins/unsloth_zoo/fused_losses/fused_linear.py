@@ -1,4 +1,4 @@
-"""The names and arguments that the adapter uses, in plain torch operations of our own."""
+"""The names and arguments of 2026.10.9 that the adapter uses, in plain torch operations of our own."""
 
 from __future__ import annotations
 
