@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
-_HOOKED = "_grpo_kernels_hooked"  # the head's attribute that FSDP2's hooks are put around
-
 
 class _Scores(nn.Module):
     """Methods that score; in the class, not on the object, so that a copy or a replica scores with its own weight."""
@@ -272,7 +270,7 @@ def _score(head: nn.Module, hidden: Tensor, function: Callable[..., Any], args: 
         done.append({name: x.clone() for name, x in found.items()})  # no views: FSDP2 warns of them
         return tuple(done[0].values())
 
-    hooks_have_run = not is_fsdp_unit(head) and head in divided_modules(head)  # `within_forwards` calls it
+    hooks_have_run = is_fsdp_unit(head) or head in divided_modules(head)  # `within_forwards` calls it
     results = within_head(head, compute, hidden)
     if isinstance(done[0], LossOutput):
         return replace(done[0], loss=results[0])
@@ -311,10 +309,6 @@ def _constants(
         yield found
 
 
-def _call(hidden: Tensor, compute: Compute) -> tuple[Tensor, ...]:
-    return compute(hidden)
-
-
 def is_fsdp_unit(head: nn.Module) -> bool:
     """Return True if `head` is a unit of FSDP2, which is not imported (a second) where nothing is distributed."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -334,18 +328,14 @@ def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tens
     # FSDP2's mixed precision rounds tensors among the arguments and results of a forward: old log-probabilities,
     # advantages. It does not look into a function, so `compute` holds the arguments. It must see the results, to hook
     # the backward to them; the rounded results that it may return are not used.
-    if _HOOKED not in vars(head):
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        setattr(head, _HOOKED, _call)
-        register_fsdp_forward_method(head, _HOOKED)
     done: list[tuple[Tensor, ...]] = []
 
     def noted(hidden: Tensor) -> tuple[Tensor, ...]:
         done.append(compute(hidden))
         return done[0]
 
-    getattr(head, _HOOKED)(hidden, noted)
+    # The module is called, since `register_fsdp_forward_method` of torch 2.11 begins a unit of several modules anew.
+    within_forwards([head], noted, hidden)
     return done[0]
 
 
