@@ -132,6 +132,7 @@ def test_interrupted_compiler_takes_its_children_along(world):
 
     def interrupt() -> None:
         nursery.wait_for_birth()
+        time.sleep(0.5)  # the child may speak before `Popen` has returned
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
