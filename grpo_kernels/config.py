@@ -127,6 +127,7 @@ class LossConfig:
         if self.top_entropy_quantile > 1.0:
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
         self._check_sampling_bounds()
+        # as Python writes them: a config may be made within a compiled graph, where `json` cannot be traced
         values = ", ".join([f"{option.name!r}: {getattr(self, option.name)!r}" for option in fields(self)])
         object.__setattr__(self, "_key", "{" + values + "}")
 
