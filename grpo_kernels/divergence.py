@@ -51,7 +51,8 @@ def linear_divergence(
     """The divergence of each position, (...): the result ``"divergence"`` of `linear_divergence_with`.
 
     Args:
-        bias, teacher_bias: of the two heads.
+        hidden, weight, bias: (..., H), (V, H) and (V,), the student's.
+        teacher_hidden, teacher_weight, teacher_bias: (..., H'), (V', H') and (V',), the teacher's.
         options: the other arguments of `linear_divergence_with` but `outputs` and `ids`: mask, divergence, beta,
             temperature, final_logit_softcapping, ...
 
@@ -104,9 +105,11 @@ def linear_divergence_with(
     teacher's tensors are constants. Values at masked positions are never read.
 
     Args:
-        hidden, weight, bias, mask, lora, logits_dtype, workspace_bytes, gather: as in `linear_logprob_with`.
-        teacher_hidden, teacher_weight, teacher_bias: the teacher's, at the same positions. H' may differ from H, and V'
-            from V: both distributions are then over the ids that both heads have, the first min(V, V'), alone.
+        hidden, weight, bias, mask: (..., H), (V, H), (V,) and (...), the student's, as in `linear_logprob`.
+        lora, logits_dtype, workspace_bytes, gather: as in `linear_logprob_with`.
+        teacher_hidden, teacher_weight, teacher_bias: (..., H'), (V', H') and (V',), the teacher's, at the same
+            positions. H' may differ from H, and V' from V: both distributions are then over the ids that both heads
+            have, the first min(V, V'), alone.
         divergence: ``"reverse_kl"``, ``"forward_kl"`` or ``"jsd"``.
         beta: for ``"jsd"``: TRL's beta, in [0, 1], by default 0.5; 0 is the forward and 1 the reverse KL.
         temperature: a number, or one per position.

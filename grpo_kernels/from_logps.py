@@ -43,8 +43,8 @@ def policy_loss_from_logps(
     """`grpo_loss` without its projection: the loss that `config` describes, differentiable in `logps` and `entropies`.
 
     Args:
-        logps, entropies: the policy's, floating, with their graph; values at masked positions are never read. The loss
-            is computed in fp32 (fp64 if `logps` is fp64).
+        logps, entropies: (B, T), or packed (N,), floating, the policy's, with their graph; values at masked positions
+            are never read. The loss is computed in fp32 (fp64 if `logps` is fp64).
         the others: as in `grpo_loss`. The config's `temperature` and head fields have no effect: they are in `logps`
             already. Old, reference and sampling log-probabilities must be made like `logps`, over the same kept sets.
 

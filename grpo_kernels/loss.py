@@ -138,26 +138,29 @@ def grpo_loss(
     gradients, all other arguments are constants; a batch without a counted token gives an attached loss of 0.
 
     Args:
-        hidden: hidden states that predict `completion_ids` (aligned: nothing is shifted here), floating.
-        weight, bias: the head.
-        completion_ids: integers; those that count must lie in [0, V).
-        completion_mask: bool, int or float. Every value but 0 counts, negative ones too (-inf of an additive attention
-            mask, with a warning); NaN is refused. None: every position counts, and the host need not wait for the
-            device to count them.
-        advantages: one per sequence or per token; in a packed batch with N = B, one per sequence.
-        old_per_token_logps: of the policy that generated the tokens; absent: on-policy, the ratio is exactly 1.
-        ref_per_token_logps: of the reference model; needed if ``config.beta`` is not 0 and ``config.kl_estimator`` is
-            not ``"full"``.
-        sampling_per_token_logps: the sampler's, for the off-policy mask and, with
+        hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids` (aligned: nothing is
+            shifted here).
+        weight, bias: (V, H) and (V,), the head.
+        completion_ids: (B, T) or (N,) integers; those that count must lie in [0, V).
+        completion_mask: (B, T) or (N,), bool, int or float. Every value but 0 counts, negative ones too (-inf of an
+            additive attention mask, with a warning); NaN is refused. None: every position counts, and the host need
+            not wait for the device to count them.
+        advantages: (B,), one per sequence, or (B, T) or (N,), one per token; in a packed batch with N = B, one per
+            sequence.
+        old_per_token_logps: (B, T) or (N,), of the policy that generated the tokens; absent: on-policy, the ratio is
+            exactly 1.
+        ref_per_token_logps: (B, T) or (N,), of the reference model; needed if ``config.beta`` is not 0 and
+            ``config.kl_estimator`` is not ``"full"``.
+        sampling_per_token_logps: (B, T) or (N,), the sampler's, for the off-policy mask and, with
             ``vllm_importance_sampling_correction`` in the config, for an importance sampling ratio that needs no
             forward beforehand. NaN: the sampler could not score the token, whose difference then counts as 0.
-        importance_sampling_ratio: factor on the policy term that corrects for the sampler; part of the weight w of
-            ``"vespo"``; not used by ``"gmpo"``.
-        num_items_in_batch: normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted tokens of the whole
-            batch, over accumulation steps and ranks, divided by the number of ranks where gradients are averaged over
-            them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types, and the entropy bonus,
-            are means over this call: divide the loss by the number of accumulation steps, and leave this out (a warning
-            says so).
+        importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term that corrects for
+            the sampler; part of the weight w of ``"vespo"``; not used by ``"gmpo"``.
+        num_items_in_batch: a number, or a tensor (): normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted
+            tokens of the whole batch, over accumulation steps and ranks, divided by the number of ranks where gradients
+            are averaged over them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types, and
+            the entropy bonus, are means over this call: divide the loss by the number of accumulation steps, and leave
+            this out (a warning says so).
         config: default `LossConfig()`.
         objective: a per-token loss of your own in place of all of the config's terms, see `TokenInputs`; of `config`
             only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of torch.compile.

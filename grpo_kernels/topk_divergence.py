@@ -48,7 +48,8 @@ def topk_divergence(
     """The divergence of each position, (...): the result ``"divergence"`` of `topk_divergence_with`.
 
     Args:
-        bias: of the head.
+        hidden, weight, bias: (..., H), (V, H) and (V,), the student's.
+        teacher_ids, teacher_logps: (..., K), as in `topk_divergence_with`.
         options: the other arguments of `topk_divergence_with` but `outputs`: mask, divergence, tail, temperature, ...
 
     Raises:
@@ -91,8 +92,9 @@ def topk_divergence_with(
     states, weight, bias and adapter. Values at masked positions are never read.
 
     Args:
-        hidden, weight, bias, mask, temperature, final_logit_softcapping, logit_scale: as in `linear_logprob_with`.
-        logits_dtype, workspace_bytes, gather, lora, process_group, vocab_size: likewise.
+        hidden, weight, bias, mask: (..., H), (V, H), (V,) and (...), the student's, as in `linear_logprob`.
+        temperature, final_logit_softcapping, logit_scale, logits_dtype: as in `linear_logprob_with`.
+        workspace_bytes, gather, lora, process_group, vocab_size: likewise.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. A repeated id counts once, with its first
             log-probability.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the teacher's own
