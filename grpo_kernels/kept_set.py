@@ -94,7 +94,8 @@ def kept_set_logprob(
 
     Args:
         hidden, weight, ids, bias, mask: (..., H), (V, H), (...), (V,) and (...), as in `linear_logprob`.
-        temperature, final_logit_softcapping, logit_scale, entropy: likewise. Operands are used as stored (under autocast rounded to its dtype), products are fp32.
+        temperature, final_logit_softcapping, logit_scale, entropy: likewise. Operands are used as stored (under
+            autocast rounded to its dtype), products are fp32.
         kept_ids: (..., K) signed integers, the ids that the sampler kept, padded with -1; read only where the mask
             counts. Their order does not matter, and a repeated id counts once. Each set must hold the sampled id.
         workspace_bytes: bound on temporary memory, exceeded only if it is too small to sort one position's set (64 K
