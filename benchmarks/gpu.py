@@ -111,7 +111,7 @@ def main(given: Sequence[str] | None = None) -> int:
     out = options.out or ROOT / "benchmarks" / "results" / f"{name}-{about['date'][:10]}.json"
     command = list(sys.argv[1:] if given is None else given)
     results = Results(out, **about, status="running", dry_run=options.dry_run, command=command)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     folder = out.with_name(out.name + ".logs")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -126,6 +126,11 @@ def main(given: Sequence[str] | None = None) -> int:
         ok = conclude(results)
         print(f"results: {out}, logs: {folder}", flush=True)
     return 0 if ok and status == "complete" else 1
+
+
+def _interrupt(*_: object) -> None:
+    """Stop as Ctrl-C does; SIGINT itself may be ignored, as in the background of a shell, or kill."""
+    raise KeyboardInterrupt
 
 
 def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> None:
