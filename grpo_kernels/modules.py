@@ -71,8 +71,8 @@ class _Scores(nn.Module):
         """`linear_logprob` with this head: log-probabilities (...) and entropies (...), both differentiable.
 
         Args:
-            hidden: hidden states that predict `ids` (aligned: nothing is shifted here).
-            ids: integers in [0, V) where the mask counts.
+            hidden: (..., H), hidden states that predict `ids` (aligned: nothing is shifted here).
+            ids: (...) integers in [0, V) where the mask counts.
             entropy: whether to compute the entropy; the second result is None if not.
             options: the other arguments of `linear_logprob` but bias: mask, temperature, engine, process_group, ...
 
@@ -101,7 +101,10 @@ class _Scores(nn.Module):
         the results: log-probabilities and advantages keep their precision.
 
         Args:
-            hidden, completion_ids, completion_mask, advantages, config: as in `grpo_loss`.
+            hidden: (B, T, H), or packed (N, H).
+            completion_ids, completion_mask: (B, T) or (N,).
+            advantages: (B,), (B, T) or (N,).
+            config: as in `grpo_loss`, and so are the others.
             options: its other arguments but bias: old_per_token_logps, num_items_in_batch, engine, process_group, ...
                 The head of a `reference` may be a module: ``ReferenceHead(ref_hidden, ref_model.lm_head)``.
         """
@@ -119,7 +122,8 @@ class _Scores(nn.Module):
         """`topk_divergence_with` with this head: ``"divergence"`` (...), differentiable, and what `outputs` asks for.
 
         Args:
-            hidden, teacher_ids, teacher_logps: as there.
+            hidden: (..., H).
+            teacher_ids, teacher_logps: (..., K), as there.
             options: its other arguments but bias: divergence, tail, mask, temperature, outputs, ...
         """
         found: dict[str, Tensor] = _score(self, hidden, topk_divergence_with, (teacher_ids, teacher_logps), options)
@@ -135,7 +139,7 @@ class _Scores(nn.Module):
         """`linear_divergence` with this head as the student's: the divergence of each position, (...).
 
         Args:
-            hidden, teacher_hidden: hidden states of the same positions.
+            hidden, teacher_hidden: (..., H) and (..., H'), hidden states of the same positions.
             teacher_head: a head that `attach` takes, without active adapters; a constant. If FSDP2 or ZeRO-3 has
                 divided it, it is gathered for this call, which all ranks that share it must then make.
             options: the other arguments of `linear_divergence` but the biases: mask, divergence, beta, ...
@@ -154,7 +158,15 @@ class _Scores(nn.Module):
         teacher_head: nn.Module,
         **options: Unpack[DivergenceWithKeywords],
     ) -> dict[str, Tensor]:
-        """`linear_divergence_with` with this head as the student's: ``"divergence"`` and `outputs`, each (...)."""
+        """`linear_divergence_with` with this head as the student's: ``"divergence"`` and `outputs`, each (...).
+
+        Args:
+            hidden, teacher_hidden, teacher_head: (..., H), (..., H') and a head, as in `divergence`.
+            options: the other arguments of `linear_divergence_with` but the biases.
+
+        Raises:
+            TypeError, ValueError: a wrong argument; the message names it.
+        """
         if options.get("teacher_bias") is not None:
             raise ValueError("teacher_bias: expected None, since it is teacher_head's own, got another")
         found: dict[str, Tensor] = _score(self, hidden, _diverge, (teacher_hidden, teacher_head), options)

@@ -28,7 +28,7 @@ from grpo_kernels.token_loss.record import TokenLoss
 class PositionInputs:
     """Per-position arguments of a call, and its outputs; `grpo_loss` has `LossInputs` instead.
 
-    Class attributes hold the differences between the calls' plans.
+    Subclasses override what differs between the calls' plans.
     """
 
     mask: Tensor | None  # (...)

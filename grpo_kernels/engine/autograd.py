@@ -1,6 +1,7 @@
 """The two autograd Functions: a loss that carries its gradient, and a differentiable log-probability and entropy.
 
-Both keep d hidden and d weight in the accumulator's dtype and apply the upstream gradient before the one rounding.
+Both keep d hidden and d weight in the accumulator's dtype and apply the upstream gradient before the one rounding;
+`lean` alone rounds d weight slice by slice, in its second pass.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ class HeadTensors(Generic[T]):
         return [(self.hidden, self.weight), *adapter]
 
 
-Gradients = HeadTensors[Tensor | None]  # from the rows of a sweep, in the accumulator's dtype; None where not wanted
+# Gradients from the rows of a sweep, in the accumulator's dtype (of `lean` d weight and d lora_b in their own); None
+# where not wanted.
+Gradients = HeadTensors[Tensor | None]
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Situation:
     Attributes:
         coupling: when the coefficients of a row are known.
         hidden_trains, head_trains: True if these need a gradient (the head: weight, bias or an adapter).
-        entropy_gradient: True if the loss depends on the entropies.
+        entropy_gradient: True if the loss depends on the entropies; read, and so asked, only if the head is frozen.
         mixed_gradient: True if the loss depends on the divergences, and on log-probabilities as well.
         tight_memory: True if an accumulator for d weight would not fit.
         scores_without_logits: True if the backend can compute all outputs without logits in memory.

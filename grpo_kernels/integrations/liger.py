@@ -146,11 +146,16 @@ class LigerFusedLinearGRPOLoss(LigerModule):
         """Compute the loss and its metrics.
 
         Args:
-            _input: hidden states that predict `selected_token_ids`; dtypes, devices and errors as in `grpo_loss`.
-            attention_mask: the loss mask, 0 or 1 (anything but 0 counts as 1).
-            ref_input, ref_weight, ref_bias: head of the reference model, scored here if there is a KL term
-                and `ref_per_token_logps` is not given.
-            vllm_is_ratio: importance sampling ratio of the sampler.
+            _input: (B, T, H), hidden states that predict `selected_token_ids`; dtypes, devices and errors as in
+                `grpo_loss`.
+            lin_weight, bias: (V, H) and (V,), the head.
+            selected_token_ids: (B, T).
+            advantages: (B,) or (B, T).
+            ref_per_token_logps, old_per_token_logps: (B, T).
+            attention_mask: (B, T), the loss mask, 0 or 1 (anything but 0 counts as 1).
+            ref_input, ref_weight, ref_bias: (B, T, H'), (V, H') and (V,), head of the reference model, scored here if
+                there is a KL term and `ref_per_token_logps` is not given.
+            vllm_is_ratio: (B, T), (B, 1) or (B,), importance sampling ratio of the sampler.
             num_items_in_batch: counted tokens of the whole generation batch, over all ranks; dapo, cispo and vespo
                 divide by it / world size. None: the counted tokens of this call, averaged over the ranks; all
                 ranks must then make the call.

@@ -87,6 +87,11 @@ class LigerFusedLinearJSD(LigerModule):
 
         In fp32 (fp64 for fp64 inputs); 0 where no position counts. Gradients go to the student's tensors.
 
+        Args:
+            student_input, student_weight: (N, H) and (V, H).
+            teacher_input, teacher_weight: (N, H') and (V, H').
+            shift_labels: (N,).
+
         Raises:
             TypeError, ValueError: a wrong argument; the message names it.
         """
@@ -117,7 +122,10 @@ def liger_fused_linear_jsd(
     temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``liger_kernel.transformers.functional.liger_fused_linear_jsd``: `LigerFusedLinearJSD` as a function."""
+    """``liger_kernel.transformers.functional.liger_fused_linear_jsd``: `LigerFusedLinearJSD` as a function.
+
+    Shapes and errors are those of its forward.
+    """
     module = LigerFusedLinearJSD(jsd_beta, ignore_index, temperature, accum_dtype)
     found: Tensor = module(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
     return found
@@ -181,6 +189,11 @@ class LigerFusedLinearJSDLoss(LigerModule):
         whose label is not `ignore_index`.
 
         In fp32 (fp64 for fp64 inputs); 0 where no position counts. Gradients go to the student's tensors.
+
+        Args:
+            student_input, student_weight, student_bias: (N, H), (V, H) and (V,).
+            teacher_input, teacher_weight, teacher_bias: (N, H'), (V, H') and (V,).
+            true_labels: (N,).
 
         Returns:
             The loss; with `return_soft_hard_loss` the loss, and detached the divergence and the cross entropy.

@@ -72,16 +72,17 @@ def correct(
     mask it is.
 
     Args:
-        old_per_token_logps: of the policy in the trainer, before the step's first update.
-        sampling_per_token_logps: of the same tokens, as the sampler gave them. NaN, where it gave none, is D = 0.
-        completion_mask: 0 is masked, and never read.
+        old_per_token_logps: (B, T), of the policy in the trainer, before the step's first update.
+        sampling_per_token_logps: (B, T), of the same tokens, as the sampler gave them. NaN, where it gave none, is
+            D = 0.
+        completion_mask: (B, T); 0 is masked, and never read.
         safety_bound: largest size of an exponent, and of D in k1, k2 and k3; both are clamped. ``math.inf``: no bound.
         process_group: ranks over whose weights the mean of ``batch_normalize`` is. Metrics are of this rank.
 
     Returns:
-        weights, in the dtype of ``old_per_token_logps``, for ``importance_sampling_ratio=``; keep, in the mask's dtype,
-        for ``completion_mask=``; metrics by verl's names, as "rollout_corr/kl", of the sequences that have a counted
-        token; none if there is no such sequence.
+        weights (B, T), in the dtype of ``old_per_token_logps``, for ``importance_sampling_ratio=``; keep (B, T), in the
+        mask's dtype, for ``completion_mask=``; metrics by verl's names, as "rollout_corr/kl", of the sequences that
+        have a counted token; none if there is no such sequence.
 
     Sources: https://fengyao.notion.site/off-policy-rl (TIS), https://richardli.xyz/rl-collapse (MIS, rejection);
     verl's ``rollout_corr_helper``.

@@ -1,6 +1,7 @@
 """Stand-ins of other projects have the arguments of the code that they stand for, where its source can be found.
 
-The source is read and never imported, so that a checkout is enough: ``PYTHONPATH=prime-rl/src``.
+The source is read and never imported, so that a checkout is enough: ``PYTHONPATH=prime-rl/src``. Without one, as in
+continuous integration, each case is skipped and says so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The calls as ops for torch.compile and torch.export: opaque, on real tensors, without autograd.
 
-Each runs the code of the eager call (`call/loss.py`, `call/logprob.py`, `engine/passes.py`); `call/compiled.py` puts
+Each runs the code of the eager call (`call/loss.py`, `call/plan.py`, `engine/passes.py`); `call/compiled.py` puts
 autograd around them. Values are checked inside, so that a graph has no branch on them. A tensor that is not wanted
 comes back empty. No argument is written to, and results share no memory.
 """

@@ -178,7 +178,7 @@ def causal_lm_loss(
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
         loss_fn: the loss. The model's soft-cap and logit scale apply, and need not be given.
-        advantages: one per sequence or one per token.
+        advantages: (B,), one per sequence, or (B, T), one per token.
         router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added where the model
             computes one (``output_router_logits=True`` in its config or here); None: the config's weight.
         zero_advantage: treatment of sequences in which no token has a gradient (advantage 0 without KL term and
