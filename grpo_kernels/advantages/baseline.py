@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Each, check_same
-from grpo_kernels.base.sums import discounted_sums
+from grpo_kernels.base.sums import discounted_sums, wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,7 +32,7 @@ def remax_advantages(
     mask = checks.bool_mask(completion_mask)
     checks.expect_shape("baselines", baselines, mask.shape[:1], "(B,)")
     checks.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row")
-    result = _rewards_to_go(rewards, mask) - checks.wide(baselines)[:, None]
+    result = _rewards_to_go(rewards, mask) - wide(baselines)[:, None]
     dtype = torch.promote_types(checks.float_dtype(rewards), checks.float_dtype(baselines))
     return torch.where(mask, result.nan_to_num(nan=0.0), 0.0).to(dtype)
 
@@ -109,10 +109,10 @@ def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     checks.real_tensor("rewards", rewards)
     if rewards.dim() == 2:
         checks.expect_shape("rewards", rewards, mask.shape, "(B, T)")
-        per_token = torch.where(mask, checks.wide(rewards), 0.0)
+        per_token = torch.where(mask, wide(rewards), 0.0)
     else:
         checks.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
-        per_token = torch.where(stats.last_counted(mask), checks.wide(rewards)[:, None], 0.0)
+        per_token = torch.where(stats.last_counted(mask), wide(rewards)[:, None], 0.0)
     checks.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
     unscored = per_token.isnan().any(dim=1, keepdim=True)
     return torch.where(unscored, stats.NAN, discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))

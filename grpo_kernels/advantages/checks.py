@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_mask_values
 from grpo_kernels.base.choices import AdvantageStd, choices
+from grpo_kernels.base.sums import wide
 
 
 def reward_table(
@@ -114,11 +115,6 @@ def std_correction(std: str) -> int:
     """Return the correction of `std`, which divides by n - correction."""
     one_of("std", std, choices(AdvantageStd))
     return 1 if std == "sample" else 0
-
-
-def wide(x: Tensor) -> Tensor:
-    """Convert to float64, or to float32 on a device that has no float64."""
-    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def float_dtype(x: Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
-from grpo_kernels.base.sums import discounted_sums
+from grpo_kernels.base.sums import discounted_sums, wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,7 +46,7 @@ def process_advantages(
         given, ends = _step_table(step_rewards, step_ends)
         batch_size, steps = given.shape
         mask = _process_mask(completion_mask, length, batch_size, given.device)
-        x = checks.wide(given)
+        x = wide(given)
         checks.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
         in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
         checks.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")

@@ -13,7 +13,7 @@ from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
-from grpo_kernels.base.sums import discounted_sums
+from grpo_kernels.base.sums import discounted_sums, wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +57,7 @@ def gae(
     next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
     if last_value is not None:
         is_last = stats.last_counted(mask).gather(1, order)
-        next_v = torch.where(is_last, checks.wide(last_value)[:, None], next_v)
+        next_v = torch.where(is_last, wide(last_value)[:, None], next_v)
     delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
     advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked

@@ -1,7 +1,8 @@
-"""Discounted sums along a sequence."""
+"""Sums and means along sequences, and the precision that statistics are made in."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -15,3 +16,13 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
         y[:, :-span] += discount**span * y[:, span:]
         span *= 2
     return y
+
+
+def sequence_means(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) -> (B, 1): the mean over each row's counted positions, 0 in a row without any."""
+    return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Convert to float64, or to float32 on a device that has no float64."""
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)

@@ -15,13 +15,13 @@ Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.importance import bounded, scored_difference
 from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.config import LossConfig
 
@@ -41,19 +41,10 @@ def check_sampling(config: LossConfig, sampling_per_token_logps: Any, importance
         )
 
 
-def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
-    """Return d of each token, in the shape of both arguments."""
-    return torch.nan_to_num(logps.detach() - sampling_logps, nan=0.0)
-
-
 def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
     """Return exp(`log_ratio`), of any shape, clamped to the config's bounds or 0 outside of them."""
-    ratio = torch.exp(log_ratio)
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
-    if config.truncates_sampling_ratio:
-        return ratio.clamp(low, high)
-    return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
+    return bounded(torch.exp(log_ratio), low, high, truncates=config.truncates_sampling_ratio)
 
 
 def with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tokens:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_number
+from grpo_kernels.base.sums import sequence_means
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.token_loss.formulas import times
 
@@ -239,7 +240,7 @@ class gspo(Ranged):
 
     def loss(self, tokens: TokenInputs) -> Tensor:
         own = tokens.logps - tokens.logps.detach()
-        mean = _sequence_mean(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
+        mean = sequence_means(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
         log_ratio = _at_most(LARGEST_SEQUENCE_LOG_RATIO, own + mean)
         return self._clipped(log_ratio, tokens.advantages)[0]
 
@@ -255,10 +256,10 @@ class geo_mean(Ranged):
     def __call__(self, tokens: TokenInputs) -> Tensor:  # the importance sampling ratios are in the exponent
         log_ratio, up = tokens.logps - tokens.old_per_token_logps, tokens.advantages > 0
         bounded = torch.where(up, _at_most(self.clip_ratio_high, log_ratio), -_at_most(self.clip_ratio_low, -log_ratio))
-        exponent = _sequence_mean(torch.where(tokens.advantages == 0, 0.0, bounded), tokens.mask)
+        exponent = sequence_means(torch.where(tokens.advantages == 0, 0.0, bounded), tokens.mask)
         if tokens.importance_sampling_ratio is not None:
             log_weight = torch.log(tokens.importance_sampling_ratio + 1e-10)  # verl's: a ratio may be 0
-            exponent = exponent + _sequence_mean(log_weight, tokens.mask)
+            exponent = exponent + sequence_means(log_weight, tokens.mask)
         return -times_exp(exponent.expand_as(log_ratio), tokens.advantages)
 
 
@@ -294,8 +295,3 @@ def _at_places(places: Tensor, like: Tensor) -> Tensor:
     found = torch.zeros_like(like).flatten()
     found[places] = True
     return found.view_as(like)
-
-
-def _sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) -> (B, 1): the mean over each row's counted tokens."""
-    return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)

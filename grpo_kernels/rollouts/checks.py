@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import (
@@ -96,11 +95,6 @@ def counted(old: Any, sampling: Any, completion_mask: Any) -> Tensor:
     check_logps("old_per_token_logps", rows)
     check_logps("sampling_per_token_logps", sampling[counts])
     return counts
-
-
-def wide(x: Tensor) -> Tensor:
-    """Convert to float64, or to float32 on a device that has no float64."""
-    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def _listed(names: Any) -> str:

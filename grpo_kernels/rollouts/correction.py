@@ -11,6 +11,8 @@ from torch import Tensor
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode
 from grpo_kernels.base.distributed import all_reduce
+from grpo_kernels.base.importance import bounded, scored_difference
+from grpo_kernels.base.sums import wide
 from grpo_kernels.rollouts import checks, metrics
 from grpo_kernels.rollouts.rules import Bound, log_ratio, statistic
 
@@ -97,20 +99,20 @@ def correct(
 
     sequences = counts.any(dim=1)
     mask = counts[sequences]
-    old = torch.where(mask, checks.wide(old_per_token_logps[sequences]), 0.0)
-    d = torch.where(mask, old - checks.wide(sampling_per_token_logps[sequences]), 0.0).nan_to_num(nan=0.0)
+    old = torch.where(mask, wide(old_per_token_logps[sequences]), 0.0)
+    d = torch.where(mask, scored_difference(old, wide(sampling_per_token_logps[sequences])), 0.0)
     found = metrics.off_policy(old, d, mask, safety_bound)
 
     weights = mask.to(d.dtype)
     if level is not None:
         raw = log_ratio(level, d, mask).clamp(-safety_bound, safety_bound).exp()
-        bounded = _bounded(raw, mode, clip_min, clip_max)
-        found |= metrics.of_weights(raw, bounded, mask, mode, clip_min, clip_max)
+        weights = bounded(raw, clip_min, clip_max, truncates=mode == "truncate")
+        found |= metrics.of_weights(raw, weights, mask, mode, clip_min, clip_max)
         if batch_normalize:
-            mean = _mean(bounded[mask] if level == "token" else bounded[:, 0], process_group)
-            bounded = bounded / mean
+            mean = _mean(weights[mask] if level == "token" else weights[:, 0], process_group)
+            weights = weights / mean
             found["rollout_is_batch_norm_factor"] = mean
-        weights = torch.where(mask, bounded, 0.0)
+        weights = torch.where(mask, weights, 0.0)
 
     kept = mask
     for rule in rules:
@@ -129,14 +131,6 @@ def correct(
     whole_weights[sequences], whole_kept[sequences] = weights, kept
     keep = completion_mask.masked_fill(~whole_kept, 0)
     return Correction(whole_weights.to(old_per_token_logps.dtype), keep, metrics.read(found) if len(mask) else {})
-
-
-def _bounded(raw: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
-    """`raw` weights, clamped or 0 outside of the bounds."""
-    if low is None and high is None:
-        return raw
-    clamped = raw.clamp(low, high)
-    return clamped if mode == "truncate" else torch.where(raw == clamped, raw, 0.0)
 
 
 def _mean(weights: Tensor, process_group: ProcessGroup | None) -> Tensor:

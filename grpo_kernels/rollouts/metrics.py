@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from grpo_kernels.rollouts.checks import wide
-from grpo_kernels.rollouts.rules import Rule, row_means
+from grpo_kernels.base.sums import wide
+from grpo_kernels.rollouts.rules import DIVERGENCES, Rule, row_means
 
 Metrics = dict[str, Tensor]
 
@@ -28,7 +28,7 @@ def off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> Met
         "training_ppl": log_ppl.exp().mean(),
         "training_log_ppl": log_ppl.mean(),
         "kl": -tokens.mean(),
-        "k3_kl": (torch.expm1(tokens) - tokens).mean(),
+        "k3_kl": DIVERGENCES["k3"](tokens).mean(),
         "rollout_ppl": sampling_log_ppl.exp().mean(),
         "rollout_log_ppl": sampling_log_ppl.mean(),
         "log_ppl_diff": gap.mean(),

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.sums import sequence_means
+
 Bound = float | tuple[float | None, float | None]
 
 
@@ -26,10 +28,6 @@ def _sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True)
 
 
-def _mean(x: Tensor, mask: Tensor) -> Tensor:
-    return _sum(x, mask) / mask.sum(dim=1, keepdim=True)
-
-
 def _max(x: Tensor, mask: Tensor) -> Tensor:
     if x.numel() == 0:
         return x.new_zeros(len(x), 1)
@@ -40,10 +38,10 @@ def _max(x: Tensor, mask: Tensor) -> Tensor:
 _AGGREGATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda x, mask: x,
     "seq_sum": _sum,
-    "seq_mean": _mean,
+    "seq_mean": sequence_means,
     "seq_max": _max,
 }
-_DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {  # of D, of any shape
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: torch.expm1(d) - d,
@@ -52,7 +50,7 @@ _DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
 _WEIGHT_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 
 # name -> (level, kind)
-STATISTICS = {f"{level}_{kind}": (level, kind) for level in _AGGREGATES for kind in ("ratio", *_DIVERGENCES)}
+STATISTICS = {f"{level}_{kind}": (level, kind) for level in _AGGREGATES for kind in ("ratio", *DIVERGENCES)}
 
 
 def log_ratio(level: str, d: Tensor, mask: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ def log_ratio(level: str, d: Tensor, mask: Tensor) -> Tensor:
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:
     """(R, T) -> (R,): the mean of each row's counted tokens."""
-    return _mean(x, mask)[:, 0]
+    return sequence_means(x, mask)[:, 0]
 
 
 def statistic(rule: Rule, d: Tensor, mask: Tensor, safety_bound: float) -> Tensor:
@@ -70,4 +68,4 @@ def statistic(rule: Rule, d: Tensor, mask: Tensor, safety_bound: float) -> Tenso
     aggregate = _AGGREGATES[rule.level]
     if rule.kind == "ratio":
         return aggregate(d, mask).clamp(-safety_bound, safety_bound).exp()
-    return aggregate(_DIVERGENCES[rule.kind](d.clamp(-safety_bound, safety_bound)), mask)
+    return aggregate(DIVERGENCES[rule.kind](d.clamp(-safety_bound, safety_bound)), mask)

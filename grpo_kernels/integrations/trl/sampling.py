@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.importance import scored_difference
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.trl.step import counted_tokens
-from grpo_kernels.objective.sampler_correction import bounded_ratio, scored_difference
+from grpo_kernels.objective.sampler_correction import bounded_ratio
 
 
 def is_corrected(trainer: Any) -> bool:
