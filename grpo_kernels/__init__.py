@@ -9,7 +9,8 @@
       its options      LossConfig; presets: published algorithms
       one of your own  objectives, TokenInputs, token_level
       given log-probs  policy_loss_from_logps
-    log-probabilities  linear_logprob, linear_logprob_with, kept_set_logprob
+    log-probabilities  linear_logprob, linear_logprob_with
+      over kept sets   kept_set_logprob, KeptIds
       their gradient   Expectation, policy_expectation
     distillation       linear_divergence, linear_divergence_with, topk_divergence, topk_divergence_with
     a model's head     attach, LMHeadLogProb, LoRA, ReferenceHead
@@ -28,7 +29,9 @@ import logging
 
 from grpo_kernels import advantages, integrations, objectives, presets, rewards, rollouts
 from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's module typing
+from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call import ops as ops  # registers the ops, for graphs that were saved
+from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence, linear_divergence_with
 from grpo_kernels.expectation import policy_expectation
@@ -37,7 +40,7 @@ from grpo_kernels.head.lora import LoRA
 from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.kept_set import kept_set_logprob
 from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
-from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
+from grpo_kernels.loss import GRPOLoss, grpo_loss
 from grpo_kernels.modules import LMHeadLogProb, attach
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
@@ -48,6 +51,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application
 __all__ = [
     "Expectation",
     "GRPOLoss",
+    "KeptIds",
     "LMHeadLogProb",
     "LoRA",
     "LossConfig",

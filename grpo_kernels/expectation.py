@@ -11,9 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_tensor
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.batch.tokens import Layout, read_tokens
+from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.loss import check_loss, make_objective
+from grpo_kernels.call.loss import check_loss, expectation_of, make_objective
 from grpo_kernels.config import LossConfig
 from grpo_kernels.objective.checks import check_config
 
@@ -53,24 +53,4 @@ def policy_expectation(
     if completion_mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
     tokens = read_tokens(inputs.with_blank_ids(completion_mask), torch.float32)
-    objective = make_objective(config, None, tokens, inputs)
-    index_of, may_have_grad = _indices(tokens.layout), objective.may_have_gradient()
-    if may_have_grad is None:
-        may_have_grad = torch.ones_like(tokens.ids, dtype=torch.bool)
-
-    def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        entropies = logps if entropies is None else entropies
-        return objective.coefficients(index_of[index], logps.float(), entropies.float())
-
-    return Expectation(
-        None if objective.couples_tokens else coefficients,
-        graded=tokens.layout.scatter(may_have_grad),
-        has_entropy_gradient=objective.has_entropy_gradient,
-    )
-
-
-def _indices(layout: Layout) -> Tensor:
-    """Return the index of the counted token at each position, (B * T,); 0 where masked, which is never looked up."""
-    index = torch.zeros(layout.batch * layout.columns, dtype=torch.long, device=layout.positions.device)
-    index[layout.positions] = torch.arange(layout.positions.shape[0], device=index.device)
-    return index
+    return expectation_of(make_objective(config, None, tokens, inputs), tokens)

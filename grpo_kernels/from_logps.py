@@ -7,22 +7,18 @@ were made elsewhere: over kept sets (`kept_set_logprob`), or by a model's own he
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_shape, check_tensor, warn_of_ratio
+from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.batch.tokens import Layout
+from grpo_kernels.call.given import given_loss
 from grpo_kernels.call.loss import check_loss, counted_tokens, make_objective
+from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
-from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.products import accumulator_of
-from grpo_kernels.loss import LossOutput
 from grpo_kernels.objective.custom import TokenInputs
-from grpo_kernels.objective.evaluation import Evaluation
-from grpo_kernels.objective.measure import loss_metrics
 
 
 def policy_loss_from_logps(
@@ -85,28 +81,5 @@ def _loss_of(
     dtype = accumulator_of(logps.dtype)
     tokens = counted_tokens(inputs.with_blank_ids(logps), config, objective, dtype)
     policy = make_objective(config, objective, tokens, inputs)
-    rows = [x.detach().reshape(-1)[tokens.layout.positions].to(dtype) for x in (logps, entropies)]
-    done = policy.evaluate(*rows)
-    loss = _GivenLoss.apply(logps, entropies, done, tokens.layout)
-    scores = [tokens.layout.scatter(x) for x in rows]
     num_items = inputs.num_items_in_batch is not None
-    if tokens.old_per_token_logps is not None:
-        warn_of_ratio(done.terms.token_log_ratio)
-    metrics = loss_metrics(config, tokens, rows[1], done, done.has_gradient.sum(), num_items=num_items)
-    return LossOutput(loss, scores[0], scores[1], metrics, "given", "torch")
-
-
-@first_order
-class _GivenLoss(torch.autograd.Function):
-    """``forward(ctx, logps, entropies, done, layout)`` -> the loss () of an evaluation that carries its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logps: Tensor, entropies: Tensor, done: Evaluation, layout: Layout) -> Tensor:
-        ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
-        ctx.save_for_backward(done.d_logp, done.coefficients.d_entropy)
-        return done.loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        found = [None if x is None else ctx.layout.scatter(d_loss * x) for x in ctx.saved_tensors]
-        return *(None if x is None else x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), None, None
+    return given_loss(logps, entropies, config, tokens, policy, num_items=num_items)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_fake, is_fake
-from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype, LogprobOutput
+from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype, LogprobOutput, WithoutSet
+from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.expected import Expectation, Expected
-from grpo_kernels.call.logprob import ScoreInputs
+from grpo_kernels.call.kept import KeptInputs, kept_logprob
+from grpo_kernels.call.logprob import ScoreInputs, score
 from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.plan import plan_call
-from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.engines import ONE_PASS
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
@@ -41,7 +41,7 @@ def linear_logprob(
     ids: Tensor,
     *,
     bias: Tensor | None = ...,
-    entropy: Literal[True] = ...,
+    entropy: Literal[True, "full"] = ...,
     **options: Unpack[LogprobKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -65,7 +65,7 @@ def linear_logprob(
     ids: Tensor,
     *,
     bias: Tensor | None = ...,
-    entropy: bool,
+    entropy: bool | Literal["full"],
     **options: Unpack[LogprobKeywords],
 ) -> tuple[Tensor, Tensor | None]: ...
 
@@ -80,7 +80,9 @@ def linear_logprob(
     temperature: float | Tensor = 1.0,
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
-    entropy: bool = True,
+    entropy: bool | Literal["full"] = True,
+    kept_ids: Tensor | KeptIds | None = None,  # (..., K)
+    without_set: WithoutSet = "error",
     expected: Expected | None = None,
     logits_dtype: LogitsDtype = "float32",
     engine: EngineName = "auto",
@@ -102,7 +104,8 @@ def linear_logprob(
         temperature: a number, or one per position, shaped like `ids`; a constant, without gradient.
         final_logit_softcapping: cap, or None.
         logit_scale: factor on the logits.
-        entropy: whether to compute the entropy at all.
+        entropy: whether to compute the entropy at all; ``"full"`` only with `kept_ids`.
+        kept_ids, without_set: as in `kept_set_logprob`, which computes the call if `kept_ids` are given.
         expected: the upstream gradient that will arrive, up to one common factor: a = d loss / d logp shaped like
             `ids`; or (a, b) with b = d loss / d entropy or None; or an `Expectation`, or just its function. The
             gradient is exact whatever is expected. Not used under torch.compile, which takes two passes.
@@ -129,7 +132,15 @@ def linear_logprob(
     inputs = ScoreInputs(mask, ("entropy",) if entropy else (), ids, expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    results = _score(inputs, head, Execution(engine, backend, workspace_bytes), options)
+    execution = Execution(engine, backend, workspace_bytes)
+    if kept_ids is not None:
+        return kept_logprob(
+            KeptInputs(mask, (), ids, kept_ids, without_set, entropy, execution, expected), head, options
+        )
+    check_without_set(without_set)
+    if not isinstance(entropy, bool):
+        raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
+    results = _score(inputs, head, execution, options)
     return results["logps"], results.get("entropy")
 
 
@@ -144,6 +155,8 @@ def linear_logprob_with(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
     outputs: tuple[LogprobOutput, ...] = ("entropy",),
+    kept_ids: Tensor | KeptIds | None = None,  # (..., K)
+    without_set: WithoutSet = "error",
     expected: Expected | None = None,
     logits_dtype: LogitsDtype = "float32",
     engine: EngineName = "auto",
@@ -157,24 +170,31 @@ def linear_logprob_with(
     """`linear_logprob` with a choice of `outputs`, in the same pass: a dict with ``"logps"`` and those asked for.
 
     Besides ``"entropy"`` there are, without gradient, ``"log_sum_sq_probs"`` (log of sum p_j^2), ``"mean_logits"`` (z's
-    mean over the vocabulary) and ``"is_top1"`` (bool). `gather` makes a context in which the weight is whole (DeepSpeed
-    ZeRO-3), for a backward that reads it again. All results have the shape of `ids`.
+    mean over the vocabulary) and ``"is_top1"`` (bool); over kept sets there is the entropy alone. `gather` makes a
+    context in which the weight is whole (DeepSpeed ZeRO-3), for a backward that reads it again. All results have the
+    shape of `ids`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
-    inputs = ScoreInputs(mask, outputs, ids, expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
     execution = Execution(engine, backend, workspace_bytes, gather)
-    return _score(inputs, head, execution, options)
+    if kept_ids is None:
+        check_without_set(without_set)
+        return _score(ScoreInputs(mask, outputs, ids, expected), head, execution, options)
+    if {*outputs} - {"entropy"}:
+        raise ValueError(f"outputs: expected no other than 'entropy' with kept_ids, got {outputs}")
+    sets = KeptInputs(mask, (), ids, kept_ids, without_set, "entropy" in outputs, execution, expected)
+    logps, entropies = kept_logprob(sets, head, options)
+    return {"logps": logps} if entropies is None else {"logps": logps, "entropy": entropies}
 
 
 def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
     """Make the call: eagerly, while a graph is compiled, or with fake tensors."""
     compiling = torch.compiler.is_compiling()
     if not compiling and not is_fake(head.hidden, head.weight):
-        return _score_eagerly(inputs, head, execution, options)
+        return score(inputs, head, execution, options)
     from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
     engine, gather = execution.engine, execution.gather
@@ -187,15 +207,4 @@ def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: Hea
     execution = replace(execution, engine=engine, gather=gather)
     if gather is None and head.is_plain:
         return compiled.linear_logprob(inputs, head, execution, options)
-    return compiled.eagerly(_score_eagerly, inputs, head, execution, options)
-
-
-def _score_eagerly(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """Plan the call, run one forward, and return the results in the shape of the ids."""
-    head, request = plan_call(inputs, head, execution, options)
-    operands = head.operands(request.rows.positions)
-    logps, entropies, _, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
-    results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
-    if entropies is not None:
-        results["entropy"] = entropies
-    return {name: x.view(inputs.ids.shape) for name, x in results.items()}
+    return compiled.eagerly(score, inputs, head, execution, options)

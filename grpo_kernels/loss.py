@@ -19,21 +19,23 @@ there is a third, c_t = d loss / d KL_t, and ``c_t p_j (log p_j - log q_j - KL_t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.checks import check_fake, check_gather, is_fake
-from grpo_kernels.base.choices import BackendName, EngineName
+from grpo_kernels.base.choices import BackendName, EngineName, WithoutSet
 from grpo_kernels.batch.inputs import LossInputs
+from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
+from grpo_kernels.call.kept_loss import kept_loss
 from grpo_kernels.call.loss import Custom, plan_loss
 from grpo_kernels.call.options import Execution, check_options
+from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.engine.request import Gather
@@ -43,7 +45,6 @@ from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.objective.checks import check_config, check_names, check_objective
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
-from grpo_kernels.objective.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,57 +54,6 @@ if TYPE_CHECKING:
     from grpo_kernels.objective.keywords import LossFields
 
 _DEFAULT = LossConfig()
-
-
-@dataclass  # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
-class LossOutput:
-    """Result of `grpo_loss`.
-
-    Attributes:
-        loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).
-        per_token_logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
-        entropies: of the same shape and dtype, detached, 0 where masked.
-        metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
-        engine: which engine served the call: one of `engine.engines.ENGINES`.
-        backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``.
-    """
-
-    loss: Tensor
-    per_token_logps: Tensor
-    entropies: Tensor
-    metrics: Metrics
-    engine: str
-    backend: str
-
-
-_Context = tuple[str, str]  # engine, backend
-
-
-def _flatten(out: LossOutput) -> tuple[list[Any], _Context]:
-    return [out.loss, out.per_token_logps, out.entropies, out.metrics], (out.engine, out.backend)
-
-
-def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
-    found, context = _flatten(out)
-    names = (field.name for field in fields(LossOutput))
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], context
-
-
-def _unflatten(found: Iterable[Any], context: _Context) -> LossOutput:
-    loss, per_token_logps, entropies, metrics = found
-    return LossOutput(loss, per_token_logps, entropies, metrics, *context)
-
-
-# DDP with static_graph=True silently drops the gradients of an output that is not a registered pytree.
-pytree.register_pytree_node(
-    LossOutput,
-    _flatten,
-    _unflatten,
-    serialized_type_name="grpo_kernels.LossOutput",
-    to_dumpable_context=list,
-    from_dumpable_context=tuple,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
 
 
 def grpo_loss(
@@ -131,6 +81,8 @@ def grpo_loss(
     sequence_group: ProcessGroup | None = None,
     gather: Gather | None = None,
     reference: ReferenceHead | None = None,
+    kept_ids: Tensor | KeptIds | None = None,  # (B, T, K) or (N, K)
+    without_set: WithoutSet = "error",
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -179,6 +131,10 @@ def grpo_loss(
         reference: hidden states and head of the reference model, for the KL term over the whole vocabulary; needed if
             ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. It costs 2 N V H' floating point
             operations, and a second chunk of logits within the same workspace. Breaks the graph of torch.compile.
+        kept_ids: the ids that a truncating sampler (top-k, top-p, min-p) kept at each position, as in
+            `kept_set_logprob`: log-probabilities and entropies are taken over these sets, at the cost of the sets. The
+            old, reference and sampling log-probabilities must be, too. Breaks the graph of torch.compile.
+        without_set: as in `kept_set_logprob`.
 
     Returns:
         `LossOutput`.
@@ -194,6 +150,9 @@ def grpo_loss(
     )  # fmt: skip
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference)
     execution = Execution(engine, backend, workspace_bytes, gather, sequence_group)
+    if kept_ids is not None:
+        return _kept_loss(inputs, head, execution, config, objective, kept_ids, without_set)
+    check_without_set(without_set)
     if torch.compiler.is_compiling() or is_fake(hidden, weight):
         return _compiled_loss(inputs, head, execution, config, objective)
     return _loss(inputs, head, execution, config, objective)
@@ -237,6 +196,15 @@ def _compiled_loss(
     if head.is_plain and gather is None and sequence_group is None and objective is None:
         return LossOutput(*compiled.policy_loss(inputs, head, execution, config))
     return compiled.eagerly(_loss, inputs, head, execution, config, objective)
+
+
+def _kept_loss(*arguments: Any) -> LossOutput:
+    """Compute the loss over kept sets, eagerly."""
+    if not torch.compiler.is_compiling():
+        return kept_loss(*arguments)
+    from grpo_kernels.call import compiled  # not at import: it loads the compiler
+
+    return compiled.eagerly(kept_loss, *arguments)
 
 
 _FIELDS = {field.name: None for field in fields(LossConfig)}

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.divergence import linear_divergence_with
 from grpo_kernels.head.hooks import check_hooks, run_pre_hooks
 from grpo_kernels.head.module import constants_of, divided_modules, linear_of, parameters_of
 from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.logprob import linear_logprob_with
-from grpo_kernels.loss import LossOutput, grpo_loss
+from grpo_kernels.loss import grpo_loss
 from grpo_kernels.topk_divergence import topk_divergence_with
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from grpo_kernels.base.choices import (
     SamplingMode,
     TopKDivergenceName,
     TopKOutput,
+    WithoutSet,
     ZeroAdvantage,
 )
 from grpo_kernels.call.expected import Expected
@@ -52,7 +53,7 @@ __all__ = [
     "AdvantageScale", "AdvantageStd", "BackendName", "CorrectionLevel", "CorrectionMode", "DivergenceName",
     "DivergenceOutput", "EngineName", "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput",
     "LossTypeName", "PaddingMode", "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput",
-    "ZeroAdvantage",
+    "WithoutSet", "ZeroAdvantage",
     # keyword arguments
     "DivergenceKeywords", "DivergenceWithKeywords", "KeptSetKeywords", "LogprobKeywords", "LossFields", "LossKeywords",
     "LossModuleKeywords", "TopKKeywords", "TopKWithKeywords",

@@ -21,6 +21,7 @@ DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 DivergenceOutput = Literal["entropy", "logps"]
 TopKDivergenceName = Literal["forward_kl", "reverse_kl"]
 TopKOutput = Literal["student_mass"]
+WithoutSet = Literal["error", "full"]
 
 AdvantageScale = Literal["group", "batch", "mean", "none"]
 AdvantageStd = Literal["sample", "population"]

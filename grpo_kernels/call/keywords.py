@@ -19,7 +19,9 @@ from grpo_kernels.base.choices import (
     LogitsDtype,
     TopKDivergenceName,
     TopKOutput,
+    WithoutSet,
 )
+from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call.expected import Expectation, Expected
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
@@ -67,6 +69,8 @@ class LossModuleKeywords(HeadKeywords, total=False):
     sequence_group: ProcessGroup | None
     gather: Gather | None
     reference: ReferenceHead | None
+    kept_ids: Tensor | KeptIds | None
+    without_set: WithoutSet
 
 
 class LossKeywords(LossModuleKeywords, ExecutionKeywords, total=False):
@@ -80,17 +84,18 @@ class LogprobKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=Fals
 
     mask: Tensor | None
     expected: Expected | None
+    kept_ids: Tensor | KeptIds | None
+    without_set: WithoutSet
 
 
-class KeptSetKeywords(TypedDict, total=False):
+class KeptSetKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):
     """Keyword arguments of `kept_set_logprob`, except `entropy`."""
 
     bias: Tensor | None
     mask: Tensor | None
-    temperature: float | Tensor
-    final_logit_softcapping: float | None
-    logit_scale: float
-    workspace_bytes: int | None
+    without_set: WithoutSet
+    expected: Expected | None
+    gather: Gather | None
 
 
 class DivergenceKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):

@@ -1,4 +1,4 @@
-"""Per-position arguments of `linear_logprob_with`."""
+"""One call of `linear_logprob_with`: its per-position arguments, and the forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.base.checks import check_ids
 from grpo_kernels.call.expected import Expected, ExpectedRows, read_expected
-from grpo_kernels.call.plan import PositionInputs
+from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.plan import PositionInputs, plan_call
+from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.head.lm_head import LMHead
 
@@ -40,3 +42,18 @@ class ScoreInputs(PositionInputs):
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
         """Return the rows, and their expected upstream gradient."""
         return rows, read_expected(self.expected, ids, rows.positions, dtype, entropy=self.entropy)
+
+
+def score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
+    """Plan the call, run one forward, and return the results in the shape of the ids.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
+    """
+    head, request = plan_call(inputs, head, execution, options)
+    operands = head.operands(request.rows.positions)
+    logps, entropies, _, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
+    results = {"logps": logps, **dict(zip(request.extras, extras, strict=True))}
+    if entropies is not None:
+        results["entropy"] = entropies
+    return {name: x.view(inputs.ids.shape) for name, x in results.items()}

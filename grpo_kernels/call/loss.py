@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from grpo_kernels.base.checks import check_gather, check_ids, check_logps, warn_
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.checked_head import CheckedHead, plan_head
+from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.options import Execution, HeadOptions
 from grpo_kernels.call.plan import fuses
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
@@ -145,6 +147,26 @@ def make_objective(config: LossConfig, objective: Custom | None, tokens: Tokens,
     if tokens.layout.shard is not None:
         policy.settle()
     return policy
+
+
+def expectation_of(policy: Objective, tokens: Tokens) -> Expectation:
+    """Return the gradient that `policy` will send to log-probabilities and entropies, for ids in the batch's shape."""
+    layout, dtype = tokens.layout, tokens.advantages.dtype
+    row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=tokens.ids.device)  # of each position
+    row[layout.positions] = torch.arange(len(tokens), device=row.device)
+    may_have_grad = policy.may_have_gradient()
+    if may_have_grad is None:
+        may_have_grad = torch.ones_like(tokens.ids, dtype=torch.bool)
+
+    def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        entropies = logps if entropies is None else entropies
+        return policy.coefficients(row[index], logps.to(dtype), entropies.to(dtype))
+
+    return Expectation(
+        None if policy.couples_tokens else coefficients,
+        graded=layout.scatter(may_have_grad),
+        has_entropy_gradient=policy.has_entropy_gradient,
+    )
 
 
 def _checked(

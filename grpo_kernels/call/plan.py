@@ -72,10 +72,10 @@ class PositionInputs:
         return {"outputs": self.outputs, "ids": rows.ids}
 
 
-def plan_call(
+def check_call(
     inputs: PositionInputs, head: LMHead, execution: Execution, options: HeadOptions
-) -> tuple[LMHead, Request]:
-    """Check the arguments of a call and plan it; return this rank's head, and the request.
+) -> tuple[CheckedHead, Rows, ExpectedRows]:
+    """Check the arguments of a call; return this rank's head, the rows, and their expected upstream gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
@@ -98,7 +98,18 @@ def plan_call(
             values |= {"mask": positions, **inputs.described(rows), **expected.described()}
             values |= options.described(inv_temperature)
     planned = planned.divided(values)
-    rows = inputs.check_range(planned, rows)
+    return planned, inputs.check_range(planned, rows), expected
+
+
+def plan_call(
+    inputs: PositionInputs, head: LMHead, execution: Execution, options: HeadOptions
+) -> tuple[LMHead, Request]:
+    """Check the arguments of a call and plan it; return this rank's head, and the request.
+
+    Raises:
+        TypeError, ValueError: as `check_call`.
+    """
+    planned, rows, expected = check_call(inputs, head, execution, options)
     engine = _engine(inputs, planned, expected)
     request = Request(
         rows=rows,

@@ -42,14 +42,15 @@ class HeadPlan:
         """Return the products with `weight`, which may be a part of the head."""
         return Products(weight, self.compute_dtype, self.accumulator, self._slice_bytes)
 
+    def operand_dtypes(self, head: HeadTensors[Tensor]) -> list[torch.dtype]:
+        """Return the dtype of the operands of each of `HeadTensors.factors`; an adapter keeps its own precision."""
+        _, *adapter = head.factors()
+        return [self.compute_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
+
     def all_products(self, head: HeadTensors[Tensor], columns: slice = slice(None)) -> list[Products]:
-        """Return the products of `HeadTensors.factors`, in their order; an adapter keeps its own precision."""
-        first, *adapter = head.factors()
-        products = [self.products(first[1][columns])]
-        for lora_u, lora_b in adapter:
-            dtype = torch.promote_types(lora_u.dtype, lora_b.dtype)
-            products.append(Products(lora_b[columns], dtype, self.accumulator, self._slice_bytes))
-        return products
+        """Return the products of `HeadTensors.factors`, in their order."""
+        pairs = zip(head.factors(), self.operand_dtypes(head), strict=True)
+        return [Products(matrix[columns], dtype, self.accumulator, self._slice_bytes) for (_, matrix), dtype in pairs]
 
     @property
     def _slice_bytes(self) -> int:

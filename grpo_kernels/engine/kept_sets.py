@@ -1,229 +1,310 @@
 """The products of kept sets: hidden states times the head's rows for each position's kept ids, which are gathered.
 
 The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with hidden states (r, H)
-to z (r, w), reduce. Backward: d z from the saved tensors; gather again and multiply with d z for d hidden; the outer
-product of d z and hidden states, added to the ids' rows of d weight.
+to raw projections (r, w), and reduce these as a chunk of w logits a row. Backward: differentiate the saved logits;
+gather again and multiply for d hidden; the outer product with hidden states is added to the ids' rows of d weight.
+
+With a divided head, every rank has those ids of each set that are among its rows, in blocks of its own. The ranks join
+the statistics of all positions (`vocab_parallel`), and sum d hidden.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.torch_rows import TorchRows
+from grpo_kernels.base.records import take
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.products import accumulator_of
-from grpo_kernels.engine.records import NeedsGrad
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.passes import scatter
+from grpo_kernels.engine.records import Head, HeadTensors, NeedsGrad, Rows
+from grpo_kernels.engine.request import Gather
+
+_ROWS = TorchRows()  # sets are short: their row work is little beside the gathering
+
+
+class Span(NamedTuple):
+    """Rows whose sets are projected together."""
+
+    rows: slice  # of `KeptSets.order`
+    width: int  # ids of the largest set
+    longest: int  # entries of the longest list, with its padding
 
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The positions to project, those with the largest sets first, and how to project them.
+    """The rows of a call, their sets, and how to project them.
 
-    A position whose set is one id is not among them: its log-probability and entropy are 0, and so is their gradient.
+    A set of one id is in no block: its log-probability and entropy are 0, and so is their gradient.
     """
 
-    rows: Tensor  # (m,) int64, indices into the flattened ids
-    ids: Tensor  # (m,) int64, in [0, V)
-    blocks: list[tuple[slice, int]]  # slices of `rows`, each with the size of its largest set
-    entries: int  # (position, kept id) pairs that are gathered at a time
-    invalid: Tensor | None  # (N,) bool: positions whose results are NaN; None: none
+    rows: Rows  # n rows
+    ids: Tensor  # (M,) entries, one position after the other; -1 is padding
+    offsets: Tensor  # (N + 1,) int64, bounds of each position's entries
+    projected: Tensor  # (n,) bool: rows whose set is projected, on whatever rank
+    order: Tensor  # (m,) index among the rows: those of which this rank has ids, the largest sets first
+    spans: list[Span]
+    plan: HeadPlan
     needs_grad: NeedsGrad
     entropy: bool
-    compute_dtype: torch.dtype
-    scale: float
-    softcap: float | None
-    inv_temperature: float | Tensor  # a number, or (m, 1)
+    gathered_weight: Gather = nullcontext  # context in which the backward has the whole weight (ZeRO-3)
 
     @property
-    def accumulator(self) -> torch.dtype:
-        return accumulator_of(self.compute_dtype)
+    def first_id(self) -> int:
+        """Id of this rank's first row of the head."""
+        return 0 if self.plan.shard is None else self.plan.shard.start
 
-    def inv_t(self, rows: slice | Tensor) -> float | Tensor:
-        """1 / temperature of some of the rows."""
-        return self.inv_temperature[rows] if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
-
-    def operand(self, hidden: Tensor) -> Tensor:
-        """Hidden states rounded to the compute dtype, in the dtype of the products."""
-        return hidden.to(self.compute_dtype).to(self.accumulator)
+    def transform(self, at: Tensor) -> LogitTransform:
+        """Return the transform of the rows `at` (r,), without bias."""
+        inv_t = self.rows.inv_temperature
+        return self.plan.transform(None, inv_t[at] if isinstance(inv_t, Tensor) else inv_t)
 
 
-def stages_of(weight: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
-    """Return the stages of a gathered row: as stored, rounded to the compute dtype, as an operand of fp32 products."""
-    dtypes = [weight.dtype, dtype, accumulator_of(dtype)]
+def entry_bytes(head: HeadTensors[Tensor], plan: HeadPlan) -> int:
+    """Return the bytes of one entry's gathered rows."""
+    pairs = zip(head.factors(), plan.operand_dtypes(head), strict=True)
+    return sum(
+        matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, plan.accumulator))
+        for (_, matrix), dtype in pairs
+    )
+
+
+def _stages(*dtypes: torch.dtype) -> list[torch.dtype]:
+    """Return the dtypes that a gathered row goes through: as stored, as an operand, as one of fp32 products."""
     return [x for i, x in enumerate(dtypes) if i == 0 or x != dtypes[i - 1]]
 
 
-class _HeadRows:
-    """Gather the head's rows for kept ids, into memory that every call uses again."""
+class _Gathered:
+    """The rows of a factor's matrix (V, K) for kept ids, in memory that every block uses again.
 
-    def __init__(self, weight: Tensor, sets: KeptSets) -> None:
-        largest = max(((rows.stop - rows.start) * width for rows, width in sets.blocks), default=0)
-        self._weight, self._entries = weight.detach(), min(sets.entries, largest)
-        dtypes = stages_of(weight, sets.compute_dtype)
-        self._stages = [weight.new_empty(self._entries, weight.shape[1], dtype=dtype) for dtype in dtypes]
+    Args:
+        dtype: dtype that operands are rounded to.
+        accumulator: dtype of the products.
+        entries: number of rows to gather at a time.
+    """
+
+    def __init__(self, matrix: Tensor, dtype: torch.dtype, accumulator: torch.dtype, entries: int) -> None:
+        self.entries, self._matrix, self._dtypes = entries, matrix.detach(), (dtype, accumulator)
+        stages = _stages(matrix.dtype, *self._dtypes)
+        self._stages = [matrix.new_empty(entries, matrix.shape[1], dtype=x) for x in stages]
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Return rows of the other factor as an operand of the products."""
+        dtype, accumulator = self._dtypes
+        return x.to(dtype).to(accumulator)
+
+    def of(self, kept: Tensor) -> Tensor:
+        """Gather (r, w) ids -> (r, w, K); valid until the next call."""
+        n = kept.numel()
+        torch.index_select(self._matrix, 0, kept.reshape(-1), out=self._stages[0][:n])
+        for x, y in itertools.pairwise(self._stages):
+            y[:n].copy_(x[:n])
+        return self._stages[-1][:n].view(*kept.shape, self._matrix.shape[1])
+
+    def outer(self, d_raw: Tensor, x: Tensor) -> Tensor:
+        """(r, w) and (r, K) -> (r w, K): d matrix of each entry; valid until the next call."""
+        out = self._stages[-1][: d_raw.numel()]
+        torch.bmm(d_raw[:, :, None], x[:, None, :], out=out.view(*d_raw.shape, out.shape[1]))
+        return out
 
     def pieces(self, rows: int, width: int) -> list[slice]:
         """Return slices of a (rows, width) block's columns that fit in memory; several only if one row is too long."""
-        step = max(1, self._entries // max(1, rows))
+        step = max(1, self.entries // max(1, rows))
         return [slice(start, min(start + step, width)) for start in range(0, width, step)]
-
-    def of(self, kept: Tensor) -> Tensor:
-        """Gather (r, w) ids -> (r, w, H); valid until the next call."""
-        n = kept.numel()
-        torch.index_select(self._weight, 0, kept.reshape(-1), out=self._stages[0][:n])
-        for x, y in itertools.pairwise(self._stages):
-            y[:n].copy_(x[:n])
-        return self._stages[-1][:n].view(*kept.shape, self._weight.shape[1])
-
-    def outer(self, d_raw: Tensor, hidden: Tensor) -> Tensor:
-        """(r, w) and (r, H) -> (r w, H): d weight of each entry; valid until the next call."""
-        out = self._stages[-1][: d_raw.numel()]
-        torch.bmm(d_raw[:, :, None], hidden[:, None, :], out=out.view(*d_raw.shape, out.shape[1]))
-        return out
-
-
-def _in_order(kept: Tensor, ids: Tensor, width: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return (r, K) sets as (r, width) ids, and a mask of the padding; padding repeats the sampled id, with gradient 0.
-
-    So NaN in a position's hidden state reaches the gradient of no id outside of its set.
-    """
-    kept = torch.where(kept < vocab, kept, -1).long().sort(dim=1, descending=True).values[:, :width]
-    padding = kept < 0
-    padding[:, 1:] |= kept[:, 1:] == kept[:, :-1]
-    return torch.where(padding, ids[:, None], kept), padding
 
 
 class _Block(NamedTuple):
-    """Tensors of a block of rows that the forward saves."""
+    """Tensors of a block of r rows that the forward saves."""
 
-    kept: Tensor  # (r, w) ids, in order
-    log_probs: Tensor  # (r, w), -inf in the padding
-    hot: Tensor  # (r, 1): column of the sampled id
-    slope: Tensor | None  # (r, w), the soft-cap's derivative
+    kept: Tensor  # (r, w) int32 ids, counted from this rank's first, each once; padding repeats the row's first id
+    logits: Tensor  # (r, w), -inf in the padding
+    target: Tensor  # (r,) column of the sampled id; -1 if another rank has it
 
 
 @first_order
 class KeptSetLogprob(torch.autograd.Function):
-    """``forward(ctx, hidden, weight, bias, kept, sets)`` -> logps (N,), entropies (N,) or None; `kept` (N, K)."""
+    """``forward(ctx, sets, *own)`` -> logps (N,), entropies (N,) or None, where `own` are the tensors of a `Head`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # (N, H)
-        weight: Tensor,  # (V, H)
-        bias: Tensor | None,  # (V,)
-        kept: Tensor,  # (N, K)
-        sets: KeptSets,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, sets: KeptSets, *own: Any) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        logps = hidden.new_zeros(hidden.shape[0], dtype=sets.accumulator)
-        entropies = torch.zeros_like(logps) if sets.entropy else None
-        saved: list[Tensor | None] = []
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = _HeadRows(weight, sets)
-            for rows, width in sets.blocks:
-                positions, ids = sets.rows[rows], sets.ids[rows]
-                some, padding = _in_order(kept[positions], ids, width, weight.shape[0])
-                z, slope = _logits(head, sets.operand(hidden[positions]), some, bias, sets, rows)
-                z.masked_fill_(padding, -torch.inf)
-                log_probs = z - z.amax(dim=1, keepdim=True)
-                log_probs -= torch.logsumexp(log_probs, dim=1, keepdim=True)
-                hot = ((some == ids[:, None]) & ~padding).to(torch.uint8).argmax(dim=1, keepdim=True)
-                logps[positions] = log_probs.gather(1, hot)[:, 0]
-                if entropies is not None:
-                    entropies[positions] = _entropies(log_probs)
-                if sets.needs_grad.hidden or sets.needs_grad.head:
-                    saved += _Block(some, log_probs, hot, slope)
-        if sets.invalid is not None:
-            for x in (logps, entropies):
-                if x is not None:
-                    x.masked_fill_(sets.invalid, torch.nan)
-        ctx.sets, ctx.bias_dtype = sets, None if bias is None else bias.dtype
-        ctx.save_for_backward(hidden, weight, *saved)
-        return logps, entropies
+        head, shard = Head(*own), sets.plan.shard
+        stats, blocks = _no_stats(sets), list[_Block]()
+        with torch.autocast(head.hidden.device.type, enabled=False):
+            factors = _factors(head, sets)
+            for span in sets.spans:
+                at = sets.order[span.rows]
+                kept, target = _in_order(sets, at, span, head.weight.shape[0])
+                block = _Block(kept, _logits(factors, head, sets, at, kept), target)
+                _write(stats, at, _ROWS.stats(_chunk(block, sets, at, target.clamp(min=0)), entropy=sets.entropy))
+                if any(sets.needs_grad):
+                    blocks.append(block)
+            if shard is not None:
+                stats = shard.joined(stats, sets.rows.ids, LogitTransform())
+        ctx.sets, ctx.count = sets, len(own)
+        ctx.save_for_backward(*own, *_numbers(stats), *itertools.chain(*blocks))
+        logps, entropies = stats.logps, stats.entropies
+        return _result(logps, sets, head), None if entropies is None else _result(entropies, sets, head)
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        sets, (hidden, weight, *saved) = ctx.sets, ctx.saved_tensors
-        needs_grad, new = sets.needs_grad, hidden.new_zeros
-        if d_logps is None and d_entropies is None:
-            return None, None, None, None, None
-        d_hidden = torch.zeros_like(hidden) if needs_grad.hidden else None
-        d_weight = new(weight.shape, dtype=sets.accumulator) if needs_grad.weight else None
-        d_bias = new(weight.shape[0], dtype=sets.accumulator) if needs_grad.bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = _HeadRows(weight, sets)
-            for i, (rows, _) in enumerate(sets.blocks):
-                g, h = (None if x is None else x[sets.rows[rows]] for x in (d_logps, d_entropies))
-                block = _Block(*saved[len(_Block._fields) * i :][: len(_Block._fields)])
-                d_raw, grad_rows = _d_raw(block, g, h, sets, rows)
-                some, positions = block.kept[grad_rows], sets.rows[rows][grad_rows]
-                states = sets.operand(hidden[positions])
-                d_states = torch.zeros_like(states)
-                for columns in head.pieces(*some.shape):
-                    index, part = some[:, columns], d_raw[:, columns]
-                    if d_hidden is not None:
-                        d_states += torch.bmm(part[:, None, :], head.of(index))[:, 0]
-                    if d_weight is not None:
-                        d_weight.index_add_(0, index.reshape(-1), head.outer(part, states))
-                if d_hidden is not None:
-                    d_hidden[positions] = d_states.to(d_hidden.dtype)
-                if d_bias is not None:
-                    d_bias.index_add_(0, some.reshape(-1), d_raw.reshape(-1))
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(ctx.bias_dtype),
-            None,
-            None,
-        )
+        sets: KeptSets = ctx.sets
+        with sets.gathered_weight(), torch.autocast(sets.ids.device.type, enabled=False):
+            saved = iter(ctx.saved_tensors)
+            head, stats = Head(*itertools.islice(saved, ctx.count)), RowStats(*itertools.islice(saved, 4))
+            upstream = [x for x in (d_logps, d_entropies) if x is not None]
+            if not upstream:
+                return None, *(None for _ in head)
+            sums, factors = _Sums(head, sets), _factors(head, sets)
+            for span in sets.spans:
+                at, block = sets.order[span.rows], _Block(*itertools.islice(saved, len(_Block._fields)))
+                moved = torch.stack([x[sets.rows.positions[at]] != 0 for x in upstream]).any(dim=0)
+                some = moved.nonzero()[:, 0]
+                if not len(some):
+                    continue
+                at, block = at[some], take(block, some)
+                sums.add(factors, block.kept, _d_raw(block, sets, at, stats, d_logps, d_entropies), at)
+        return None, *sums.gradients()
 
 
-def _logits(
-    head: _HeadRows, states: Tensor, some: Tensor, bias: Tensor | None, sets: KeptSets, rows: slice
-) -> tuple[Tensor, Tensor | None]:
-    """z (r, w) of the ids `some` (r, w), and the soft-cap's derivative 1 - tanh^2, or None without one."""
-    z = states.new_empty(some.shape)
-    for columns in head.pieces(*some.shape):
-        z[:, columns] = torch.bmm(head.of(some[:, columns]), states[:, :, None])[..., 0]
-    if bias is not None:
-        z += bias.detach()[some].to(z.dtype)
-    z *= sets.scale
-    slope = None
-    if sets.softcap is not None:
-        z = torch.tanh(z / sets.softcap)
-        slope = 1 - z * z
-        z = z * sets.softcap
-    return z * sets.inv_t(rows), slope
+def _factors(head: Head, sets: KeptSets) -> list[_Gathered]:
+    """Return the gathered rows of each factor, for as many entries at a time as the workspace holds."""
+    plan = sets.plan
+    largest = max(((span.rows.stop - span.rows.start) * span.width for span in sets.spans), default=0)
+    entries = min(max(1, plan.workspace_bytes // entry_bytes(head, plan)), largest)
+    pairs = zip(head.factors(), plan.operand_dtypes(head), strict=True)
+    return [_Gathered(matrix, dtype, plan.accumulator, entries) for (_, matrix), dtype in pairs]
 
 
-def _entropies(log_probs: Tensor) -> Tensor:
-    """-sum p log p of each row, over the ids with p > 0."""
-    probs = log_probs.exp()
-    return -torch.where(probs > 0, probs * log_probs, 0.0).sum(dim=1)
+def _no_stats(sets: KeptSets) -> RowStats:
+    """Return the statistics (n,) of rows of which this rank has no id."""
+    zeros = sets.rows.positions.new_zeros(len(sets.rows), dtype=sets.plan.accumulator)
+    nothing = torch.full_like(zeros, -torch.inf)
+    return RowStats(zeros, nothing, zeros.clone(), zeros.clone() if sets.entropy else None)
 
 
-def _d_raw(block: _Block, g: Tensor | None, h: Tensor | None, sets: KeptSets, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return d loss / d (raw projection), (m, w), of the block's rows with gradient, and their indices (m,).
+def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
+    """Return the statistics that rows of sets have, in the order of the fields."""
+    return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
-    d z_j = g (1[j = y] - p_j) - h p_j (log p_j + entropy), g = d loss / d logp and h = d loss / d entropy.
+
+def _write(stats: RowStats, at: Tensor, found: RowStats) -> None:
+    """Write the statistics `found` (r,) to the rows `at` of `stats` (n,)."""
+    for x, part in zip(_numbers(stats), _numbers(found), strict=True):
+        if x is not None and part is not None:
+            x[at] = part
+
+
+def _result(x: Tensor, sets: KeptSets, head: Head) -> Tensor:
+    """Return a statistic (n,) as a result (N,): 0 where no set is projected, NaN where a row is invalid."""
+    x = torch.where(sets.projected, x, 0.0)
+    if sets.rows.invalid is not None:
+        x.masked_fill_(sets.rows.invalid, torch.nan)
+    return scatter(x, sets.rows, head.hidden.shape[0])
+
+
+def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
+    """Return `_Block.kept` (r, w) and `_Block.target` (r,) of the rows `at` (r,), on a rank with `vocab` ids.
+
+    Padding and repetitions are the row's first id: so NaN in a position's hidden state reaches the gradient of no id
+    outside of its set.
     """
-    _, log_probs, hot, slope = block
-    moves = [x != 0 for x in (g, h) if x is not None]
-    grad_rows = (moves[0] if len(moves) == 1 else moves[0] | moves[1]).nonzero()[:, 0]
-    log_probs, hot = log_probs[grad_rows], hot[grad_rows]
-    probs = log_probs.exp()
-    d_raw = torch.zeros_like(probs)
-    if g is not None:
-        g = g[grad_rows, None]
-        d_raw = (-g * probs).scatter_add_(1, hot, g)
-    if h is not None:
-        away = torch.where(probs > 0, log_probs + _entropies(log_probs)[:, None], 0.0)
-        d_raw -= h[grad_rows, None] * probs * away
-    inv_t = sets.inv_t(rows)
-    d_raw *= sets.scale * (inv_t[grad_rows] if isinstance(inv_t, Tensor) else inv_t)
-    return (d_raw if slope is None else d_raw * slope[grad_rows]), grad_rows
+    positions = sets.rows.positions[at]
+    place = sets.offsets[positions][:, None] + torch.arange(span.longest, device=positions.device)
+    inside = place < sets.offsets[positions + 1][:, None]
+    kept = sets.ids[torch.where(inside, place, 0)].long() - sets.first_id
+    kept = torch.where(inside & (kept >= 0) & (kept < vocab), kept, -1).to(torch.int32)
+    kept = kept.sort(dim=1, descending=True).values[:, : span.width]
+    padding = kept < 0
+    padding[:, 1:] |= kept[:, 1:] == kept[:, :-1]
+    kept = torch.where(padding, kept[:, :1], kept)
+    is_target = kept == sets.rows.ids[at, None]
+    return kept, torch.where(is_target.any(dim=1), is_target.to(torch.uint8).argmax(dim=1), -1)
+
+
+def _padding(kept: Tensor) -> Tensor:
+    """Return the mask (r, w) of the padding in `_Block.kept`."""
+    padding = kept == kept[:, :1]
+    padding[:, 0] = False
+    return padding
+
+
+def _logits(factors: list[_Gathered], head: Head, sets: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
+    """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
+    positions = sets.rows.positions[at]
+    z = head.hidden.new_zeros(kept.shape, dtype=sets.plan.accumulator)
+    for factor, (x, _) in zip(factors, head.factors(), strict=True):
+        states = factor.operand(x[positions])
+        for columns in factor.pieces(*kept.shape):
+            z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
+    bias = None if head.bias is None else head.bias.detach()[kept].to(z.dtype)
+    _ROWS.prepare_(z, replace(sets.transform(at), bias=bias))
+    return z.masked_fill_(_padding(kept), -torch.inf)
+
+
+def _d_raw(
+    block: _Block, sets: KeptSets, at: Tensor, stats: RowStats, d_logps: Tensor | None, d_entropies: Tensor | None
+) -> Tensor:
+    """Return d loss / d (raw projection), (r, w), of the rows `at` (r,), from the statistics (n,) and upstream (N,)."""
+    chunk, positions = _chunk(block, sets, at, block.target), sets.rows.positions[at]
+    d_logp, d_entropy = (None if x is None else x[positions].to(sets.plan.accumulator) for x in (d_logps, d_entropies))
+    some = take(stats, at)
+    _ROWS.grad(chunk, some, torch.zeros_like(some.logps) if d_logp is None else d_logp, d_entropy, chunk.logits)
+    return chunk.logits.masked_fill_(_padding(block.kept), 0.0)
+
+
+def _chunk(block: _Block, sets: KeptSets, at: Tensor, columns: Tensor) -> Chunk:
+    """Return a block as a chunk of logits, each row's target in `columns` (r,)."""
+    return Chunk(block.logits, columns, sets.transform(at))
+
+
+class _Sums:
+    """The gradients of the head's tensors, summed over blocks."""
+
+    def __init__(self, head: Head, sets: KeptSets) -> None:
+        self._head, self._sets, dtype = head, sets, sets.plan.accumulator
+        divided = sets.plan.shard is not None  # then d hidden is a sum over the ranks, rounded after it
+        self._rows: list[Tensor | None] = []
+        self._matrices: list[Tensor | None] = []
+        for (x, matrix), (rows, whole) in zip(head.factors(), sets.needs_grad.factors(), strict=False):
+            self._rows.append(torch.zeros_like(x, dtype=dtype if divided else x.dtype) if rows else None)
+            self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if whole else None)
+        self._bias = None
+        if head.bias is not None and sets.needs_grad.bias:
+            self._bias = torch.zeros_like(head.bias, dtype=dtype)
+
+    def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
+        """Add the gradient of the rows `at` (r,), from the ids (r, w) and d raw (r, w) of their sets."""
+        positions, features = self._sets.rows.positions[at], (x for x, _ in self._head.factors())
+        for factor, x, rows, matrix in zip(factors, features, self._rows, self._matrices, strict=True):
+            states = factor.operand(x[positions])
+            d_states = torch.zeros_like(states)
+            for columns in factor.pieces(*kept.shape):
+                index, part = kept[:, columns], d_raw[:, columns]
+                if rows is not None:
+                    d_states += torch.bmm(part[:, None, :], factor.of(index))[:, 0]
+                if matrix is not None:
+                    matrix.index_add_(0, index.reshape(-1), factor.outer(part, states))
+            if rows is not None:
+                rows[positions] = d_states.to(rows.dtype)
+        if self._bias is not None:
+            self._bias.index_add_(0, kept.reshape(-1), d_raw.reshape(-1))
+
+    def gradients(self) -> HeadTensors[Tensor | None]:
+        """Return the gradients in the dtypes of the head's tensors; those of a row are summed over the ranks."""
+        shard = self._sets.plan.shard
+        if shard is not None:
+            for x in self._rows:
+                if x is not None:
+                    shard.sum_(x)
+        (hidden, *lora_u), (weight, *lora_b) = self._rows, self._matrices
+        found = HeadTensors(hidden, weight, self._bias, *lora_u, *lora_b)
+        pairs = zip(found, self._head, strict=True)
+        return HeadTensors(*(None if x is None or like is None else x.to(like.dtype) for x, like in pairs))

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
+from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.liger_distillation import (
     LigerFusedLinearJSD,
@@ -26,7 +27,7 @@ from grpo_kernels.integrations.liger_distillation import (
 from grpo_kernels.integrations.packages import needed
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
-from grpo_kernels.loss import LossOutput, grpo_loss
+from grpo_kernels.loss import grpo_loss
 from grpo_kernels.objective.losses import loss_of
 
 __all__ = [

@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an empty set": (
         {"kept_ids": torch.tensor([[[1, 5], [2, -1]], [[3, 3], [-1, -1]]])},
         ValueError,
-        r"ids: expected an id of the position's kept set, got 4 at position \(1, 1\)",
+        r"kept_ids: expected a set where the mask counts, got none at position \(1, 1\); without_set='full'",
     ),
     "padding is no id": (
         {"ids": torch.tensor([[1, -1], [3, 4]])},

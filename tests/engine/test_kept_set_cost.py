@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import kept_set_logprob
-from grpo_kernels.kept_set import _plan_blocks
+from grpo_kernels.call.kept import ENTRY_BYTES, plan_spans
 from tests.support.measure import AllocationWatcher, count_flops
 
 N, H, V, K = 24, 16, 500, 8
@@ -60,25 +60,25 @@ def test_flops_of_ragged_sets_go_with_their_sizes() -> None:
     assert flops < 2 * 64 * 256 * H / 8
 
 
-def test_blocks_hold_the_budget_and_cover_every_row() -> None:
+def test_spans_hold_the_budget_and_cover_every_row() -> None:
     sizes = sorted(torch.randint(2, 300, (500,)).tolist(), reverse=True)
-    blocks = _plan_blocks(sizes, 100_000, 64, 500)
+    longest = [size + extra for size, extra in zip(sizes, torch.randint(0, 50, (500,)).tolist(), strict=True)]
     at = 0
-    for rows, width in blocks:
-        assert rows.start == at and rows.stop > at and width == sizes[at]
+    for rows, width, entries in plan_spans(sizes, longest, 100_000, 64, 500):
+        assert rows.start == at and rows.stop > at and width == sizes[at] and entries == max(longest[rows])
         assert sizes[rows.stop - 1] >= width / 2
-        assert rows.stop == at + 1 or (rows.stop - at) * (width * 64 + 500) <= 100_000
+        assert rows.stop == at + 1 or (rows.stop - at) * (width * 64 + entries * ENTRY_BYTES + 500) <= 100_000
         at = rows.stop
-    assert at == len(sizes) and _plan_blocks([], 1, 1, 1) == []
+    assert at == len(sizes) and plan_spans([], [], 1, 1, 1) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory(dtype: torch.dtype) -> None:
-    """Within the workspace, beside 12 bytes an entry; of the vocabulary's size is nothing but d weight."""
+    """Within the workspace, beside 8 bytes an entry; of the vocabulary's size is nothing but d weight."""
     n, h, v, k, budget = 512, 32, 30_000, 40, 400_000
     kept = torch.randint(0, v, (n, k), dtype=torch.int32)
     hidden, weight = torch.randn(n, h).to(dtype).requires_grad_(), torch.randn(v, h).to(dtype)
-    entries, rows, states = 12 * n * k, 60 * n, n * h * dtype.itemsize
+    entries, rows, states = 8 * n * k, 60 * n, n * h * dtype.itemsize
     assert n * k * h * 4 > 6 * budget  # all of the gathered rows would not fit
     for trains in (False, True):
         weight = weight.detach().requires_grad_(trains)

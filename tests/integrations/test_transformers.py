@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import GRPOLoss, KeptIds
 from grpo_kernels.integrations.transformers import HeadSpec, causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import assert_as_model, last_columns, text_batch
@@ -95,6 +95,26 @@ def test_the_loss_is_that_of_the_hidden_states() -> None:
     assert out.metrics.keys() == same.metrics.keys() | of_trunk
     for name, x in model.named_parameters():
         torch.testing.assert_close(ours[name], x.grad)
+
+
+def test_over_the_sets_of_a_truncating_sampler() -> None:
+    """Log-probabilities and the loss, in the first call of a model, which is checked, and after it."""
+    model = tiny.text_model("gemma3_text")
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].double() / 0.7
+    kept = torch.cat([ids[:, -5:, None], logits.topk(6).indices], dim=-1)
+    outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
+    want = logits.masked_fill(outside, -torch.inf).log_softmax(-1).gather(-1, ids[:, -5:, None])[..., 0] * mask
+    for _ in range(2):
+        got, _ = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7, kept_ids=kept)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    loss_fn, advantages = GRPOLoss(temperature=0.7), torch.tensor([1.0, 0.0, 0.3])
+    for zero_advantage in ("score", "train"):
+        given = {"kept_ids": KeptIds.from_padded(kept), "old_per_token_logps": want, "zero_advantage": zero_advantage}
+        out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, **given)
+        assert (out.engine, float(out.metrics["kept/size"])) == ("kept_sets", 7.0)
+        torch.testing.assert_close(out.metrics["ratio"].double(), torch.ones((), dtype=torch.double))
 
 
 def test_temperature_divides_what_the_cap_has_left() -> None:

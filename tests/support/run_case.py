@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, ReferenceHead, grpo_loss
-from grpo_kernels.loss import LossOutput
+from grpo_kernels.call.output import LossOutput
 from tests.support.case_builder import PER_TOKEN, Case
 from tests.support.reference_terms import settings
 

@@ -28,7 +28,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
+from grpo_kernels.base.choices import PaddingMode, WithoutSet, ZeroAdvantage
+from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.call import run_scored
@@ -36,7 +38,7 @@ from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
 from grpo_kernels.integrations.transformers.inputs import Batch, check_names
 from grpo_kernels.integrations.transformers.options import TrunkOptions, check_loss_fn, check_skip, scoring_options
 from grpo_kernels.logprob import linear_logprob_with
-from grpo_kernels.loss import GRPOLoss, LossOutput, grpo_loss
+from grpo_kernels.loss import GRPOLoss, grpo_loss
 from grpo_kernels.objective.normaliser import averaged_over
 
 
@@ -49,6 +51,8 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = ...,
     temperature: float | None = ...,
+    kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ...,
     entropy: Literal[True] = ...,
     padding: PaddingMode = ...,
     shared_prompts: bool = ...,
@@ -66,6 +70,8 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = ...,
     temperature: float | None = ...,
+    kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ...,
     entropy: Literal[False],
     padding: PaddingMode = ...,
     shared_prompts: bool = ...,
@@ -83,6 +89,8 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = ...,
     temperature: float | None = ...,
+    kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ...,
     entropy: bool,
     padding: PaddingMode = ...,
     shared_prompts: bool = ...,
@@ -99,6 +107,8 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = None,
     temperature: float | None = None,
+    kept_ids: Tensor | KeptIds | None = None,  # (B, T, K)
+    without_set: WithoutSet = "error",
     entropy: bool = True,
     padding: PaddingMode = "trim",
     shared_prompts: bool = False,
@@ -118,6 +128,8 @@ def completion_logprobs(
             column t - 1, so column 0 of `input_ids` never counts.
         loss_fn: the loss that the log-probabilities are for; its temperature and `logits_dtype` apply.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
+        kept_ids, without_set: as in `kept_set_logprob`: the ids that a truncating sampler kept, at the columns of
+            `completion_mask`.
         entropy: True to compute entropies.
         padding, shared_prompts, forward_overhead: what the model computes below its head, as in `causal_lm_loss`.
         model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
@@ -135,7 +147,7 @@ def completion_logprobs(
         RuntimeError: the model's forward does not call its head exactly once.
     """
     trunk = TrunkOptions(padding=padding, shared_prompts=shared_prompts, forward_overhead=forward_overhead)
-    check_names(model, model_inputs, ("completion_mask", "loss_fn", "temperature", "entropy", *TrunkOptions.NAMES), "")
+    check_names(model, model_inputs, _OF_SCORING, "")
     options, batch = scoring_options(loss_fn, temperature), Batch.of(input_ids, completion_mask)
 
     def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
@@ -145,6 +157,8 @@ def completion_logprobs(
             ids=ids,
             mask=mask,
             outputs=("entropy",) if entropy else (),
+            kept_ids=_to(kept_ids, states),
+            without_set=without_set,
             **options,
             **head.constant_options,
             **head.tensors(states),
@@ -240,9 +254,11 @@ def causal_lm_loss(
     return replace(done[0], loss=loss, metrics=done[0].metrics.joined(shares))
 
 
+_OF_SCORING = ("completion_mask", "loss_fn", "temperature", "kept_ids", "without_set", "entropy", *TrunkOptions.NAMES)
 _OF_LOSS = inspect.signature(grpo_loss).parameters.keys()
 _LOSS_INPUTS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
-_LOSS_INPUTS |= {"importance_sampling_ratio", "num_items_in_batch"}
+_OF_EXPECTATION = _LOSS_INPUTS | {"importance_sampling_ratio", "num_items_in_batch"}
+_LOSS_INPUTS = _OF_EXPECTATION | {"kept_ids", "without_set"}
 
 
 def _live(loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict[str, Any]) -> Tensor | None:
@@ -251,7 +267,7 @@ def _live(loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict
     if not is_known or not torch.is_grad_enabled():
         return None
     mask = batch.completion_mask
-    moved = {name: _to(x, mask) for name, x in loss_inputs.items()}
+    moved = {name: _to(x, mask) for name, x in loss_inputs.items() if name in _OF_EXPECTATION}
     expected = policy_expectation(loss_fn.config, completion_mask=mask, advantages=_to(advantages, mask), **moved)
     return None if expected.graded is None else expected.graded.any(dim=1)
 
@@ -279,4 +295,4 @@ def _with_head(loss_fn: GRPOLoss, head: HeadSpec) -> GRPOLoss:
 
 
 def _to(x: Any, like: Tensor) -> Any:
-    return x.to(like.device) if isinstance(x, Tensor) else x
+    return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
+from grpo_kernels.base.choices import PaddingMode, WithoutSet, ZeroAdvantage
 from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.trunk import live_trunk
-from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, sampling, step
+from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, sampled_sets, sampling, step
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting
 
@@ -45,6 +45,9 @@ class FusedLossMixin:
             sequences without gradient, columns of padding, and prompts that completions of a micro-batch share.
         regroup: True to order the samples of an optimizer step by liveness, prompt and length, so that micro-batches
             have more in common.
+        sampling_mask: ``"error"`` or ``"full"``: a `rollout_func` returns the ids that a truncating sampler kept
+            (``"sampling_mask"``), and all log-probabilities and entropies are taken over these sets; the value is
+            `without_set` of `grpo_kernels.kept_set_logprob`. None: over the whole vocabulary, as in TRL.
         args, kwargs: the trainer's own.
     """
 
@@ -62,6 +65,7 @@ class FusedLossMixin:
         shared_prompts: bool = False,
         regroup: bool = False,
         forward_overhead: int = 128,
+        sampling_mask: WithoutSet | None = None,
         **kwargs: Any,
     ) -> None:
         exact_kl.check_estimator(kl_estimator)
@@ -73,6 +77,8 @@ class FusedLossMixin:
             hook.SEAM.warn_unknown()
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
+        self.sampling_mask = sampling_mask
+        self._sampled: list[sampled_sets.SampledSets] | None = None  # of the batch that is being scored
         self._reference_head: exact_kl.Kept | None = None  # kept in the reference's last scoring
         self._reference: exact_kl.Reference | None = None  # for the loss that is being computed
         self._loss_rows: hook.Rows | None = None
@@ -86,6 +92,7 @@ class FusedLossMixin:
             heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
         step.check_options(self, self._loss_owner())
         exact_kl.check_beta(self)
+        sampled_sets.check_option(self, is_known=hook.SEAM.is_known())
         if self._has_exact_kl:
             exact_kl.check_trainer(self, self._loss_owner(), hook.SEAM.is_known())
 
@@ -93,9 +100,18 @@ class FusedLossMixin:
     def _has_exact_kl(self) -> bool:
         return self.kl_estimator == "full" and self.args.beta != 0.0
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
+        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
+        if self.sampling_mask is not None:
+            self._sampled = sampled_sets.taken(generated)
+        return generated
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Return TRL's batch; for the exact KL term the reference's hidden states replace its log-probabilities."""
         batch = self._prepared_batch(inputs)
+        if self._sampled is not None:
+            batch[sampled_sets.KEY], self._sampled = self._sampled, None
         if self._has_exact_kl:
             if self._reference_head is None:
                 raise RuntimeError("kl_estimator: expected trl to score its reference, got a batch without")
@@ -136,6 +152,7 @@ class FusedLossMixin:
         """Compute TRL's loss; its head calls are told which gradient to expect."""
         if self._must_make_ratio(inputs):
             inputs = self._lacks_ratio = {**inputs}
+        self._sampled = inputs.get(sampled_sets.KEY)
         self._loss_rows = self._foreseen_rows(inputs)
         live = self._live_sequences(self._loss_rows)
         factor: Tensor | float = 1.0
@@ -151,7 +168,7 @@ class FusedLossMixin:
                     return factor * self._loss_with_exact_kl(model, inputs)
                 return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
-            self._loss_rows = self._lacks_ratio = self._reference = None
+            self._loss_rows = self._lacks_ratio = self._reference = self._sampled = None
 
     def _loss_with_exact_kl(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         assert self._reference_head is not None
@@ -210,6 +227,14 @@ class FusedLossMixin:
 
     def _rows_of_call(self, given: dict[str, Any]) -> hook.Rows | None:
         """The rows of the head calls of one scoring call, whose arguments are `given`."""
+        rows = self._rows_over_vocabulary(given)
+        if rows is None or self._sampled is None or self.sampling_mask is None:
+            return rows
+        compute, drawn = sampled_sets.scoring_over(self._sampled, rows.labelled, self.sampling_mask)
+        return dataclasses.replace(rows, compute=compute, counted=drawn if rows.counted is None else rows.counted)
+
+    def _rows_over_vocabulary(self, given: dict[str, Any]) -> hook.Rows | None:
+        """The same, but for the sampler's sets."""
         if "attention_mask" not in given or "logits_to_keep" not in given:
             return None
         labelled = given["attention_mask"][:, -given["logits_to_keep"] :] != 0  # (B, T)

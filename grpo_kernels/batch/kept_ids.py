@@ -1,0 +1,135 @@
+"""The ids that a truncating sampler kept at each position, as one list with bounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.base.checks import check_shape, check_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeptIds:
+    """The kept ids of N positions, those of position i in ``ids[offsets[i] : offsets[i + 1]]`` (CSR).
+
+    The positions are those of the call's `ids` argument, flattened. Within a position the order does not matter, a
+    repeated id counts once, and -1 is padding. A position without ids has no set.
+
+    Args:
+        ids: (M,) signed integers of 16, 32 or 64 bits.
+        offsets: (N + 1,) int32 or int64, from 0 to M, never falling.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+
+    @staticmethod
+    def from_rows(rows: Sequence[Sequence[Sequence[int] | None]], mask: Tensor) -> KeptIds:
+        """The sets that vLLM (``output.sampling_mask.token_ids``) and SGLang
+        (``meta_info["output_token_sampling_mask"]``) return: for each sequence a list of the ids kept at each token.
+
+        Args:
+            rows: one list per sequence; in it, one list of ids per sampled token, or None where there is no set.
+            mask: (B, T), bool or number: not 0 at the sampled tokens, in their order. Other positions get no set.
+
+        Raises:
+            TypeError, ValueError: the message names the argument: another number of lists than sequences or tokens.
+        """
+        check_tensor("mask", mask)
+        if mask.dim() != 2 or len(rows) != mask.shape[0]:
+            raise ValueError(f"mask: expected shape (B, T) with B = {len(rows)}, as rows, got {tuple(mask.shape)}")
+        sampled = mask.detach().cpu() != 0
+        for i, (given, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
+            if len(given) != wanted:
+                raise ValueError(
+                    f"rows: expected {wanted} lists of ids for sequence {i}, one for each position where the mask "
+                    f"counts, got {len(given)}"
+                )
+        lists = [x or () for x in itertools.chain.from_iterable(rows)]
+        counts = torch.zeros(mask.shape, dtype=torch.int64)
+        counts[sampled] = torch.tensor([len(x) for x in lists], dtype=torch.int64)
+        ids = torch.tensor([*itertools.chain.from_iterable(lists)], dtype=torch.int32)
+        return KeptIds.from_counts(ids, counts).to(mask.device)
+
+    @staticmethod
+    def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
+        """The sets that prime-rl, SkyRL and slime hand over: all ids, and how many of them each position has.
+
+        Args:
+            ids: (M,) signed integers, one position after the other.
+            counts: (...) integers, shaped like the call's `ids`; 0: no set.
+        """
+        check_tensor("counts", counts, like=ids)
+        if counts.is_floating_point() or counts.dtype == torch.bool:
+            raise TypeError(f"counts: expected integers, got {counts.dtype}")
+        return KeptIds(ids, torch.nn.functional.pad(counts.detach().reshape(-1).cumsum(0), (1, 0)))
+
+    @staticmethod
+    def from_padded(kept: Tensor) -> KeptIds:
+        """The sets of a tensor (..., K), padded with -1 anywhere. Nothing is copied."""
+        check_tensor("kept", kept)
+        if kept.dim() == 0:
+            raise ValueError("kept: expected shape (..., K), got ()")
+        bounds = torch.arange(kept.shape[:-1].numel() + 1, device=kept.device) * kept.shape[-1]
+        return KeptIds(kept.reshape(-1), bounds)
+
+    def at(self, positions: Tensor) -> KeptIds:
+        """Return the sets of some positions, (n,) int64; -1: no set. Waits for the device."""
+        inside = positions.clamp(min=0)
+        starts, counts = self.offsets[inside], self.offsets.diff()[inside].masked_fill(positions < 0, 0)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        place = torch.arange(int(offsets[-1]), device=positions.device)
+        return KeptIds(self.ids[place + torch.repeat_interleave(starts - offsets[:-1], counts)], offsets)
+
+    def to(self, device: Any) -> KeptIds:
+        """Return the same sets on `device`."""
+        return KeptIds(self.ids.to(device), self.offsets.to(device))
+
+
+def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
+    """Return the sets of the positions of `ids` (...), as int64 bounds and ids without graph.
+
+    Raises:
+        TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not fit the ids.
+    """
+    if not isinstance(kept_ids, KeptIds):
+        _check_ids("kept_ids", kept_ids, ids)
+        width = kept_ids.shape[-1] if kept_ids.dim() else 0
+        check_shape("kept_ids", kept_ids, ("(*ids.shape, K)", (*ids.shape, width)))
+        return KeptIds.from_padded(kept_ids.detach())
+    found, offsets = kept_ids.ids, kept_ids.offsets
+    _check_ids("kept_ids.ids", found, ids)
+    check_shape("kept_ids.ids", found, ("(M,)", (found.numel(),)))
+    check_tensor("kept_ids.offsets", offsets, like=ids)
+    if offsets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"kept_ids.offsets: expected int32 or int64, got {offsets.dtype}")
+    check_shape("kept_ids.offsets", offsets, ("(N + 1,), N positions", (ids.numel() + 1,)))
+    wrong = (offsets[0] != 0) | (offsets[-1] != found.numel()) | (offsets.diff() < 0).any()
+    if bool(wrong):  # waits for the device: they are addresses
+        raise ValueError(
+            f"kept_ids.offsets: expected numbers from 0 to M = {found.numel()} that never fall, got some from "
+            f"{offsets[0].item()} to {offsets[-1].item()}"
+        )
+    return KeptIds(found.detach(), offsets.detach().long())
+
+
+def check_without_set(without_set: Any) -> None:
+    """Raise unless `without_set` has its default: there are no kept ids.
+
+    Raises:
+        ValueError: it has another value.
+    """
+    if without_set != "error":
+        raise ValueError(f"without_set: expected 'error', the default, without kept_ids, got {without_set!r}")
+
+
+def _check_ids(name: str, x: Any, ids: Tensor) -> None:
+    """Raise unless `x` are signed integers on the device of `ids`."""
+    check_tensor(name, x, like=ids)
+    if x.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise TypeError(f"{name}: expected signed integer ids of 16, 32 or 64 bits, got {x.dtype}")

@@ -1,0 +1,269 @@
+"""A call over kept sets: its per-position arguments, the survey of the sets, and the plan of the work.
+
+Positions without a set, and entropies of the whole vocabulary, are an ordinary call beside it (`call.logprob`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import operator
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.base.checks import HIGHEST_LOGP, check_ids
+from grpo_kernels.base.choices import WithoutSet, choices
+from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
+from grpo_kernels.call.checked_head import CheckedHead
+from grpo_kernels.call.expected import Expected, ExpectedRows
+from grpo_kernels.call.logprob import ScoreInputs, score
+from grpo_kernels.call.options import Execution, HeadOptions, check_options
+from grpo_kernels.call.plan import PositionInputs, check_call
+from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
+from grpo_kernels.engine.records import Head, Rows
+from grpo_kernels.head.lm_head import LMHead
+
+WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
+ENTRY_BYTES = 64  # of one entry, besides its row of the head, while sets are surveyed, sorted and reduced
+
+
+@dataclass(frozen=True, eq=False)
+class KeptInputs(PositionInputs):
+    """The ids to score, (...), and the sets to score them over."""
+
+    ids: Tensor
+    kept_ids: Tensor | KeptIds
+    without_set: WithoutSet
+    entropy_over: bool | str  # True: the sets, "full": the whole vocabulary, False: no entropy
+    execution: Execution  # its engine and backend for the positions scored over the whole vocabulary
+    expected: Expected | None = None  # for them, too
+    others: Mapping[str, Tensor | None] = field(default_factory=dict)  # other policies' log-probabilities, (...) each
+
+    function = "kept_set_logprob"
+
+    @property
+    def entropy(self) -> bool:
+        """True if the entropy over the sets is asked for."""
+        return self.entropy_over is True
+
+    @cached_property
+    def sets(self) -> KeptIds:
+        """The sets, as int64 bounds and ids."""
+        return read_kept_ids(self.kept_ids, self.ids)
+
+    def check(self, head: LMHead) -> Tensor:
+        """Check ids, sets and options; return the ids."""
+        check_ids("ids", self.ids, head.hidden)
+        if self.without_set not in choices(WithoutSet):
+            raise ValueError(f"without_set: expected one of {', '.join(choices(WithoutSet))}, got {self.without_set!r}")
+        if not isinstance(self.entropy_over, bool) and self.entropy_over != "full":
+            raise ValueError(f"entropy: expected True, False or 'full', got {self.entropy_over!r}")
+        check_options(self.execution.engine, self.execution.backend, self.execution.workspace_bytes)
+        assert self.sets is not None  # raises if they do not fit
+        return self.ids
+
+    def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
+        """Return the rows as they are."""
+        return rows, ExpectedRows()
+
+    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
+        """Return the rows with ids counted from this rank's first; `_survey` checks that they are in their sets."""
+        shard = planned.plan.shard
+        return rows if shard is None else replace(rows, ids=rows.ids - shard.start)
+
+    def described(self, rows: Rows) -> dict[str, Any]:
+        """Return the values that must be equal on all ranks of a divided head."""
+        return {
+            **super().described(rows),
+            "entropy": self.entropy_over,
+            "without_set": self.without_set,
+            "kept_ids": self.sets.ids,
+            "kept_ids.offsets": self.sets.offsets,
+        }
+
+
+class KeptScores(NamedTuple):
+    """Results of a call over kept sets."""
+
+    logps: Tensor  # (...)
+    entropies: Tensor | None  # (...)
+    metrics: dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), 0-d each
+
+
+def kept_logprob(inputs: KeptInputs, head: LMHead, options: HeadOptions) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities and entropies over kept sets, (...) each, also where a graph is compiled: it breaks."""
+    if torch.compiler.is_compiling():
+        from grpo_kernels.call import compiled  # not at import: it loads the compiler
+
+        found = compiled.eagerly(score_kept, inputs, head, options)
+    else:
+        found = score_kept(inputs, head, options)
+    return found.logps, found.entropies
+
+
+def score_kept(inputs: KeptInputs, head: LMHead, options: HeadOptions) -> KeptScores:
+    """Plan the call, look at the sets, and score: the counted positions over their sets, those without one over the
+    whole vocabulary.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
+    """
+    execution, budget = inputs.execution, inputs.execution.workspace_bytes
+    of_sets = replace(execution, backend="torch", workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
+    planned, rows, _ = check_call(inputs, head, of_sets, options)
+    survey = _survey(inputs, planned, rows)
+    operands = planned.head.operands(rows.positions)
+    sets, any_without = _plan(inputs, planned, rows, survey, operands)
+    found = KeptSetLogprob.apply(sets, *operands)
+    shape = inputs.ids.shape
+    logps, entropies = found[0].view(shape), None if found[1] is None else found[1].view(shape)
+    if any_without or inputs.entropy_over == "full":
+        without = _grid(survey.without, rows, inputs.ids)
+        mask = inputs.mask if inputs.entropy_over == "full" else without
+        outputs = ("entropy",) if inputs.entropy_over else ()
+        whole = score(ScoreInputs(mask, outputs, inputs.ids, inputs.expected), head, execution, options)
+        logps = torch.where(without, whole["logps"], logps)
+        if outputs:
+            entropies = whole["entropy"] if entropies is None else torch.where(without, whole["entropy"], entropies)
+    return KeptScores(logps, entropies, survey.metrics(planned.plan.accumulator))
+
+
+class Survey(NamedTuple):
+    """Facts about the sets of n rows, (n,) each."""
+
+    sizes: Tensor  # ids in the set, repetitions included
+    own: Tensor  # those of them that are among this rank's rows of the head
+    without: Tensor  # bool: scored over the whole vocabulary
+    invalid: Tensor | None  # bool: results are NaN; None: none are
+
+    def metrics(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the mean size of the sets, and the share of positions without one, as (sum, count) in `dtype`."""
+        without, has_set = self.without.to(dtype), (~self.without).to(dtype)
+        return {
+            "kept/size": ((has_set * self.sizes).sum(), has_set.sum()),
+            "kept/without_set": (without.sum(), torch.ones_like(without).sum()),
+        }
+
+
+def _survey(inputs: KeptInputs, planned: CheckedHead, rows: Rows) -> Survey:
+    """Look at the entries of all positions, some at a time. Does not wait for a device other than a CPU.
+
+    Raises:
+        ValueError: on a CPU, at a counted position: an id that does not exist, no set, or a sampled id outside of it.
+    """
+    sets, shard = inputs.sets, planned.plan.shard
+    first, local = (0 if shard is None else shard.start), planned.head.weight.shape[0]
+    vocab, sampled = local if shard is None else shard.vocab, inputs.ids.detach().reshape(-1)
+    # of each position: ids, those among this rank's rows, those that do not exist, those that are the sampled one
+    counts = sets.offsets.new_zeros(4, sampled.shape[0])
+    step = max(1, planned.plan.workspace_bytes // ENTRY_BYTES)
+    for start in range(0, sets.ids.shape[0], step):
+        some = sets.ids[start : start + step]
+        place = torch.arange(start, start + some.shape[0], device=some.device)
+        owner = torch.searchsorted(sets.offsets, place, right=True) - 1
+        exists = (some >= 0) & (some < vocab)
+        flags = exists, exists & (some >= first) & (some < first + local), (some < -1) | (some >= vocab)
+        for count, flag in zip(counts, (*flags, exists & (some == sampled[owner])), strict=True):
+            count.index_add_(0, owner, flag.long())
+    sizes, own, outside, hits = counts[:, rows.positions]
+    missing = hits == 0
+    invalid = (outside > 0) if inputs.without_set == "full" else (outside > 0) | missing
+    if invalid.device.type != "cpu":
+        without = missing & ~invalid
+        return Survey(sizes, own, without, invalid)
+    if bool(invalid.any()):
+        i = int(invalid.nonzero()[0])
+        raise ValueError(_wrong(inputs, rows.positions[i], int(sizes[i]), int(outside[i]), vocab))
+    _check_others(inputs, rows.positions[(sizes == 1) & ~missing])
+    return Survey(sizes, own, missing, None)
+
+
+def _check_others(inputs: KeptInputs, alone: Tensor) -> None:
+    """Raise unless log-probabilities of other policies are 0 at the positions `alone`, whose set is one id.
+
+    Raises:
+        ValueError: they are not, so they were made over other sets.
+    """
+    for name, x in inputs.others.items():
+        some = None if x is None else x.detach().reshape(-1)[alone]
+        if some is not None and bool((some.abs() > HIGHEST_LOGP).any()):
+            raise ValueError(
+                f"{name}: expected log-probabilities over the same kept sets, so 0 where a set is one id, got "
+                f"{some[some.abs() > HIGHEST_LOGP][0].item():.4g}: make them with kept_ids, too"
+            )
+
+
+def _wrong(inputs: KeptInputs, position: Tensor, size: int, outside: int, vocab: int) -> str:
+    """Return what is wrong with the set at a position, in words."""
+    sets, at = inputs.sets, tuple(int(x) for x in torch.unravel_index(position, inputs.ids.shape))
+    if outside:
+        entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
+        bad = entries[(entries < -1) | (entries >= vocab)][0].item()
+        return f"kept_ids: expected ids in [0, V) = [0, {vocab}) or -1, got {bad} at position {at}"
+    way_out = "; without_set='full' scores such positions over the whole vocabulary"
+    if size == 0:
+        return f"kept_ids: expected a set where the mask counts, got none at position {at}{way_out}"
+    got = inputs.ids.reshape(-1)[position].item()
+    return f"ids: expected an id of the position's kept set, got {got} at position {at}{way_out}"
+
+
+def _plan(
+    inputs: KeptInputs, planned: CheckedHead, rows: Rows, survey: Survey, operands: Head
+) -> tuple[KeptSets, bool]:
+    """Plan the work; also return True if a position is without a set. Waits for the device: the work depends on it."""
+    sets, plan = inputs.sets, planned.plan
+    projected = (survey.sizes > 1) & ~survey.without
+    own, order = torch.where(projected, survey.own, 0).sort(descending=True, stable=True)
+    longest = sets.offsets.diff()[rows.positions][order]
+    sizes, lists, without = torch.stack([own, longest, survey.without.long()]).tolist()
+    count = bisect.bisect_left(sizes, 0, key=operator.neg)
+    row_bytes = 2 * plan.accumulator.itemsize * sum(matrix.shape[1] for _, matrix in operands.factors())
+    head_bytes = entry_bytes(operands, plan)
+    found = KeptSets(
+        rows=replace(rows, invalid=survey.invalid),
+        ids=sets.ids,
+        offsets=sets.offsets,
+        projected=projected,
+        order=order[:count],
+        spans=plan_spans(sizes[:count], lists[:count], plan.workspace_bytes, head_bytes, row_bytes),
+        plan=plan,
+        needs_grad=planned.needs_grad,
+        entropy=inputs.entropy,
+        gathered_weight=inputs.execution.gather or nullcontext,
+    )
+    return found, any(without)
+
+
+def plan_spans(sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int) -> list[Span]:
+    """Return spans of rows that fit the budget, each set at least half as long as the largest of its span.
+
+    Padding then costs at most as much as the sets themselves.
+
+    Args:
+        sizes: ids of each row's set, falling.
+        longest: entries of each row's list, padding included.
+        head_bytes: bytes of one entry's gathered rows of the head.
+        row_bytes: further bytes of a row.
+    """
+    spans, start = [], 0
+    most_left = [*itertools.accumulate(reversed(longest), max)][::-1]  # from each row on
+    while start < len(sizes):
+        width = sizes[start]
+        most = max(1, budget // (width * head_bytes + most_left[start] * ENTRY_BYTES + row_bytes))
+        stop = bisect.bisect_right(sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg)
+        spans.append(Span(slice(start, stop), width, max(longest[start:stop])))
+        start = stop
+    return spans
+
+
+def _grid(x: Tensor, rows: Rows, ids: Tensor) -> Tensor:
+    """(n,) bool -> bool in the shape of the ids, False where masked."""
+    full = x.new_zeros(ids.numel())
+    full[rows.positions] = x
+    return full.view(ids.shape)

@@ -1,0 +1,101 @@
+"""A truncating sampler's kept sets in TRL's trainer: from the rollout, into the batch, to every scoring of it.
+
+TRL's own generation drops them. A ``rollout_func`` can return them as one more field, ``"sampling_mask"``: for each
+completion a list of the ids kept at each token, as vLLM's ``output.sampling_mask.token_ids``. TRL shuffles and splits
+the batch's lists like its tensors. Old, reference and current log-probabilities are then taken over these sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_kernels.base.choices import WithoutSet, choices
+from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.logprob import linear_logprob_with
+
+KEY = "sampling_mask"  # of the rollout's output and of TRL's batch
+
+
+class SampledSets(NamedTuple):
+    """The sets of one completion of T tokens."""
+
+    ids: Tensor  # (M,) int32, one token after the other
+    counts: Tensor  # (T,) int64
+    drawn: Tensor  # (T,) bool: False where the token is a tool's
+
+
+def check_option(trainer: Any, *, is_known: bool) -> None:
+    """Raise unless the trainer can have its option `sampling_mask`; `is_known`: TRL's fused head is the known one.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    option = trainer.sampling_mask
+    if option is None:
+        return
+    if option not in choices(WithoutSet):
+        names = ", ".join(map(repr, choices(WithoutSet)))
+        raise ValueError(f"sampling_mask: expected one of {names}, or None, got {option!r}")
+    refused = {
+        "kl_estimator='full', the divergence over the whole vocabulary": trainer.kl_estimator == "full",
+        "this trl, which has no fused head that is known": not is_known,
+        "no rollout_func, whose output has the sets": trainer.rollout_func is None,
+    }
+    found = next((name for name, is_set in refused.items() if is_set), None)
+    if found is not None:
+        raise ValueError(f"sampling_mask: expected None with {found}, got {option!r}")
+
+
+def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
+    """Take the sets out of the results of TRL's ``_generate``, one record per completion.
+
+    Raises:
+        ValueError: there are none, or not one list of ids for each token.
+    """
+    _, completions, tool_masks, _, _, extra_fields, *_ = generated
+    rows = extra_fields.pop(KEY, None)
+    if rows is None:
+        raise ValueError("sampling_mask: expected a list of them in rollout_func's output, got none")
+    if len(rows) != len(completions):
+        raise ValueError(f"sampling_mask: expected the sets of {len(completions)} completions, got {len(rows)}")
+    found = []
+    for i, (sets, ids) in enumerate(zip(rows, completions, strict=True)):
+        if len(sets) != len(ids):
+            raise ValueError(
+                f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one a token, got {len(sets)}"
+            )
+        lists = [x or () for x in sets]
+        drawn = torch.ones(len(ids), dtype=torch.bool) if tool_masks is None else torch.tensor(tool_masks[i]).bool()
+        flat = torch.tensor([x for ids in lists for x in ids], dtype=torch.int32)
+        found.append(SampledSets(flat, torch.tensor([len(x) for x in lists], dtype=torch.int64), drawn))
+    return found
+
+
+def scoring_over(
+    sets: Sequence[SampledSets], labelled: Tensor, without_set: WithoutSet
+) -> tuple[Callable[..., dict[str, Tensor]], Tensor]:
+    """Return the function that computes head calls over the sets of a batch, for `hook.Rows`, and the mask (B, T) of
+    the drawn tokens; `labelled` (B, T).
+    """
+    columns = labelled.shape[1]
+    counts, drawn = (
+        torch.nn.functional.pad(x, (0, columns - x.shape[1])).to(labelled.device)
+        for x in (pad_sequence([getattr(one, name) for one in sets], batch_first=True) for name in ("counts", "drawn"))
+    )
+    kept = KeptIds.from_counts(torch.cat([x.ids for x in sets]).to(labelled.device), counts)
+    return partial(_score, kept, without_set), labelled * drawn
+
+
+def _score(
+    kept: KeptIds, without_set: WithoutSet, hidden: Tensor, weight: Tensor, positions: Tensor | None, **options: Any
+) -> dict[str, Tensor]:
+    """Compute a head call over the sets `kept` of the batch, at `positions` (n,) of the flattened (B, T)."""
+    if positions is None:
+        raise RuntimeError("sampling_mask: expected TRL to score (B, T) positions, got others")
+    return linear_logprob_with(hidden, weight, kept_ids=kept.at(positions), without_set=without_set, **options)

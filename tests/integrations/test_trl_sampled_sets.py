@@ -1,0 +1,147 @@
+"""A truncating sampler's sets in TRL's trainer, against TRL's own loss on log-softmaxes over the sets."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from trl import GRPOTrainer
+
+from benchmarks import tiny_run
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+KEPT = 5  # ids that the sampler keeps
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions drawn from the top-k ids, with the sets as vLLM returns them; every fourth token is a tool's."""
+    draw = torch.Generator().manual_seed(17 + trainer.state.global_step)
+    found: dict[str, Any] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
+    found["sampling_mask"] = []
+    tokenizer = trainer.processing_class
+    for prompt in tokenizer(prompts)["input_ids"]:
+        text, rows, logps, drawn = [*prompt], [], [], []
+        for i in range(int(torch.randint(2, 9, (), generator=draw))):
+            with torch.no_grad():
+                z = trainer.model(input_ids=torch.tensor([text])).logits[0, -1] / trainer.temperature
+            drawn.append(int(i % 4 != 2))
+            kept = z.topk(1 + (i % KEPT)).indices.sort().values
+            of_set = z[kept].log_softmax(-1)
+            k = int(torch.multinomial(of_set.exp(), 1, generator=draw))
+            text.append(int(kept[k]) if drawn[-1] else 7)
+            rows.append(kept.tolist() if drawn[-1] else [])
+            logps.append(of_set[k].item() if drawn[-1] else 0.0)
+        for name, x in zip(found, (prompt, text[len(prompt) :], logps, drawn, rows), strict=True):
+            found[name].append(x)
+    return found
+
+
+class Oracle(GRPOTrainer):
+    """TRL's trainer with log-probabilities and entropies over the sets, from all logits."""
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate(*args, **kwargs)
+        self.rows = generated[5].pop("sampling_mask")
+        return generated
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return {**super()._generate_and_score_completions(inputs), "rows": self.rows}
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        self.rows = inputs["rows"]
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
+    ) -> Any:
+        z = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        outside = torch.zeros_like(z, dtype=torch.bool)
+        for i, rows in enumerate(self.rows):
+            for t, ids in enumerate(rows):
+                if ids:
+                    outside[i, t] = True
+                    outside[i, t, ids] = False
+        log_probs = (z / self.temperature).masked_fill(outside, -math.inf).log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs.masked_fill(outside, 0.0)).sum(-1)
+        return log_probs.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropies, None
+
+
+def train(trainer: type, *, steps: int = 2, **options: Any) -> tiny_run.History:
+    more = {"rollout_func": rollout, **options.pop("more", {})}
+    with tempfile.TemporaryDirectory() as folder:
+        args = tiny_run.config(folder, steps, **{"temperature": 0.8, **options})
+        return tiny_run.train(trainer, args, **more)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.04, "entropy_coef": 0.01, "steps_per_generation": 4},  # old log-probabilities and a reference
+        {"loss_type": "dapo", "num_iterations": 2},
+    ],
+)
+def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
+    want, got = train(Oracle, **options), train(FusedGRPOTrainer, more={"sampling_mask": "error"}, **options)
+    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
+    names = ("loss", "grad_norm", "entropy", *(("kl",) if "beta" in options else ()))
+    for x, y in zip(got.steps, want.steps, strict=True):
+        assert {name: x[name] for name in names} == pytest.approx({name: y[name] for name in names}, rel=1e-4, abs=1e-6)
+    other = train(FusedGRPOTrainer, **options)  # the sets are not asked for
+    assert other.losses != pytest.approx(want.losses, rel=1e-2, abs=1e-3)
+
+
+def test_a_token_without_a_set() -> None:
+    """An error, or the whole vocabulary."""
+
+    def lost(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        found = rollout(prompts, trainer)
+        found["sampling_mask"][0][0] = []
+        return found
+
+    options: dict[str, Any] = {"steps": 1, "steps_per_generation": 4}
+    with pytest.raises(ValueError, match="kept_ids: expected a set where the mask counts"):
+        train(FusedGRPOTrainer, more={"sampling_mask": "error", "rollout_func": lost}, **options)
+    train(FusedGRPOTrainer, more={"sampling_mask": "full", "rollout_func": lost}, **options)
+
+
+def without(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    found = rollout(prompts, trainer)
+    del found["sampling_mask"]
+    return found
+
+
+def short(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    found = rollout(prompts, trainer)
+    found["sampling_mask"][1].append([1])
+    return found
+
+
+def few(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    found = rollout(prompts, trainer)
+    found["sampling_mask"].pop()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"sampling_mask": True}, "expected one of 'error', 'full', or None, got True"),
+        ({"sampling_mask": "error", "rollout_func": None}, "expected None with no rollout_func, whose output has the"),
+        ({"sampling_mask": "error", "kl_estimator": "full"}, "expected None with kl_estimator='full'"),
+        (
+            {"sampling_mask": "error", "rollout_func": without},
+            "expected a list of them in rollout_func's output, got none",
+        ),
+        ({"sampling_mask": "error", "rollout_func": short}, "expected .* lists of ids for completion 1, one a token"),
+        ({"sampling_mask": "error", "rollout_func": few}, "expected the sets of 16 completions, got 15"),
+    ],
+)
+def test_wrong_sets(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"sampling_mask: {message}"):
+        train(FusedGRPOTrainer, more=more, steps=1, beta=0.1)
