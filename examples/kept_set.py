@@ -2,7 +2,7 @@
 
 A sampler with top-k or top-p draws from a renormalised part of the distribution. Scored over the whole vocabulary, its
 own tokens look off-policy before a single step was taken; scored over the kept sets, they are exactly on-policy. The
-sampler says which ids it kept; `kept_set_logprob` scores over those, and `policy_loss_from_logps` is the loss on that.
+sampler says which ids it kept, and the loss takes them as `kept_ids`.
 The claims at the end: the ratio to the sampler is 1, the share of right answers rises.
 """
 
@@ -20,7 +20,7 @@ from arithmetic import Problem, Rollout, accuracy, encode, evaluate, hidden_stat
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from grpo_kernels import LossConfig, kept_set_logprob, linear_logprob, policy_loss_from_logps
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 from grpo_kernels.advantages import group_advantages
 
 
@@ -71,16 +71,16 @@ def main() -> None:
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         for update in range(2):
             states = hidden_states(model, rollout)
-            logps, entropies = kept_set_logprob(states, head, ids, kept_ids, mask=mask)
-            out = policy_loss_from_logps(logps, entropies, mask, advantages, old_per_token_logps=sampler, config=config)
+            given = {"old_per_token_logps": sampler, "kept_ids": kept_ids, "config": config}
+            out = grpo_loss(states, head, ids, mask, advantages, **given)
             if update == 0:  # nothing has moved since the sampler
                 full, _ = linear_logprob(states.detach(), head.detach(), ids, mask=mask, entropy=False)
                 counted = mask.bool()
-                off_kept = max(off_kept, ((logps.detach() - sampler).exp() - 1)[counted].abs().max().item())
+                off_kept = max(off_kept, ((out.per_token_logps - sampler).exp() - 1)[counted].abs().max().item())
                 off_full = max(off_full, ((full - sampler).exp() - 1)[counted].abs().mean().item())
             take_step(optimizer, out.loss)
         if step % 8 == 0 or step >= steps - 2:
-            size = (kept_ids >= 0).sum(-1)[counted].double().mean().item()
+            size = out.metrics["kept/size"].item()
             print(
                 f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  loss {out.loss.item():+.4f}  "
                 f"ids kept {size:.1f} of {head.shape[0]}  clipped {out.metrics['clip_ratio/region_mean'].item():.3f}"
