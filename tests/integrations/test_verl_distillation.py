@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,8 +16,8 @@ from torch.testing import assert_close
 pytest.importorskip("transformers")
 
 from grpo_kernels import topk_divergence_with
-from grpo_kernels.integrations.verl import distillation, patch_verl, unpatch_verl
-from tests.support import verl_peer
+from grpo_kernels.integrations.verl import distillation, engine, patch_verl, unpatch_verl
+from tests.support import verl_engine, verl_peer
 from tests.support.verl_peer import TEMPERATURE, verl_module
 
 LENGTHS, VOCAB, K = (5, 8), 97, 6
@@ -82,7 +81,13 @@ def test_the_forward_gives_what_verls_engine_reads(model: nn.Module, alone: bool
     tokens = torch.randint(VOCAB, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(2))
     inputs = {"input_ids": tokens, "attention_mask": None, "position_ids": torch.arange(sum(LENGTHS))[None]}
     given = distillation.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone)
-    out = model(**inputs, temperature=TEMPERATURE, grpo_kernels_teacher=given, use_cache=False, return_dict=True)
+    out = model(
+        **inputs,
+        temperature=TEMPERATURE,
+        grpo_kernels_task=engine.HeadTask(teacher=given),
+        use_cache=False,
+        return_dict=True,
+    )
     assert (out.log_probs is None) == (out.entropy is None) == alone
     aux = out.fused_linear_aux
     aux.distillation_losses.sum().backward()
@@ -103,77 +108,76 @@ def test_a_forward_without_a_teacher_returns_verls_class(model: nn.Module) -> No
     ids, logps = (x[None] for x in teacher())
     given = distillation.TeacherLogprobs(ids, logps, None, alone=True)
     with pytest.raises(ValueError, match=r"teacher_ids: expected \(1, 3, 'K'\), K a position, got \(1, 13, 6\)"):
-        model(input_ids=torch.tensor([[3, 4, 5]]), grpo_kernels_teacher=given, use_cache=False, return_dict=True)
-
-
-class Engine:
-    """The part of verl's FSDP engine that is patched."""
-
-    use_ulysses_sp = False
-
-    def __init__(self, backend: str = "grpo_kernels") -> None:
-        self.model_config = SimpleNamespace(fused_kernel_options={"impl_backend": backend})
-
-    def prepare_model_inputs(self, micro_batch: Any) -> Any:
-        return {"input_ids": micro_batch["input_ids"]}, {"pad_size": 0}
-
-    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: Any) -> Any:
-        return self.prepare_model_inputs(micro_batch)[0]
+        model(
+            input_ids=torch.tensor([[3, 4, 5]]),
+            grpo_kernels_task=engine.HeadTask(teacher=given),
+            use_cache=False,
+            return_dict=True,
+        )
 
 
 @pytest.fixture
-def engine_class(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
-    patched = type("Engine", (Engine,), dict(vars(Engine)))
-    for owner, name, function in distillation.engine_changes(SimpleNamespace(FSDPEngineWithLMHead=patched)):
-        setattr(owner, name, function)
-    flags = SimpleNamespace(get_non_tensor_data=lambda data, key, default: data.get(key, default))
-    monkeypatch.setitem(sys.modules, "verl.utils.tensordict_utils", flags)
-    return patched
+def group() -> Iterator[None]:
+    with verl_engine.on_one_rank():
+        yield
 
 
-def micro_batch(**flags: bool) -> dict[str, Any]:
-    ids, logps = teacher()
-    tensors = {"input_ids": torch.zeros(1), "teacher_ids": nested(ids), "teacher_logprobs": nested(logps)}
-    return {**tensors, "use_fused_kernels": True, "distillation_use_topk": True, **flags}
+def distilling(data: Any, **fields: Any) -> tuple[Any, Any]:
+    """The mini-batch with a teacher's top K, and verl's loss for it; `fields` are of the configuration of the loss."""
+    tokens, offsets = data["input_ids"].values().numel(), data["input_ids"].offsets()
+    g = torch.Generator().manual_seed(7)
+    logps = (3 * torch.randn(tokens, verl_engine.VOCAB, generator=g)).log_softmax(-1).topk(K, -1)
+    data = data.clone()
+    data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(logps.values, offsets)
+    data["teacher_ids"] = torch.nested.nested_tensor_from_jagged(logps.indices, offsets)
+    defaults = {
+        "loss_mode": "forward_kl_topk",
+        "log_prob_min_clamp": -9.0,
+        "loss_max_clamp": None,
+        "use_chunked_topk": False,
+        "use_task_rewards": False,
+        "use_policy_gradient": False,
+        "distillation_loss_coef": 0.5,
+        "topk": K,
+    }
+    config = SimpleNamespace(distillation_loss=SimpleNamespace(**{**defaults, **fields}))
+    loss = verl_module("trainer.distillation.losses").distillation_ppo_loss
+    return data, functools.partial(loss, config=verl_engine.config(), distillation_config=config)
 
 
-def loss_function(mode: str = "forward_kl_topk") -> Any:
-    loss = SimpleNamespace(loss_mode=mode, log_prob_min_clamp=-9.0)
-    return functools.partial(print, distillation_config=SimpleNamespace(distillation_loss=loss))
+OURS = {"impl_backend": "grpo_kernels"}
 
 
-@pytest.mark.parametrize(
-    ("only", "entropy", "alone"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-def test_the_engine_hands_the_teacher_on(engine_class: type[Engine], only: bool, entropy: bool, alone: bool) -> None:
-    given = micro_batch(distillation_only=only, calculate_entropy=entropy)
-    found = engine_class().forward_step(given, loss_function(), False)["grpo_kernels_teacher"]
-    ids, logps = teacher()
-    assert torch.equal(found.ids, ids[None])
-    assert torch.equal(found.logps, logps[None])
-    assert (found.log_prob_min_clamp, found.alone) == (-9.0, alone)
+@pytest.mark.parametrize(("rewards", "products"), [(False, 6), (True, 12)], ids=["alone", "with rewards"])
+def test_within_verls_engine(group: None, rewards: bool, products: int) -> None:
+    """Loss, gradient and metrics are those of verl's unfused path; only rows that count are projected."""
+    made = verl_engine.batch(dead=torch.zeros(8, dtype=torch.bool), tools=True)
+    data, loss = distilling(made, use_task_rewards=rewards)
+    flags = {"distillation_use_topk": True, "distillation_only": not rewards}
+    unfused, ours = (verl_engine.run(options, data, loss, **flags) for options in (None, OURS))
+    assert ours.loss == pytest.approx(unfused.loss, rel=1e-6)
+    assert verl_engine.gap(ours, unfused) < 5e-6
+    assert ours.metrics["distillation/student_mass"] == pytest.approx(unfused.metrics["distillation/student_mass"])
+    counted = int(data["response_mask"].sum())
+    done = ours.products.head / (verl_engine.VOCAB * verl_engine.HIDDEN * counted)
+    assert products <= done < products + 2.1
 
 
-def test_what_is_not_asked_for_is_left_alone(engine_class: type[Engine]) -> None:
-    for engine, given in (
-        (engine_class("torch"), micro_batch()),
-        (engine_class(), micro_batch(use_fused_kernels=False)),
-        (engine_class(), micro_batch(distillation_use_topk=False)),
-    ):
-        assert [*engine.forward_step(given, loss_function(), False)] == ["input_ids"]
-
-
-def test_what_verls_fused_heads_do_not_serve_is_refused(engine_class: type[Engine]) -> None:
-    for loss, got in ((loss_function("another"), "'another'"), (print, "None")):
-        with pytest.raises(ValueError, match=f"loss_mode: expected 'forward_kl_topk', got {got}"):
-            engine_class().forward_step(micro_batch(), loss, False)
+def test_what_verls_fused_heads_do_not_serve_is_refused(group: None) -> None:
+    flags = {"distillation_use_topk": True, "distillation_only": True}
+    data, loss = distilling(verl_engine.batch(), loss_mode="another")
+    with pytest.raises(ValueError, match="loss_mode: expected 'forward_kl_topk', got 'another'"):
+        verl_engine.run(OURS, data, loss, **flags)
+    with pytest.raises(ValueError, match="loss_mode: expected 'forward_kl_topk', got None"):
+        verl_engine.run(OURS, data, verl_engine.ppo_loss(verl_engine.config()), **flags)
+    data, loss = distilling(verl_engine.batch())
     with pytest.raises(ValueError, match="use_remove_padding: expected True"):
-        engine_class().forward_step(micro_batch(use_remove_padding=False), loss_function(), False)
+        verl_engine.run(OURS, data, loss, use_remove_padding=False, **flags)
 
 
 def test_an_unknown_engine_is_left_alone() -> None:
     with pytest.raises(LookupError, match="FSDPEngineWithLMHead"):
-        list(distillation.engine_changes(ModuleType("verl.some_module")))
+        list(engine.changes(ModuleType("verl.some_module")))
     other = type("Other", (), {"prepare_model_inputs": lambda self, batch: None})
     with pytest.raises(LookupError, match="prepare_model_inputs: expected the parameters"):
-        list(distillation.engine_changes(SimpleNamespace(FSDPEngineWithLMHead=other)))
+        list(engine.changes(SimpleNamespace(FSDPEngineWithLMHead=other)))

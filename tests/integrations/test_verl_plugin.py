@@ -115,6 +115,7 @@ def test_an_unknown_verl_is_left_alone(library: Callable[[], ModuleType]) -> Non
     [
         (verl_forward.changes, "patch_forward_with_backends"),
         (verl_megatron.function_changes, "linear_cross_entropy"),
+        (verl_megatron.forward_changes, "linear_cross_entropy"),
         (verl_megatron.engine_changes, "MegatronEngine"),
     ],
 )

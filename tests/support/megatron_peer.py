@@ -6,8 +6,10 @@ Two things of Megatron are for GPUs alone and are replaced: the device that it a
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,15 +28,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support import verl_engine
 from tests.support.verl_peer import TEMPERATURE, draw, relative, verl_module
 
 TOKENS = 30  # of the 32 rows of the head
 
 
-def start(ranks: int) -> None:
+def start(*, tensor: int = 1, context: int = 1) -> None:
+    """Divide the ranks; again, if they were divided before."""
     torch.cuda.current_device = lambda: "cpu"
     get_cuda_rng_tracker().fork = nullcontext
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
 
 
 def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
@@ -51,9 +56,10 @@ def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=16,
-        ffn_hidden_size=32,
+        ffn_hidden_size=24,
         num_attention_heads=4,
-        tensor_model_parallel_size=dist.get_world_size(),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=sequence_parallel,
         add_bias_linear=False,
         bias_activation_fusion=False,
@@ -77,28 +83,41 @@ def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
     return model
 
 
+def engine_of(model: nn.Module) -> Any:
+    """verl's engine around `model`, without its constructor; its fused head is verl's own until `ask_for_ours`."""
+    owner = verl_module("workers.engine.megatron.transformer_impl").MegatronEngineWithLMHead
+    made = owner.__new__(owner)
+    made.module, made.is_value_model, made.enable_routing_replay, made.tf_config = [model], False, False, None
+    made.engine_config = SimpleNamespace(
+        use_fused_kernels=True,
+        use_remove_padding=True,
+        pad_to_length=False,
+        dynamic_context_parallel=False,
+    )
+    made.model_config = SimpleNamespace(
+        fused_kernel_options={},
+        mtp=SimpleNamespace(enable=False),
+        hf_config=transformers.Qwen3Config(vocab_size=TOKENS, architectures=["Qwen3ForCausalLM"]),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+    )
+    made._maybe_enable_fused_kernels()
+    return made
+
+
+def ask_for_ours(engine: Any) -> None:
+    engine.model_config.fused_kernel_options["impl_backend"] = "grpo_kernels"
+    engine._maybe_enable_fused_kernels()
+
+
 def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
     """Errors of what verl's engine and fused forward make of a model, whose whole weights are put together here."""
     model = megatron_model(sequence_parallel, tied)
-    options: dict[str, str] = {}
-    engine = SimpleNamespace(
-        module=[model],
-        is_value_model=False,
-        engine_config=SimpleNamespace(use_fused_kernels=True, use_remove_padding=True),
-        model_config=SimpleNamespace(
-            fused_kernel_options=options,
-            mtp=SimpleNamespace(enable=False),
-            hf_config=transformers.Qwen3Config(vocab_size=TOKENS),
-        ),
-    )
+    engine = engine_of(model)
     ids, a, b = (x[0] for x in draw((1, 8)))
     inputs = {"input_ids": ids[None], "position_ids": None, "attention_mask": None, "labels": ids.roll(-1)[None]}
-    enable = verl_module("workers.engine.megatron.transformer_impl").MegatronEngine._maybe_enable_fused_kernels
-    enable(engine)
     with pytest.raises((RuntimeError, AssertionError), match=r"NVTX|^$"):  # verl's own kernel, which wants a GPU
         model(**inputs, temperature=TEMPERATURE)
-    options["impl_backend"] = "grpo_kernels"
-    enable(engine)
+    ask_for_ours(engine)
     output = model(**inputs, temperature=TEMPERATURE)
     (output.log_probs * a + output.entropy * b).sum().backward()
 
@@ -113,7 +132,56 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
     return {**found, "logps": relative(output.log_probs, chosen), "entropy": relative(output.entropy, entropy)}
 
 
+def rows(**options: Any) -> dict[str, float]:
+    """A step of verl's engine on a micro-batch of `verl_engine.batch`: errors against the model's own logits, and the
+    products of the head in N V H, unless the vocabulary is divided; `options` are those of the loss, ``ppo_loss``."""
+    module = verl_module("workers.engine.megatron.transformer_impl")
+    module.get_device_id = lambda: "cpu"
+    model = megatron_model(sequence_parallel=False, tied=False)
+    engine = engine_of(model)
+    ask_for_ours(engine)
+    data = verl_engine.batch()
+    ids, offsets = data["input_ids"].values() % TOKENS, data["input_ids"].offsets()
+    data["input_ids"] = torch.nested.nested_tensor_from_jagged(ids, offsets)
+    tensordict_utils = verl_module("utils.tensordict_utils")
+    flags = {"calculate_entropy": True, "temperature": TEMPERATURE, "global_batch_size": len(data), "dp_size": 1}
+    more = {"use_fused_kernels": True, "batch_num_tokens": int(data["response_mask"].sum()), "num_micro_batch": 1}
+    tensordict_utils.assign_non_tensor(data, **flags, **more)
+    loss_function = verl_engine.ppo_loss(verl_engine.config(**options))
+
+    weights = [whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()]
+    embedding, up, down, head = weights
+    x = F.embedding(ids, embedding)
+    logps = (((x + F.gelu(x @ up.T) @ down.T) @ head[:TOKENS].T) / TEMPERATURE).log_softmax(-1)
+    chosen, entropy = logps.gather(-1, ids.roll(-1)[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+    given = {"log_probs": chosen, "entropy": entropy}
+    old = verl_module("workers.utils.padding").no_padding_2_padding(chosen.detach(), data)
+    data["old_log_probs"] = old + 0.1 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    nested = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in given.items()}
+    want = loss_function(model_output=nested, data=data)[0]
+    want.backward()
+
+    postprocess = functools.partial(
+        engine.postprocess_micro_batch_func, forward_only=False, loss_function=loss_function
+    )
+    products = verl_engine.Products(vocabulary=TOKENS)
+    with products:
+        output, finish = engine.forward_step(iter([data]), model, loss_function, postprocess)
+        loss, _ = finish(output)
+        loss.backward()
+    found = {"loss": abs(float(loss.detach()) - float(want))}
+    for (name, x), y in zip(model.named_parameters(), weights, strict=True):
+        dist.all_reduce(x.grad, group=parallel_state.get_context_parallel_group())  # as Megatron does
+        found[name] = relative(whole(name, x.grad), y.grad)
+    operations = torch.tensor(products.head)
+    dist.all_reduce(operations, group=parallel_state.get_context_parallel_group())
+    counted, live = data["response_mask"] != 0, data["advantages"] != 0
+    share = float((counted & live).sum() / counted.sum())
+    return {**found, "nvh": int(operations) / (TOKENS * 16 * int(counted.sum())), "share": share}
+
+
 def whole(name: str, shard: Tensor) -> Tensor:
-    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-    dist.all_gather(shards, shard.contiguous())
+    group = parallel_state.get_tensor_model_parallel_group()
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard.contiguous(), group=group)
     return torch.cat(shards, dim=1 if "fc2" in name else 0)

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.integrations.patching import Patches, function_of
-from grpo_kernels.integrations.verl.distillation import ARGUMENT, BACKEND, TeacherLogprobs, aux_of, with_aux
+from grpo_kernels.integrations.verl.distillation import TeacherLogprobs, aux_of, with_aux
+from grpo_kernels.integrations.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask
+from grpo_kernels.integrations.verl.rows import HeadRows
 from grpo_kernels.modules import attach
 
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")  # of verl's patch_forward_with_backends
@@ -116,7 +118,7 @@ def use(model: Any) -> None:
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
     attach(describe_head(model).module)  # an unknown kind of head is refused here, not within the first step
-    model._verl_fused_kernels_backend = BACKEND  # verl's own mark
+    setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
     print(f"Using {BACKEND} backend for fused kernels in {type(model).__name__}")  # where verl says the same
 
@@ -139,7 +141,7 @@ def _forward(family: Family) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         others = dict(given.pop(open_ended, {}))
-        teacher = others.pop(ARGUMENT, None)
+        task = others.pop(ARGUMENT, None) or HeadTask()
         of_body = {key: x for key, x in given.items() if key not in NOT_THE_BODYS}
         if body is None:
             outputs = self.model(**of_body, **others)
@@ -152,10 +154,12 @@ def _forward(family: Family) -> Callable[..., Any]:
         head = describe_head(self)
         ours, options = attach(head.module), {"temperature": given.get("temperature", 1.0), **head.constant_options}
         results = {key: getattr(outputs, key, None) for key in KEPT}
+        teacher = task.teacher
         if not (teacher and teacher.alone):
-            results["log_probs"], results["entropy"] = _logprobs(ours, hidden, ids, options)
+            results["log_probs"], results["entropy"] = _logprobs(ours, hidden, ids, task.rows, options)
         if teacher:
-            return with_aux(output)(fused_linear_aux=_distilled(ours, hidden, teacher, options), **results)
+            distilled = _distilled(ours, hidden, teacher, task.rows, options)
+            return with_aux(output)(fused_linear_aux=distilled, **results)
         return output(**results)
 
     return forward
@@ -175,7 +179,9 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
     return torch.roll(ids, -1, -1)
 
 
-def _logprobs(head: Any, hidden: Tensor, ids: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _logprobs(
+    head: Any, hidden: Tensor, ids: Tensor, rows: HeadRows | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities and entropies, each shaped like the ids, in fp32 (fp64 for fp64 models).
 
     Raises:
@@ -183,12 +189,17 @@ def _logprobs(head: Any, hidden: Tensor, ids: Tensor, options: dict[str, Any]) -
     """
     if ids.shape != hidden.shape[:-1]:
         raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")
-    found: tuple[Tensor, Tensor] = head.logprobs(hidden, ids, **options)
-    return found
+    if rows is None:
+        found: tuple[Tensor, Tensor] = head.logprobs(hidden, ids, **options)
+        return found
+    logps, entropy = head.logprobs(hidden, ids, mask=rows.mask, expected=rows.expected, entropy=rows.entropy, **options)
+    return rows.filled(logps), entropy
 
 
-def _distilled(head: Any, hidden: Tensor, teacher: TeacherLogprobs, options: dict[str, Any]) -> Any:
-    """Return the forward KL on the teacher's ids, and both models' mass on them, (1, N) each.
+def _distilled(
+    head: Any, hidden: Tensor, teacher: TeacherLogprobs, rows: HeadRows | None, options: dict[str, Any]
+) -> Any:
+    """Return the forward KL on the teacher's ids, and both models' mass on them, (1, N) each; of `rows`, else 0.
 
     Raises:
         ValueError: the teacher's tensors are not aligned with the hidden states.
@@ -202,6 +213,7 @@ def _distilled(head: Any, hidden: Tensor, teacher: TeacherLogprobs, options: dic
         teacher.logps,
         log_prob_min_clamp=teacher.log_prob_min_clamp,
         outputs=("student_mass",),
+        mask=None if rows is None else rows.mask,
         **options,
     )
     return aux_of(found["divergence"], found["student_mass"], teacher)

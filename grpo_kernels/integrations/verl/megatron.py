@@ -5,6 +5,10 @@ their module, and call it with the hidden states, which are the same on all tens
 rows of the head. No forward passes on which `impl_backend` was asked for, but the engine knows. So the engine marks the
 head's weight, and for a marked weight our function runs.
 
+Rows: the engine's `forward_step` notes the micro-batch and its loss. The fused forward divides the labels over context
+parallel ranks by ``preprocess_thd_engine``; we send the numbers of the rows the same way, and read there which of
+this rank's rows count. The overlapped schedule does not come by here: all rows count.
+
 The gradient of the hidden states: verl's kernel returns a partial sum, over each rank's own rows of the head. If the
 sequence is divided too, as it is by default, that is right: the gather in front of the head sums over the ranks in its
 backward. If it is not divided, nothing sums, and verl's gradient of everything below the head is wrong. Ours is the
@@ -15,18 +19,51 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.integrations.patching import function_of, parameters_of
-from grpo_kernels.integrations.verl.distillation import BACKEND
-from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.integrations.verl.engine import BACKEND
+from grpo_kernels.integrations.verl.rows import HeadRows, PackedRows, flag, packed_rows
+from grpo_kernels.logprob import linear_logprob_with
 
+DIVIDE = (
+    "input_ids",
+    "pre_process",
+    "need_roll",
+    "use_fp8_padding",
+    "local_cp_size",
+    "min_local_rows",
+    "pad_to_length_bucket",
+    "cp_layout",
+)
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 MARK = "_grpo_kernels_score"  # attribute of a head's weight: our function for it
+STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
+
+
+class _MicroBatch:
+    """The micro-batch in hand.
+
+    Attributes:
+        rows: those that count, in verl's packed order; None: all do.
+        numbers: those of this rank's rows among them, as its labels lie; None before the labels are divided.
+    """
+
+    def __init__(self, rows: PackedRows | None) -> None:
+        self.rows = rows
+        self.numbers: Tensor | None = None
+
+    def here(self) -> HeadRows | None:
+        return None if self.rows is None or self.numbers is None else self.rows.here(self.numbers.reshape(-1))
+
+
+_micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default=None)
 
 
 def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
@@ -45,22 +82,45 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     yield module, "linear_cross_entropy", _dispatching(theirs)
 
 
+def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the replacements in verl.models.mcore.model_forward_fused.
+
+    Raises:
+        LookupError: it has no ``linear_cross_entropy`` and ``preprocess_thd_engine`` as we know them.
+    """
+    yield from function_changes(module)
+    divide = function_of(module, "preprocess_thd_engine", DIVIDE)
+
+    @functools.wraps(divide)
+    def preprocess_thd_engine(input_ids: Any, *args: Any, need_roll: bool = False, **options: Any) -> Any:
+        micro_batch = _micro_batch.get()
+        if need_roll and micro_batch is not None and micro_batch.rows is not None:  # these are the labels
+            numbers = torch.nested.nested_tensor_from_jagged(micro_batch.rows.numbers(), input_ids.offsets())
+            micro_batch.numbers = divide(numbers, *args, **options)[0]
+        return divide(input_ids, *args, need_roll=need_roll, **options)
+
+    yield module, "preprocess_thd_engine", preprocess_thd_engine
+
+
 def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements for verl.workers.engine.megatron.transformer_impl.
 
     Raises:
-        LookupError: the engine has no ``_maybe_enable_fused_kernels`` as we know it.
+        LookupError: the engines have no ``_maybe_enable_fused_kernels`` and ``forward_step`` as we know them.
     """
     engine = getattr(module, "MegatronEngine", None)
     if engine is None:
         raise LookupError(f"{module.__name__} has no MegatronEngine")
     theirs = function_of(engine, "_maybe_enable_fused_kernels", ("self",))
+    with_head = getattr(module, "MegatronEngineWithLMHead", None)
+    if with_head is None:
+        raise LookupError(f"{module.__name__} has no MegatronEngineWithLMHead")
+    step = function_of(with_head, "forward_step", STEP)
 
     @functools.wraps(theirs)
     def _maybe_enable_fused_kernels(self: Any) -> None:
         theirs(self)
-        options = self.model_config.fused_kernel_options or {}
-        if self.engine_config.use_fused_kernels and options.get("impl_backend") == BACKEND:
+        if _is_ours(self):
             from verl.models.mcore import model_forward_fused  # importing it replaces its function
 
             vocab_size = self.model_config.hf_config.get_text_config().vocab_size
@@ -69,7 +129,28 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
                 if model is not None:
                     mark(model, vocab_size)
 
+    @functools.wraps(step)
+    def forward_step(
+        self: Any, batch_iter: Any, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
+    ) -> Any:
+        batch = next(batch_iter).to(module.get_device_id())
+        rows = None
+        if _is_ours(self) and flag(batch, "use_fused_kernels", default=True):
+            loss_function = postprocess_micro_batch_func.keywords["loss_function"]
+            rows = packed_rows(batch, loss_function, self.get_data_parallel_group())
+        token = _micro_batch.set(_MicroBatch(rows))
+        try:
+            return step(self, iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
+        finally:
+            _micro_batch.reset(token)
+
     yield engine, "_maybe_enable_fused_kernels", _maybe_enable_fused_kernels
+    yield with_head, "forward_step", forward_step
+
+
+def _is_ours(engine: Any) -> bool:
+    options = engine.model_config.fused_kernel_options or {}
+    return bool(engine.engine_config.use_fused_kernels and options.get("impl_backend") == BACKEND)
 
 
 def mark(model: Any, vocab_size: int | None = None) -> None:
@@ -83,7 +164,7 @@ def mark(model: Any, vocab_size: int | None = None) -> None:
             setattr(weight, MARK, ours)
 
 
-def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def linear_cross_entropy(
         hidden: Tensor,  # (N, H) or (S, B, H)
         weight: Tensor,  # (V / ranks, H)
@@ -91,10 +172,12 @@ def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tens
         temperature: float = 1.0,
         reduction: str = "none",
         dist_process_group: dist.ProcessGroup | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities, entropies), (N,) each."""
         function = getattr(weight, MARK, theirs)
-        found: tuple[Tensor, Tensor] = function(hidden, weight, labels, temperature, reduction, dist_process_group)
+        found: tuple[Tensor, Tensor | None] = function(
+            hidden, weight, labels, temperature, reduction, dist_process_group
+        )
         return found
 
     return linear_cross_entropy
@@ -110,8 +193,8 @@ def score(
     *,
     sequence_parallel: bool,
     vocab_size: int | None,
-) -> tuple[Tensor, Tensor]:
-    """verl's ``linear_cross_entropy`` with our engines.
+) -> tuple[Tensor, Tensor | None]:
+    """verl's ``linear_cross_entropy`` with our engines: log-probabilities and, if they are read, entropies.
 
     Args:
         sequence_parallel: True if a gather over the tensor parallel ranks stands before the head.
@@ -133,13 +216,17 @@ def score(
         hidden.register_hook(lambda d_hidden: d_hidden / ranks)
     if vocab_size is not None and vocab_size >= ranks * weight.size(0):
         vocab_size = None
-    log_probs, entropy = linear_logprob(
+    micro_batch = _micro_batch.get()
+    rows = None if micro_batch is None else micro_batch.here()
+    found = linear_logprob_with(
         hidden.reshape(-1, hidden.size(-1)),
         weight,
         labels.reshape(-1),
+        mask=None if rows is None else rows.mask,
+        expected=None if rows is None else rows.expected,
+        outputs=("entropy",) if rows is None or rows.entropy else (),
         temperature=temperature,
         process_group=process_group,
         vocab_size=vocab_size,
     )
-    assert entropy is not None
-    return log_probs, entropy
+    return (found["logps"] if rows is None else rows.filled(found["logps"])), found.get("entropy")

@@ -8,8 +8,8 @@ Nothing else changes, and without the second line nothing changes at all. ``impo
 switched off (``VERL_USE_EXTERNAL_PLUGINS=none``).
 
 verl's modules are patched as they are imported, whenever that is: `forward` gives models the forward of the FSDP
-engines, `distillation` hands them a teacher's top-k log-probabilities, `megatron` replaces the function of Megatron's
-engine. A module that differs from the release we know is left as it is, after a warning.
+engines, `engine` tells it what a micro-batch asks of the head, `megatron` does both for Megatron's engine. A module
+that differs from the release we know is left as it is, after a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_kernels.integrations.packages import needed
-from grpo_kernels.integrations.verl import distillation, forward, megatron
+from grpo_kernels.integrations.verl import engine, forward, megatron
 
 # (object, attribute, our replacement), as patchers yield them; they raise LookupError if verl is not as we know it.
 Change = tuple[Any, str, Any]
@@ -32,10 +32,10 @@ Patcher = Callable[[ModuleType], Iterator[Change]]
 
 PATCHERS: dict[str, Patcher] = {
     "verl.models.transformers.monkey_patch": forward.changes,
-    "verl.models.mcore.model_forward_fused": megatron.function_changes,
+    "verl.models.mcore.model_forward_fused": megatron.forward_changes,
     "verl.models.mcore.model_forward_1f1b_overlap": megatron.function_changes,
     "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
-    "verl.workers.engine.fsdp.transformer_impl": distillation.engine_changes,
+    "verl.workers.engine.fsdp.transformer_impl": engine.changes,
 }
 
 

@@ -1,0 +1,160 @@
+"""Rows of the head that count in a micro-batch of verl, and the gradient to expect there.
+
+verl's engines hand a model packed ids: prompts, responses, padding. Only the row in front of a response's token
+predicts something that the loss reads, and only where the mask counts. A micro-batch has all that tells them apart;
+`packed_rows` reads it in verl's packed order. What a rank then gives its head is a part of that order, padded and
+divided; an engine sends numbers through its own layout (`PackedRows.numbers`), and `PackedRows.here` reads them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grpo_kernels.call.expected import Expectation
+from grpo_kernels.integrations.verl.losses import (
+    Mode,
+    Slopes,
+    actor_config,
+    has_other_terms,
+    is_sft,
+    mode_of,
+    reads_counted_rows,
+)
+
+
+class HeadRows:
+    """Rows that count in one call of a head. No dataclass: FSDP rounds the tensors of a dataclass on the way in.
+
+    Attributes:
+        mask: bool, shaped like the labels: True where the result is read.
+        others: shaped like the labels, log-probabilities that the other rows get; None: 0.
+        expected: as in `linear_logprob`.
+        entropy: whether entropies are read.
+    """
+
+    def __init__(self, mask: Tensor, others: Tensor | None, expected: Expectation | None, *, entropy: bool) -> None:
+        self.mask, self.others, self.expected, self.entropy = mask, others, expected, entropy
+
+    def filled(self, logps: Tensor) -> Tensor:
+        """Return the log-probabilities, with `others` at the rows that do not count."""
+        return logps if self.others is None else torch.where(self.mask, logps, self.others.to(logps.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of a micro-batch in verl's packed order; N tokens.
+
+    Attributes:
+        offsets: (B + 1,) bounds of the sequences.
+        counted: (N,) bool.
+        entropy: whether entropies are read.
+        others: (N,) log-probabilities for rows that do not count; None: 0.
+        slopes: derivatives of the loss; None: a token's is not known before all tokens are scored.
+        graded: (N,) bool, rows whose derivatives may not be 0; None: all that count.
+        of_entropy: whether the derivative by an entropy may not be 0.
+    """
+
+    offsets: Tensor
+    counted: Tensor
+    entropy: bool
+    others: Tensor | None = None
+    slopes: Slopes | None = None
+    graded: Tensor | None = None
+    of_entropy: bool = False
+
+    def numbers(self) -> Tensor:
+        """Return (N,) int64, 1 for the first row and so on: 0 is left for padding."""
+        return torch.arange(1, len(self.counted) + 1, device=self.counted.device)
+
+    def here(self, numbers: Tensor) -> HeadRows:
+        """Return the rows of a call of the head whose labels lie like `numbers`, some of `numbers()` among zeros."""
+        rows = numbers.reshape(-1) - 1
+
+        def local(x: Tensor) -> Tensor:
+            return F.pad(x, (1, 0))[numbers]
+
+        others = None if self.others is None else local(self.others)
+        slopes, expected = self.slopes, None
+        if slopes is not None and torch.is_grad_enabled():
+
+            def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
+                return slopes(rows[index], logps, entropies)
+
+            graded = local(self.counted if self.graded is None else self.graded)
+            expected = Expectation(coefficients, graded, has_entropy_gradient=self.of_entropy)
+        return HeadRows(local(self.counted), others, expected, entropy=self.entropy)
+
+
+def flag(data: Any, name: str, default: Any = False) -> Any:
+    """Return a value of `data`, a TensorDict of verl, that is no tensor."""
+    tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
+    return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
+
+
+def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> PackedRows | None:
+    """Return the rows of `data`, a micro-batch, that `loss_function` reads, or the trainer if that is None.
+
+    Returns:
+        None if all rows may be read: by another loss, or since the log-probabilities go back to the caller.
+    """
+    if flag(data, "return_model_output"):
+        return None
+    if loss_function is not None and not reads_counted_rows(loss_function):
+        return None
+    offsets, entropy = data["input_ids"].offsets(), bool(flag(data, "calculate_entropy"))
+
+    def loss(model_output: dict[str, Tensor]) -> Tensor:
+        found: Tensor = loss_function(model_output=model_output, data=data, dp_group=dp_group)[0]
+        return found
+
+    if is_sft(loss_function):
+        counted = data["loss_mask"].values().roll(-1, 0) != 0  # as the loss rolls it
+        slopes = Slopes(loss, offsets, torch.zeros(len(counted), device=counted.device), entropy=False)
+        return PackedRows(offsets, counted, entropy, slopes=slopes)
+    names = set(data.keys())
+    if not {"responses", "response_mask"} <= names:
+        return None
+    places = _Places(data)
+    # The losses compare the log-probabilities of all tokens with the old ones, and mask the result.
+    others = places.packed(data["old_log_probs"]) if "old_log_probs" in names else None
+    found = PackedRows(offsets, places.packed(data["response_mask"]) != 0, entropy, others)
+    config = actor_config(loss_function)
+    mode = Mode() if config is None else mode_of(config)
+    if others is None or not mode.by_token:
+        return found
+    graded = None
+    if mode.by_advantage and not has_other_terms(config, entropy=entropy):
+        graded = found.counted & (places.packed(data["advantages"]) != 0)
+        if mode.by_weight and "rollout_is_weights" in names:
+            graded &= places.packed(data["rollout_is_weights"]) != 0
+    slopes = Slopes(loss, offsets, others, entropy=entropy)
+    return replace(found, slopes=slopes, graded=graded, of_entropy=entropy and config.entropy_coeff != 0)
+
+
+class _Places:
+    """Rows of the packed tokens that predict the tokens of the responses."""
+
+    def __init__(self, data: Any) -> None:
+        ends = data["input_ids"].offsets()[1:]
+        prompts, responses = data["prompts"], data["responses"]
+        if responses.is_nested:
+            self.lengths = responses.offsets().diff()
+        else:
+            self.lengths = data["attention_mask"][:, prompts.shape[1] :].sum(dim=1)
+        self.starts = ends - self.lengths - 1  # the last token of a prompt predicts the first of the response
+        self.tokens = len(data["input_ids"].values())
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Return what `x`, (B, T) or nested, has for each packed row (N,); 0 where the row predicts no response."""
+        width = int(self.lengths.max()) if x.is_nested else x.shape[1]
+        t = torch.arange(width, device=self.starts.device)
+        inside = t < self.lengths[:, None]
+        rows = (self.starts[:, None] + t)[inside]
+        values = x.values() if x.is_nested else x[inside]
+        return values.new_zeros(self.tokens).index_copy(0, rows, values)

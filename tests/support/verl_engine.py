@@ -1,0 +1,314 @@
+"""verl's FSDP engine itself, on CPUs: a tiny model trained by its `forward_backward_batch`, products counted.
+
+The engine is made without its constructor, which wants GPUs and a model on disk; what runs is verl's own code: the
+layout of the inputs, the loss, the micro-batches, the gradients. `VOCAB` is in no other dimension, so that products of
+the head are told from the trunk's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
+from tests.support import verl_peer
+from tests.support.verl_peer import verl_module
+
+VOCAB, HIDDEN, PROMPT, RESPONSE = 211, 32, 24, 40
+OLD, REF = 0.1, 0.2  # deviations of old and reference log-probabilities from the model's
+
+
+class Products(TorchDispatchMode):
+    """Counts floating point operations: `all`, and those of the `head`, whose vocabulary is in no other shape."""
+
+    def __init__(self, vocabulary: int = VOCAB) -> None:
+        super().__init__()
+        self.vocabulary, self.all, self.head = vocabulary, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        count = flop_registry.get(getattr(torch.ops.aten, name, None))
+        if count is not None and func.namespace == "aten":
+            operations = count(*args, **(kwargs or {}), out_val=out)
+            self.all += operations
+            tensors = [x for x in tree_iter((args, out)) if isinstance(x, Tensor)]
+            self.head += operations * any(self.vocabulary in x.shape for x in tensors)
+        return out
+
+
+@dataclass
+class Step:
+    """What one mini-batch came to."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    products: Products
+    metrics: dict[str, Any]
+    model_output: dict[str, Tensor]
+
+
+def engine_module() -> ModuleType:
+    """verl's module of the engine, on CPUs."""
+    module = verl_module("workers.engine.fsdp.transformer_impl")
+    module.get_device_id = module.get_device_name = lambda: "cpu"
+    module.device_name = "cpu"
+    verl_module("utils.seqlen_balancing").get_device_name = lambda: "cpu"
+    return module
+
+
+@contextmanager
+def on_one_rank() -> Iterator[None]:
+    """A group of this process alone, and verl as it is outside afterwards."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        unpatch_verl()
+        dist.destroy_process_group()
+
+
+def model(layers: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    made = verl_peer.text_model("Qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers)
+    return made.to(dtype)
+
+
+def config(mode: str = "vanilla", **options: Any) -> Any:
+    """An actor's configuration; `correction` is that of ``bypass_mode``."""
+    workers = verl_module("workers.config")
+    correction = options.pop("correction", None)
+    made = workers.ActorConfig(
+        strategy="fsdp2",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=4,
+        use_dynamic_bsz=False,
+        policy_loss=workers.PolicyLossConfig(loss_mode=mode, dro_beta=0.1),
+        **options,
+    )
+    if correction is not None:
+        object.__setattr__(made.policy_loss, "rollout_correction", correction)
+    return made
+
+
+def ppo_loss(settings: Any) -> Any:
+    """verl's loss, as its worker makes it."""
+    return functools.partial(verl_module("workers.utils.losses").ppo_loss, config=settings)
+
+
+def batch(
+    size: int = 8, *, seed: int = 0, dead: Tensor | None = None, tools: bool = False, weights: bool = False
+) -> Any:
+    """A mini-batch as verl's trainer sends it: `dead` sequences (default: the first half) have the advantage 0."""
+    from tensordict import TensorDict
+
+    g = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(8, PROMPT + 1, (size, 1), generator=g)
+    responses = torch.randint(RESPONSE // 4, RESPONSE + 1, (size, 1), generator=g)
+    ids = torch.randint(3, VOCAB, (size, PROMPT + RESPONSE), generator=g)
+    place = torch.arange(PROMPT + RESPONSE)
+    there = ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
+    mask = there[:, PROMPT:].clone()
+    if tools:
+        mask[:, 5:9] = 0
+    advantages = torch.randn(size, 1, generator=g)
+    advantages[torch.arange(size) < size // 2 if dead is None else dead] = 0.0
+    fields = {
+        "input_ids": ids * there,
+        "attention_mask": there,
+        "position_ids": (there.cumsum(1) - 1).clamp(min=0),
+        "prompts": (ids * there)[:, :PROMPT],
+        "responses": (ids * there)[:, PROMPT:],
+        "response_mask": mask,
+        "advantages": advantages * mask,
+    }
+    data = verl_module("workers.utils.padding").left_right_2_no_padding(TensorDict(fields, batch_size=[size]))
+    logps = run(None, data, None, forward_only=True).model_output["log_probs"]
+    logps = verl_module("workers.utils.padding").no_padding_2_padding(logps, data)
+    for name, deviation in (("old_log_probs", OLD), ("ref_log_prob", REF)):
+        data[name] = logps + deviation * torch.randn(logps.shape, generator=g)
+    if weights:
+        w = 2 * torch.rand(logps.shape, generator=g)
+        data["rollout_is_weights"] = w * (w >= 0.4)
+    return data
+
+
+def nested(data: Any) -> Any:
+    """The same mini-batch with jagged fields alone."""
+    lengths = data["attention_mask"][:, :PROMPT].sum(1), data["attention_mask"][:, PROMPT:].sum(1)
+    made = data.exclude("attention_mask", "max_response_len", "max_seq_len", "indices")
+
+    def jagged(rows: list[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    for name in ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "loss_mask", "responses"):
+        made[name] = jagged([x[:n] for x, n in zip(data[name], lengths[1], strict=True)])
+    made["prompts"] = jagged([x[PROMPT - n :] for x, n in zip(data["prompts"], lengths[0], strict=True)])
+    return made
+
+
+def engine(module: nn.Module, options: dict[str, str], strategy: str | None) -> Any:
+    """verl's engine around `module`, wrapped as verl does: `strategy` is fsdp, fsdp2 or None."""
+    owner = engine_module().FSDPEngineWithLMHead
+    made = owner.__new__(owner)
+    made.model_config = SimpleNamespace(fused_kernel_options=options)
+    made.engine_config = SimpleNamespace(
+        use_no_sync_for_gradient_accumulation=True, entropy_checkpointing=False, entropy_from_logits_with_chunking=False
+    )
+    made.use_ulysses_sp, made.ulysses_sequence_parallel_size, made.ulysses_device_mesh = False, 1, None
+    made.pad_to_length, made.pad_to_length_bucket = False, 1
+    made._autocast_dtype, made.scaler = torch.float32, None
+    made.compute_entropy_from_logits = verl_module("utils.torch_functional").entropy_from_logits
+    mesh, utilities = init_device_mesh("cpu", (dist.get_world_size(),)), verl_module("utils.fsdp_utils")
+    if strategy == "fsdp2":
+        utilities.apply_fsdp2(module, {"mesh": mesh, "reshard_after_forward": True}, {})
+    if strategy == "fsdp":
+        policy = utilities.get_fsdp_wrap_policy(module, {})
+        module = FullyShardedDataParallel(
+            module, auto_wrap_policy=policy, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True
+        )
+    made.module = module
+    return made
+
+
+def run(
+    options: dict[str, str] | None,  # verl's fused_kernel_options; None: unfused
+    data: Any,
+    loss: Any,
+    *,
+    micro: int = 8,
+    strategy: str | None = "fsdp2",
+    layers: int = 1,
+    forward_only: bool = False,
+    prepare: Callable[[Any], None] | None = None,  # of the engine
+    **flags: Any,
+) -> Step:
+    """One mini-batch through verl's engine."""
+    verl_patch = verl_peer.monkey_patch()
+    unpatch_verl()
+    patch_verl()
+    engine_module()
+    made = model(layers)
+    if options is not None:
+        verl_patch.patch_forward_with_backends(made, True, options["impl_backend"])
+    the_engine = engine(made, options or {}, strategy)
+    if prepare is not None:
+        prepare(the_engine)
+    data = data.clone()
+    settings = {
+        "use_remove_padding": True,
+        "use_dynamic_bsz": False,
+        "max_token_len_per_gpu": 160,
+        "micro_batch_size_per_gpu": micro,
+        "use_fused_kernels": options is not None,
+        "calculate_entropy": False,
+        "global_batch_size": len(data) * dist.get_world_size(),
+        "temperature": 0.9,
+    }
+    verl_module("utils.tensordict_utils").assign_non_tensor(data, **{**settings, **flags})
+    products = Products()
+    with products:
+        out = the_engine.forward_backward_batch(data, loss, forward_only)
+    gradients = gradients_of(the_engine.module, whole=strategy != "fsdp" or forward_only)
+    return Step(sum(out["loss"]), gradients, products, out["metrics"], out["model_output"])
+
+
+def gradients_of(module: nn.Module, *, whole: bool) -> dict[str, Tensor]:
+    """The whole gradient of each parameter; of FSDP1's flat ones, if not `whole`."""
+    if not whole:
+        with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+            found = gradients_of(module, whole=True)
+            return {name.replace("_fsdp_wrapped_module.", ""): x.clone() for name, x in found.items()}
+    found = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+
+
+def gap(got: Step, want: Step) -> float:
+    """Largest relative error of a parameter's gradient."""
+    assert got.gradients.keys() == want.gradients.keys()
+    return max(verl_peer.relative(got.gradients[name], x) for name, x in want.gradients.items())
+
+
+def tokens_with_graph(data: Any, micro: int) -> int:
+    """Tokens of the micro-batches that `zero_advantage=score` runs with a graph: dead sequences come first, and each
+    rank has equally many micro-batches of them alone."""
+    live = (data["advantages"] != 0).any(1)
+    without = torch.tensor(min(int((~live).sum()) // micro, len(live) // micro - 1))
+    dist.all_reduce(without, op=dist.ReduceOp.MIN)
+    lengths = data["input_ids"].offsets().diff()
+    return int(lengths[torch.argsort(live.long(), stable=True)][int(without) * micro :].sum())
+
+
+def divided_by_ulysses(found: Any) -> None:
+    """Have the engine divide each sequence over all ranks, which then have the same data."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "sp"))
+    found.use_ulysses_sp, found.ulysses_sequence_parallel_size = True, dist.get_world_size()
+    found.ulysses_device_mesh = mesh
+    verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(mesh["sp"].get_group())
+
+
+def on_two_ranks(rank: int) -> dict[str, Any]:
+    """Errors against verl's unfused head, and the products, of one mini-batch on ranks with different data."""
+    dead = torch.rand(16, generator=torch.Generator().manual_seed(3 + rank)) < (0.5, 0.8)[rank]
+    data, loss = batch(16, seed=rank, dead=dead), ppo_loss(config())
+    tokens, ours = data["input_ids"].values().numel(), {"impl_backend": "grpo_kernels"}
+    live = ours | {"zero_advantage": "score"}
+    counted, silent = (int(x.sum()) for x in (data["response_mask"] != 0, data["advantages"] == 0))
+    with_gradient = data["response_mask"].numel() - silent
+    found: dict[str, Any] = {}
+    for strategy in ("fsdp2", "fsdp"):
+        for micro in (2, 4):
+            unfused, rows, score = (
+                run(x, data, loss, micro=micro, strategy=strategy, layers=3) for x in (None, ours, live)
+            )
+            trunk = rows.products.all - rows.products.head
+            found[f"{strategy}, {micro}"] = {
+                "gaps": [gap(x, unfused) for x in (rows, score)],
+                "losses": [abs(x.loss - unfused.loss) for x in (rows, score)],
+                "head": [x.products.head / (VOCAB * HIDDEN * (2 * counted + 4 * with_gradient)) for x in (rows, score)],
+                "trunk": (score.products.all - score.products.head) / trunk,
+                "expected trunk": (tokens + 2 * tokens_with_graph(data, micro)) / (3 * tokens),
+                "MFLOP": [x.products.all / 1e6 for x in (unfused, rows, score)],
+            }
+        dynamic = [run(x, data, loss, use_dynamic_bsz=True, strategy=strategy, layers=3) for x in (None, live)]
+        found[f"{strategy}, dynamic"] = gap(dynamic[1], dynamic[0])
+    return found
+
+
+def on_ulysses() -> dict[str, Any]:
+    """Without layers, since verl's attention under Ulysses is for GPUs: embedding, norm, head."""
+    data, found = batch(), {}
+    counted = int(data["response_mask"].sum())
+    for name, options in {"vanilla": {}, "entropy": {"entropy_coeff": 0.01}}.items():
+        flags: dict[str, Any] = {"layers": 0, "strategy": None, "calculate_entropy": bool(options)}
+        loss = ppo_loss(config(loss_agg_mode="seq-mean-token-mean", **options))
+        want = run(None, data, loss, **flags)
+        got = run(
+            {"impl_backend": "grpo_kernels"},
+            data,
+            loss,
+            prepare=divided_by_ulysses,
+            global_batch_size=len(data),
+            **flags,
+        )
+        verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
+        for x in got.gradients.values():
+            dist.all_reduce(x)
+            x /= dist.get_world_size()  # as FSDP does
+        operations = torch.tensor(got.products.head)
+        dist.all_reduce(operations)
+        found[name] = {"gap": gap(got, want), "nvh": int(operations) / (counted * VOCAB * HIDDEN)}
+    return found
