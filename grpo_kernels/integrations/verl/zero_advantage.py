@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.base.choices import ZeroAdvantage
 from grpo_kernels.integrations.verl.losses import actor_config, has_other_terms, mode_of, slopes_of
 from grpo_kernels.integrations.verl.rows import flag
 
@@ -41,7 +40,7 @@ def is_asked_for(options: Any) -> bool:
             f"actor_rollout_ref.model.fused_kernel_options: expected impl_backend and zero_advantage, got "
             f"{', '.join(sorted(map(str, unknown)))}"
         )
-    value: ZeroAdvantage = options.get("zero_advantage", "train")
+    value = options.get("zero_advantage", "train")
     if value not in ALLOWED:
         raise ValueError(f"{WHERE}: expected one of {', '.join(map(repr, ALLOWED))}, got {value!r}")
     return value == "score"
