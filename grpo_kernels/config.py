@@ -79,6 +79,8 @@ class LossConfig:
             be given. Off by default; TRL has it on, and its trainer computes the ratio. Not for ``"gmpo"``.
         vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per sequence, from its
             summed differences; ``"*_truncate"``: clamped to the bounds; ``"*_mask"``: set to 0 outside of them.
+            ``"sequence_mean_mask"`` (not TRL's): one per token, set to 0 in sequences whose geometric mean ratio is
+            outside of the bounds.
         vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: the bounds of that ratio; None: no bound.
         max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
         sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape
@@ -192,7 +194,7 @@ class LossConfig:
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
         """True if a ratio that is computed within the loss is one per sequence."""
-        return self.vllm_importance_sampling_mode.startswith("sequence_")
+        return self.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask")
 
     @property
     def truncates_sampling_ratio(self) -> bool:
@@ -208,7 +210,8 @@ class LossConfig:
         """
         if self.top_entropy_quantile < 1.0 or (self.masks_off_policy and (sampled or not on_policy)):
             return True
-        if on_policy and self.corrects_sampling and (self.sampling_ratio_is_per_sequence or self.ratio_is_per_sequence):
+        reads_sequence = self.vllm_importance_sampling_mode.startswith("sequence_")
+        if on_policy and self.corrects_sampling and (reads_sequence or self.ratio_is_per_sequence):
             return True
         if on_policy:
             return self.corrects_kl and self.importance_sampling_level == "sequence"

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 LossTypeName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3", "full"]
-SamplingMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+SamplingMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"]
 LogitsDtype = Literal["float32", "input"]
 
 EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean", "score_dot"]

@@ -10,7 +10,10 @@ sampler could not score the token (NaN)::
     *_mask       0 outside of [clip_min, clip_max]
 
 as in TRL 1.16 (``GRPOTrainer._generate_and_score_completions``), which needs a forward of the model for it beforehand.
-Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
+Truncated importance sampling: https://fengyao.notion.site/off-policy-rl. One mode more is NeMo-RL's and OpenRLHF's
+``seq-mask-tis``::
+
+    sequence_mean_mask   ratio_t = exp(d_t); 0 if exp(mean of d over the sequence) is outside of [clip_min, clip_max]
 """
 
 from __future__ import annotations
@@ -50,8 +53,12 @@ def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
 def with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tokens:
     """`tokens` with the importance sampling ratio of `logps` (n,) to their sampling log-probabilities."""
     assert tokens.sampling_per_token_logps is not None
-    difference = scored_difference(logps, tokens.sampling_per_token_logps)
+    difference, layout = scored_difference(logps, tokens.sampling_per_token_logps), tokens.layout
+    if config.vllm_importance_sampling_mode == "sequence_mean_mask":
+        means = layout.sequence_sum(difference) / layout.lengths.clamp(min=1)
+        inside = (bounded_ratio(config, means) != 0)[layout.sequence]
+        return replace(tokens, importance_sampling_ratio=torch.where(inside, torch.exp(difference), 0.0))
     if not config.sampling_ratio_is_per_sequence:
         return replace(tokens, importance_sampling_ratio=bounded_ratio(config, difference))
-    ratio = bounded_ratio(config, tokens.layout.sequence_sum(difference))
-    return replace(tokens, importance_sampling_ratio=ratio[tokens.layout.sequence], sequence_ratio=ratio)
+    ratio = bounded_ratio(config, layout.sequence_sum(difference))
+    return replace(tokens, importance_sampling_ratio=ratio[layout.sequence], sequence_ratio=ratio)

@@ -72,7 +72,7 @@ def build(options: Options) -> tuple[Case, Case, LoRA | None]:
         scored = head(same)
         logps = on_grid(scored.logps.detach(), scored.counted)
         same = given_ratio(same, logps if case.old_per_token_logps is None else case.old_per_token_logps)
-        if case.config.get(PREFIX + "mode", "sequence_mask").startswith("sequence"):
+        if case.config.get(PREFIX + "mode", "sequence_mask") in ("sequence_mask", "sequence_truncate"):
             same = same.but(importance_sampling_ratio=same.importance_sampling_ratio[:, 0])  # (B, 1) could be (B, T)
     for name in [name for name in same.config if name.startswith(PREFIX)]:
         del same.config[name]

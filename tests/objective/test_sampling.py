@@ -92,6 +92,8 @@ def test_engines() -> None:
         ("sequence_mask", "dapo", "token", True, (), "one_pass"),  # made of the old ones, which are known
         ("sequence_mask", "dapo", "token", False, (), "two_pass"),
         ("sequence_mask", "dapo", "token", False, ("weight",), "frozen"),
+        ("sequence_mean_mask", "dapo", "token", True, (), "one_pass"),
+        ("sequence_mean_mask", "dapo", "token", False, (), "two_pass"),
         ("token_mask", "grpo", "sequence", False, (), "two_pass"),
         ("token_mask", "vespo", "token", False, (), "two_pass"),
         ("sequence_mask", "gmpo", "token", False, (), "one_pass"),  # which ignores it
@@ -113,7 +115,7 @@ def test_nothing_changes_without_the_option() -> None:
     assert out.metrics.keys() - want.metrics.keys() == {"sampling_unscored"}
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "sequence_mean_mask"])
 def test_metrics(mode: str) -> None:
     """TRL's figures, of the tokens the sampler could score; a token it could not score has the ratio 1."""
     case = unscored(make_case("metrics", b=5, old=False, sampling=True, **correction(mode)))
@@ -121,7 +123,7 @@ def test_metrics(mode: str) -> None:
     counted = case.completion_mask != 0
     gap = (out.per_token_logps - case.sampling_per_token_logps)[counted].abs()
     ratio = trls_ratio(case, out.per_token_logps)
-    ratio = ratio if mode.startswith("sequence") else ratio[counted]
+    ratio = ratio if mode == "sequence_mask" else ratio[counted]
     scored = gap[~gap.isnan()]
     for name, want in {
         "sampling_unscored": gap.isnan().float().mean(),

@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "corrected KL": {"beta": 0.1},
     "uncorrected KL, bonus": {"beta": 0.1, "use_bias_correction_kl": False, "entropy_coef": 0.02},
     "sampling, token": {"vllm_importance_sampling_mode": "token_truncate", "sampling": True},
+    "sampling, mean": {"vllm_importance_sampling_mode": "sequence_mean_mask", "sampling": True},
     "sampling, sequence": {"vllm_importance_sampling_mode": "sequence_mask", "sampling": True, "beta": 0.05},
 }
 # how the positions are split over the ranks, as shares: a rank may have none

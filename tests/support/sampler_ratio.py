@@ -10,16 +10,19 @@ from torch import Tensor
 from grpo_kernels import LossConfig
 from tests.support.case_builder import Case
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
 PREFIX = "vllm_importance_sampling_"
 
 
 def trls_ratio(case: Case, old: Tensor) -> Tensor:
-    """As TRL 1.16 writes it: (B, T), 1 where masked, or (B, 1)."""
+    """As TRL 1.16 writes it: (B, T), 1 where masked, or (B, 1); the last mode as OpenRLHF does."""
     assert case.sampling_per_token_logps is not None
     config, mask = LossConfig(**case.config), (case.completion_mask != 0).to(old.dtype)
     difference = torch.nan_to_num((old - case.sampling_per_token_logps.to(old.dtype)) * mask, nan=0.0)
     mode, low, high = (getattr(config, PREFIX + x) for x in ("mode", "clip_min", "clip_max"))
+    if mode == "sequence_mean_mask":
+        mean = torch.exp(difference.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1))
+        return difference.exp() * ((mean >= (low or 0.0)) & (mean <= (high or math.inf)))
     ratio = torch.exp(difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference)
     if mode.endswith("truncate"):
         return torch.clamp(ratio, min=low, max=high)

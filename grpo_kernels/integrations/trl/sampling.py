@@ -19,6 +19,8 @@ from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.trl.step import counted_tokens
 from grpo_kernels.objective.sampler_correction import bounded_ratio
 
+TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
 
 def is_corrected(trainer: Any) -> bool:
     """Return True if `trainer` corrects for its sampler."""
@@ -26,11 +28,16 @@ def is_corrected(trainer: Any) -> bool:
 
 
 def check_correction(trainer: Any) -> None:
-    """Raise ValueError if `fused_sampling_correction` is on and `trainer` makes no correction."""
+    """Raise ValueError if `fused_sampling_correction` is on and `trainer` makes no correction, or none of TRL's."""
     if trainer.fused_sampling_correction and not is_corrected(trainer):
         raise ValueError(
             "fused_sampling_correction: expected False without a sampler to correct for (use_vllm=True and "
             "vllm_importance_sampling_correction=True), got True"
+        )
+    if trainer.fused_sampling_correction and trainer.vllm_importance_sampling_mode not in TRL_MODES:
+        raise ValueError(
+            f"vllm_importance_sampling_mode: expected one of {', '.join(map(repr, TRL_MODES))}, got "
+            f"{trainer.vllm_importance_sampling_mode!r}"
         )
 
 
