@@ -285,6 +285,27 @@ def test_slimes_mis_with_veto(mode: str, level: str) -> None:
 # results
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_packed_batches(level: str) -> None:
+    """Equal to the padded call, values and metrics; also with a sequence that has no token."""
+    data = batch()
+    lengths = torch.randint(0, data.mask.shape[1] + 1, (len(data.mask),), generator=torch.Generator().manual_seed(1))
+    lengths[1] = 0
+    inside = torch.arange(data.mask.shape[1]) < lengths[:, None]
+    mask = data.mask * inside
+    options = {"level": level, "mode": "mask", "clip_max": 1.1, "reject": {"seq_max_k2": 0.1}, "veto_threshold": 1e-3}
+    want = correct(data.old, data.sampling, mask, **options)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    found = correct(*(x[inside] for x in (data.old, data.sampling, mask)), cu_seqlens=bounds, **options)
+    assert torch.equal(found.weights, want.weights[inside])
+    assert torch.equal(found.keep, want.keep[inside])
+    assert found.metrics == pytest.approx(want.metrics, rel=1e-12, nan_ok=True)
+    with pytest.raises(ValueError, match=r"old_per_token_logps: expected shape \(N,\), since there are cu_seqlens"):
+        correct(data.old, data.sampling, mask, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="cu_seqlens: expected to rise from 0 to N"):
+        correct(*(x[inside] for x in (data.old, data.sampling, mask)), cu_seqlens=bounds[:-1])
+
+
 def test_dtypes_and_no_gradient() -> None:
     data = batch(9)
     old = data.old.float().requires_grad_()

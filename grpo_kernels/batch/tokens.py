@@ -154,7 +154,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     completion_mask, advantages = inputs.completion_mask, inputs.advantages
     if completion_mask is not None:
         check_mask("completion_mask", completion_mask, completion_ids)
-    batch, columns, located = _sequences(completion_ids, inputs.cu_seqlens)
+    batch, columns, located = sequences_of(completion_ids, inputs.cu_seqlens)
     shape = tuple(completion_ids.shape)
     written = "(B, T)" if inputs.cu_seqlens is None else "(N,)"
     for name, x in inputs.logps.items():
@@ -191,7 +191,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     )
 
 
-def _sequences(completion_ids: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+def sequences_of(completion_ids: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
     """Return B, the longest length, and a function: positions (n,) in the flattened batch -> sequence, index in it."""
     device = completion_ids.device
     if cu_seqlens is None:

@@ -76,11 +76,12 @@ def _rule(name: Any, bound: Any) -> Rule:
     return Rule(name, level, kind, low, high)
 
 
-def counted(old: Any, sampling: Any, completion_mask: Any) -> Tensor:
-    """Check the three (B, T) arguments; return where the mask counts, as bool."""
+def counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> Tensor:
+    """Check the three arguments, (B, T), or (N,) if `packed`; return where the mask counts, as bool."""
     check_tensor("old_per_token_logps", old, floating=True)
-    if old.dim() != 2:
-        raise ValueError(f"old_per_token_logps: expected shape (B, T), got {tuple(old.shape)}")
+    if old.dim() != (1 if packed else 2):
+        expected = "(N,), since there are cu_seqlens" if packed else "(B, T)"
+        raise ValueError(f"old_per_token_logps: expected shape {expected}, got {tuple(old.shape)}")
     check_tensor("sampling_per_token_logps", sampling, like=old, floating=True)
     check_tensor("completion_mask", completion_mask, like=old)
     for name, x in {"sampling_per_token_logps": sampling, "completion_mask": completion_mask}.items():

@@ -13,6 +13,7 @@ from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.base.importance import bounded, scored_difference
 from grpo_kernels.base.sums import wide
+from grpo_kernels.batch.tokens import sequences_of
 from grpo_kernels.rollouts import checks, metrics
 from grpo_kernels.rollouts.rules import Bound, log_ratio, statistic
 
@@ -23,18 +24,18 @@ SMALLEST_MEAN = 1e-8  # of weights that are divided by it
 
 
 class Correction(NamedTuple):
-    """Result of ``correct``: weights (B, T), the mask of what is kept (B, T), and metrics by name."""
+    """Result of ``correct``: weights and the mask of what is kept, each (B, T) or (N,), and metrics by name."""
 
-    weights: Tensor  # (B, T), 0 where masked
-    keep: Tensor  # (B, T), the completion mask with 0 at what is rejected
+    weights: Tensor  # 0 where masked
+    keep: Tensor  # the completion mask with 0 at what is rejected
     metrics: dict[str, float]
 
 
 @torch.no_grad()
 def correct(
-    old_per_token_logps: Tensor,  # (B, T)
-    sampling_per_token_logps: Tensor,  # (B, T)
-    completion_mask: Tensor,  # (B, T)
+    old_per_token_logps: Tensor,  # (B, T), or packed (N,)
+    sampling_per_token_logps: Tensor,  # (B, T) or (N,)
+    completion_mask: Tensor,  # (B, T) or (N,)
     *,
     level: CorrectionLevel | None = "token",
     mode: CorrectionMode = "truncate",
@@ -44,6 +45,7 @@ def correct(
     reject: Mapping[str, Bound] | None = None,
     veto_threshold: float | None = None,
     safety_bound: float = 20.0,
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
     process_group: ProcessGroup | None = None,
 ) -> Correction:
     """Correct for a sampler whose log-probabilities are not the policy's: (weights, keep, metrics).
@@ -74,17 +76,18 @@ def correct(
     mask it is.
 
     Args:
-        old_per_token_logps: (B, T), of the policy in the trainer, before the step's first update.
-        sampling_per_token_logps: (B, T), of the same tokens, as the sampler gave them. NaN, where it gave none, is
-            D = 0.
-        completion_mask: (B, T); 0 is masked, and never read.
+        old_per_token_logps: (B, T), or packed (N,), of the policy in the trainer, before the step's first update.
+        sampling_per_token_logps: (B, T) or (N,), of the same tokens, as the sampler gave them. NaN, where it gave none,
+            is D = 0.
+        completion_mask: (B, T) or (N,); 0 is masked, and never read.
         safety_bound: largest size of an exponent, and of D in k1, k2 and k3; both are clamped. ``math.inf``: no bound.
+        cu_seqlens: (B + 1,) int32 or int64, bounds of the packed sequences, from 0 to N.
         process_group: ranks over whose weights the mean of ``batch_normalize`` is. Metrics are of this rank.
 
     Returns:
-        weights (B, T), in the dtype of ``old_per_token_logps``, for ``importance_sampling_ratio=``; keep (B, T), in the
-        mask's dtype, for ``completion_mask=``; metrics by verl's names, as "rollout_corr/kl", of the sequences that
-        have a counted token; none if there is no such sequence.
+        weights, in the dtype of ``old_per_token_logps``, for ``importance_sampling_ratio=``; keep, in the mask's dtype,
+        for ``completion_mask=``, both shaped like the arguments; metrics by verl's names, as "rollout_corr/kl", of the
+        sequences that have a counted token; none if there is no such sequence.
 
     Sources: https://fengyao.notion.site/off-policy-rl (TIS), https://richardli.xyz/rl-collapse (MIS, rejection);
     verl's ``rollout_corr_helper``.
@@ -95,12 +98,20 @@ def correct(
     with check_same("process_group", process_group, "correct", **own):
         checks.options(level, mode, clip_max, clip_min, batch_normalize, veto_threshold, safety_bound)
         rules = checks.rules(reject)
-        counts = checks.counted(old_per_token_logps, sampling_per_token_logps, completion_mask)
+        given = old_per_token_logps, sampling_per_token_logps, completion_mask
+        counted = checks.counted(*given, packed=cu_seqlens is not None)
+        batch, columns, located = sequences_of(old_per_token_logps, cu_seqlens)
 
+    place = located(torch.arange(counted.numel(), device=counted.device))
+
+    def padded(x: Tensor) -> Tensor:  # (B, T)
+        return x.new_zeros(batch, columns).index_put(place, x.flatten())
+
+    counts = padded(counted)
     sequences = counts.any(dim=1)
     mask = counts[sequences]
-    old = torch.where(mask, wide(old_per_token_logps[sequences]), 0.0)
-    d = torch.where(mask, scored_difference(old, wide(sampling_per_token_logps[sequences])), 0.0)
+    old = torch.where(mask, wide(padded(old_per_token_logps)[sequences]), 0.0)
+    d = torch.where(mask, scored_difference(old, wide(padded(sampling_per_token_logps)[sequences])), 0.0)
     found = metrics.off_policy(old, d, mask, safety_bound)
 
     weights = mask.to(d.dtype)
@@ -129,8 +140,9 @@ def correct(
 
     whole_weights, whole_kept = weights.new_zeros(counts.shape), torch.zeros_like(counts)
     whole_weights[sequences], whole_kept[sequences] = weights, kept
-    keep = completion_mask.masked_fill(~whole_kept, 0)
-    return Correction(whole_weights.to(old_per_token_logps.dtype), keep, metrics.read(found) if len(mask) else {})
+    weights, kept = (x[place].view(counted.shape) for x in (whole_weights, whole_kept))
+    keep = completion_mask.masked_fill(~kept, 0)
+    return Correction(weights.to(old_per_token_logps.dtype), keep, metrics.read(found) if len(mask) else {})
 
 
 def _mean(weights: Tensor, process_group: ProcessGroup | None) -> Tensor:
