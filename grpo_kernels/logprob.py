@@ -19,7 +19,8 @@ from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.expected import Expectation, Expected
 from grpo_kernels.call.kept import KeptInputs, kept_logprob
 from grpo_kernels.call.logprob import ScoreInputs, score
-from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.options import Execution, HeadOptions, Projection
+from grpo_kernels.call.projected import projected_logprob
 from grpo_kernels.engine.engines import ONE_PASS
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
@@ -85,6 +86,7 @@ def linear_logprob(
     without_set: WithoutSet = "error",
     expected: Expected | None = None,
     logits_dtype: LogitsDtype = "float32",
+    projection: Projection = "library",
     engine: EngineName = "auto",
     backend: BackendName = "auto",
     workspace_bytes: int | None = None,
@@ -110,6 +112,10 @@ def linear_logprob(
             `ids`; or (a, b) with b = d loss / d entropy or None; or an `Expectation`, or just its function. The
             gradient is exact whatever is expected. Not used under torch.compile, which takes two passes.
         logits_dtype: ``"float32"``, or ``"input"`` to round the logits to the operands' dtype.
+        projection: ``"library"``, or whose product with the head to take for the bits of a sampler: ``"dispatch"``,
+            ``torch.mm`` in the operands' dtype, for which a batch-invariant mode may have registered a kernel; or a
+            function of rows (n, H) and the transposed weight (H, V) that returns their product (n, V). Slower; no
+            other option of how the call is computed goes with it but `workspace_bytes`.
         engine: one of `grpo_kernels.typing.EngineName`.
         backend: one of `grpo_kernels.typing.BackendName`.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB; on a GPU up to
@@ -132,7 +138,7 @@ def linear_logprob(
     inputs = ScoreInputs(mask, ("entropy",) if entropy else (), ids, expected)
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    execution = Execution(engine, backend, workspace_bytes)
+    execution = Execution(engine, backend, workspace_bytes, projection=projection)
     if kept_ids is not None:
         return kept_logprob(
             KeptInputs(mask, (), ids, kept_ids, without_set, entropy, execution, expected), head, options
@@ -159,6 +165,7 @@ def linear_logprob_with(
     without_set: WithoutSet = "error",
     expected: Expected | None = None,
     logits_dtype: LogitsDtype = "float32",
+    projection: Projection = "library",
     engine: EngineName = "auto",
     backend: BackendName = "auto",
     workspace_bytes: int | None = None,
@@ -179,7 +186,7 @@ def linear_logprob_with(
     """
     head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
     options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    execution = Execution(engine, backend, workspace_bytes, gather)
+    execution = Execution(engine, backend, workspace_bytes, gather, projection=projection)
     if kept_ids is None:
         check_without_set(without_set)
         return _score(ScoreInputs(mask, outputs, ids, expected), head, execution, options)
@@ -193,6 +200,12 @@ def linear_logprob_with(
 def _score(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
     """Make the call: eagerly, while a graph is compiled, or with fake tensors."""
     compiling = torch.compiler.is_compiling()
+    if execution.projection != "library":
+        if not compiling:
+            return projected_logprob(inputs, head, execution, options)
+        from grpo_kernels.call import compiled
+
+        return compiled.eagerly(projected_logprob, inputs, head, execution, options)
     if not compiling and not is_fake(head.hidden, head.weight):
         return score(inputs, head, execution, options)
     from grpo_kernels.call import compiled  # not at import: it loads the compiler

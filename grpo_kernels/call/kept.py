@@ -115,6 +115,8 @@ def score_kept(inputs: KeptInputs, head: LMHead, options: HeadOptions) -> KeptSc
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
     execution, budget = inputs.execution, inputs.execution.workspace_bytes
+    if execution.projection != "library":
+        raise ValueError(f"projection: expected 'library' with kept_ids, got {execution.projection!r}")
     of_sets = replace(execution, backend="torch", workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
     planned, rows, _ = check_call(inputs, head, of_sets, options)
     survey = _survey(inputs, planned, rows)

@@ -23,6 +23,7 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call.expected import Expectation, Expected
+from grpo_kernels.call.options import Projection
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.head.reference import ReferenceHead
@@ -86,6 +87,7 @@ class LogprobKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=Fals
     expected: Expected | None
     kept_ids: Tensor | KeptIds | None
     without_set: WithoutSet
+    projection: Projection
 
 
 class KeptSetKeywords(HeadKeywords, LogitKeywords, ExecutionKeywords, total=False):

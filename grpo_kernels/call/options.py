@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from grpo_kernels.engine.request import Gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+Project = Callable[[Tensor, Tensor], Tensor]  # (n, H) and (H, V) -> (n, V)
+Projection = Literal["library", "dispatch"] | Project
 
 
 def check_options(engine: Any, backend: Any, workspace_bytes: Any) -> None:
@@ -39,6 +44,7 @@ class Execution:
     sequence_group: ProcessGroup | None = None
     needs_grad: NeedsGrad | None = None  # gradients to compute; None: those of the tensors that train
     dtype: torch.dtype | None = None  # of the products' operands; None: `LMHead.compute_dtype`
+    projection: Projection = "library"  # as in `linear_logprob`, the only call that has it
 
     def described(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks."""
