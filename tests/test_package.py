@@ -241,6 +241,8 @@ def differentiate_everything() -> None:
     kept = torch.arange(7).expand(2, 3, 7)
     logps, entropies = grpo_kernels.kept_set_logprob(hidden.clone().requires_grad_(), weight, ids, kept, mask=mask)
     grpo_kernels.policy_loss_from_logps(logps, entropies, mask, advantages).loss.backward()
+    projected, _ = grpo_kernels.linear_logprob(hidden.clone().requires_grad_(), weight, ids, projection="dispatch")
+    projected.sum().backward()
 
 
 def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any, ...]) -> None:

@@ -6,16 +6,14 @@ none of them, NaN included, can reach a result. Padded (B, T) and packed (N,) ba
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_mask, check_mask_values, check_shape, check_tensor
+from grpo_kernels.base.packing import sequences_of
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.sequence_shard import SequenceShard
 
@@ -189,28 +187,3 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
         sequence_ratio=ratio.detach().reshape(-1).to(dtype) if ratio is not None and per_sequence(ratio) else None,
         **{name: None if x is None else rows(x, positions) for name, x in inputs.logps.items()},
     )
-
-
-def sequences_of(completion_ids: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """Return B, the longest length, and a function: positions (n,) in the flattened batch -> sequence, index in it."""
-    device = completion_ids.device
-    if cu_seqlens is None:
-        batch, columns = completion_ids.shape
-        width = max(columns, 1)
-        return batch, columns, lambda positions: (positions // width, positions % width)
-    check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int64, torch.int32) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(
-            f"cu_seqlens: expected int32 or int64 of shape (B + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        )
-    bounds, n = cu_seqlens.tolist(), completion_ids.shape[0]
-    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] != n or min(lengths, default=0) < 0:
-        raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
-    on_device = cu_seqlens.to(device, torch.long, non_blocking=True)
-
-    def located(positions: Tensor) -> tuple[Tensor, Tensor]:
-        sequence = torch.repeat_interleave(on_device.diff(), output_size=n)[positions]
-        return sequence, positions - on_device[sequence]
-
-    return len(lengths), max(lengths, default=0), located

@@ -12,8 +12,8 @@ from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.base.importance import bounded, scored_difference
+from grpo_kernels.base.packing import sequences_of
 from grpo_kernels.base.sums import wide
-from grpo_kernels.batch.tokens import sequences_of
 from grpo_kernels.rollouts import checks, metrics
 from grpo_kernels.rollouts.rules import Bound, log_ratio, statistic
 
