@@ -117,6 +117,17 @@ def test_all_tokens_live() -> None:
     assert nvh(both(data, ppo_loss(config()))[1], data) == pytest.approx(6)
 
 
+def test_lora() -> None:
+    """The head is frozen: 2 + 2s."""
+    pytest.importorskip("peft")
+    data = batch()
+    unfused, ours = both(data, ppo_loss(config()), adapter=True)
+    tokens = data["input_ids"].values().numel() / int(data["response_mask"].sum())
+    assert nvh(unfused, data) == pytest.approx(4 * tokens)
+    assert nvh(ours, data) == pytest.approx(2 + 2 * share(data))
+    assert all("lora" in name for name in ours.gradients)
+
+
 @pytest.mark.parametrize(
     "flags",
     [{"micro": 4}, {"use_dynamic_bsz": True}, {"use_remove_padding": False}, {"use_remove_padding": False, "micro": 2}],

@@ -192,6 +192,7 @@ def run(
     micro: int = 8,
     strategy: str | None = "fsdp2",
     layers: int = 1,
+    adapter: bool = False,  # LoRA on the attention
     forward_only: bool = False,
     prepare: Callable[[Any], None] | None = None,  # of the engine
     **flags: Any,
@@ -204,6 +205,11 @@ def run(
     made = model(layers)
     if options is not None:
         verl_patch.patch_forward_with_backends(made, True, options["impl_backend"])
+    if adapter:
+        import peft
+
+        targets = ["q_proj", "v_proj"]
+        made = peft.get_peft_model(made, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     the_engine = engine(made, options or {}, strategy)
     if prepare is not None:
         prepare(the_engine)
