@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Mode(NamedTuple):
@@ -75,36 +76,73 @@ def has_other_terms(config: Any, *, entropy: bool) -> bool:
 
 
 class Slopes:
-    """Derivatives of a loss of verl by log-probabilities and entropies, for losses that take them token by token.
+    """Derivatives of verl's ``ppo_loss`` by log-probabilities and entropies, for modes that take them token by token.
+
+    The loss is a sum over sequences, with constants of the whole mini-batch. So it is asked about the sequences of the
+    tokens at hand alone, as a batch whose prompts have one token, with old log-probabilities for all other tokens.
 
     Args:
-        loss: function of verl's ``model_output``, which returns the loss.
-        offsets: (B + 1,) bounds of the sequences among the N packed tokens.
-        others: (N,) log-probabilities that stand for those of the tokens that are not asked for.
+        loss_function: verl's, with its config.
+        data: the micro-batch; its fields of (B, T) numbers, nested or not, are read.
+        places: (N,) int64, for each packed token b * T + t of the response's token that it predicts.
+        width: T.
+        dp_group: as verl passes it to the loss.
         entropy: whether the loss has entropies.
     """
 
-    def __init__(self, loss: Callable[[dict[str, Tensor]], Tensor], offsets: Tensor, others: Tensor, *, entropy: bool):
-        self.loss, self.offsets, self.others, self.entropy = loss, offsets, others, entropy
+    FIELDS = ("response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob")
+    CONSTANTS = ("dp_size", "batch_num_tokens", "global_batch_size")
+
+    def __init__(
+        self, loss_function: Any, data: Any, places: Tensor, width: int, dp_group: Any, *, entropy: bool
+    ) -> None:
+        self.loss_function, self.places, self.width, self.dp_group = loss_function, places, width, dp_group
+        self.entropy = entropy
+        names = set(data.keys())
+        self.fields = {name: padded(data[name], width) for name in self.FIELDS if name in names}
+        self.constants = {name: data[name] for name in self.CONSTANTS}
 
     def __call__(self, rows: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return both derivatives (n,) at `rows` (n,) of the packed tokens; None: no entropies."""
-        given = {"log_probs": self.others.to(logps.dtype).index_copy(0, rows, logps)}
+        places = self.places[rows]
+        sequences, here = torch.unique(places // self.width, return_inverse=True)
+        at = here, places % self.width
+        data = self._batch(sequences)
+        leaves = {"log_probs": data["old_log_probs"].to(logps.dtype).index_put(at, logps)}
         if self.entropy:
-            given["entropy"] = torch.zeros_like(given["log_probs"])
-            if entropies is not None:
-                given["entropy"].index_copy_(0, rows, entropies.to(logps.dtype))
-        slopes = slopes_of(self.loss, given, self.offsets)
-        return slopes["log_probs"][rows], slopes["entropy"][rows] if self.entropy else None
+            zeros = torch.zeros_like(leaves["log_probs"])
+            leaves["entropy"] = zeros if entropies is None else zeros.index_put(at, entropies.to(zeros.dtype))
+
+        def loss(leaves: dict[str, Tensor]) -> Tensor:
+            packed = {name: F.pad(x, (0, 1)).flatten() for name, x in leaves.items()}  # the last token predicts nothing
+            found: Tensor = self.loss_function(model_output=packed, data=data, dp_group=self.dp_group)[0]
+            return found
+
+        slopes = slopes_of(loss, leaves)
+        return slopes["log_probs"][at], slopes["entropy"][at] if self.entropy else None
+
+    def _batch(self, sequences: Tensor) -> Any:
+        from tensordict import TensorDict  # verl's own dependency
+
+        size, device = len(sequences), sequences.device
+        ids = torch.zeros(size, 1 + self.width, dtype=torch.long, device=device)
+        layout = {"prompts": ids[:, :1], "responses": ids[:, 1:], "attention_mask": torch.ones_like(ids)}
+        fields = {name: x[sequences] for name, x in self.fields.items()}
+        data = TensorDict({**layout, **fields}, batch_size=[size])
+        importlib.import_module("verl.utils.tensordict_utils").assign_non_tensor(data, **self.constants)
+        return data
 
 
-def slopes_of(
-    loss: Callable[[dict[str, Tensor]], Tensor], given: dict[str, Tensor], offsets: Tensor
-) -> dict[str, Tensor]:
-    """Return the derivative of `loss` by each of `given`, (N,) packed tensors that it takes as nested ones."""
+def padded(x: Tensor, width: int) -> Tensor:
+    """Return (B, `width`) of nested numbers, 0 where they end; (B, `width`) as it is."""
+    return torch.nested.to_padded_tensor(x, 0, output_size=(x.shape[0], width)) if x.is_nested else x
+
+
+def slopes_of(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the derivative of `loss` by each of the tensors that it takes, at `values`."""
     with torch.enable_grad():
-        leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
-        value = loss({name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in leaves.items()})
+        leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
+        value = loss(leaves)
         if not value.requires_grad:
             return {name: torch.zeros_like(x) for name, x in leaves.items()}
         found = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)

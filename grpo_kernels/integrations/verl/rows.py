@@ -9,7 +9,7 @@ divided; an engine sends numbers through its own layout (`PackedRows.numbers`), 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ class HeadRows:
         entropy: whether entropies are read.
     """
 
-    def __init__(self, mask: Tensor, others: Tensor | None, expected: Expectation | None, *, entropy: bool) -> None:
+    def __init__(
+        self, mask: Tensor, others: Tensor | None, expected: Tensor | Expectation | None, *, entropy: bool
+    ) -> None:
         self.mask, self.others, self.expected, self.entropy = mask, others, expected, entropy
 
     def filled(self, logps: Tensor) -> Tensor:
@@ -51,19 +53,19 @@ class PackedRows:
     """Rows of a micro-batch in verl's packed order; N tokens.
 
     Attributes:
-        offsets: (B + 1,) bounds of the sequences.
         counted: (N,) bool.
         entropy: whether entropies are read.
         others: (N,) log-probabilities for rows that do not count; None: 0.
-        slopes: derivatives of the loss; None: a token's is not known before all tokens are scored.
-        graded: (N,) bool, rows whose derivatives may not be 0; None: all that count.
+        expected: (N,) the gradient of the log-probabilities, up to a factor; None: not known before the forward.
+        slopes: derivatives of the loss at log-probabilities; None: a token's is not known before all are scored.
+        graded: (N,) bool, rows where `slopes` may not be 0.
         of_entropy: whether the derivative by an entropy may not be 0.
     """
 
-    offsets: Tensor
     counted: Tensor
     entropy: bool
     others: Tensor | None = None
+    expected: Tensor | None = None
     slopes: Slopes | None = None
     graded: Tensor | None = None
     of_entropy: bool = False
@@ -74,21 +76,24 @@ class PackedRows:
 
     def here(self, numbers: Tensor) -> HeadRows:
         """Return the rows of a call of the head whose labels lie like `numbers`, some of `numbers()` among zeros."""
-        rows = numbers.reshape(-1) - 1
 
-        def local(x: Tensor) -> Tensor:
-            return F.pad(x, (1, 0))[numbers]
+        def local(x: Tensor | None) -> Tensor | None:
+            return None if x is None else F.pad(x, (1, 0))[numbers]
 
-        others = None if self.others is None else local(self.others)
-        slopes, expected = self.slopes, None
-        if slopes is not None and torch.is_grad_enabled():
+        expected: Tensor | Expectation | None = local(self.expected)
+        slopes = self.slopes
+        if slopes is not None:
+            rows = numbers.reshape(-1) - 1
 
             def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
                 return slopes(rows[index], logps, entropies)
 
-            graded = local(self.counted if self.graded is None else self.graded)
-            expected = Expectation(coefficients, graded, has_entropy_gradient=self.of_entropy)
-        return HeadRows(local(self.counted), others, expected, entropy=self.entropy)
+            expected = Expectation(coefficients, local(self.graded), has_entropy_gradient=self.of_entropy)
+        if not torch.is_grad_enabled():
+            expected = None
+        mask = local(self.counted)
+        assert mask is not None
+        return HeadRows(mask, local(self.others), expected, entropy=self.entropy)
 
 
 def flag(data: Any, name: str, default: Any = False) -> Any:
@@ -107,54 +112,55 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> PackedRows | No
         return None
     if loss_function is not None and not reads_counted_rows(loss_function):
         return None
-    offsets, entropy = data["input_ids"].offsets(), bool(flag(data, "calculate_entropy"))
-
-    def loss(model_output: dict[str, Tensor]) -> Tensor:
-        found: Tensor = loss_function(model_output=model_output, data=data, dp_group=dp_group)[0]
-        return found
-
+    entropy = bool(flag(data, "calculate_entropy"))
     if is_sft(loss_function):
-        counted = data["loss_mask"].values().roll(-1, 0) != 0  # as the loss rolls it
-        slopes = Slopes(loss, offsets, torch.zeros(len(counted), device=counted.device), entropy=False)
-        return PackedRows(offsets, counted, entropy, slopes=slopes)
+        weights = data["loss_mask"].values().roll(-1, 0)  # as the loss rolls it
+        return PackedRows(weights != 0, entropy, expected=weights.float())
     names = set(data.keys())
     if not {"responses", "response_mask"} <= names:
         return None
-    places = _Places(data)
+    places = Places(data)
     # The losses compare the log-probabilities of all tokens with the old ones, and mask the result.
     others = places.packed(data["old_log_probs"]) if "old_log_probs" in names else None
-    found = PackedRows(offsets, places.packed(data["response_mask"]) != 0, entropy, others)
+    counted = places.packed(data["response_mask"]) != 0
     config = actor_config(loss_function)
     mode = Mode() if config is None else mode_of(config)
     if others is None or not mode.by_token:
-        return found
-    graded = None
+        return PackedRows(counted, entropy, others)
+    graded = counted
     if mode.by_advantage and not has_other_terms(config, entropy=entropy):
-        graded = found.counted & (places.packed(data["advantages"]) != 0)
+        graded = counted & (places.packed(data["advantages"]) != 0)
         if mode.by_weight and "rollout_is_weights" in names:
             graded &= places.packed(data["rollout_is_weights"]) != 0
-    slopes = Slopes(loss, offsets, others, entropy=entropy)
-    return replace(found, slopes=slopes, graded=graded, of_entropy=entropy and config.entropy_coeff != 0)
+    slopes = Slopes(loss_function, data, places.of_rows(), places.width, dp_group, entropy=entropy)
+    of_entropy = entropy and config.entropy_coeff != 0
+    return PackedRows(counted, entropy, others, slopes=slopes, graded=graded, of_entropy=of_entropy)
 
 
-class _Places:
-    """Rows of the packed tokens that predict the tokens of the responses."""
+class Places:
+    """Rows of the packed tokens that predict the tokens of the responses, (B, `width`) with padding."""
 
     def __init__(self, data: Any) -> None:
         ends = data["input_ids"].offsets()[1:]
         prompts, responses = data["prompts"], data["responses"]
         if responses.is_nested:
-            self.lengths = responses.offsets().diff()
+            lengths = responses.offsets().diff()
+            self.width = int(lengths.max())
         else:
-            self.lengths = data["attention_mask"][:, prompts.shape[1] :].sum(dim=1)
-        self.starts = ends - self.lengths - 1  # the last token of a prompt predicts the first of the response
-        self.tokens = len(data["input_ids"].values())
+            lengths = data["attention_mask"][:, prompts.shape[1] :].sum(dim=1)
+            self.width = responses.shape[1]
+        t = torch.arange(self.width, device=ends.device)
+        self._inside = t < lengths[:, None]
+        starts = ends - lengths - 1  # the last token of a prompt predicts the first of the response
+        self._rows = (starts[:, None] + t)[self._inside]
+        self._tokens = len(data["input_ids"].values())
 
     def packed(self, x: Tensor) -> Tensor:
-        """Return what `x`, (B, T) or nested, has for each packed row (N,); 0 where the row predicts no response."""
-        width = int(self.lengths.max()) if x.is_nested else x.shape[1]
-        t = torch.arange(width, device=self.starts.device)
-        inside = t < self.lengths[:, None]
-        rows = (self.starts[:, None] + t)[inside]
-        values = x.values() if x.is_nested else x[inside]
-        return values.new_zeros(self.tokens).index_copy(0, rows, values)
+        """Return what `x`, (B, `width`) or nested, has for each packed row (N,); 0 where it predicts no response."""
+        values = x.values() if x.is_nested else x[self._inside]
+        return values.new_zeros(self._tokens).index_copy(0, self._rows, values)
+
+    def of_rows(self) -> Tensor:
+        """Return b * `width` + t of the response's token that each packed row (N,) predicts; 0 where it is none."""
+        places = torch.arange(self._inside.numel(), device=self._rows.device)
+        return self.packed(places.view(self._inside.shape))

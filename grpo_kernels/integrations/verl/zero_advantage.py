@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.integrations.verl.losses import actor_config, has_other_terms, mode_of, slopes_of
-from grpo_kernels.integrations.verl.rows import flag
+from grpo_kernels.integrations.verl.losses import actor_config, has_other_terms, mode_of, padded, slopes_of
+from grpo_kernels.integrations.verl.rows import Places, flag
 
 DEAD = "grpo_kernels_dead"  # flag of a micro-batch: it has no gradient
 ALLOWED = ("train", "score")
@@ -56,14 +56,11 @@ def live_sequences(data: Any, loss_function: Any) -> Tensor:
     if reason is not None:
         raise ValueError(f"{WHERE}: expected 'train' {reason}, got 'score'")
 
-    def padded(name: str) -> Tensor:
-        x = data[name]
-        return torch.nested.to_padded_tensor(x, 0) if x.is_nested else x
-
-    live = (padded("response_mask") != 0) & (padded("advantages") != 0)
+    names = ["response_mask", "advantages"]
     if "rollout_is_weights" in data.keys() and mode_of(actor_config(loss_function)).by_weight:  # noqa: SIM118
-        live &= padded("rollout_is_weights") != 0
-    return live.any(dim=1)
+        names.append("rollout_is_weights")
+    width = Places(data).width
+    return torch.stack([padded(data[name], width) != 0 for name in names]).all(dim=0).any(dim=1)
 
 
 def _refusal(data: Any, loss_function: Any) -> str | None:
@@ -125,8 +122,7 @@ def score(step: Step, data: Any, loss_function: Any, group: Any) -> tuple[Any, d
             results.append(loss_function(model_output=leaves, data=data, dp_group=dp_group))
             return results[0][0]
 
-        offsets = data["input_ids"].offsets()
-        slopes = slopes_of(loss, {name: x.values() for name, x in model_output.items()}, offsets)
+        slopes = slopes_of(loss, {name: x.values() for name, x in model_output.items()})  # packed tensors do, too
         steepest.append(torch.stack([x.abs().amax() for x in slopes.values()]).amax())
         return results[0][0].detach(), results[0][1]
 
