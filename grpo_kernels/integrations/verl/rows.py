@@ -77,23 +77,21 @@ class PackedRows:
     def here(self, numbers: Tensor) -> HeadRows:
         """Return the rows of a call of the head whose labels lie like `numbers`, some of `numbers()` among zeros."""
 
-        def local(x: Tensor | None) -> Tensor | None:
-            return None if x is None else F.pad(x, (1, 0))[numbers]
+        def local(x: Tensor) -> Tensor:
+            return F.pad(x, (1, 0))[numbers]
 
-        expected: Tensor | Expectation | None = local(self.expected)
-        slopes = self.slopes
-        if slopes is not None:
-            rows = numbers.reshape(-1) - 1
-
-            def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
-                return slopes(rows[index], logps, entropies)
-
-            expected = Expectation(coefficients, local(self.graded), has_entropy_gradient=self.of_entropy)
-        if not torch.is_grad_enabled():
-            expected = None
-        mask = local(self.counted)
-        assert mask is not None
-        return HeadRows(mask, local(self.others), expected, entropy=self.entropy)
+        expected: Tensor | Expectation | None = None
+        if torch.is_grad_enabled():
+            expected = None if self.expected is None else local(self.expected)
+            if self.slopes is not None and self.graded is not None:
+                slopes, rows = self.slopes, numbers.reshape(-1) - 1
+                expected = Expectation(
+                    lambda index, logps, entropies: slopes(rows[index], logps, entropies),
+                    graded=local(self.graded),
+                    has_entropy_gradient=self.of_entropy,
+                )
+        others = None if self.others is None else local(self.others)
+        return HeadRows(local(self.counted), others, expected, entropy=self.entropy)
 
 
 def flag(data: Any, name: str, default: Any = False) -> Any:
