@@ -58,8 +58,6 @@ class PackedRows:
         others: (N,) log-probabilities for rows that do not count; None: 0.
         expected: (N,) the gradient of the log-probabilities, up to a factor; None: not known before the forward.
         slopes: derivatives of the loss at log-probabilities; None: a token's is not known before all are scored.
-        graded: (N,) bool, rows where `slopes` may not be 0.
-        of_entropy: whether the derivative by an entropy may not be 0.
     """
 
     counted: Tensor
@@ -67,8 +65,6 @@ class PackedRows:
     others: Tensor | None = None
     expected: Tensor | None = None
     slopes: Slopes | None = None
-    graded: Tensor | None = None
-    of_entropy: bool = False
 
     def numbers(self) -> Tensor:
         """Return (N,) int64, 1 for the first row and so on: 0 is left for padding."""
@@ -83,12 +79,12 @@ class PackedRows:
         expected: Tensor | Expectation | None = None
         if torch.is_grad_enabled():
             expected = None if self.expected is None else local(self.expected)
-            if self.slopes is not None and self.graded is not None:
+            if self.slopes is not None:
                 slopes, rows = self.slopes, numbers.reshape(-1) - 1
                 expected = Expectation(
                     lambda index, logps, entropies: slopes(rows[index], logps, entropies),
-                    graded=local(self.graded),
-                    has_entropy_gradient=self.of_entropy,
+                    graded=local(slopes.graded),
+                    has_entropy_gradient=slopes.of_entropy,
                 )
         others = None if self.others is None else local(self.others)
         return HeadRows(local(self.counted), others, expected, entropy=self.entropy)
@@ -130,9 +126,8 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> PackedRows | No
         graded = counted & (places.packed(data["advantages"]) != 0)
         if mode.by_weight and "rollout_is_weights" in names:
             graded &= places.packed(data["rollout_is_weights"]) != 0
-    slopes = Slopes(loss_function, data, places.of_rows(), places.width, dp_group, entropy=entropy)
-    of_entropy = entropy and config.entropy_coeff != 0
-    return PackedRows(counted, entropy, others, slopes=slopes, graded=graded, of_entropy=of_entropy)
+    slopes = Slopes(loss_function, data, places.of_rows(), places.width, graded, dp_group, entropy=entropy)
+    return PackedRows(counted, entropy, others, slopes=slopes)
 
 
 class Places:
