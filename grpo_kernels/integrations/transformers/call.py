@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
@@ -32,8 +33,8 @@ def run_scored(
     inputs: dict[str, Any],
     trunk: TrunkOptions,
     live: Tensor | None = None,  # (B,) bool
-) -> tuple[tuple[Tensor, ...], Tensor | None, TokenCount]:
-    """Run `model` with `score` in its head; return (the scores, the model's aux_loss or None, the token count).
+) -> tuple[tuple[Tensor, ...], ModelOutput, TokenCount]:
+    """Run `model` with `score` in its head; return (the scores, the model's output without logits, the token count).
 
     `trunk` and `live` go to `live_trunk`. The first time, the model's logits are checked (`head_check`), and where
     the config was wrong the model runs once more, with the constants that were measured.
@@ -56,17 +57,17 @@ def run_scored(
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
-    def run(head: HeadSpec, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], Tensor | None, TokenCount]:
-        call, count = _HeadCall(head, score, batch, check), TokenCount()
+    def run(head: HeadSpec, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], ModelOutput, TokenCount]:
+        call, count = HeadCall(head, score, check), TokenCount()
         with live_trunk(model, trunk, needed=needed, live=live, count=count), call.within(base):
             returned = model(**inputs)
         call.expect(returned)
-        return returned["results"], returned.get("aux_loss"), count
+        return returned["results"], call.output_type(**returned["others"]), count
 
     if is_checked:
         return run(head, None)
     for _ in range(2):  # a second time with the constants that the first has measured, if the config was wrong
-        check = HeadCheck(head, batch)
+        check = HeadCheck(head, batch.counted_state)
         results = run(head, check)
         found = check.verified(base)
         if found == head:
@@ -77,19 +78,20 @@ def run_scored(
     raise ValueError(f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {head}")
 
 
-class _HeadCall:
+class HeadCall:
     """Stand-in for a head during one forward: it scores, and returns the scores in place of logits.
 
     The scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits of a vocabulary. With a
     `check`, its two rows come first.
     """
 
-    def __init__(self, head: HeadSpec, score: Score, batch: Batch, check: HeadCheck | None) -> None:
-        self.head, self.score, self.batch, self.check = head, score, batch, check
+    def __init__(self, head: HeadSpec, score: Score, check: HeadCheck | None) -> None:
+        self.head, self.score, self.check = head, score, check
         self.project: Callable[..., Tensor] = head.module.forward
         self.scores: list[tuple[torch.Size, torch.dtype]] = []
         self.rows = torch.empty(0)  # output of the head, (R, V)
         self.results: tuple[Tensor, ...] | None = None
+        self.output_type = ModelOutput
 
     @contextmanager
     def within(self, base: nn.Module) -> Iterator[None]:
@@ -98,8 +100,8 @@ class _HeadCall:
         name = forward_name(head)
         self.project = getattr(head, name)
 
-        def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            return self._take(forward(*args, **kwargs))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.replace(forward(*args, **kwargs))
 
         with ExitStack() as stack:
             stack.enter_context(replaced(head, name, self._score))
@@ -145,14 +147,16 @@ class _HeadCall:
         # copies, since a model may write into its logits
         self.results = tuple(x.view(shape).clone() for x, (shape, _) in zip(parts, self.scores, strict=True))
 
-    def _take(self, output: Any) -> dict[str, Any]:
-        """Return what replaces the model's own output."""
+    def replace(self, output: Any) -> Any:
+        """Return what replaces the model's own output: the results, and its other fields."""
         if self.results is None:
             raise RuntimeError(f"model: expected a forward that calls its head, {self._name()} was not called")
         if self.check:
             self.check.take(output)
-        aux_loss = getattr(output, "aux_loss", None)
-        return {"results": self.results} | ({} if aux_loss is None else {"aux_loss": aux_loss})
+        if not isinstance(output, ModelOutput):
+            raise ValueError(f"model: expected an output with logits (B, T, V), got {type(output).__name__}")
+        self.output_type = type(output)
+        return {"results": self.results, "others": {name: x for name, x in output.items() if name != "logits"}}
 
     def expect(self, returned: Any) -> None:
         """Raise unless `returned` holds the results, in at least the precision that they were computed in."""

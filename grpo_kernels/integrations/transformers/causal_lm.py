@@ -23,150 +23,21 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.choices import PaddingMode, WithoutSet, ZeroAdvantage
-from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.transformers.call import run_scored
 from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
-from grpo_kernels.integrations.transformers.inputs import Batch, check_names
-from grpo_kernels.integrations.transformers.options import TrunkOptions, check_loss_fn, check_skip, scoring_options
-from grpo_kernels.logprob import linear_logprob_with
+from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved
+from grpo_kernels.integrations.transformers.options import TrunkOptions, check_loss_fn, check_skip
 from grpo_kernels.loss import GRPOLoss, grpo_loss
 from grpo_kernels.objective.normaliser import averaged_over
-
-
-@overload
-def completion_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    completion_mask: Tensor,
-    *,
-    loss_fn: GRPOLoss | None = ...,
-    temperature: float | None = ...,
-    kept_ids: Tensor | KeptIds | None = ...,
-    without_set: WithoutSet = ...,
-    entropy: Literal[True] = ...,
-    padding: PaddingMode = ...,
-    shared_prompts: bool = ...,
-    forward_overhead: int = ...,
-    **model_inputs: Any,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def completion_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    completion_mask: Tensor,
-    *,
-    loss_fn: GRPOLoss | None = ...,
-    temperature: float | None = ...,
-    kept_ids: Tensor | KeptIds | None = ...,
-    without_set: WithoutSet = ...,
-    entropy: Literal[False],
-    padding: PaddingMode = ...,
-    shared_prompts: bool = ...,
-    forward_overhead: int = ...,
-    **model_inputs: Any,
-) -> tuple[Tensor, None]: ...
-
-
-@overload
-def completion_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    completion_mask: Tensor,
-    *,
-    loss_fn: GRPOLoss | None = ...,
-    temperature: float | None = ...,
-    kept_ids: Tensor | KeptIds | None = ...,
-    without_set: WithoutSet = ...,
-    entropy: bool,
-    padding: PaddingMode = ...,
-    shared_prompts: bool = ...,
-    forward_overhead: int = ...,
-    **model_inputs: Any,
-) -> tuple[Tensor, Tensor | None]: ...
-
-
-def completion_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,  # (B, L)
-    attention_mask: Tensor | None,  # (B, L)
-    completion_mask: Tensor,  # (B, T)
-    *,
-    loss_fn: GRPOLoss | None = None,
-    temperature: float | None = None,
-    kept_ids: Tensor | KeptIds | None = None,  # (B, T, K)
-    without_set: WithoutSet = "error",
-    entropy: bool = True,
-    padding: PaddingMode = "trim",
-    shared_prompts: bool = False,
-    forward_overhead: int = 128,
-    **model_inputs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each completion token under the model, and the entropy at its position; differentiable.
-
-    Only tokens that count are projected, and the full logits are never stored.
-
-    Args:
-        model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around it.
-        input_ids: (B, L) prompt and completion.
-        attention_mask: (B, L), or None.
-        completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts. T may be the
-            longest completion, as in TRL, or L, with completions anywhere. The token in column t is predicted from
-            column t - 1, so column 0 of `input_ids` never counts.
-        loss_fn: the loss that the log-probabilities are for; its temperature and `logits_dtype` apply.
-        temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
-        kept_ids, without_set: as in `kept_set_logprob`: the ids that a truncating sampler kept, at the columns of
-            `completion_mask`.
-        entropy: True to compute entropies.
-        padding, shared_prompts, forward_overhead: what the model computes below its head, as in `causal_lm_loss`.
-        model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
-            ``use_cache`` is False unless given. A name counts as the model's if it is a parameter of its forward, of a
-            wrapper's or of the body's, or one that transformers documents for all models.
-
-    Returns:
-        logps (B, T) and entropies (B, T), fp32 (fp64 for an fp64 model), 0 where the mask is 0; entropies are None
-        if `entropy` is False.
-
-    Raises:
-        TypeError: the model's head is not one linear layer, an argument is of the wrong type, or has a name that
-            nothing reads; before the model runs.
-        ValueError: a wrong argument; or the model changes its logits by more than a scale, a soft-cap or a cut.
-        RuntimeError: the model's forward does not call its head exactly once.
-    """
-    trunk = TrunkOptions(padding=padding, shared_prompts=shared_prompts, forward_overhead=forward_overhead)
-    check_names(model, model_inputs, _OF_SCORING, "")
-    options, batch = scoring_options(loss_fn, temperature), Batch.of(input_ids, completion_mask)
-
-    def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
-        states, ids, mask = batch.aligned(hidden)
-        found = linear_logprob_with(
-            states,
-            ids=ids,
-            mask=mask,
-            outputs=("entropy",) if entropy else (),
-            kept_ids=_to(kept_ids, states),
-            without_set=without_set,
-            **options,
-            **head.constant_options,
-            **head.tensors(states),
-        )
-        return tuple(found.values())
-
-    results, _, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
-    return results[0], results[1] if entropy else None
 
 
 def causal_lm_loss(
@@ -230,22 +101,23 @@ def causal_lm_loss(
 
     def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
-        moved = {name: _to(x, states) for name, x in loss_inputs.items()}
+        given = {name: moved(x, states) for name, x in loss_inputs.items()}
         done[:] = [
             _with_head(loss_fn, head)(
                 states,
                 completion_ids=ids,
                 completion_mask=mask,
-                advantages=_to(advantages, states),
+                advantages=moved(advantages, states),
                 vocab_size=head.vocab_size,
                 **head.tensors(states),
-                **moved,
+                **given,
             )
         ]
         return (done[0].loss,)
 
     model_inputs = {"attention_mask": attention_mask, **inputs}
-    (loss,), aux_loss, count = run_scored(model, batch, score, model_inputs, trunk, live)
+    (loss,), output, count = run_scored(model, batch, score, model_inputs, trunk, live)
+    aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
             router_aux_loss_coef = causal_lm(model).config.get_text_config(decoder=True).router_aux_loss_coef
@@ -254,7 +126,6 @@ def causal_lm_loss(
     return replace(done[0], loss=loss, metrics=done[0].metrics.joined(shares))
 
 
-_OF_SCORING = ("completion_mask", "loss_fn", "temperature", "kept_ids", "without_set", "entropy", *TrunkOptions.NAMES)
 _OF_LOSS = inspect.signature(grpo_loss).parameters.keys()
 _LOSS_INPUTS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
 _OF_EXPECTATION = _LOSS_INPUTS | {"importance_sampling_ratio", "num_items_in_batch"}
@@ -267,8 +138,8 @@ def _live(loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict
     if not is_known or not torch.is_grad_enabled():
         return None
     mask = batch.completion_mask
-    moved = {name: _to(x, mask) for name, x in loss_inputs.items() if name in _OF_EXPECTATION}
-    expected = policy_expectation(loss_fn.config, completion_mask=mask, advantages=_to(advantages, mask), **moved)
+    given = {name: moved(x, mask) for name, x in loss_inputs.items() if name in _OF_EXPECTATION}
+    expected = policy_expectation(loss_fn.config, completion_mask=mask, advantages=moved(advantages, mask), **given)
     return None if expected.graded is None else expected.graded.any(dim=1)
 
 
@@ -292,7 +163,3 @@ def _with_head(loss_fn: GRPOLoss, head: HeadSpec) -> GRPOLoss:
     same = copy.copy(loss_fn)
     same.config = replace(config, final_logit_softcapping=head.final_logit_softcapping, logit_scale=head.logit_scale)
     return same
-
-
-def _to(x: Any, like: Tensor) -> Any:
-    return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x

@@ -79,6 +79,10 @@ class HeadSpec:
         gather = gather_of(self.module.parameters())  # for the backward
         return {"weight": weight, "bias": bias, "lora": lora, **({} if gather is None else {"gather": gather})}
 
+    def options(self, hidden: Tensor) -> dict[str, Any]:
+        """Return the tensors for `hidden` (..., H) and the constants, as keyword arguments of `linear_logprob_with`."""
+        return {**self.tensors(hidden), **self.constant_options}
+
 
 def describe_head(model: nn.Module) -> HeadSpec:
     """Describe the head of a causal language model: text or vision-language, wrapped (PEFT, DDP, FSDP2) or not.

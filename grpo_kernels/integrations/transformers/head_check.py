@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.modes import evaluating
 from grpo_kernels.integrations.transformers.head import HeadSpec
-from grpo_kernels.integrations.transformers.inputs import Batch
 from grpo_kernels.logprob import linear_logprob_with
 
 
@@ -28,15 +27,14 @@ class HeadCheck:
     output; `verified`.
     """
 
-    def __init__(self, head: HeadSpec, batch: Batch) -> None:
-        self._head, self._batch = head, batch
+    def __init__(self, head: HeadSpec, state_of: Callable[[Tensor], Tensor]) -> None:
+        """`state_of` chooses the state (H,) to compare at, of the head's input (B, L, H)."""
+        self._head, self._state_of = head, state_of
 
     @torch.no_grad()
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
-        """Compute, by the head's own `forward`, the logits of a row of `hidden` (B, L, H) that counts, if any does."""
-        states, _, mask = self._batch.aligned(hidden)
-        row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
-        self._state = states[row, column].detach()  # (H,)
+        """Compute, by the head's own `forward`, the logits of one state of `hidden` (B, L, H)."""
+        self._state = self._state_of(hidden).detach()  # (H,)
         with evaluating(self._head.module):
             self._logits = forward(self._state.view(1, 1, -1)).view(-1)  # (V,)
         self._eps = torch.finfo(self._logits.dtype).eps
@@ -50,8 +48,7 @@ class HeadCheck:
         ids[0] = logits[:count].argmax()
         states = self._state.expand(ids.shape[0], -1)
         with evaluating(self._head.module):
-            options = {**self._head.constant_options, **self._head.tensors(states)}
-            self._logps = linear_logprob_with(states, ids=ids, outputs=(), **options)["logps"]
+            self._logps = linear_logprob_with(states, ids=ids, outputs=(), **self._head.options(states))["logps"]
         self._ids, self._logits = ids, logits.to(self._logps.dtype)
         self._rungs = _ladder(logits.shape[0], self._logits)
 

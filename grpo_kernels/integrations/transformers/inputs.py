@@ -15,6 +15,7 @@ import transformers.utils
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, warn_once
+from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.transformers.head import unwrapped
 
@@ -70,6 +71,17 @@ class Batch:
             return hidden[:, -count - 1 : -1], ids, mask
         mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)  # nothing predicts the first token
         return hidden.roll(1, dims=1), ids, mask
+
+    def counted_state(self, hidden: Tensor) -> Tensor:
+        """Return a state (H,) of `hidden` (B, L, H) that predicts a token that counts, if any counts."""
+        states, _, mask = self.aligned(hidden)
+        row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
+        return states[row, column]
+
+
+def moved(x: Any, like: Tensor) -> Any:
+    """Return a tensor or kept ids on the device of `like`; anything else as it is."""
+    return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x
 
 
 def check_names(model: nn.Module, given: Collection[str], others: Collection[str], takers: str) -> None:

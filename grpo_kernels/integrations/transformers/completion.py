@@ -1,0 +1,185 @@
+"""Log-probabilities of completions under a causal language model, in one forward of it, without its logits.
+
+How the forward goes: `grpo_kernels.integrations.transformers.causal_lm`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from grpo_kernels.base.choices import PaddingMode, WithoutSet
+from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.integrations.transformers.call import run_scored
+from grpo_kernels.integrations.transformers.head import HeadSpec
+from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved
+from grpo_kernels.integrations.transformers.options import TrunkOptions, scoring_options
+from grpo_kernels.logprob import linear_logprob_with
+from grpo_kernels.loss import GRPOLoss
+
+
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    loss_fn: GRPOLoss | None = ...,
+    temperature: float | None = ...,
+    kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ...,
+    entropy: Literal[True] = ...,
+    padding: PaddingMode = ...,
+    shared_prompts: bool = ...,
+    forward_overhead: int = ...,
+    return_output: Literal[False] = ...,
+    **model_inputs: Any,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    loss_fn: GRPOLoss | None = ...,
+    temperature: float | None = ...,
+    kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ...,
+    entropy: Literal[False],
+    padding: PaddingMode = ...,
+    shared_prompts: bool = ...,
+    forward_overhead: int = ...,
+    return_output: Literal[False] = ...,
+    **model_inputs: Any,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    loss_fn: GRPOLoss | None = ...,
+    temperature: float | None = ...,
+    kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ...,
+    entropy: bool,
+    padding: PaddingMode = ...,
+    shared_prompts: bool = ...,
+    forward_overhead: int = ...,
+    return_output: Literal[False] = ...,
+    **model_inputs: Any,
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    loss_fn: GRPOLoss | None = ...,
+    temperature: float | None = ...,
+    kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ...,
+    entropy: bool = ...,
+    padding: PaddingMode = ...,
+    shared_prompts: bool = ...,
+    forward_overhead: int = ...,
+    return_output: Literal[True],
+    **model_inputs: Any,
+) -> tuple[Tensor, Tensor | None, ModelOutput]: ...
+
+
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,  # (B, L)
+    attention_mask: Tensor | None,  # (B, L)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    loss_fn: GRPOLoss | None = None,
+    temperature: float | None = None,
+    kept_ids: Tensor | KeptIds | None = None,  # (B, T, K)
+    without_set: WithoutSet = "error",
+    entropy: bool = True,
+    padding: PaddingMode = "trim",
+    shared_prompts: bool = False,
+    forward_overhead: int = 128,
+    return_output: bool = False,
+    **model_inputs: Any,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, ModelOutput]:
+    """Log-probability of each completion token under the model, and the entropy at its position; differentiable.
+
+    Only tokens that count are projected, and the full logits are never stored.
+
+    Args:
+        model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around it.
+        input_ids: (B, L) prompt and completion.
+        attention_mask: (B, L), or None.
+        completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts. T may be the
+            longest completion, as in TRL, or L, with completions anywhere. The token in column t is predicted from
+            column t - 1, so column 0 of `input_ids` never counts.
+        loss_fn: the loss that the log-probabilities are for; its temperature and `logits_dtype` apply.
+        temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
+        kept_ids, without_set: as in `kept_set_logprob`: the ids that a truncating sampler kept, at the columns of
+            `completion_mask`.
+        entropy: True to compute entropies.
+        padding, shared_prompts, forward_overhead: what the model computes below its head, as in `causal_lm_loss`.
+        return_output: True to return the model's own output too, such as a mixture of experts' ``aux_loss``.
+        model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
+            ``use_cache`` is False unless given. A name counts as the model's if it is a parameter of its forward, of a
+            wrapper's or of the body's, or one that transformers documents for all models.
+
+    Returns:
+        logps (B, T) and entropies (B, T), fp32 (fp64 for an fp64 model), 0 where the mask is 0; entropies are None
+        if `entropy` is False. With `return_output` a third: the output of the model's forward, of its own class, with
+        all that it has but logits, which were never made (None).
+
+    Raises:
+        TypeError: the model's head is not one linear layer, an argument is of the wrong type, or has a name that
+            nothing reads; before the model runs.
+        ValueError: a wrong argument; or the model changes its logits by more than a scale, a soft-cap or a cut.
+        RuntimeError: the model's forward does not call its head exactly once.
+    """
+    trunk = TrunkOptions(padding=padding, shared_prompts=shared_prompts, forward_overhead=forward_overhead)
+    check_names(model, model_inputs, _OF_SCORING, "")
+    options, batch = scoring_options(loss_fn, temperature), Batch.of(input_ids, completion_mask)
+
+    def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
+        states, ids, mask = batch.aligned(hidden)
+        found = linear_logprob_with(
+            states,
+            ids=ids,
+            mask=mask,
+            outputs=("entropy",) if entropy else (),
+            kept_ids=moved(kept_ids, states),
+            without_set=without_set,
+            **options,
+            **head.options(states),
+        )
+        return tuple(found.values())
+
+    results, output, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
+    scores = results[0], results[1] if entropy else None
+    return (*scores, output) if return_output else scores
+
+
+_OF_SCORING = (
+    "completion_mask",
+    "loss_fn",
+    "temperature",
+    "kept_ids",
+    "without_set",
+    "entropy",
+    "return_output",
+    *TrunkOptions.NAMES,
+)

@@ -1,0 +1,110 @@
+"""`head_inputs`, and the output that `completion_logprobs` returns besides, against the models' own outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from grpo_kernels import linear_logprob_with
+from grpo_kernels.integrations.transformers import HeadInputs, completion_logprobs, describe_head, head_inputs
+from tests.support import tiny_architectures as tiny
+from tests.support.model_checks import last_columns, peft_model, text_batch
+
+
+def next_logps(found: HeadInputs, ids: Tensor) -> Tensor:
+    """Log-probabilities of all tokens but the first, (B, L - 1)."""
+    states = found.hidden[:, :-1]
+    return linear_logprob_with(states, ids=ids[:, 1:], outputs=(), **found.head.options(states))["logps"]
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "granite", "cohere", "gptj", "gpt2", "adapter"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_is_handed_over_gives_the_models_log_probabilities(kind: str, dtype: torch.dtype) -> None:
+    """In the first call, in which the model's logits are checked, and in the second."""
+    model = tiny.text_model("llama" if kind == "adapter" else kind, dtype)
+    if kind == "adapter":
+        model = peft_model(model, target_modules=["q_proj", "lm_head"]).to(dtype)
+    ids, attention_mask = text_batch()
+    ids, attention_mask = ids[2:], attention_mask[2:]
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, 1:]
+    bound = 1e-5 if dtype == torch.float64 else 0.05  # some models compute norms and logits in float32
+    for _ in range(2):
+        with head_inputs(model) as found:
+            output = model(input_ids=ids, attention_mask=attention_mask)
+        assert (found.hidden.dtype, found.hidden.shape[-1]) == (dtype, tiny.HIDDEN)
+        assert torch.equal(output.logits, found.hidden)
+        assert found.head == describe_head(model)
+        logps = next_logps(found, ids)
+        torch.testing.assert_close(logps.double(), plain.double(), rtol=bound, atol=bound)
+        if dtype == torch.float64:
+            for x, y in zip(
+                *(torch.autograd.grad(x.sum(), parameters, retain_graph=True) for x in (logps, plain)), strict=True
+            ):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_constants_that_the_config_does_not_name_are_measured() -> None:
+    model, (ids, _) = tiny.text_model("granite"), text_batch()
+    forward = model.forward
+
+    def scaling(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        output.logits = 3 * output.logits
+        return output
+
+    model.forward = scaling
+    for _ in range(2):
+        with head_inputs(model) as found:
+            model(input_ids=ids)
+        assert found.head.logit_scale == pytest.approx(3 / 0.3)
+        assert describe_head(model) == found.head
+
+
+def test_no_logits_are_made_once_the_head_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.text_model("qwen3")
+    ids, attention_mask = text_batch()
+    plain = model(input_ids=ids, attention_mask=attention_mask)
+    with head_inputs(model):
+        model(input_ids=ids, attention_mask=attention_mask)
+    monkeypatch.setattr(model.lm_head, "forward", lambda *_: pytest.fail("the head has projected"))
+    layers = {"output_hidden_states": True}
+    with head_inputs(model) as found:
+        output = model(input_ids=ids, attention_mask=attention_mask, **layers)
+    torch.testing.assert_close(output.hidden_states[-1], found.hidden)
+    monkeypatch.undo()
+    assert torch.equal(model(input_ids=ids, attention_mask=attention_mask).logits, plain.logits)
+
+
+def test_one_forward_is_expected() -> None:
+    model, (ids, _) = tiny.text_model("llama"), text_batch()
+    with pytest.raises(RuntimeError, match="expected one forward of the model inside, got none"), head_inputs(model):
+        pass
+    with head_inputs(model):
+        model(input_ids=ids)
+        with pytest.raises(RuntimeError, match="calls its head once"):
+            model(input_ids=ids)
+    assert model(input_ids=ids).logits.shape[-1] == tiny.VOCAB
+
+
+def test_the_models_own_output_comes_back_without_logits() -> None:
+    model = tiny.text_model("qwen3_moe")
+    ids, attention_mask = text_batch()
+    wanted: dict[str, Any] = {"output_router_logits": True, "output_hidden_states": True}
+    plain = model(input_ids=ids, attention_mask=attention_mask, **wanted)
+    for _ in range(2):
+        args = (ids, attention_mask, last_columns(attention_mask))
+        logps, entropies, output = completion_logprobs(model, *args, return_output=True, **wanted)
+        assert type(output) is type(plain)
+        assert (output.logits, "logits" in output) == (None, False)
+        torch.testing.assert_close(output.aux_loss, plain.aux_loss)
+        torch.testing.assert_close(output.hidden_states[-1], plain.hidden_states[-1])
+        for x, y in zip((logps, entropies), completion_logprobs(model, *args, **wanted), strict=True):
+            torch.testing.assert_close(x, y)
+    router = model.model.layers[0].mlp.gate.weight
+    torch.testing.assert_close(*(torch.autograd.grad(x.aux_loss, router)[0] for x in (output, plain)))
