@@ -77,6 +77,11 @@ def test_openrlhfs_actor_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, ba
         return logps, output.entropy[:, -batch.count :] * batch.mask
 
     assert_same(compute, batch.parameters, "OpenRLHF")
+    actor.packing_samples = True
+    packed = compute()
+    actor_class.forward = theirs.Actor.forward
+    assert_close(packed, compute(), rtol=1e-4, atol=1e-6)  # its norms compute in float32
+    run("OpenRLHF")
     with pytest.raises(NotImplementedError, match="pixel_values"):
         actor(batch.ids, batch.mask, batch.attention_mask, pixel_values=batch.mask)
 
@@ -189,6 +194,23 @@ def test_ms_swifts_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, 
         return tuple(x * batch.mask for x in found)
 
     assert_same(compute, batch.parameters, "ms-swift", 1, bound=1e-4)  # trimmed, and its norms compute in float32
+
+
+def test_ms_swifts_forward_without_padding(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
+    trainer_class = type("GRPOTrainer", (theirs.GRPOTrainer,), {"template": SimpleNamespace(padding_free=True)})
+    module(monkeypatch, "swift.rlhf_trainers.grpo_trainer", GRPOTrainer=trainer_class)
+    tokens = batch.attention_mask.flatten().nonzero()[:, 0]
+    positions = (batch.attention_mask.cumsum(-1) - 1).flatten()[tokens][None]
+    ids = batch.ids.flatten()[tokens][None]
+
+    def compute() -> tuple[Tensor, ...]:
+        trainer: Any = trainer_class()
+        inputs = {"input_ids": ids, "position_ids": positions}
+        found = trainer._get_logps_via_local_forward(batch.model, inputs, ids.shape[1] - 1, ids, True)
+        assert found[0].shape == (1, len(tokens) - 1)
+        return tuple(found)
+
+    assert_same(compute, batch.parameters, "ms-swift", 1, bound=1e-4)
 
 
 @pytest.fixture

@@ -103,7 +103,8 @@ class GRPOTrainer:
     def _get_logps_via_local_forward(
         self, model: nn.Module, model_inputs: Any, logits_to_keep: int, input_ids: Tensor, compute_entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        logits = model(**model_inputs, logits_to_keep=logits_to_keep + 1).logits[:, -logits_to_keep - 1 : -1]
+        logits = model(**model_inputs, use_cache=False, logits_to_keep=logits_to_keep + 1).logits
+        logits = logits[:, -logits_to_keep - 1 : -1]
         return scores_of(logits / self.temperature, input_ids[:, -logits_to_keep:])
 
 
