@@ -121,7 +121,7 @@ SEAM = Seam(
 )
 
 
-class FusedDistillationTrainer(DistillationTrainer):
+class FusedDistillationTrainer(row_count.LogsRows, DistillationTrainer):
     """``trl.DistillationTrainer`` with the same arguments, losses and metrics, and fewer matrix products.
 
     With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step where TRL's costs
@@ -134,16 +134,9 @@ class FusedDistillationTrainer(DistillationTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not SEAM.is_known():
             SEAM.warn_unknown()
-        self._row_count = row_count.RowCount()
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, with our divergence."""
         with SEAM.filled(), row_count.counting(self._row_count):
             return super()._compute_loss(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the row counts of this process."""
-        if self.model.training:
-            logs.update(self._row_count.take())
-        super().log(logs, *args, **kwargs)

@@ -92,6 +92,22 @@ def counting(count: RowCount) -> Iterator[None]:
         _current.reset(token)
 
 
+class LogsRows:
+    """Part of a trainer, in front of TRL's class, that logs the rows of its head calls, counted in `_row_count`."""
+
+    model: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._row_count = RowCount()
+        super().__init__(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as TRL does, with the row counts of this process."""
+        if self.model.training:
+            logs.update(self._row_count.take())
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
 def patch(patches: Patches) -> None:
     """Have every TRL trainer log `PATCHED`, the count of this process: no rank waits for another.
 
@@ -116,6 +132,7 @@ def _warn_not_reached(trainer: str) -> None:
     warn_once(
         f"patch_trl: {trainer} has trained a step without TRL's fused head, so nothing of it is computed by "
         "grpo_kernels. It makes all logits itself, as TRL's GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT and SDPO "
-        "trainers do; call attach(model.lm_head) in a loss of your own",
+        "trainers do; for the first two there are FusedGKDTrainer and FusedIWOPDTrainer, for the others "
+        "attach(model.lm_head) in a loss of your own",
         RuntimeWarning,
     )
