@@ -117,6 +117,10 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
     inputs = {"input_ids": ids[None], "position_ids": None, "attention_mask": None, "labels": ids.roll(-1)[None]}
     with pytest.raises((RuntimeError, AssertionError), match=r"NVTX|^$"):  # verl's own kernel, which wants a GPU
         model(**inputs, temperature=TEMPERATURE)
+    engine.model_config.fused_kernel_options["zero_advantage"] = "score"
+    with pytest.raises(ValueError, match=r"zero_advantage: expected 'train' with Megatron's engine, got 'score'"):
+        ask_for_ours(engine)
+    del engine.model_config.fused_kernel_options["zero_advantage"]
     ask_for_ours(engine)
     output = model(**inputs, temperature=TEMPERATURE)
     (output.log_probs * a + output.entropy * b).sum().backward()

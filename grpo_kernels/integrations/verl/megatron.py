@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.integrations.patching import function_of, parameters_of
+from grpo_kernels.integrations.verl import zero_advantage
 from grpo_kernels.integrations.verl.engine import BACKEND
 from grpo_kernels.integrations.verl.rows import HeadRows, PackedRows, flag, packed_rows
 from grpo_kernels.logprob import linear_logprob_with
@@ -121,6 +122,8 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     def _maybe_enable_fused_kernels(self: Any) -> None:
         theirs(self)
         if _is_ours(self):
+            if zero_advantage.is_asked_for(self.model_config.fused_kernel_options):
+                raise ValueError(f"{zero_advantage.WHERE}: expected 'train' with Megatron's engine, got 'score'")
             from verl.models.mcore import model_forward_fused  # importing it replaces its function
 
             vocab_size = self.model_config.hf_config.get_text_config().vocab_size
