@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import make_dataclass
@@ -22,37 +21,8 @@ from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss, unpatch_li
 from tests.support import tiny_architectures as tiny
 from tests.support import trainer_stand_ins as theirs
 from tests.support.model_checks import text_batch
+from tests.support.recipes import BLOCKS, assert_same, run
 from tests.support.trainer_stand_ins import module
-
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)$", PAGE, flags=re.M)[1:])] * 2, strict=True))
-BLOCKS = {name: re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) for name, text in SECTIONS.items()}
-
-
-def run(section: str, index: int = 0) -> dict[str, Any]:
-    """The names that a block makes."""
-    names: dict[str, Any] = {"__name__": "my_module"}
-    exec(compile(BLOCKS[section][index], f"recipes.md: {section}", "exec"), names)
-    return names
-
-
-def assert_same(
-    compute: Callable[[], tuple[Tensor, ...]],
-    parameters: list[Tensor],
-    section: str,
-    index: int = 0,
-    bound: float = 1e-10,
-) -> None:
-    """What `compute` returns, and its gradients, before and after a block of the page has run."""
-    found = []
-    for recipe in (False, True):
-        if recipe:
-            run(section, index)
-        results = compute()
-        torch.manual_seed(3)
-        loss = sum((torch.randn_like(x) * x).sum() for x in results if x.requires_grad)
-        found.append(([x.detach() for x in results], torch.autograd.grad(loss, parameters)))
-    assert_close(found[1], found[0], rtol=bound, atol=bound / 100)
 
 
 @pytest.fixture
@@ -66,22 +36,24 @@ def batch() -> SimpleNamespace:
     )  # fmt: skip
 
 
-def test_openrlhfs_actor_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_openrlhfs_actor_returns_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace, packing: bool
+) -> None:
     actor_class = type("Actor", (theirs.Actor,), {})
     module(monkeypatch, "openrlhf.models.actor", Actor=actor_class)
-    actor = actor_class(batch.model, 0.7)
+    packed = {name: getattr(theirs, name) for name in ("unpad_and_slice_tensor", "gather_and_pad_tensor")}
+    module(monkeypatch, "openrlhf.models.ring_attn_utils", **packed)
+    model = tiny.text_model("qwen3_moe", torch.float64)
+    model.config.output_router_logits, model.config.use_cache = True, False  # as OpenRLHF sets them
+    actor = actor_class(model, 0.7, packing_samples=packing)
 
     def compute() -> tuple[Tensor, ...]:
         options = {"ring_attn_group": None, "packed_seq_lens": None, "return_output": True, "return_entropy": True}
         logps, output = actor(batch.ids, batch.mask, attention_mask=batch.attention_mask, **options)
-        return logps, output.entropy[:, -batch.count :] * batch.mask
+        return logps, output.entropy[:, -batch.count :] * batch.mask, output.aux_loss
 
-    assert_same(compute, batch.parameters, "OpenRLHF")
-    actor.packing_samples = True
-    packed = compute()
-    actor_class.forward = theirs.Actor.forward
-    assert_close(packed, compute(), rtol=1e-4, atol=1e-6)  # its norms compute in float32
-    run("OpenRLHF")
+    assert_same(compute, [*model.parameters()], "OpenRLHF", bound=1e-5)  # its norms and router compute in float32
     with pytest.raises(NotImplementedError, match="pixel_values"):
         actor(batch.ids, batch.mask, batch.attention_mask, pixel_values=batch.mask)
 
@@ -183,34 +155,26 @@ def test_open_instructs_function_returns_what_it_did(monkeypatch: pytest.MonkeyP
     assert_same(compute, batch.parameters, "Open-Instruct")
 
 
-def test_ms_swifts_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
-    trainer_class = type("GRPOTrainer", (theirs.GRPOTrainer,), {})
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_ms_swifts_forward_returns_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace, padding_free: bool
+) -> None:
+    trainer_class = type("GRPOTrainer", (theirs.GRPOTrainer,), {"template": SimpleNamespace(padding_free=padding_free)})
     module(monkeypatch, "swift.rlhf_trainers.grpo_trainer", GRPOTrainer=trainer_class)
-    inputs = {"input_ids": batch.ids, "attention_mask": batch.attention_mask}
+    inputs, keep, mask = {"input_ids": batch.ids, "attention_mask": batch.attention_mask}, batch.count, batch.mask
+    if padding_free:  # one row: all sequences without their padding, from the first completion token on
+        real = batch.attention_mask != 0
+        positions = (batch.attention_mask.cumsum(1) - 1)[real][None]
+        inputs, keep = {"input_ids": batch.ids[real][None], "position_ids": positions}, positions.shape[1] - 3
+        mask = (positions[:, -keep:] != 0).double()  # nothing predicts the first token of a sequence
 
     def compute() -> tuple[Tensor, ...]:
         trainer: Any = trainer_class()
-        found = trainer._get_logps_via_local_forward(batch.model, {**inputs}, batch.count, batch.ids, True)
-        return tuple(x * batch.mask for x in found)
+        found = trainer._get_logps_via_local_forward(batch.model, {**inputs}, keep, inputs["input_ids"], True)
+        assert [x.shape for x in found] == [mask.shape, mask.shape]
+        return tuple(x * mask for x in found)
 
     assert_same(compute, batch.parameters, "ms-swift", 1, bound=1e-4)  # trimmed, and its norms compute in float32
-
-
-def test_ms_swifts_forward_without_padding(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
-    trainer_class = type("GRPOTrainer", (theirs.GRPOTrainer,), {"template": SimpleNamespace(padding_free=True)})
-    module(monkeypatch, "swift.rlhf_trainers.grpo_trainer", GRPOTrainer=trainer_class)
-    tokens = batch.attention_mask.flatten().nonzero()[:, 0]
-    positions = (batch.attention_mask.cumsum(-1) - 1).flatten()[tokens][None]
-    ids = batch.ids.flatten()[tokens][None]
-
-    def compute() -> tuple[Tensor, ...]:
-        trainer: Any = trainer_class()
-        inputs = {"input_ids": ids, "position_ids": positions}
-        found = trainer._get_logps_via_local_forward(batch.model, inputs, ids.shape[1] - 1, ids, True)
-        assert found[0].shape == (1, len(tokens) - 1)
-        return tuple(found)
-
-    assert_same(compute, batch.parameters, "ms-swift", 1, bound=1e-4)
 
 
 @pytest.fixture
@@ -286,8 +250,12 @@ def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_block_has_its_test() -> None:
-    source = Path(__file__).read_text()
+    tests = [
+        *Path(__file__).parent.glob("test_recipes*.py"),
+        Path(__file__).parents[1] / "support" / "megatron_recipes.py",
+    ]
+    source = "".join(path.read_text() for path in tests)
     for section, blocks in BLOCKS.items():
         for index in range(len(blocks)):
-            call = f'"{section}", {index}' if index else f'"{section}")'
-            assert call in source, f"{section}, block {index}"
+            calls = [f'"{section}", {index}', *([] if index else [f'"{section}")', f'"{section}", bound'])]
+            assert any(call in source for call in calls), f"{section}, block {index}"

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 
@@ -42,12 +43,27 @@ def next_scores(model: nn.Module, ids: Tensor, attention_mask: Tensor, temperatu
     return scores_of(logits[:, :-1] / temperature, ids[:, 1:])
 
 
-class Actor(nn.Module):
-    """OpenRLHF 0.11.2's, as its PPO calls it."""
+def unpad_and_slice_tensor(sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any) -> tuple[Any, ...]:
+    """OpenRLHF 0.11.0's (3c3be62), without a ring: the tokens that are attended, in one row (1, N)."""
+    indices = attention_mask.flatten().nonzero()[:, 0]
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    ids, positions, rolled = (x.flatten()[indices][None] for x in (sequences, positions, sequences.roll(-1, 1)))
+    return ids, positions, rolled, 0, indices
 
-    def __init__(self, model: nn.Module, temperature: float) -> None:
+
+def gather_and_pad_tensor(
+    tensor: Tensor, ring_attn_group: Any, ring_attn_pad_len: int, indices: Tensor, batch: int, seqlen: int
+) -> Tensor:
+    """OpenRLHF 0.11.0's (3c3be62), without a ring: (1, N) back to (batch, seqlen)."""
+    return tensor.new_zeros(batch * seqlen).index_put((indices,), tensor[0]).view(batch, seqlen)
+
+
+class Actor(nn.Module):
+    """OpenRLHF 0.11.2's, as its PPO calls it; its output has the model's ``aux_loss``."""
+
+    def __init__(self, model: nn.Module, temperature: float, packing_samples: bool) -> None:
         super().__init__()
-        self.model, self.temperature, self.packing_samples = model, temperature, False
+        self.model, self.temperature, self.packing_samples = model, temperature, packing_samples
 
     def forward(
         self,
@@ -62,9 +78,19 @@ class Actor(nn.Module):
         return_entropy: bool = False,
         **mm_inputs: Any,
     ) -> Any:
-        logps, entropies = next_scores(self.model, sequences, attention_mask, self.temperature)
+        if self.packing_samples:
+            ids, positions, rolled, pad_len, indices = unpad_and_slice_tensor(sequences, attention_mask, None)
+            attended = None
+        else:
+            ids, attended, rolled = sequences, attention_mask, sequences.roll(-1, 1)
+            positions = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        output = self.model(ids, attention_mask=attended, position_ids=positions)
+        scores = scores_of(output["logits"] / self.temperature, rolled)
+        if self.packing_samples:
+            scores = [gather_and_pad_tensor(x, None, pad_len, indices, *sequences.shape) for x in scores]
+        logps, output.entropy = scores[0][:, :-1], scores[1][:, :-1]
         logps = logps[:, -action_mask.shape[1] :] * action_mask
-        return (logps, SimpleNamespace(entropy=entropies)) if return_output else logps
+        return (logps, output) if return_output else logps
 
 
 class HFModelWrapper(nn.Module):
@@ -95,7 +121,7 @@ class HFModelWrapper(nn.Module):
 
 
 class GRPOTrainer:
-    """The method of ms-swift 4.6.0's GRPOTrainer that scores, and what it reads."""
+    """The method of ms-swift 4.6.0's GRPOTrainer that scores, and what it reads; the same at 3602360."""
 
     temperature = 0.7
     template = SimpleNamespace(padding_free=False)
@@ -215,3 +241,80 @@ def from_parallel_hidden_states_to_logprobs(
     """NeMo-RL 0.6.0's (7ea279a), on one rank."""
     logits = tensor_parallel_hidden_states @ output_weight_layer.T
     return scores_of(logits.transpose(0, 1)[:, :-1], target[:, 1:])[0]
+
+
+class LossPostProcessor:
+    """NeMo-RL 0.6.0's (7ea279a), on one rank, for losses of log-probabilities."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn, self.cp_size, self.enable_seq_packing = loss_fn, 1, False
+        self.tp_mesh = SimpleNamespace(size=lambda: 1)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        data_dict: Any,
+        processed_inputs: Any,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        sequence_dim: int = 1,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        ids = data_dict["input_ids"]
+        if self.loss_fn.use_fused_linear_logprobs:
+            logps = logits[:, : ids.shape[1] - 1]
+        else:
+            logps = scores_of(logits[:, :-1], ids[:, 1:])[0]
+        loss, metrics = self.loss_fn(logps, data_dict, global_valid_toks)
+        return loss, metrics
+
+
+class LogprobsPostProcessor:
+    """NeMo-RL 0.6.0's (7ea279a), on one rank."""
+
+    def __init__(self) -> None:
+        self.cp_size, self.enable_seq_packing, self.tp_mesh = 1, False, SimpleNamespace(size=lambda: 1)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        data_dict: Any,
+        processed_inputs: Any,
+        original_batch_size: int,
+        original_seq_len: int,
+        sequence_dim: int = 1,
+    ) -> Tensor:
+        logps = self._compute_local_logprobs(logits, processed_inputs.input_ids)
+        logps = nn.functional.pad(logps, (1, 0))
+        return logps * (torch.arange(logps.shape[1]) < data_dict["input_lengths"][:, None])
+
+    def _compute_local_logprobs(self, logits: Tensor, input_ids: Tensor) -> Tensor:
+        return scores_of(logits[:, :-1], input_ids[:, 1:])[0]
+
+
+def need_top_k_or_top_p_filtering(sampling_params: Any) -> bool:
+    """NeMo-RL 0.6.0's (7ea279a)."""
+    return sampling_params is not None and (sampling_params.top_k is not None or sampling_params.top_p != 1.0)
+
+
+def forward_with_post_processing_fn(
+    model: nn.Module,
+    post_processing_fn: Any,
+    processed_mb: Any,
+    is_reward_model: bool = False,
+    allow_flash_attn_args: bool = True,
+    global_valid_seqs: Tensor | None = None,
+    global_valid_toks: Tensor | None = None,
+    sampling_params: Any = None,
+    sequence_dim: int = 1,
+) -> tuple[Any, dict[str, Any], Any]:
+    """NeMo-RL 0.6.0's (7ea279a), for the two processors above and others, which get the logits."""
+    inputs = processed_mb.processed_inputs
+    names = ("input_ids", "attention_mask", "position_ids")
+    logits = model(**{name: getattr(inputs, name) for name in names}, use_cache=False).logits
+    logits = logits / (1.0 if sampling_params is None else sampling_params.temperature)
+    passed = {"logits": logits, "data_dict": processed_mb.data_dict, "processed_inputs": inputs}
+    if isinstance(post_processing_fn, LossPostProcessor):
+        return *post_processing_fn(**passed, global_valid_seqs=None, global_valid_toks=global_valid_toks), processed_mb
+    sizes = {name: getattr(processed_mb, name) for name in ("original_batch_size", "original_seq_len")}
+    found = post_processing_fn(**passed, **sizes)
+    return found, {"logprobs": found}, processed_mb

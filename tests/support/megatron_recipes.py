@@ -1,0 +1,93 @@
+"""docs/recipes.md on ranks that `run_ranks` has started: Megatron-Core's own GPT model, and slime's functions on it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from tests.support import megatron_peer, slime_stand_ins
+from tests.support.recipes import run
+from tests.support.trainer_stand_ins import module, scores_of
+from tests.support.verl_peer import TEMPERATURE
+
+ARGS = SimpleNamespace(
+    allgather_cp=False, rollout_temperature=TEMPERATURE, vocab_size=32, custom_model_provider_path="x"
+)
+Models = tuple[Any, ...]  # with a recipe, and without
+
+
+def differences(world_size: int) -> dict[str, float]:
+    """Largest relative difference of results and of gradients, with a recipe and without, by case."""
+    megatron_peer.start(tensor=world_size)
+    torch.manual_seed(3)
+    ids, fuse = torch.randint(megatron_peer.TOKENS, (2, 8)), run("Megatron-Core")["fuse"]
+    found = {}
+    for sequence_parallel in (False, True)[:world_size]:
+        for tied in (False, True):
+            for case in (scores, loss, slime):
+                models = (
+                    megatron_peer.megatron_model(sequence_parallel, tied),
+                    megatron_peer.megatron_model(sequence_parallel, tied),
+                )
+                name = f"{case.__name__}, sequence_parallel={sequence_parallel}, tied={tied}"
+                found[name] = difference(models, *case(fuse, models, ids))
+    model = megatron_peer.megatron_model(False, False)
+    model.config.mtp_num_layers = 1
+    with pytest.raises(NotImplementedError, match="multi-token prediction"):
+        fuse(model)
+    return found
+
+
+def scores(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
+    """Over the rows that are tokens, 30 of 32."""
+    fused, stock = models
+    score, labels = fuse(fused, megatron_peer.TOKENS), ids.roll(-1, 1)
+    logits = gather_from_tensor_model_parallel_region(stock(ids, None, None))[..., : megatron_peer.TOKENS]
+    return score(fused(ids, None, None), labels, temperature=TEMPERATURE), scores_of(logits / TEMPERATURE, labels)
+
+
+def loss(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
+    """Megatron-Core's own cross entropy, which counts the padding and computes in float32."""
+    fuse(models[0])
+    fused, stock = ((x(ids, None, None, labels=ids.roll(-1, 1)),) for x in models)
+    return fused, stock
+
+
+def slime(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
+    def provider(args: Any) -> Any:
+        assert args.custom_model_provider_path is None
+        return lambda **stage: models[0]
+
+    functions = {name: getattr(slime_stand_ins, name) for name in ("_build_shifted_tokens", "_extract_per_sample")}
+    package = "slime.backends.megatron_utils"
+    with pytest.MonkeyPatch.context() as patch:
+        module(patch, "my_megatron", fuse=fuse)
+        module(patch, "megatron.training", get_args=lambda: ARGS)
+        module(patch, f"{package}.model_provider", get_model_provider_func=provider)
+        actor, functions_of_loss = module(patch, f"{package}.actor"), module(patch, f"{package}.loss", **functions)
+        assert run("slime")["model_provider"]() is models[0]
+    assert actor.get_log_probs_and_entropy is functions_of_loss.get_log_probs_and_entropy
+    found = []
+    passed = {"args": ARGS, "unconcat_tokens": [*ids], "total_lengths": [8, 8], "response_lengths": [3, 5]}
+    for model, owner in zip(models, (actor, slime_stand_ins), strict=True):
+        _, values = owner.get_log_probs_and_entropy(model(ids.view(1, -1), None, None), **passed, with_entropy=True)
+        assert [len(x) for x in values["log_probs"]] == [3, 5]
+        found.append([torch.cat(values[name]) for name in ("log_probs", "entropy")])
+    with pytest.raises(NotImplementedError, match="top_p_token_ids"):
+        actor.get_log_probs_and_entropy(found[0][0], **passed, top_p_token_ids=[])
+    return found[0], found[1]
+
+
+def difference(models: Models, *results: Any) -> float:
+    """Of all results and gradients."""
+    for values in results:
+        torch.manual_seed(4)
+        sum((x * torch.randn(x.shape, dtype=torch.float64)).sum() for x in values).backward()
+    pairs = [*zip(*results, strict=True)]
+    pairs += [(x.grad, y.grad) for x, y in zip(*(model.parameters() for model in models), strict=True)]
+    return max(float(((x - y).norm() / y.norm()).detach()) for x, y in pairs)
