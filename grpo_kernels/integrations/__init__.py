@@ -3,7 +3,7 @@
 `grpo_kernels.integrations.trl`: `FusedGRPOTrainer`, `patch_trl`, `unpatch_trl` (``pip install grpo_kernels[trl]``).
 `grpo_kernels.integrations.verl`: `patch_verl`, `unpatch_verl`; ``import verl`` calls `patch_verl` by itself.
 `grpo_kernels.integrations.liger`: `LigerFusedLinearGRPOLoss`, which needs no Liger; `patch_liger`, `unpatch_liger`.
-`grpo_kernels.integrations.transformers`: `causal_lm_loss`, `completion_logprobs`, `head_inputs`, for any causal language model.
+`grpo_kernels.integrations.transformers`: `causal_lm_loss`, `completion_logprobs`, `head_inputs`, for any causal LM.
 """
 
 from __future__ import annotations
