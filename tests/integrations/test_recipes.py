@@ -18,6 +18,7 @@ from torch.testing import assert_close
 pytest.importorskip("transformers")
 
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss, unpatch_liger
+from tests.support import nemo_rl_stand_ins
 from tests.support import tiny_architectures as tiny
 from tests.support import trainer_stand_ins as theirs
 from tests.support.model_checks import text_batch
@@ -215,7 +216,7 @@ def test_torchtunes_loss_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) ->
 def test_nemo_rls_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     module(monkeypatch, "megatron.core.tensor_parallel", gather_from_sequence_parallel_region=lambda x, **options: x)
     name = "from_parallel_hidden_states_to_logprobs"
-    utils = module(monkeypatch, "nemo_rl.distributed.model_utils", **{name: getattr(theirs, name)})
+    utils = module(monkeypatch, "nemo_rl.distributed.model_utils", **{name: getattr(nemo_rl_stand_ins, name)})
     hidden, weight = (nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((6, 2, 8), (33, 8)))
     target = torch.randint(33, (2, 6))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from tests.support import nemo_rl_stand_ins as theirs
 from tests.support import tiny_architectures as tiny
-from tests.support import trainer_stand_ins as theirs
 from tests.support.model_checks import text_batch
 from tests.support.ranks import run_ranks
 from tests.support.recipes import assert_same
