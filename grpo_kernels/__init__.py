@@ -5,7 +5,7 @@
     out = grpo_loss(hidden, model.lm_head.weight, completion_ids, completion_mask, advantages)
     out.loss.backward()
 
-    the loss           grpo_loss, its module GRPOLoss, its result LossOutput
+    the loss           grpo_loss, its module GRPOLoss, its result LossOutput with Metrics
       its options      LossConfig; presets: published algorithms
       one of your own  objectives, TokenInputs, token_level
       given log-probs  policy_loss_from_logps
@@ -17,6 +17,7 @@
     before the loss    advantages, rewards, rollouts
     trainers           integrations.trl, .verl, .liger, .transformers: imported when first asked for
     annotations        typing
+    for bug reports    report
 
 ``help(grpo_kernels.grpo_loss)`` and so on has the arguments; ``python -m grpo_kernels`` reports the environment and
 checks results against float64. All other modules (`backends`, `base`, `batch`, `call`, `diagnostics`, `engine`, `head`,
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import logging
 
-from grpo_kernels import advantages, integrations, objectives, presets, rewards, rollouts
+from grpo_kernels import advantages, integrations, objectives, presets, report, rewards, rollouts
 from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's module typing
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call import ops as ops  # registers the ops, for graphs that were saved
@@ -43,6 +44,7 @@ from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_wit
 from grpo_kernels.loss import GRPOLoss, grpo_loss
 from grpo_kernels.modules import LMHeadLogProb, attach
 from grpo_kernels.objective.custom import TokenInputs, token_level
+from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
 
 __version__ = "0.1.0"
@@ -56,6 +58,7 @@ __all__ = [
     "LoRA",
     "LossConfig",
     "LossOutput",
+    "Metrics",
     "ReferenceHead",
     "TokenInputs",
     "advantages",
@@ -71,6 +74,7 @@ __all__ = [
     "policy_expectation",
     "policy_loss_from_logps",
     "presets",
+    "report",
     "rewards",
     "rollouts",
     "token_level",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
+from grpo_kernels import __version__
 from grpo_kernels.diagnostics import memory, report, selfcheck, warmup
 
 SUBCOMMANDS = {
@@ -22,6 +24,7 @@ SUBCOMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its status; or print report and checks, and return 0 if none failed, else 1."""
     parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"grpo_kernels {__version__}")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--no-check", action="store_true", help="the environment only")
     commands = parser.add_subparsers(dest="command")
@@ -54,4 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -1,4 +1,4 @@
-"""`grpo_kernels.diagnostics.report` under its documented name."""
+"""What ``python -m grpo_kernels`` reports of the environment: `collect` returns it as a dict, `render` as text."""
 
 from grpo_kernels.diagnostics.report import collect, render
 

@@ -15,10 +15,13 @@ from benchmarks import peer_memory
 from benchmarks.cases import case, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Step
+from grpo_kernels import grpo_loss, linear_logprob
 from grpo_kernels.__main__ import main
 from grpo_kernels.diagnostics.head_shape import HeadShape
-from grpo_kernels.diagnostics.memory import MIB, Need, Size, estimate
+from grpo_kernels.diagnostics.memory import GPU, MIB, Need, Size, estimate
+from tests.support.gpu_tape import GPUAllocations, taped, tensor
 from tests.support.measure import AllocationWatcher
+from tests.support.pretend_gpu import OnGPU
 
 ROOT = Path(__file__).parent.parent
 PROVIDERS = {
@@ -99,6 +102,46 @@ def test_every_figure_is_what_is_allocated(name: str) -> None:
         assert abs(need.peak - peak) <= 0.02 * peak + 40 * 4 * fields["n"], (need, peak)
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "step", [{}, {"frozen": True}, {"score": True}, {"masked": 0.5}, {"workspace_bytes": 64 * MIB}], ids=str
+)
+def test_figures_of_a_gpu_are_what_the_engines_allocate_there(step: dict[str, Any], dtype: torch.dtype) -> None:
+    """At a real size, to 5 %."""
+    size = Size(HeadShape(151_936, 4096, dtype), rows=16_384, gpu=GPU("H100", 80), **step)
+    for need in estimate(size):
+        peak = peak_on_a_gpu(size, need.name)
+        assert abs(need.peak - peak) <= 0.05 * peak, (need, peak)
+
+
+def peak_on_a_gpu(size: Size, engine: str) -> int:
+    """Bytes that a step has allocated at once, on tensors without data."""
+    t, head = 512, size.head
+    b = size.rows // t
+    with taped():
+        hidden = tensor(b, t, head.hidden, dtype=head.dtype).requires_grad_(not size.score)
+        weight = tensor(head.vocab, head.hidden, dtype=head.dtype).requires_grad_(not (size.score or size.frozen))
+        ids, mask = torch.zeros(b, t, dtype=torch.long), torch.arange(t) >= t * size.masked
+        given = hidden, weight, OnGPU(ids), OnGPU(mask.expand(b, t).long())
+        with GPUAllocations() as watch:
+            if size.score:
+                linear_logprob(*given[:3], mask=given[3])
+            else:
+                options: Any = {"engine": engine, "workspace_bytes": size.workspace_bytes}
+                grpo_loss(*given, OnGPU(torch.ones(b)), **options).loss.backward()
+        return watch.peak
+
+
+def test_a_gpu_is_named_or_given_by_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = []
+    for gpu in ("h100", "80"):
+        assert main(["memory", "--rows", "1024", "--model", "Qwen3-8B", "--gpu", gpu]) == 0
+        shares.append(re.findall(r"\S+%", capsys.readouterr().out))
+    assert shares[0] == shares[1]
+    assert len(shares[0]) == 3
+
+
 def test_tiles_are_those_of_the_releases() -> None:
     for module, name, mine, _ in TILES:
         assert getattr(importlib.import_module(module), name) == getattr(peer_memory, mine)
@@ -107,7 +150,10 @@ def test_tiles_are_those_of_the_releases() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--rows 8", "expected --model, --config, or --vocab and --hidden"),
+        ("--rows 8", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
+        ("--rows 8 --vocab 9", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
+        ("--rows 8 --vocab 9 --hidden 4 --gpu G7", "--gpu: expected A10G, A100, "),
+        ("--rows 8 --vocab 9 --hidden 4 --gpu -1", "or the GPU's memory in GiB, got -1"),
         ("--rows 8 --config /nowhere", "--config: expected a folder with config.json, got /nowhere"),
         ("--rows 0 --vocab 9 --hidden 4", "--rows: expected at least 1, got 0"),
         ("--rows 8 --vocab 9 --hidden 4 --mask 1", "--mask: expected a share of at least 0 and less than 1, got 1.0"),

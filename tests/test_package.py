@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -168,6 +169,20 @@ def test_text_report():
     assert done.returncode == 0, done.stderr
     assert "backend" in done.stdout
     assert "self-check" not in done.stdout
+
+
+def test_version_is_printed():
+    done = run("-m", "grpo_kernels", "--version")
+    assert (done.returncode, done.stdout) == (0, f"grpo_kernels {grpo_kernels.__version__}\n")
+
+
+def test_a_reader_that_has_enough_gets_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "grpo_kernels", "memory", "--model", "Qwen3-8B", "--rows", "8"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_self_check_sees_a_wrong_result(monkeypatch):

@@ -37,7 +37,7 @@ class HeadShape:
 def add_arguments(parser: argparse.ArgumentParser, models: Any = None) -> None:
     """Add the options that describe a head; add ``--config`` to the group `models`, if there is one."""
     (models or parser).add_argument(
-        "--config", type=Path, metavar="DIR", help="take the head from the config.json of transformers in DIR"
+        "--config", type=Path, metavar="DIR", help="take the head of any model from its config.json, in DIR"
     )
     parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
     parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")

@@ -1,11 +1,12 @@
 """Memory that the loss of a language-model head needs, before it is run and without data.
 
-It is what a call allocates beyond its inputs, on a CPU, as counted by the engines' planner on meta tensors.
+It is what a call allocates beyond its inputs, on a CPU or on a GPU, as counted by the engines' planner on meta tensors.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.diagnostics import head_shape
 from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, configured
 from grpo_kernels.engine.chunks import planned_bytes
+from grpo_kernels.engine.device import CPU, CUDA, meta_tensors_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import default_workspace
 from grpo_kernels.engine.records import Head, NeedsGrad, Rows
@@ -30,9 +32,36 @@ MODELS = {  # V, H, from the models' published configurations
     "Gemma-2-2B": (256000, 2304),
     "gpt-oss-20B": (201088, 2880),
 }
+GPUS = {  # GiB, as sold
+    "A10G": 24,
+    "A100": 80,
+    "A100-40GB": 40,
+    "B200": 180,
+    "H100": 80,
+    "H200": 141,
+    "L4": 24,
+    "L40S": 48,
+    "RTX 3090": 24,
+    "RTX 4090": 24,
+    "RTX 5090": 32,
+    "T4": 16,
+}
 COLUMNS = ("engine", "extra", "with gradients", "kept for backward")
 NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
 with gradients: the same, and the gradients of hidden states and weight"""
+GPU_NOTE = """of the GPU: share of its memory for "with gradients"; the model, other gradients and the optimizer come on top.
+Computed by the planner, with the workspace of a GPU that has room; less is taken where less is free."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU by its name and memory."""
+
+    name: str
+    gib: float
+
+    def __str__(self) -> str:
+        return f"{self.name}'s {self.gib:g} GiB"
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,7 @@ class Size:
     score: bool = False  # nothing wants a gradient
     masked: float = 0.0  # share of the positions that do not count
     workspace_bytes: int | None = None  # as in `grpo_loss`
+    gpu: GPU | None = None  # None: on a CPU
 
     @property
     def counted(self) -> int:
@@ -61,7 +91,7 @@ class Size:
     def __str__(self) -> str:
         kind = "log-probabilities alone" if self.score else "frozen head" if self.frozen else "trainable head"
         masked = f", {self.masked:.0%} of the positions masked" if self.masked else ""
-        return f"N {self.rows:,}, {self.head}, {kind}{masked}; MiB on a CPU"
+        return f"N {self.rows:,}, {self.head}, {kind}{masked}; MiB on a {'CPU' if self.gpu is None else 'GPU'}"
 
 
 @dataclass(frozen=True)
@@ -80,10 +110,15 @@ class Need:
 
 
 def estimate(size: Size) -> list[Need]:
-    """Return the need of each engine that serves `size`, with the C++ kernels.
+    """Return the need of each engine that serves `size`, with the C++ kernels or on a GPU with Triton's.
 
-    The first is the engine that "auto" takes if the loss does not couple tokens.
+    The first is the engine that "auto" takes if the loss does not couple tokens, and memory is not short.
     """
+    with meta_tensors_of(CPU if size.gpu is None else CUDA):
+        return _estimate(size)
+
+
+def _estimate(size: Size) -> list[Need]:
     shape, wants = size.head, NeedsGrad(hidden=not size.score, weight=not (size.score or size.frozen))
     new = partial(torch.empty, dtype=shape.dtype, device="meta")
     head = Head(new(size.rows, shape.hidden), new(shape.vocab, shape.hidden))
@@ -120,14 +155,18 @@ def _rounded(size: Size) -> int:
 
 
 def render(size: Size, needs: list[Need]) -> str:
-    """Return the needs as a table, in MiB."""
-    cells = [COLUMNS, *((x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))) for x in needs)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    """Return the needs as a table, in MiB; on a GPU with the share of its memory that has to be free."""
+    gpu = size.gpu
+    cells = [list(COLUMNS), *([x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))] for x in needs)]
+    if gpu is not None:
+        shares = (f"{x.peak / (gpu.gib * 1024 * MIB):.1%}" for x in needs)
+        cells = [[*row, cell] for row, cell in zip(cells, [f"of {gpu}", *shares], strict=True)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
         for row in cells
     ]
-    return "\n".join([str(size), "", *lines, "", NOTES])
+    return "\n".join([str(size), "", *lines, "", NOTES, *([] if gpu is None else [GPU_NOTE])])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +179,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--score", action="store_true", help="no gradient: old or reference log-probabilities")
     parser.add_argument("--mask", type=float, default=0.0, help="share of the positions that do not count; default: 0")
     parser.add_argument("--workspace", type=int, metavar="MIB", help="workspace_bytes, in MiB; default: the library's")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB"
+    )
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -150,7 +192,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         vocab, hidden = head.vocab, head.hidden
     vocab, hidden = options.vocab or vocab, options.hidden or hidden
     if vocab is None or hidden is None:
-        parser.error("expected --model, --config, or --vocab and --hidden")
+        parser.error("expected --model NAME, --config DIR, or both --vocab V and --hidden H")
     if not 0.0 <= options.mask < 1.0:
         parser.error(f"--mask: expected a share of at least 0 and less than 1, got {options.mask}")
     for name, value in (("rows", options.rows), ("vocab", vocab), ("hidden", hidden)):
@@ -165,6 +207,21 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         score=options.score,
         masked=options.mask,
         workspace_bytes=None if options.workspace is None else options.workspace * MIB,
+        gpu=None if options.gpu is None else _gpu(parser, options.gpu),
     )
     print(render(size, estimate(size)))
     return 0
+
+
+def _gpu(parser: argparse.ArgumentParser, given: str) -> GPU:
+    """Return the GPU of this name, or the one with this memory."""
+    for name, sold in GPUS.items():
+        if name.casefold() == given.casefold():
+            return GPU(name, sold)
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = 0.0
+    if not 0.0 < gib < math.inf:
+        parser.error(f"--gpu: expected {', '.join(GPUS)}, or the GPU's memory in GiB, got {given}")
+    return GPU("the GPU", gib)

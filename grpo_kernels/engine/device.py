@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,7 +105,17 @@ CUDA = Device(
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it
 )
 ROCM = replace(CUDA, mixed_products=lambda dtype: probe.multiplies(dtype, _mixed_mm))
-_KINDS = {"cpu": CPU, "cuda": CUDA}  # a new kind of device gets an entry here
+_KINDS = {"cpu": CPU, "cuda": CUDA, "meta": CPU}  # a new kind of device gets an entry here
+
+
+@contextmanager
+def meta_tensors_of(kind: Device) -> Iterator[None]:
+    """Context in which tensors without data, on torch's "meta" device, are planned for as tensors of `kind`."""
+    before, _KINDS["meta"] = _KINDS["meta"], kind
+    try:
+        yield
+    finally:
+        _KINDS["meta"] = before
 
 
 def device_of(device: torch.device) -> Device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from grpo_kernels.base.profiling import phase
 from grpo_kernels.engine.chunks import plan_chunks
 from grpo_kernels.engine.gradient_sums import GradientSums
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -37,15 +38,18 @@ def sweep(
             for part in group.chunks:
                 at, m = _part(index, part), part.stop - part.start
                 out = logits[:m], None if teacher_logits is None else teacher_logits[:m]
-                chunk, some = projection.project(operands, part, rows, at, out)
+                with phase("logits"):
+                    chunk, some = projection.project(operands, part, rows, at, out)
                 if sums is not None and d_logits is None:  # not before the first product is under way
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 target = None if sums is None or d_logits is None else d_logits[part]
-                step(chunk, some, at, len(group) - part.start, target)
+                with phase("rows"):
+                    step(chunk, some, at, len(group) - part.start, target)
             if sums is not None and d_logits is not None:
                 if len(group) < group.rows:
                     d_logits[len(group) : group.rows] = 0.0
-                sums.add(group, projection.products, operands[0], d_logits[: group.rows], step.scale)
+                with phase("gradients"):
+                    sums.add(group, projection.products, operands[0], d_logits[: group.rows], step.scale)
     return None if sums is None else sums.gradients(step.row_factor())
 
 

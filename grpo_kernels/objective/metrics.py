@@ -81,6 +81,10 @@ class Metrics(Mapping[str, Tensor]):
         sequences = sum(part.sequences for part in parts)
         return cls(pairs, extremes, sequences=sequences, loss_over=first.loss_over)
 
+    def floats(self) -> dict[str, float]:
+        """Return the metrics as numbers, for a logger. Waits for the device, once."""
+        return dict(zip(self, torch.stack([*self.values()]).tolist(), strict=True))
+
     def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
         """Return these metrics with `more` pairs."""
         pairs = {**self.pairs, **more}

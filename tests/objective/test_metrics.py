@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, grpo_loss
+from grpo_kernels import LossConfig, Metrics, grpo_loss
 from grpo_kernels.objective.losses import LOSSES
-from grpo_kernels.objective.metrics import Metrics
 from tests.support.small_batch import small_batch
 
 MERGED = [*((x, None) for x in LOSSES), *((x.name, 17) for x in LOSSES.values() if x.normaliser == "num_items")]
@@ -61,3 +60,11 @@ def test_a_metric_that_is_not_there_is_answered_with_those_that_may_be_meant() -
         assert asked not in metrics
         assert metrics.get(asked) is None
     assert all(name in metrics for name in metrics)
+
+
+def test_floats_are_the_values_of_all_metrics() -> None:
+    inputs = small_batch()
+    inputs["old_per_token_logps"] = -torch.ones(inputs["completion_ids"].shape)
+    metrics = grpo_loss(**inputs).metrics
+    assert metrics.floats() == {name: value.item() for name, value in metrics.items()}
+    assert {"entropy", "clip_ratio/low_min"} <= metrics.floats().keys()

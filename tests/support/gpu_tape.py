@@ -22,6 +22,7 @@ from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.call import checked_head
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support import pretend_gpu
+from tests.support.measure import AllocationWatcher
 
 WITHOUT_DATA = 2**18  # elements: larger tensors have none
 aten = torch.ops.aten
@@ -139,6 +140,16 @@ def _is_only_written(x: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
     if x is named:
         return not (func.overloadpacket == aten.addmm and args and args[0] is x)
     return func.overloadpacket in (aten.copy_, aten.fill_, aten.zero_) and bool(args) and x is args[0]
+
+
+class GPUAllocations(AllocationWatcher):
+    """The same of tensors on the GPU that is not there, with or without data."""
+
+    def storage(self, x: Tensor) -> torch.UntypedStorage:
+        return pretend_gpu.here(x).untyped_storage()
+
+    def counts(self, x: Tensor) -> bool:
+        return True
 
 
 class NotedRows:

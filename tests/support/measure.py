@@ -34,17 +34,23 @@ class AllocationWatcher(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {self.storage(x)._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):
                 self._see(x, given)
         return out
 
+    def storage(self, x: torch.Tensor) -> torch.UntypedStorage:
+        return x.untyped_storage()
+
+    def counts(self, x: torch.Tensor) -> bool:
+        return not x.is_meta
+
     def _see(self, x: torch.Tensor, given: set[int]) -> None:
-        storage = x.untyped_storage()
+        storage = self.storage(x)
         key = storage._cdata
-        if x.is_meta or key in given or key in self._known:
+        if not self.counts(x) or key in given or key in self._known:
             return
         self._known[key] = storage.nbytes()
         self.largest = max(self.largest, storage.nbytes() // x.element_size())
