@@ -49,8 +49,8 @@ GPUS = {  # GiB, as sold
 COLUMNS = ("engine", "extra", "with gradients", "kept for backward")
 NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
 with gradients: the same, and the gradients of hidden states and weight"""
-GPU_NOTE = """of the GPU: share of its memory for "with gradients"; the model, other gradients and the optimizer come on top.
-Computed by the planner, with the workspace of a GPU that has room; less is taken where less is free."""
+GPU_NOTE = """last column: "with gradients" as a share of the GPU's memory; the model, its activations and its optimizer come on top
+Computed by the planner for a GPU with room; where less is free, less is taken."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import pytest
 from grpo_kernels.integrations.packages import needed
 
 USES = {  # package -> what needs it, and how to install that
-    "trl": ("import grpo_kernels.integrations.trl", "'grpo-kernels[trl]'"),
+    "trl": ("import grpo_kernels.integrations.trl", "'trl>=1.16'"),
     "transformers": ("import grpo_kernels.integrations.transformers", "transformers"),
     "liger_kernel": ("from grpo_kernels.integrations.liger import patch_liger; patch_liger()", "liger-kernel"),
-    "verl": ("from grpo_kernels.integrations.verl import patch_verl; patch_verl()", "'grpo-kernels[verl]'"),
+    "verl": ("from grpo_kernels.integrations.verl import patch_verl; patch_verl()", "'verl>=0.9'"),
 }
 WITHOUT = f"""
 import json, sys

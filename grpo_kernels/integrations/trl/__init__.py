@@ -2,7 +2,7 @@
 
 from grpo_kernels.integrations.packages import needed
 
-with needed("'grpo-kernels[trl]'", "trl", "transformers"):
+with needed("'trl>=1.16'", "trl", "transformers"):
     from grpo_kernels.integrations.trl.distillation import FusedDistillationTrainer
     from grpo_kernels.integrations.trl.patch import patch_trl, unpatch_trl
     from grpo_kernels.integrations.trl.trainer import FusedGRPOTrainer, FusedLossMixin

@@ -97,7 +97,7 @@ def patch_verl() -> None:
     Warns:
         RuntimeWarning: this verl differs from the release we know; the part that differs is left alone.
     """
-    with needed("'grpo-kernels[verl]'", "verl"):
+    with needed("'verl>=0.9'", "verl"):
         if "verl" not in sys.modules and importlib.util.find_spec("verl") is None:
             raise ModuleNotFoundError("No module named 'verl'", name="verl")
     if _importer not in sys.meta_path:
