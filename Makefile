@@ -98,10 +98,11 @@ demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, an
 bench: $(BENCH_PATH)/.installed  ## the head on a CPU, ours and every peer, in one run: JSON, docs/benchmarks.md, plots (BENCH_ARGS=--help)
 	PYTHONPATH=$(BENCH_PATH) $(PY) -m benchmarks --plot $(BENCH_ARGS) </dev/null
 
-lint: $(STAMP)  ## style, format and types
+lint: $(STAMP)  ## style, format, types, and the workflows of .github/
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/zizmor --offline --strict-collection --quiet .github
 
 docs: $(DOCS_PATH)/.installed  ## the documentation site in site/, every warning an error, its links checked
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(DOCS_PATH) $(PY) -m mkdocs build --strict </dev/null

@@ -49,7 +49,7 @@ GPUS = {  # GiB, as sold
 COLUMNS = ("engine", "extra", "with gradients", "kept for backward")
 NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
 with gradients: the same, and the gradients of hidden states and weight"""
-GPU_NOTE = """last column: "with gradients" as a share of the GPU's memory; the model, its activations and its optimizer come on top
+GPU_NOTE = """last column: "with gradients" as a share of the GPU's memory; the model and its optimizer come on top
 Computed by the planner for a GPU with room; where less is free, less is taken."""
 
 
