@@ -203,9 +203,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     held_out, training = problems[: len(problems) // 5], problems[len(problems) // 5 :]
     print(f"Qwen3 model, {sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}")
     print(f"Warm start: {options.warm_steps} supervised steps on noisy sums", flush=True)
+
+    def warm(step: int, loss: float) -> None:
+        if (step + 1) % 50 == 0:
+            print(f"  warm start: step {step + 1:3d} of {options.warm_steps}, loss {loss:.3f}", flush=True)
+
     warm_start(
-        model, tokenizer, problems, steps=options.warm_steps, noise=0.3, batch_size=64, learning_rate=5e-3, seed=SEED
-    )
+        model, tokenizer, problems, steps=options.warm_steps, noise=0.3, batch_size=64, learning_rate=5e-3, seed=SEED,
+        progress=warm,
+    )  # fmt: skip
 
     def reward(trained: Any) -> float:
         return evaluate(trained, tokenizer, held_out * 8, seed=SEED)
@@ -216,7 +222,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for name, kind in (("trl", StockTrainer), ("ours", OurTrainer)):
         trained, runs[name] = train(kind, model, tokenizer, training, options)
         ends[name] = reward(trained)
-    print("One head of a realistic size, forward and backward ...", flush=True)
+    print("One head of a realistic size, forward and backward, each three times:", flush=True)
     shape = dict(zip(("vocab", "hidden_size", "sequences", "length"), options.head, strict=True))
     summary = {
         "reward_start": reward_start,

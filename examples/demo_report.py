@@ -32,7 +32,7 @@ def _costs(summary: dict[str, Any]) -> list[tuple[str, Costs]]:
 
 
 def _row(label: str, theirs: str, ours: str, note: str = "") -> str:
-    return f"  {label:<34}{theirs:>14}{ours:>14}{note:>11}".rstrip()
+    return f"  {label:<34}{theirs:>14}{ours:>14}{note:>13}".rstrip()
 
 
 def table(summary: dict[str, Any]) -> str:

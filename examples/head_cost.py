@@ -172,6 +172,14 @@ def measure(loss: Callable[[HeadBatch, Tensor], Tensor], batch: HeadBatch, advan
     }
 
 
+def measure_both(batch: HeadBatch, advantages: Tensor) -> list[dict[str, Any]]:
+    """TRL's figures and ours, one after the other; a line says how far it is."""
+    found = [measure(loss, batch, advantages) for loss in (trl_head_loss, our_head_loss)]
+    (theirs, ours), live = (x["seconds"] for x in found), (advantages != 0).float().mean().item()
+    print(f"  {live:.0%} of the sequences with gradient: stock TRL {theirs:.1f} s, grpo_kernels {ours:.1f} s")
+    return found
+
+
 def compare_heads(
     vocab: int, hidden_size: int, sequences: int, length: int, repeats: int = 3
 ) -> dict[str, dict[str, Any]]:
@@ -188,10 +196,10 @@ def compare_heads(
         measure(loss, small, advantages[:2])
     found: dict[str, dict[str, Any]] = {}
     for name, given in (("all", advantages), ("half", half)):
-        theirs, ours = measure(trl_head_loss, batch, given), measure(our_head_loss, batch, given)
+        theirs, ours = measure_both(batch, given)
         for _ in range(repeats - 1):  # turn and turn about; the smallest time is the one with the least disturbance
-            for figures, loss in ((theirs, trl_head_loss), (ours, our_head_loss)):
-                figures["seconds"] = min(figures["seconds"], measure(loss, batch, given)["seconds"])
+            for best, again in zip((theirs, ours), measure_both(batch, given), strict=True):
+                best["seconds"] = min(best["seconds"], again["seconds"])
         pairs = zip(theirs.pop("gradients"), ours.pop("gradients"), strict=True)
         difference = max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)
         found[name] = {"trl": theirs, "ours": ours, "gradient_difference": difference}
