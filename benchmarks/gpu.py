@@ -111,12 +111,12 @@ def main(given: Sequence[str] | None = None) -> int:
     out = options.out or ROOT / "benchmarks" / "results" / f"{name}-{about['date'][:10]}.json"
     command = list(sys.argv[1:] if given is None else given)
     results = Results(out, **about, status="running", dry_run=options.dry_run, command=command)
-    signal.signal(signal.SIGTERM, _interrupt)
     folder = out.with_name(out.name + ".logs")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started, status = time.time(), "interrupted"
     try:
+        signal.signal(signal.SIGTERM, _interrupt)
         run_steps(results, options, folder)
         status = "complete"
     except KeyboardInterrupt:
