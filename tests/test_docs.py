@@ -35,6 +35,21 @@ def test_shown_code_is_python_and_imports_what_there_is(page: str) -> None:
             assert [alias.name for alias in node.names if alias.name not in known] == []
 
 
+START = ["Install", "The lines to change", "What you gain", "What differs", "Limits"]
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "start").glob("*.md")), ids=lambda page: page.stem)
+def test_every_start_page_answers_the_same_questions_in_the_same_order(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^## (.*)$", prose, re.MULTILINE)[: len(START)] == START
+
+
+def test_the_navigation_has_at_most_seven_items_at_the_top() -> None:
+    navigation = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    top = re.findall(r"^  - (\w+):", navigation, re.MULTILINE)
+    assert "Home" in top and len(top) <= 7
+
+
 class PositionalModel(nn.Module):
     """A body with learned positions that attends to what came before, and a head."""
 
