@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,3 +129,30 @@ def by_logits(case: Case) -> tuple[bool, float]:
 def along(case: Case, axis: str) -> float:
     """Where the case stands on the axis: N, V, or the share of rows that carry gradient."""
     return 1.0 - case.get("zero_share", 0.0) if axis == "share" else case[axis]
+
+
+# The whole optimizer step, as `benchmarks.step` measures it.
+
+Scene = dict[str, Any]
+STOCK, DEFAULTS, ALL_OPTIONS = "stock TRL", "defaults", "skip, split, shared, regrouped"  # variants
+
+
+def scenes(data: dict[str, Any]) -> dict[str, Scene]:
+    """The scenes of the training step, by name."""
+    return (data.get("step") or {}).get("scenes") or {}
+
+
+def step_seconds(scene: Scene) -> dict[str, float]:
+    """CPU seconds of a step of each variant that ran and was right."""
+    found = scene["variants"].items()
+    return {name: x["seconds"] for name, x in found if x["status"] == "ok" and x.get("seconds")}
+
+
+def faster(scene: Scene, name: str) -> tuple[float, float, float] | None:
+    """Seconds of stock TRL over those of a variant; the least and the most of the rounds."""
+    found = step_seconds(scene)
+    if STOCK not in found or name not in found:
+        return None
+    rounds = zip(*(scene["variants"][x]["samples"] for x in (STOCK, name)), strict=False)
+    ratios = [statistics.fmean(stock) / statistics.fmean(own) for stock, own in rounds]
+    return found[STOCK] / found[name], min(ratios), max(ratios)

@@ -175,7 +175,18 @@ def _program(data: dict[str, Any]) -> str:
 
 
 def footer(data: dict[str, Any]) -> str:
-    """The conditions in one line, for below a plot or a table."""
+    """The conditions in one line, for below a table."""
+    return tidy("; ".join(x for x in (where(data), made(data), day(data)) if x), 400)
+
+
+def where(data: dict[str, Any]) -> str:
+    """The device, and the threads of a CPU."""
+    threads = count(data["threads"], "thread") if data.get("threads") and data.get("device") == "cpu" else ""
+    return "; ".join(x for x in (_device(data), threads) if x)
+
+
+def made(data: dict[str, Any]) -> str:
+    """The packages, and the commit."""
     versions = data.get("versions") or {}
     named = (
         ("torch", "torch"),
@@ -184,14 +195,13 @@ def footer(data: dict[str, Any]) -> str:
         ("verl", "verl"),
         ("unsloth_zoo", "Unsloth"),
     )
-    parts = [
-        _device(data),
-        count(data["threads"], "thread") if data.get("threads") and data.get("device") == "cpu" else "",
-        ", ".join(f"{words} {short(versions[name])}" for name, words in named if short(versions.get(name))),
-        f"commit {_commit(data)}",
-        str(data.get("date", ""))[:10],
-    ]
-    return tidy("; ".join(x for x in parts if x), 400)
+    found = ", ".join(f"{words} {short(versions[name])}" for name, words in named if short(versions.get(name)))
+    return "; ".join(x for x in (found, f"commit {_commit(data)}") if x)
+
+
+def day(data: dict[str, Any]) -> str:
+    """The date of the run, without its time."""
+    return str(data.get("date", ""))[:10]
 
 
 def cpu(data: dict[str, Any]) -> str | None:

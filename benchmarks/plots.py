@@ -1,6 +1,7 @@
 """Figures of the results, read from the JSON and from nothing else: the same results give the same bytes.
 
-Every figure is a light card that any page can carry, has a claim as its title, and one colour for a provider.
+Every figure is a light card that any page can carry. Its title is the claim; its subtitle says what was measured, in
+which dtype, on which device, at which shape and on which day. A provider has one colour.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks import figures, labels, tables
-from benchmarks.figures import OURS, Case, ratio
-from benchmarks.tables import DEFAULTS, STOCK, Scene
+from benchmarks import claims, figures, labels
+from benchmarks.claims import multiple
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, OURS, STOCK, Case, Scene, faster, step_seconds
 
 WIDTH, DPI = 11.0, 120  # inches
 CARD, INK, SOFT, GRID = "#fbfbf9", "#1f2328", "#57606a", "#d8dee4"
@@ -76,14 +77,11 @@ def looks() -> Iterator[None]:
         yield
 
 
-def sheet(data: dict[str, Any], claim: str, subtitle: str, body: float, notes: Sequence[str] = ()) -> Figure:
-    """A figure with `body` inches for its axes, under the claim and what was measured.
-
-    Below stand `notes`, what has to be known of this figure, and the conditions of the run.
-    """
-    titles = textwrap.wrap(claim, 54)
-    about = textwrap.wrap(re.sub(r"\b([NTHV]) (?=\d)", "\\1\u00a0", subtitle), 90)
-    small = [line for text in (*notes, labels.footer(data)) for line in textwrap.wrap(text, 130)]
+def sheet(claim: str, subtitle: Sequence[str], body: float, notes: Sequence[str] = ()) -> Figure:
+    """A figure with `body` inches for its axes, under the claim and its conditions; `notes` stand below."""
+    titles = balanced(claim, 54)
+    about = textwrap.wrap(re.sub(r"\b([NTHV]) (?=\d)", "\\1\u00a0", "; ".join(x for x in subtitle if x)), 92)
+    small = [line for text in notes for line in textwrap.wrap(text, 124)]
     top = MARGIN + TITLE * len(titles) + LINE * len(about) + 0.15
     bottom = MARGIN + FOOT * len(small) + 0.1
     height = top + body + bottom
@@ -96,6 +94,21 @@ def sheet(data: dict[str, Any], claim: str, subtitle: str, body: float, notes: S
     rect = (left, bottom / height, 1 - 2 * left, body / height)
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.04, h_pad=0.04))
     return figure
+
+
+def conditions(data: dict[str, Any], what: str, dtype: str, *shape: str) -> list[str]:
+    """A subtitle: what was measured, dtype, device, shape, date."""
+    device = labels.where(data).replace("; ", ", ")
+    on = f"CPU: {device}" if data.get("device") == "cpu" else device
+    return [", ".join(part for part in (what, dtype) if part), on, *shape, labels.day(data)]
+
+
+def balanced(text: str, width: int) -> list[str]:
+    """Lines of at most `width`, as few as there have to be, of about the same length."""
+    lines = textwrap.wrap(text, width)
+    while len(shorter := textwrap.wrap(text, width - 1)) == len(lines) and len(lines) > 1:
+        lines, width = shorter, width - 1
+    return lines
 
 
 def color(name: str) -> str:
@@ -120,11 +133,6 @@ def three(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def multiple(value: float) -> str:
-    """How many times: 1.6, 16, 1,600."""
-    return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
-
-
 def save(figure: Figure, path: Path) -> Path:
     """Write a PNG, the same bytes for the same results."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,44 +143,51 @@ def save(figure: Figure, path: Path) -> Path:
 # The whole optimizer step.
 
 STEP_BAR = 0.56  # inches a variant
+# Of the variants that were timed; the table has all of them.
+STEP_SHOWN = {
+    STOCK: "stock TRL",
+    "fused head alone": "our head alone",
+    DEFAULTS: "our defaults",
+    "split": "+ padding='split'",
+    "skip, split": "+ zero_advantage='skip'",
+    ALL_OPTIONS: "+ shared prompts",
+}
 OPTIONS = (
-    "Fused head alone: zero_advantage='train', padding='keep'. Defaults: 'score', 'trim'. Free, split: padding. Skip: "
-    "zero_advantage. Shared, regrouped: shared_prompts, regroup. Saved activations: of the largest micro-batch."
+    "Our head alone: zero_advantage='train', padding='keep'. Our defaults: 'score', 'trim'. Each + adds to the line "
+    "above it; shared prompts: shared_prompts and regroup. Saved activations: of the largest micro-batch."
 )
 
 
 def draw_step(data: dict[str, Any]) -> Figure | None:
     """None: the step of stock TRL or of ours was not timed."""
-    found = tables.scenes(data)
-    scene = next(iter(found.values()), None)
-    if scene is None or tables.faster(scene, DEFAULTS) is None:
+    scene = claims.first_scene(data)
+    if scene is None or not claims.step_claim(data):
         return None
-    names = list(tables.timed(scene))
+    found = {name: x for name, x in step_seconds(scene).items() if name in STEP_SHOWN}
     run = figures.of_run(data, "step")
-    subtitle = f"An optimizer step without generation, one thread; {scene['about']}"
-    figure = sheet(run, step_claim(scene), subtitle, STEP_BAR * len(names) + 0.8, _step_notes(found))
+    model, batch, *others = scene["about"].split("; ")
+    dtype = model.rpartition(", ")[2]
+    subtitle = conditions(run, "An optimizer step without generation", dtype, model.removesuffix(f", {dtype}"), batch)
+    notes = [OPTIONS, *_step_notes(figures.scenes(data), "; ".join(others)), labels.made(run)]
+    figure = sheet(claims.step_claim(data), subtitle, STEP_BAR * len(found) + 0.8, notes)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    _bars(left, tables.timed(scene), "s", {name: tables.faster(scene, name) for name in names})
-    _bars(right, {name: scene["variants"][name]["saved_mib"]["max"] for name in names}, "MiB", {})
-    rows(left, [textwrap.fill(name, 18) for name in names], [name == DEFAULTS for name in names])
+    _bars(left, found, "s", {name: faster(scene, name) for name in found})
+    _bars(right, {name: scene["variants"][name]["saved_mib"]["max"] for name in found}, "MiB", {})
+    rows(left, [STEP_SHOWN[name] for name in found], [name == DEFAULTS for name in found])
     right.spines[["left", "bottom"]].set_visible(False)
     left.set_xlabel("CPU seconds, times as fast")
     right.set_xlabel("saved activations")
     return figure
 
 
-def step_claim(scene: Scene) -> str:
-    """The title: stock TRL's time over ours with default options."""
-    found = tables.faster(scene, DEFAULTS)
-    return "" if found is None else f"Stock TRL's training step takes {multiple(found[0])} times our CPU time"
-
-
-def _step_notes(found: dict[str, Scene]) -> list[str]:
-    """The options, and the other scenes: stock TRL's seconds over those of each variant."""
-    said = [OPTIONS]
-    for name, scene in list(found.items())[1:]:
-        over = {x: times[0] for x in tables.timed(scene) if x != STOCK and (times := tables.faster(scene, x))}
-        said.append(f"Times as fast, {name}: {'; '.join(f'{x} {multiple(y)}' for x, y in over.items())}.")
+def _step_notes(found: dict[str, Scene], batch: str) -> list[str]:
+    """The rest of the first scene's batch; of the other scenes stock TRL's seconds over those of the defaults."""
+    said = [f"{_sentence(batch)}."] if batch else []
+    over = {name: times[0] for name, scene in list(found.items())[1:] if (times := faster(scene, DEFAULTS))}
+    if over:
+        said.append(
+            f"Our defaults elsewhere: {'; '.join(f'{x}, {multiple(y)} times as fast' for x, y in over.items())}."
+        )
     return said
 
 
@@ -198,13 +213,16 @@ APART = 0.3  # least distance of two labels, in factors of e on an axis of some 
 
 def draw_memory(data: dict[str, Any]) -> Figure | None:
     """None: memory was not measured on several numbers of tokens."""
-    cases = _memory_cases(data)
-    lines = {name: line for name in figures.names(cases) if len(line := _memory_along(cases, name)) > 1}
+    cases = claims.memory_cases(data)
+    lines = {name: line for name in figures.names(cases) if len(line := claims.memory_along(cases, name)) > 1}
     if len(cases) < 2 or OURS not in lines:
         return None
     about = {key: x for key, x in labels.common(cases).items() if key != "model"}  # of which there is the V only
-    subtitle = f"Peak memory of one loss beyond its inputs and gradients; {labels.shape(about)}"
-    figure = sheet(figures.of_run(data, "memory"), memory_claim(data), subtitle, 5.3, _memory_notes(data, about))
+    run, dtype = figures.of_run(data, "memory"), labels.DTYPES.get(about.get("dtype", ""), "")
+    shape = labels.shape({key: x for key, x in about.items() if key != "dtype"})
+    subtitle = conditions(run, "Peak memory of one loss beyond its inputs and gradients", dtype, shape)
+    notes = [*_memory_notes(data, about), labels.made(run)]
+    figure = sheet(claims.memory_claim(data), subtitle, 5.3, notes)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log")
     for name, line in lines.items():
@@ -220,51 +238,25 @@ def draw_memory(data: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def memory_claim(data: dict[str, Any]) -> str:
-    """The title: how much leaner ours is than the fullest peer at the most tokens that it could be measured with."""
-    cases = _memory_cases(data)
-    last = max(case["n"] for case in cases.values())
-    found = []
-    for name in ("trl", "eager"):
-        line = dict(_memory_along(cases, name))
-        if line and (over := ratio(line[max(line)], dict(_memory_along(cases, OURS)).get(max(line)))):
-            found.append((max(line), over, f"{labels.brief_name(name)} {'takes' if name == 'trl' else 'take'}"))
-    if not found:
-        return f"Extra memory of one loss, up to {last:,} tokens"
-    tokens, over, who = max(found, key=lambda x: x[:2])
-    return f"At {tokens:,} tokens {who} {multiple(over)} times our memory"
-
-
 def _memory_notes(data: dict[str, Any], about: Case) -> list[str]:
     """What the figure does not show: why H is small, what hides there, and who no longer fitted."""
-    said = [f"H is {about.get('h')} to make it cheap: logits do not depend on H."]
+    said = [f"H is {about.get('h')}, which keeps the measurement cheap: the size of the logits does not depend on H."]
     main = figures.of_part(data, "main").get("main", {})
     theirs, ours = (figures.extra_mib(main, name) for name in ("liger_grpo", OURS)) if main else (None, None)
     if theirs and ours:
         said[0] += (
-            f" Copies of the weight's gradient do, and hardly show: at H {main['h']} and {main['n']} tokens Liger takes"
-            f" {theirs:.0f} MiB, grpo_kernels {ours:.0f} MiB."
+            f" The weight's gradient does, and copies of it hardly show here: at H {main['h']} and {main['n']} tokens "
+            f"Liger takes {theirs:.0f} MiB, grpo_kernels {ours:.0f} MiB."
         )
-    for case in _memory_cases(data).values():
+    for case in claims.memory_cases(data).values():
         for name, x in figures.providers(case).items():
             if not figures.ran(x):
                 said.append(f"No point of {labels.brief_name(name)} at {case['n']:,}: {labels.tidy(x.get('reason'))}.")
     return said
 
 
-def _memory_cases(data: dict[str, Any]) -> dict[str, Case]:
-    """The cases of the part, the fewest tokens first."""
-    return dict(sorted(figures.of_part(data, "memory").items(), key=lambda item: item[1]["n"]))
-
-
-def _memory_along(cases: dict[str, Case], name: str) -> list[tuple[int, float]]:
-    """(tokens, MiB) of a provider, where it was measured."""
-    found = [(case["n"], figures.extra_mib(case, name)) for case in cases.values()]
-    return [(n, mib) for n, mib in found if mib]
-
-
 def _memory_scales(axes: Axes, tokens: list[int], mib: list[float]) -> None:
-    axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
+    axes.set_xticks(tokens, [f"{n:,}" for n in tokens], size=TEXT - 3)
     axes.set_xlim(0.85 * min(tokens), 5.5 * max(tokens))
     shown = {y: words for y, words in MIB.items() if 0.5 * min(mib) <= y <= 1.5 * max(mib)}
     axes.set_yticks(list(shown), list(shown.values()))
@@ -303,14 +295,17 @@ TIME_BAR = 0.52  # inches a provider
 
 def draw_time(data: dict[str, Any]) -> Figure | None:
     """None: nobody but ours was timed in the main case."""
-    case, mode = main_case(data), "full"
+    case, mode = claims.main_case(data), "full"
     shown = [x for x in figures.providers(case) if not figures.is_products(x) and ("/" not in x and "@" not in x)]
     found = {x: ms / 1e3 for x in shown if (ms := figures.median(case, x, mode)) is not None}
     if len(found) < 2 or OURS not in found:
         return None
     names = sorted(found, key=lambda x: found[x])
-    subtitle = f"Forward and backward of one loss; {labels.brief(case)}"
-    figure = sheet(data, time_claim(data), subtitle, TIME_BAR * len(names) + 0.75, _time_notes(case))
+    dtype = labels.DTYPES.get(case.get("dtype", ""), "")
+    shape = labels.shape({key: x for key, x in case.items() if key != "dtype"})
+    subtitle = conditions(data, "Forward and backward of one loss", dtype, shape)
+    notes = [f"{_sentence(labels.features(case))}; {labels.count(case['rounds'], 'round')}.", *_time_notes(case)]
+    figure = sheet(claims.time_claim(data), subtitle, TIME_BAR * len(names) + 0.75, [*notes, labels.made(data)])
     axes = figure.subplots()
     axes.barh(range(len(names)), [found[x] for x in names], height=0.68, color=[color(x) for x in names])
     for y, name in enumerate(names):
@@ -331,13 +326,8 @@ def draw_time(data: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def time_claim(data: dict[str, Any]) -> str:
-    """The title."""
-    case = main_case(data)
-    over = ratio(figures.median(case, "trl", "full"), figures.median(case, OURS, "full"))
-    if over is None:
-        return "Time of one loss"
-    return f"{labels.brief_name('trl')} takes {multiple(over)} times our time"
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _time_notes(case: Case) -> list[str]:
@@ -352,12 +342,6 @@ def _limit(case: Case) -> float | None:
     """Seconds of the case's matrix products alone."""
     ms = figures.median(case, figures.PRODUCTS, "full")
     return None if ms is None else ms / 1e3
-
-
-def main_case(data: dict[str, Any]) -> Case:
-    """The first of the main part that has forward and backward."""
-    cases = figures.of_part(data, "main").values()
-    return next((x for x in cases if "full" in figures.timed_modes(x)), {})
 
 
 def _draw_limit(axes: Any, seconds: float | None, fastest: float) -> None:

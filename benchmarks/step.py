@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
+from benchmarks.figures import STOCK
 from benchmarks.machine import Watch
 from benchmarks.memory import MIB, freed_memory_kept
 from benchmarks.run import Results, describe
-from benchmarks.tables import SHARES, STOCK
+from benchmarks.tables import SHARES
 from benchmarks.timing import order
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 

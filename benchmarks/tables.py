@@ -3,55 +3,58 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures, labels
-from benchmarks.figures import OURS, PRODUCTS, Case, Provider, ratio
+from benchmarks import claims, figures, labels
+from benchmarks.figures import OURS, PRODUCTS, STOCK, Case, Provider, Scene, ratio
 from benchmarks.labels import share
 
 NOTES = (
-    "Time: the median of the rounds, providers in turn, and the 20 and 80 % quantiles (of two or three rounds: the "
-    "least and the most). / ours: over the time of `ours`, that is how many times faster ours is. / products: over "
-    "that of `products`, the case's own matrix products alone, the limit of whoever skips none of them; within noise: "
-    "measured as slower than what does more.",
-    "FLOPs: counted by `torch.utils.flop_counter`, in NVH (one product of the N tokens that count with a head of V x H "
-    "is 2); blank where it does not see them all. Extra memory: the peak beyond the inputs and the returned gradients. "
-    "logp: the mean error of the log-probabilities against float64. [How it is measured](measuring.md).",
+    "**Time**: the median of the rounds, providers in turn, and the 20 and 80 % quantiles (of two or three rounds: the "
+    "least and the most).",
+    "**/ ours**: the provider's time over that of `ours`. At 2, ours is twice as fast.",
+    "**/ products**: its time over that of `products`, the matrix products of the case without any other work. No "
+    "provider that does all of these products can be faster. Within noise: measured as slower than what does more.",
+    "**FLOPs**: counted by `torch.utils.flop_counter`, in NVH (one product of the N tokens that count with a head of "
+    "V x H is 2); blank where it does not see them all.",
+    "**Extra memory**: the peak beyond the inputs and the returned gradients.",
+    "**logp**: the mean error of the log-probabilities against float64.",
+    "More: [how it is measured](measuring.md).",
 )
+READING = "[How to read the tables](#how-to-read-the-tables), [conditions](#conditions-of-the-main-run)."
+WRITTEN = "Written by `python -m benchmarks`; do not edit."
 TIMED = {"main": "Main cases", "edges": "Cases of users", "distill": "Distillation"}
 AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 COMPARED = (PRODUCTS, "eager", "trl")  # with ours, over all cases
 GOAL = {"case": "case", "figure": "figure", "goal": "goal", "value": "measured", "verdict": "verdict"}
 CONDITIONS = ("products_nvh", "cpu_of_others", "rounds", "counted", "status")  # of a case, beside what is computed
 NOISE = "within noise"  # a limit that was measured as slower than what does more
-STOCK, DEFAULTS = "stock TRL", "defaults"  # variants of the training step
 Section = tuple[str, str, list[str]]  # title, the part that has its plot and perhaps a run of its own, its lines
 Column = tuple[str, Callable[[str, Case, Provider], str]]  # its head, and the text of a provider's cell in a case
 
 
 def lines(data: dict[str, Any]) -> list[str]:
-    """All of it: the conditions, then each part."""
-    text = _head(data)
+    """All of it: the summary, each part, then how to read the tables, and the conditions."""
+    text = claims.summary(data)
     for title, _, body in _sections(data):
         text += ["", f"## {title}", "", *body]
-    return text
+    return [*text, *_end(data)]
 
 
 def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
     """Write a markdown page; each of `plots` (as `plots.render` returns them) stands above the table of its figures."""
-    text = ["# Benchmarks", "", "Written by `python -m benchmarks`; do not edit.", "", *_head(data)]
+    text = ["# Benchmarks", "", *claims.summary(data), "", f"{READING} {WRITTEN}"]
     for title, part, body in _sections(data):
         text += ["", f"## {title}", ""]
         for plot in plots:
             if plot.stem == part:
                 place = Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix()
-                text += [f"![{title}]({place})", ""]
+                text += [f"![{claims.CLAIMS[part](data)}]({place})", ""]
         text += [*body, "", f"Conditions: {labels.footer(figures.of_run(data, part))}."]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    path.write_text("\n".join([*text, *_end(data)]) + "\n", encoding="utf-8")
 
 
 def markdown(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
@@ -83,19 +86,20 @@ def of_products(value: float | None) -> str:
     return NOISE if value is not None and value > 1 else times(value)
 
 
-def _head(data: dict[str, Any]) -> list[str]:
-    """Conditions, the meaning of the columns, and the provider behind each name."""
+def _end(data: dict[str, Any]) -> list[str]:
+    """The meaning of the columns, the provider behind each name, and the conditions of the main run."""
     known = [[f"`{name}`", labels.label(name, data.get("versions"))] for name in figures.names(data.get("cases") or {})]
-    text = [f"- {line}" for line in labels.conditions(data)]
+    text = ["", "## How to read the tables", ""]
     for note in NOTES:
-        text += ["", note]
-    return [*text, "", *markdown(["provider", "which is"], known)]
+        text += [f"- {note}"]
+    text += ["", *markdown(["provider", "which is"], known)]
+    return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in labels.conditions(data))]
 
 
 def _sections(data: dict[str, Any]) -> list[Section]:
     """The sections of which there are results."""
     found: list[Section] = []
-    if scenes(data):
+    if figures.scenes(data):
         found.append(("A whole training step", "step", _steps(data["step"])))
     if peaks := figures.of_part(data, "memory"):
         found.append(("Memory against tokens", "memory", _memory(peaks, data)))
@@ -238,8 +242,8 @@ def _memory(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
     about = {key: x for key, x in labels.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
     text = [f"{labels.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn."]
     text += [
-        "Logits do not depend on H, but what every head holds of the weight and its gradient does, so a ratio at a",
-        "small H is not that of a model: [memory.md](memory.md#real-models) has those, computed, with Liger.",
+        "The size of the logits does not depend on H; that of the weight and of its gradient does. So a ratio at a",
+        "small H is not that of a model: [memory.md](memory.md#real-models) has those of models, computed, with Liger.",
     ]
     return [*text, "", *markdown(head, cells), *_missing(cases)]
 
@@ -280,43 +284,21 @@ def _goal(goal: dict[str, Any]) -> list[str]:
 
 # The whole optimizer step, as `benchmarks.step` measures it.
 
-Scene = dict[str, Any]
 SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")
 SHOWN = SHARES[1:]
 
 
-def scenes(data: dict[str, Any]) -> dict[str, Scene]:
-    """The scenes of the training step, by name."""
-    return (data.get("step") or {}).get("scenes") or {}
-
-
-def timed(scene: Scene) -> dict[str, float]:
-    """CPU seconds of a step of each variant that ran and was right."""
-    found = scene["variants"].items()
-    return {name: x["seconds"] for name, x in found if x["status"] == "ok" and x.get("seconds")}
-
-
-def faster(scene: Scene, name: str) -> tuple[float, float, float] | None:
-    """Seconds of stock TRL over those of a variant; the least and the most of the rounds."""
-    found = timed(scene)
-    if STOCK not in found or name not in found:
-        return None
-    rounds = zip(*(scene["variants"][x]["samples"] for x in (STOCK, name)), strict=False)
-    ratios = [statistics.fmean(stock) / statistics.fmean(own) for stock, own in rounds]
-    return found[STOCK] / found[name], min(ratios), max(ratios)
-
-
 def step_is_wrong(data: dict[str, Any]) -> bool:
     """True if a variant failed, or is further from stock TRL than rounding."""
-    return any(x["status"] != "ok" for scene in scenes(data).values() for x in scene["variants"].values())
+    return any(x["status"] != "ok" for scene in figures.scenes(data).values() for x in scene["variants"].values())
 
 
 def _steps(step: dict[str, Any]) -> list[str]:
     """Markdown: a table for each scene, and how far the parameters are apart after SGD."""
     text = [
-        "CPU seconds of a step; MiB that the graph of the largest micro-batch saves; shares of padded tokens;",
-        "and the largest differences from stock TRL. Conditions and options:",
-        "[measuring.md](measuring.md#the-training-step), [training-step.md](training-step.md).",
+        "The columns: CPU seconds of a step; stock TRL's seconds over them, with the least and the most of the rounds;",
+        "MiB that the graph of the largest micro-batch saves; shares of padded tokens; the largest differences from",
+        "stock TRL. [How it is measured](measuring.md#the-training-step); [the options](training-step.md).",
     ]
     for i, (name, scene) in enumerate(step["scenes"].items()):
         others = scene.get("cpu_of_others")
@@ -349,7 +331,7 @@ def _what_differs(about: str, first: str) -> str:
 def _variant(scene: Scene, name: str) -> list[str]:
     x = scene["variants"][name]
     saved, shares, apart = (x.get(key) or {} for key in ("saved_mib", "shares", "differences"))
-    found = faster(scene, name)
+    found = figures.faster(scene, name)
     over = "" if found is None else f"{times(found[0])} ({times(found[1])} to {times(found[2])})"
     return [
         name,

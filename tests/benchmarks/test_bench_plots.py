@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from benchmarks import plots, tables
+from benchmarks import claims, figures, labels, plots, tables
 from benchmarks.providers import PROVIDERS
 from tests.support.bench_results import results, sparse
 
@@ -73,9 +74,22 @@ def test_a_figure_stays_within_its_card(data: Data) -> None:
         assert to_hex(figure.get_facecolor()) == plots.CARD
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_title_is_the_claim_and_the_subtitle_has_the_conditions(name: str, data: Data) -> None:
+    """What was measured, dtype, device, shape and date, of the run that the figure is from."""
+    title, subtitle, *_ = (" ".join(text.get_text().split()).replace("\u00a0", " ") for text in drawn(name, data).texts)
+    run = figures.of_run(data, name)
+    assert title == claims.CLAIMS[name](data)
+    for part in ("fp32", "CPU: ", labels.cpu(run), f"{run['threads']} thread", run["date"][:10]):
+        assert part in subtitle
+    assert re.search(r"V \d+, H \d+|H \d+, V \d+", subtitle)
+    assert subtitle.count("\n") == 0 and len(subtitle) < 3 * 92
+
+
 def test_step_bars_are_the_figures_of_the_variants_that_ran(data: Data) -> None:
     figure = drawn("step", data)
-    variants = [x for x in data["step"]["scenes"]["short prompts"]["variants"].values() if x["status"] == "ok"]
+    every = data["step"]["scenes"]["short prompts"]["variants"]
+    variants = [every[name] for name in plots.STEP_SHOWN if every[name]["status"] == "ok"]
     for axes, wanted in zip(
         figure.axes, ([x["seconds"] for x in variants], [x["saved_mib"]["max"] for x in variants]), strict=True
     ):
@@ -83,11 +97,9 @@ def test_step_bars_are_the_figures_of_the_variants_that_ran(data: Data) -> None:
         assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [
             plots.COLORS["trl"].lower(), *[plots.BLUE.lower()] * (len(wanted) - 1)
         ]  # fmt: skip
-    assert plots.step_claim(data["step"]["scenes"]["short prompts"]) == (
-        "Stock TRL's training step takes 3.4 times our CPU time"
-    )
+    assert claims.step_claim(data) == "Stock TRL's training step takes 3.4 times our CPU time"
     said = words(figure)
-    for part in ("0.556 s   3.4x", "4.2x", "138 MiB", "long prompts: fused head alone 1.2; defaults 3.2", "1 thread"):
+    for part in ("0.556 s   3.4x", "6.4x", "138 MiB", "long prompts, 3.2 times as fast", "1 thread", "equal rewards"):
         assert part in said
 
 
@@ -104,13 +116,13 @@ def test_memory_lines_are_the_figures_of_the_cases(data: Data) -> None:
     for part in ("H is 64", "all logits", "would need about 28 GiB", "2026-11-23", "67db0b09da", "V 151936", "16,384"):
         assert part in said
     trl, ours = (data["cases"]["tokens 16384"]["providers"][name]["extra_mib"] for name in ("trl", "ours"))
-    assert plots.memory_claim(data) == f"At 16,384 tokens TRL's fused head takes {trl / ours:.1f} times our memory"
+    assert claims.memory_claim(data) == f"At 16,384 tokens TRL's fused head takes {trl / ours:.1f} times our memory"
 
 
 def test_memory_claim_is_of_who_reached_the_most_tokens(data: Data) -> None:
     changed = copy.deepcopy(data)
     changed["cases"]["tokens 16384"]["providers"]["trl"] = {"status": "absent", "reason": "no room"}
-    assert plots.memory_claim(changed).startswith("At 8,192 tokens all logits take")  # the more of the two
+    assert claims.memory_claim(changed).startswith("At 8,192 tokens all logits take")  # the more of the two
 
 
 def test_time_bars_are_the_figures_of_the_case(data: Data) -> None:
@@ -126,7 +138,7 @@ def test_time_bars_are_the_figures_of_the_case(data: Data) -> None:
     fastest = ordered[0]["median"]
     assert (axes.lines[-1].get_xdata()[0] == limit / 1e3) == (limit < fastest)
     over = case["providers"]["trl"]["ms"]["full"]["median"] / shown["ours"]["median"]
-    assert plots.time_claim(data) == f"TRL's fused head takes {over:.1f} times our time"
+    assert claims.time_claim(data) == f"TRL's fused head takes {over:.1f} times our time"
     for part in ("N 128", "V 151936", "fp32", "AMD EPYC", "2 threads", "TRL 1.16", "0b9e116e58", "2026-11-21"):
         assert part in words(figure)
 
@@ -173,7 +185,30 @@ def test_page_has_each_figure_once_above_its_table(data: Data, rendered: list[Pa
         assert any(line.startswith("| ---") for line in section)
     titles = [line.removeprefix("## ") for line in text if line.startswith("## ")]
     assert len(titles) == len(set(titles))
-    assert sum(line.startswith("Conditions: ") for line in text) == sum(x.startswith("## ") for x in text)
+    *sections, reading, conditions = titles
+    assert reading == "How to read the tables" and conditions == "Conditions of the main run"
+    assert sum(line.startswith("Conditions: ") for line in text) == len(sections)
+
+
+def test_page_begins_with_the_claims_and_the_first_figure(data: Data, rendered: list[Path], tmp_path: Path) -> None:
+    """The date, the versions and the commit come last."""
+    page = tmp_path / "docs" / "benchmarks.md"
+    tables.write(data, page, rendered)
+    text = page.read_text()
+    first = text[: text.index("step.png")]
+    assert all(claim(data) in first for claim in claims.CLAIMS.values())
+    assert "nothing is claimed for GPUs" in first and "Faster than ours" in first
+    assert len(first.splitlines()) < 20 and data["commit"] not in first
+    assert data["commit"] in text[text.index("## Conditions of the main run") :]
+
+
+def test_the_summary_says_where_ours_is_behind(data: Data) -> None:
+    case = data["cases"]["bf16"]["providers"]
+    ours, eager = (case[name]["ms"]["full"]["median"] for name in ("ours", "eager"))
+    said = " ".join(claims.summary(data))
+    assert f"in the case `bf16`: all logits ({eager / ours:.2f} times our time)" in said
+    assert "Liger's fused GRPO takes 0.4 times ours" in said
+    assert claims.summary(sparse()) == []
 
 
 def test_every_picture_of_the_docs_is_shown_somewhere() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 
 
 from benchmarks import __main__ as command
-from benchmarks import run, step, tables
+from benchmarks import figures, run, step, tables
 from benchmarks.run import Results
 from benchmarks.step import SCENES, VARIANTS, Scene, completion, saved_bytes
 from tests.support.bench_results import parsed, results
@@ -184,7 +184,7 @@ def test_rounds_that_disagree_widen_the_ratio() -> None:
     scene = {"variants": {name: {"status": "ok", "seconds": 1.0, "samples": []} for name in ("stock TRL", "defaults")}}
     scene["variants"]["stock TRL"]["samples"] = [[1.0, 3.0], [2.0, 2.2]]
     scene["variants"]["defaults"]["samples"] = [[0.5, 0.5], [1.0, 3.2]]
-    assert tables.faster(scene, "defaults") == (1.0, pytest.approx(1.0), pytest.approx(4.0))
+    assert figures.faster(scene, "defaults") == (1.0, pytest.approx(1.0), pytest.approx(4.0))
 
 
 def test_no_case_of_the_part_memory_slows_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
