@@ -1,0 +1,153 @@
+"""The GSM8K scripts: the plain loop on the tiny model of its `--smoke`; verl's configuration, which verl itself makes.
+
+The configuration needs hydra, of requirements/peers.txt, and neither Ray's processes nor a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tiny_models
+from tests.support.forked import run_script
+
+ROOT = Path(__file__).parent.parent
+PLAIN = ROOT / "examples" / "gsm8k_plain.py"
+STEP = r"step \d+: reward (\S+), entropy (\S+), gradient norm (\S+), sequences with gradient (\S+)"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """What the plain script defines."""
+    for needed in ("transformers", "datasets"):
+        pytest.importorskip(needed)
+    return runpy.run_path(str(PLAIN))
+
+
+def test_the_plain_loop_learns_the_problems_it_makes(tmp_path: Path) -> None:
+    for needed in ("transformers", "datasets"):
+        pytest.importorskip(needed)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    saved = tmp_path / "model"
+    code, printed = run_script(PLAIN, ["--smoke", "--output", str(saved)], tmp_path)
+    assert code == 0, printed
+    steps = [tuple(map(float, found)) for found in re.findall(STEP, printed)]
+    assert len(steps) == 10
+    rewards, entropies, norms, shares = zip(*steps, strict=True)
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, printed
+    assert all(0 < x < 3 for x in (*entropies, *norms)), printed
+    assert 0 < min(shares) < 1, "in a group whose answers are all right or all wrong, no sequence has a gradient"
+    assert re.search(r"device: \S+; reward: (math-verify|equal numbers)", printed)
+    assert re.search(r"test problems right: \d\.\d+ before, \d\.\d+ after$", printed, re.M)
+    tokenizer, model = AutoTokenizer.from_pretrained(saved), AutoModelForCausalLM.from_pretrained(saved)
+    assert tokenizer.padding_side == "left"
+    assert model.config.vocab_size == len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("so it is \\boxed{1024}.", True),
+        ("12 * 85 + 4 = 1,024\n#### 1,024", True),
+        ("\\boxed{7}, no, \\boxed{1024}", True),
+        ("#### 1024\nThat took 3 days.", True),
+        ("\\boxed{1024}, no, \\boxed{7}", False),
+        ("\\boxed{-1024}", False),
+        ("\\boxed{}", False),
+        ("It is 1024.", False),
+    ],
+)
+def test_the_plain_loop_rewards_right_answers(text: str, right: bool, plain: dict[str, Any]) -> None:
+    assert plain["is_right"](text, "12 * 85 = <<12*85=1020>>1020\n1020 + 4 = 1024\n#### 1,024") is right
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """verl's configuration of a run of the script, with a model on disk and a GPU more."""
+    for needed in ("verl", "ray", "hydra"):
+        pytest.importorskip(needed)
+    from omegaconf import OmegaConf
+
+    folder = tmp_path_factory.mktemp("gsm8k_verl")
+    tiny_models.model("tied").save_pretrained(folder / "model")
+    tiny_models.tokenizer().save_pretrained(folder / "model")
+    python = folder / "python3"  # which the script calls: this one
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(folder), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "GSM8K": "/data/gsm8k",
+    }
+    command = ["bash", str(ROOT / "examples" / "gsm8k_verl.sh")]
+    command += [f"actor_rollout_ref.model.path={folder / 'model'}", "trainer.n_gpus_per_node=2", "--cfg", "job"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return OmegaConf.create(done.stdout)
+
+
+def test_verl_accepts_the_configuration(composed: Any) -> None:
+    """verl's own checks before it starts anything; its dataclasses refuse names that they do not have."""
+    from hydra.errors import InstantiationException
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    needs = {"use_reference_policy": need_reference_policy(composed), "use_critic": need_critic(composed)}
+    assert needs == {"use_reference_policy": False, "use_critic": False}
+    validate_config(composed, **needs)
+    assert composed.trainer.n_gpus_per_node == 2, "what follows the script's name comes last"
+    assert composed.data.train_files == "/data/gsm8k/train.parquet"
+    assert omega_conf_to_dataclass(composed.algorithm).adv_estimator == "grpo"
+    rollout = omega_conf_to_dataclass(composed.actor_rollout_ref.rollout)
+    assert (rollout.name, rollout.n, rollout.tensor_model_parallel_size) == ("vllm", 8, 1)
+    wrong = OmegaConf.merge(composed.actor_rollout_ref.actor, {"ppo_mini_batchsize": 64})
+    with pytest.raises(InstantiationException, match="ppo_mini_batchsize"):
+        omega_conf_to_dataclass(wrong)
+
+
+def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
+    """One mini-batch through verl's FSDP2 engine, with the loss and the head's options of the script."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from tests.support import verl_engine
+
+    model, actor = (omega_conf_to_dataclass(composed.actor_rollout_ref[name]) for name in ("model", "actor"))
+    assert model.use_fused_kernels and model.use_remove_padding
+    assert model.fused_kernel_options == {"impl_backend": "grpo_kernels", "zero_advantage": "score"}
+    assert actor.engine.strategy == "fsdp2"
+    loss = partial(verl_engine.verl_module("workers.utils.losses").ppo_loss, config=actor)
+    with verl_engine.on_one_rank():
+        data = verl_engine.batch()
+        settings = {"use_dynamic_bsz": actor.use_dynamic_bsz, "strategy": actor.engine.strategy}
+        unfused, ours = (verl_engine.run(x, data, loss, **settings) for x in (None, model.fused_kernel_options))
+    assert verl_engine.gap(ours, unfused) < 2e-6
+    assert ours.loss == pytest.approx(unfused.loss, abs=1e-6)
+    assert ours.products.all < 0.6 * unfused.products.all
+
+
+@pytest.mark.parametrize(
+    "name", ["use_fused_kernel", "fused_kernel_options.implbackend", "fused_kernel_options.zero_advantage"]
+)
+def test_an_unknown_name_is_an_error(composed: Any, name: str) -> None:
+    """Within verl's own files, where `zero_advantage` is unknown too: hence the + before it."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import ConfigCompositionException
+
+    known = "actor_rollout_ref.model.use_fused_kernels=True"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        assert compose("ppo_trainer", [known]).actor_rollout_ref.model.use_fused_kernels
+        with pytest.raises(ConfigCompositionException, match=rf"Could not override 'actor_rollout_ref.model.{name}'"):
+            compose("ppo_trainer", [known, f"actor_rollout_ref.model.{name}=x"])
