@@ -6,14 +6,18 @@ Most of them in one that has loaded transformers already, which takes as long as
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support import zero3
 from tests.support.forked import run_script
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +43,8 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "distillation": (28, "nats from the teacher:"),
 }
 APART = {"fsdp2", "tensor_parallel", "context_parallel", "verl_plugin"}  # start processes, or change what is imported
+SCRIPTS = {"gsm8k_trl", "distill"}  # of a real run; --smoke makes a small one
+LAUNCHED = {"fsdp2": "FSDPQwen3ForCausalLM", "zero3": "DeepSpeedEngine"}  # what becomes of the model
 FIGURES = {"seconds", "peak_bytes", "flops", "flops_nvh", "loss"}
 
 
@@ -75,9 +81,130 @@ def docstring(name: str) -> str:
 
 
 def test_every_script_is_covered() -> None:
-    shared = {"arithmetic", "begin", "demo", "demo_report", "head_cost", "unified_view"}
-    apart = {"gsm8k_plain"}  # tests/test_gsm8k_examples.py
+    shared = {"arithmetic", "begin", "demo", "demo_report", "gsm8k", "head_cost", "unified_view"}
+    apart = SCRIPTS | {"gsm8k_plain"}  # tests/test_gsm8k_examples.py
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | apart | set(EXAMPLES)
+    assert {path.stem for path in (ROOT / "examples" / "accelerate").glob("*.yaml")} == set(LAUNCHED)
+
+
+def before_and_after(printed: str, title: str) -> tuple[float, float]:
+    """Both values of a metric, from the line that a script ends with."""
+    found = re.findall(rf"^{title}, 9 test problems: ([\d.]+) before, ([\d.]+) after$", printed, re.MULTILINE)
+    assert len(found) == 1, printed
+    return float(found[0][0]), float(found[0][1])
+
+
+@pytest.mark.slow
+def test_grpo_on_gsm8k_learns_writes_checkpoints_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    printed = run_example("gsm8k_trl", "--smoke", "--output_dir", str(tmp_path))
+    assert f"steps: 10; model and checkpoints in {tmp_path}" in printed
+    before, after = before_and_after(printed, "accuracy")
+    assert 0 < before < after
+    states = [json.loads((tmp_path / f"checkpoint-{step}/trainer_state.json").read_text()) for step in (5, 10)]
+    assert [state["global_step"] for state in states] == [5, 10]
+    assert {entry["step"] for entry in states[1]["log_history"] if "loss" in entry} == set(range(1, 11))
+    assert any(0 < entry.get("sequences/gradient", 0) < 1 for entry in states[1]["log_history"])
+
+    resumed = run_example("gsm8k_trl", "--smoke", "--output_dir", str(tmp_path), "--resume", "--max_steps", "12")
+    assert "steps: 12;" in resumed
+    assert before_and_after(resumed, "accuracy")[0] == before
+    log = json.loads((tmp_path / "checkpoint-12/trainer_state.json").read_text())["log_history"]
+    assert log[: len(states[1]["log_history"])] == states[1]["log_history"]
+    assert {entry["step"] for entry in log if "loss" in entry} == set(range(1, 13))
+
+
+@pytest.mark.slow
+def test_distillation_brings_the_student_nearer_to_the_teacher(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    printed = run_example("distill", "--smoke", "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4")
+    assert f"steps: 10; model and checkpoints in {tmp_path}" in printed
+    before, after = before_and_after(printed, "divergence from the teacher")
+    assert 0 < after < 0.9 * before
+    before_and_after(printed, "accuracy")
+    assert (tmp_path / "checkpoint-10" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param("zero3", marks=zero3.needs_deepspeed), "fsdp2"])
+def test_gsm8k_on_two_processes(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    path = [str(ROOT), *([str(zero3.FOLDER)] if kind == "zero3" else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    configuration = str(ROOT / "examples" / "accelerate" / f"{kind}.yaml")
+    launch = ["-m", "accelerate.commands.launch", "--config_file", configuration, "--num_processes", "2"]
+    script = [str(ROOT / "tests" / "support" / "launched.py"), str(ROOT / "examples" / "gsm8k_trl.py")]
+    command = [sys.executable, *launch, "--main_process_port", "0", *script, "--smoke", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert f"prepared: {LAUNCHED[kind]}" in done.stdout
+    assert done.stdout.count("steps: 10;") == 1
+    before, after = before_and_after(done.stdout, "accuracy")
+    assert 0 < before < after
+
+
+@pytest.mark.parametrize("kind", LAUNCHED)
+def test_accelerate_knows_every_name_in_a_configuration(kind: str) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    found = load_config_from_file(str(ROOT / "examples" / "accelerate" / f"{kind}.yaml"))
+    assert isinstance(found, ClusterConfig)
+    assert found.distributed_type.value == {"fsdp2": "FSDP", "zero3": "DEEPSPEED"}[kind]
+    options = {action.dest for action in launch_command_parser()._actions}
+    assert {*found.fsdp_config, *found.deepspeed_config} <= options
+
+
+@pytest.fixture
+def gsm8k(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that the scripts share."""
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("gsm8k")
+
+
+def test_unknown_options_are_errors(gsm8k: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from trl import DistillationConfig
+
+    (tmp_path / "config.yaml").write_text("epochs: 3\n")
+    for given in (["--epochs", "3"], ["--lora", "8"], ["--config", str(tmp_path / "config.yaml")]):
+        monkeypatch.setattr(sys, "argv", ["distill.py", "--smoke", *given])
+        with pytest.raises(ValueError, match=given[0].removeprefix("--") if "config" not in given[0] else "epochs"):
+            gsm8k.parse("On GSM8K", gsm8k.Options, DistillationConfig, {}, {})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="needs an environment without vLLM")
+def test_vllm_that_is_not_installed_is_an_error(gsm8k: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    monkeypatch.setattr(sys, "argv", ["gsm8k_trl.py", "--smoke", "--use_vllm", "--output_dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match="vLLM is not installed"):
+        gsm8k.parse("On GSM8K", gsm8k.Options, GRPOConfig, {}, {})
+
+
+@pytest.mark.parametrize("with_math_verify", [False, True])
+def test_the_reward_is_an_exact_match(gsm8k: Any, monkeypatch: pytest.MonkeyPatch, with_math_verify: bool) -> None:
+    if with_math_verify:
+        pytest.importorskip("math_verify")
+    monkeypatch.setattr(gsm8k, "is_math_verify_available", lambda: with_math_verify)
+    right = [r"so 3 * 14 = 42, thus \boxed{42}", "3 * 14\n#### 42", r"That makes \boxed{42.0}.", "#### $42"]
+    wrong = [r"\boxed{43}", "42 of 50, so\n#### 8", "", "none", r"42 in the end: \boxed{4}"]
+    completions = [[{"role": "assistant", "content": text}] for text in right + wrong]
+    expected = [1.0] * len(right) + [0.0] * len(wrong)
+    assert gsm8k.exact_match(completions, ["42"] * len(completions)) == expected
+
+
+def test_a_solution_is_the_number_of_the_answer(gsm8k: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset, DatasetDict
+
+    row = {"question": "How many are 4 times 300?", "answer": "4 * 300 = <<4*300=1200>>1,200\n#### 1,200"}
+    data = DatasetDict({name: Dataset.from_list([row] * 3) for name in ("train", "test")})
+    monkeypatch.setattr(gsm8k, "load_dataset", lambda name, config: data)
+    found = gsm8k.problems(gsm8k.Options(eval_problems=2))
+    assert {name: len(split) for name, split in found.items()} == {"train": 3, "test": 2}
+    assert found["test"][0]["solution"] == "1200"
+    assert found["test"][0]["prompt"][0]["content"].startswith(row["question"])
 
 
 @pytest.mark.slow

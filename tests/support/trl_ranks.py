@@ -141,12 +141,10 @@ def _ddp() -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, Any]]:
+def fsdp2_without_gpus() -> Iterator[None]:
     """accelerate's own FSDP2, which it takes on GPUs alone: without them it makes DDP of it and says nothing."""
-    import accelerate.accelerator
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
-    from torch.distributed.fsdp import fully_shard
 
     begin = AcceleratorState.__init__
 
@@ -156,9 +154,18 @@ def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, 
             self.fsdp_plugin = fsdp_plugin
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
+    with mock.patch.object(AcceleratorState, "__init__", as_on_a_gpu):
+        yield
+
+
+@contextmanager
+def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, Any]]:
+    import accelerate.accelerator
+    from torch.distributed.fsdp import fully_shard
+
     asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
     asked |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", **variables}
-    with mock.patch.object(AcceleratorState, "__init__", as_on_a_gpu), mock.patch.dict(os.environ, asked):
+    with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked):
         if not root_alone:
             yield {}
             return

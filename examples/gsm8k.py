@@ -1,0 +1,181 @@
+"""Shared by gsm8k_trl.py and distill.py: options, problems, the reward, evaluation, and the models of --smoke."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, DatasetDict, load_dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl.import_utils import is_math_verify_available, is_vllm_available
+from trl.rewards import accuracy_reward
+
+INSTRUCTION = r"Reason step by step, and put the final answer within \boxed{}."
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+AFTER_HASHES = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)")
+
+# Values of TRL's options: of every run where they are not TRL's defaults, and then those of --smoke.
+DEFAULTS = {
+    "model_name_or_path": "Qwen/Qwen3-0.6B",
+    "chat_template_kwargs": {"enable_thinking": False},  # Qwen3's thinking takes more tokens than a completion has here
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 8,
+    "per_device_eval_batch_size": 64,
+    "save_steps": 100,
+    "save_total_limit": 2,
+}
+SMOKE = {
+    "use_cpu": True,
+    "max_steps": 10,
+    "save_steps": 5,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "max_completion_length": 8,
+    "per_device_train_batch_size": 32,
+    "gradient_accumulation_steps": 2,
+    "per_device_eval_batch_size": 3,
+}
+
+
+@dataclass
+class Options:
+    """Options of the two scripts; all others are TRL's."""
+
+    dataset_name: str = field(default="openai/gsm8k", metadata={"help": "its name on the Hub, or a folder with a copy"})
+    eval_problems: int = field(default=256, metadata={"help": "test problems to evaluate on; there are 1319"})
+    resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in output_dir"})
+    smoke: bool = field(default=False, metadata={"help": "a tiny model, thirty problems, ten steps; on a CPU, offline"})
+
+
+def parse(
+    doc: str, options: type[Options], config: type, defaults: dict[str, Any], smoke: dict[str, Any]
+) -> tuple[Any, Any, ModelConfig]:
+    """Read the options, TRL's `config` and its ModelConfig from the command line, and from YAML with --config FILE.
+
+    An unknown name is an error. --smoke changes defaults only, so that options beside it still count.
+    """
+    parser = TrlParser((options, config, ModelConfig), description=doc.splitlines()[0], allow_abbrev=False)
+    chosen = {**DEFAULTS, **defaults, **({**SMOKE, **smoke} if "--smoke" in sys.argv else {})}
+    unknown = parser.set_defaults_with_config(**chosen)
+    assert not unknown, unknown
+    parsed, args, model = parser.parse_args_and_config()
+    if args.use_vllm and not is_vllm_available():
+        raise SystemExit("--use_vllm: vLLM is not installed; pip install 'trl[vllm]', or leave the option out")
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    return parsed, args, model
+
+
+def model_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Arguments of a trainer: the model that trains and, if asked for, LoRA and quantization."""
+    return {
+        "model": model.model_name_or_path,
+        "peft_config": get_peft_config(model),
+        "quantization_config": get_quantization_config(model),
+    }
+
+
+def problems(options: Options) -> DatasetDict:
+    """The splits "train" and "test": of each problem the prompt and the solution, a number."""
+    found = smoke_problems() if options.smoke else load_dataset(options.dataset_name, "main")
+    found["test"] = found["test"].select(range(min(options.eval_problems, len(found["test"]))))
+
+    def prepare(row: dict[str, str]) -> dict[str, Any]:
+        prompt = [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]
+        return {"prompt": prompt, "solution": row["answer"].split("####")[-1].strip().replace(",", "")}
+
+    return found.map(prepare, remove_columns=["question", "answer"])
+
+
+def exact_match(completions: list[list[dict[str, str]]], solution: list[str], **kwargs: Any) -> list[float | None]:
+    """The reward, 1 for a right answer and else 0: TRL's accuracy_reward of what stands in \\boxed{} or after ####.
+
+    That needs math-verify. Without it the last number of the completion is compared with the solution.
+    """
+    if is_math_verify_available():
+        texts = [AFTER_HASHES.sub(r"\\boxed{\1}", completion[-1]["content"]) for completion in completions]
+        return accuracy_reward([[{"content": text}] for text in texts], solution)
+    last = [(NUMBER.findall(completion[-1]["content"]) or ["nan"])[-1].replace(",", "") for completion in completions]
+    return [float(float(found) == float(wanted)) for found, wanted in zip(last, solution, strict=True)]
+
+
+def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) -> None:
+    """Evaluate, train, evaluate and save; print `metrics`, by TRL's names in its log, before and after.
+
+    After --resume the values before are those that the checkpoint has recorded.
+    """
+    args = trainer.args
+    checkpoint = args.resume_from_checkpoint or options.resume or None
+    args.eval_on_start = checkpoint is None  # by train(), which first divides the model over the GPUs
+    say = trainer.accelerator.print
+    if not is_math_verify_available():
+        say("math-verify is not installed: the last number of each completion is compared with the solution")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.evaluate()
+    trainer.save_model()
+    say(f"steps: {trainer.state.global_step}; model and checkpoints in {args.output_dir}")
+    for name, title in metrics.items():
+        values = [entry[name] for entry in trainer.state.log_history if name in entry]
+        say(f"{title}, {len(trainer.eval_dataset)} test problems: {values[0]:.3f} before, {values[-1]:.3f} after")
+    trainer.end()
+
+
+def smoke_problems() -> DatasetDict:
+    """Thirty problems in the form of GSM8K's. Two thirds have the answer 3, which is learnt in a few steps."""
+    names = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
+    rows = [
+        {
+            "question": f"{name} has {first} apples and buys {second} more . How many apples has {name} now ?",
+            "answer": f"{name} has {first} + {second} = {first + second} apples now.\n#### {first + second}",
+        }
+        for name in names
+        for first, second in ((1, 1), (1, 2), (2, 1))
+    ]
+    return DatasetDict({"train": Dataset.from_list(rows[:21]), "test": Dataset.from_list(rows[21:])})
+
+
+def smoke_model(folder: Path, hidden_size: int, seed: int) -> str:
+    """Write a tiny Qwen3 with random weights and its tokenizer to a folder; return the folder's name."""
+    state = PartialState()
+    if state.is_local_main_process:
+        words = {word for row in smoke_problems()["train"] for word in row["question"].split()}
+        vocab = ["<pad>", "<eos>", "<unk>", *sorted(words), *(rf"\boxed{{{x}}}" for x in range(1, 6))]
+        core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocab)}, unk_token="<unk>"))
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        )
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+        tokenizer.save_pretrained(folder)
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=len(vocab),
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=hidden_size // 4,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,  # as that of Qwen3-0.6B
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    state.wait_for_everyone()
+    return str(folder)
