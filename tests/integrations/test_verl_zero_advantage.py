@@ -65,7 +65,7 @@ def test_the_gradient_stays(mode: str, dead: str) -> None:
     silent = {"half": torch.arange(8) % 2 == 0, "all": torch.arange(8) >= 0, "none": torch.arange(8) < 0}[dead]
     data, loss = verl_engine.batch(dead=silent), ppo_loss(config(mode, loss_agg_mode="seq-mean-token-mean"))
     unfused, score = (run(options, data, loss, micro=2, layers=2) for options in (None, SCORE))
-    assert score.loss == pytest.approx(unfused.loss, abs=1e-7)
+    assert score.loss == pytest.approx(unfused.loss, abs=1e-6)  # of up to 5, in fp32
     if dead != "all":
         assert gap(score, unfused) < 2e-6
     else:
