@@ -106,7 +106,9 @@ def test_grpo_on_gsm8k_learns_writes_checkpoints_and_resumes(tmp_path: Path) -> 
     assert {entry["step"] for entry in states[1]["log_history"] if "loss" in entry} == set(range(1, 11))
     assert any(0 < entry.get("sequences/gradient", 0) < 1 for entry in states[1]["log_history"])
 
-    resumed = run_example("gsm8k_trl", "--smoke", "--output_dir", str(tmp_path), "--resume", "--max_steps", "12")
+    options = ["--smoke", "--output_dir", str(tmp_path), "--resume", "--max_steps", "12"]
+    code, resumed = run_script(ROOT / "examples" / "gsm8k_trl.py", options, tmp_path)
+    assert code == 0, resumed
     assert "steps: 12;" in resumed
     assert before_and_after(resumed, "accuracy")[0] == before
     log = json.loads((tmp_path / "checkpoint-12/trainer_state.json").read_text())["log_history"]
@@ -117,7 +119,9 @@ def test_grpo_on_gsm8k_learns_writes_checkpoints_and_resumes(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_distillation_brings_the_student_nearer_to_the_teacher(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    printed = run_example("distill", "--smoke", "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4")
+    options = ["--smoke", "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4"]
+    code, printed = run_script(ROOT / "examples" / "distill.py", options, tmp_path)
+    assert code == 0, printed
     assert f"steps: 10; model and checkpoints in {tmp_path}" in printed
     before, after = before_and_after(printed, "divergence from the teacher")
     assert 0 < after < 0.9 * before
