@@ -95,7 +95,7 @@ def loop_block() -> tuple[str, str]:
 
 def full_logits_loss(names: dict[str, Any], model: Any, loss_fn: GRPOLoss) -> tuple[Any, torch.Tensor]:
     """Loss and log-probabilities of the last batch from all logits, each sequence alone and without padding."""
-    ids, attended, counted = (names[x] for x in ("input_ids", "attention_mask", "completion_mask"))
+    ids, attended, counted = (names[x] for x in ("input_ids", "attention", "completion_mask"))
     advantages = names["group_advantages"](names["rewards"], num_generations=8)
     logps = torch.zeros(counted.shape)
     for row in range(len(ids)):
@@ -132,7 +132,7 @@ def test_plain_loop_is_right_with_left_padding(local: dict[str, str], adapted: b
     finally:
         torch.optim.AdamW = original
     model, out = names["model"], names["out"]
-    padded = names["attention_mask"][:, 0] == 0
+    padded = names["attention"][:, 0] == 0
     assert padded.any() and not padded.all(), "expected prompts of different lengths"
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
     got = {name: x.grad for name, x in trained.items()}
