@@ -80,7 +80,7 @@ def looks() -> Iterator[None]:
 def sheet(claim: str, subtitle: Sequence[str], body: float, notes: Sequence[str] = ()) -> Figure:
     """A figure with `body` inches for its axes, under the claim and its conditions; `notes` stand below."""
     titles = balanced(claim, 54)
-    about = textwrap.wrap(re.sub(r"\b([NTHV]) (?=\d)", "\\1\u00a0", "; ".join(x for x in subtitle if x)), 92)
+    about = balanced(re.sub(r"\b([NTHV]) (?=\d)", "\\1\u00a0", "; ".join(x for x in subtitle if x)), 92)
     small = [line for text in notes for line in textwrap.wrap(text, 124)]
     top = MARGIN + TITLE * len(titles) + LINE * len(about) + 0.15
     bottom = MARGIN + FOOT * len(small) + 0.1

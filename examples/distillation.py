@@ -4,13 +4,16 @@ Three losses from the same student with the same seeds: the teacher's log-probab
 advantage (`distillation_advantages`), the forward KL from the teacher's 8 likeliest tokens (`topk_divergence`), and the
 reverse KL over the whole vocabulary (`linear_divergence`). The claims at the end: each brings the student nearer to the
 teacher, and more of its answers are right; the whole vocabulary brings it nearer than the sampled tokens alone. With
---picture FILE the curves are drawn.
+--seeds 5 --output FILE the curves of five seeds are written, which `python -m benchmarks.curves` draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import datetime
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from grpo_kernels.advantages import distillation_advantages
 
 TOP_K = 8
 GENERATIONS = 4
-SEED = 3
+SEED = 3  # the first of them
 PASS = 8  # steps: all problems have come
 
 
@@ -66,9 +69,11 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def distil(student: Any, teacher: Any, tokenizer: Any, problems: list[Any], loss: Any, steps: int) -> dict[str, Any]:
+def distil(
+    student: Any, teacher: Any, tokenizer: Any, problems: list[Any], loss: Any, steps: int, seed: int
+) -> dict[str, list[float]]:
     """Train `student` in place; its KL to the teacher and its share of right answers at each step, on its own text."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3, weight_decay=0.0)
     found: dict[str, list[float]] = {"kl": [], "right": []}
     for step in range(steps):
@@ -88,59 +93,50 @@ def mean_of(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Both curves of each loss, means of a pass over the problems."""
-    import matplotlib
+def end(runs: list[dict[str, Any]], name: str, key: str, first: bool = False) -> float:
+    """The mean over the seeds of a loss's last pass over the problems, or of its first."""
+    passes = [run[key][:PASS] if first else run[key][-PASS:] for run in runs if run["loss"] == name]
+    return mean_of([mean_of(values) for values in passes])
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
-    for axes, name, words in zip(
-        panels, ("kl", "right"), ("KL(student || teacher), nats a token", "share of right answers"), strict=True
-    ):
-        for (title, curve), color in zip(curves.items(), ("#8a8f98", "#3d7ea6", "#d9622b"), strict=True):
-            smooth = torch.tensor(curve[name]).unfold(0, PASS, 1).mean(dim=1)
-            axes.plot(range(PASS // 2, PASS // 2 + len(smooth)), smooth, label=title, lw=1.8, color=color)
-        axes.set(xlabel="optimiser step", title=words)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set(yscale="log")
-    panels[0].legend(frameon=False)
-    panels[1].set(ylim=(0, 1.02))
-    note = f"one seed, the same for all; means of {PASS} steps, in which all problems come"
-    figure.text(0.01, 0.01, note, fontsize=7, color="#666666")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+def write(runs: list[dict[str, Any]], path: Path) -> None:
+    """The curves, and what they were made with."""
+    rounded = [{**run, **{key: [round(x, 4) for x in run[key]] for key in ("kl", "right")}} for run in runs]
+    made = {"date": datetime.date.today().isoformat(), "versions": {"torch": torch.__version__}, "device": "cpu"}
+    about = {"dtype": "float32", "pass": PASS, "student": "H 32, 1 layer", "teacher": "H 64, 2 layers", "v": 64}
+    head = json.dumps({**made, **about})[1:-1]
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    path.write_text(f'{{{head}, "runs": [\n' + ",\n".join(json.dumps(run) for run in rounded) + "\n]}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="optimiser steps with each loss")
-    parser.add_argument("--picture", type=Path, help="where to draw the curves (needs matplotlib)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs with each loss")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="where to write the curves")
     options = parser.parse_args()
 
     teacher, tokenizer, problems = warm_model(noise=0.0)
     beginner = build_model(tokenizer, hidden_size=32, layers=1, seed=1)
     warm_start(beginner, tokenizer, problems, steps=150, noise=0.5, batch_size=32, learning_rate=5e-3)
     teacher.eval()
-    curves = {}
-    for name, loss in LOSSES.items():
-        print(f"{name:18}  {options.steps} steps")
-        curves[name] = distil(copy.deepcopy(beginner), teacher, tokenizer, problems, loss, options.steps)
-        kl, right = curves[name]["kl"], curves[name]["right"]
+    runs = []
+    for seed, (name, loss) in itertools.product(range(SEED, SEED + options.seeds), LOSSES.items()):
+        print(f"{name:18}  seed {seed}, {options.steps} steps")
+        found = distil(copy.deepcopy(beginner), teacher, tokenizer, problems, loss, options.steps, seed)
+        runs.append({"loss": name, "seed": seed, **found})
         for step in range(0, options.steps, max(1, options.steps // 4)):
-            print(f"{name:18}  step {step:3d}  KL {kl[step]:.4f}  right {right[step]:.3f}")
-    if options.picture is not None:
-        draw(curves, options.picture)
-    ends = {name: mean_of(curve["kl"][-PASS:]) for name, curve in curves.items()}
-    for name, curve in curves.items():
-        assert ends[name] < 0.8 * mean_of(curve["kl"][:PASS]), f"{name}: the student did not come nearer to the teacher"
-        rise = mean_of(curve["right"][-PASS:]) - mean_of(curve["right"][:PASS])
+            print(f"{name:18}  step {step:3d}  KL {found['kl'][step]:.4f}  right {found['right'][step]:.3f}")
+    if options.output is not None:
+        write(runs, options.output)
+    ends = {name: end(runs, name, "kl") for name in LOSSES}
+    for name in LOSSES:
+        assert ends[name] < 0.8 * end(runs, name, "kl", first=True), f"{name}: the student did not come nearer"
+        rise = end(runs, name, "right") - end(runs, name, "right", first=True)
         assert rise > 0.05, f"{name}: the share of right answers did not rise"
     assert ends["full reverse KL"] < ends["sampled tokens"], "the whole vocabulary did not come nearer than its samples"
-    start = curves["full reverse KL"]["kl"][0]
-    print(f"nats from the teacher: {start:.3f} before; " + ", ".join(f"{x:.3f} by {name}" for name, x in ends.items()))
+    before = mean_of([run["kl"][0] for run in runs])
+    print(f"nats from the teacher: {before:.3f} before; " + ", ".join(f"{x:.3f} by {name}" for name, x in ends.items()))
 
 
 if __name__ == "__main__":

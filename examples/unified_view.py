@@ -2,7 +2,8 @@
 
 Each step's gradient is the sum of coefficient x gradient of log p over the tokens of some completions (section 5.2 of
 https://arxiv.org/abs/2402.03300). A method says whose completions (`data`) and which coefficients; all else is shared:
-the start, the optimiser, the number of completions a step. Written: curves.json and curves.png.
+the start, the optimiser, the number of completions a step. Written: curves.json, which
+`python -m benchmarks.curves` draws.
 The claims at the end: RFT ends above SFT, and what learns from the policy's own samples above RFT, if the reward is
 right. A reward that has to be learnt from samples of this task is not. docs/unified-view.md says more.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import json
 import multiprocessing
 import random
@@ -27,10 +29,6 @@ from begin import begin
 if __name__ == "__main__":
     begin(__doc__)
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 from arithmetic import (
     EOS,
@@ -103,18 +101,17 @@ class Method:
     data: str
     coefficients: Callable[[Rollout], Tensor] | None  # None: `learnt`
     config: LossConfig
-    color: str
     renews: bool = False  # whether each of the `ITERATIONS` has the policy at its start for the KL term's reference
 
 
 METHODS = {
-    "SFT": Method("demonstrations", ones, presets.REINFORCE, "#8a8f98"),
-    "RFT": Method("start", accepted, presets.REINFORCE, "#3d7ea6"),
-    "online RFT": Method("policy", accepted, presets.REINFORCE, "#2f9e77"),
-    "GRPO, outcome": Method("policy", outcome, presets.GRPO, "#d9622b"),
-    "GRPO, process": Method("policy", process, presets.GRPO, "#7a4fa3"),
-    "iterative GRPO": Method("policy", outcome, presets.GRPO, "#22262b", renews=True),
-    LEARNT: Method("policy", None, presets.GRPO, "#b0466f", renews=True),
+    "SFT": Method("demonstrations", ones, presets.REINFORCE),
+    "RFT": Method("start", accepted, presets.REINFORCE),
+    "online RFT": Method("policy", accepted, presets.REINFORCE),
+    "GRPO, outcome": Method("policy", outcome, presets.GRPO),
+    "GRPO, process": Method("policy", process, presets.GRPO),
+    "iterative GRPO": Method("policy", outcome, presets.GRPO, renews=True),
+    LEARNT: Method("policy", None, presets.GRPO, renews=True),
 }
 CHECKED = ("online RFT", "GRPO, outcome", "GRPO, process", "iterative GRPO")  # the policy's own samples, a right reward
 
@@ -210,43 +207,6 @@ def table(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def apart(heights: list[float], least: float) -> list[float]:
-    """Rising heights, moved as little up as down so that there is a distance of `least` between them."""
-    up, down = heights[:1], heights[-1:]
-    for height in heights[1:]:
-        up.append(max(height, up[-1] + least))
-    for height in heights[-2::-1]:
-        down.insert(0, min(height, down[0] - least))
-    return [(a + b) / 2 for a, b in zip(up, down, strict=True)]
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Mean and range over the seeds; the lines' names stand at their ends."""
-    figure, axes = plt.subplots(figsize=(10, 6.4))
-    lines = []
-    for name, method in METHODS.items():
-        some = [run for run in runs if run["method"] == name]
-        rewards, used = 100 * torch.tensor([run["reward"] for run in some]), some[0]["completions"]
-        axes.plot(used, rewards.mean(0), color=method.color, lw=2.8)
-        axes.fill_between(used, rewards.amin(0), rewards.amax(0), color=method.color, alpha=0.13, lw=0)
-        lines.append((rewards[:, -1].mean().item(), name, method.color))
-    heights = apart([height for height, _, _ in sorted(lines)], 4.6)
-    for height, (_, name, color) in zip(heights, sorted(lines), strict=True):
-        text = name.replace(", learnt", ",\nlearnt")
-        axes.text(1.015, height, text, transform=axes.get_yaxis_transform(), va="center", color=color, fontsize=14)
-    axes.set(ylim=(0, 100), xlim=(0, None))
-    axes.set_xlabel("completions used: samples, or demonstrations for SFT", fontsize=14)
-    axes.set_ylabel("right answers, %", fontsize=14)
-    axes.tick_params(labelsize=13)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(claim(runs), fontsize=16, loc="left")
-    note = f"lines: mean of {len(ends(runs, 'SFT'))} seeds; bands: from the least to the most"
-    figure.text(0.01, 0.01, note, fontsize=11, color="#666666")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def _run(arguments: tuple[Any, ...]) -> Run:
     torch.set_num_threads(1)
     return train(*arguments)
@@ -263,7 +223,6 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     runs = json.loads(options.report.read_text())["runs"] if options.report else train_all(options)
     print("\n".join(table(runs)))
-    draw(runs, options.output / "curves.png")
     mean = {name: statistics.fmean(ends(runs, name)) for name in METHODS}
     own = min(mean[name] for name in CHECKED)
     if not options.quick:
@@ -286,7 +245,8 @@ def train_all(options: argparse.Namespace) -> list[Run]:
             print(f"{run['method']}, seed {run['seed']}: {first:.3f} right before, {last:.3f} after", flush=True)
             runs.append(run)
     lines = ",\n".join(json.dumps(run) for run in runs)
-    (options.output / "curves.json").write_text(f'{{"runs": [\n{lines}\n]}}\n')
+    head = f'"date": "{datetime.date.today().isoformat()}"'
+    (options.output / "curves.json").write_text(f'{{{head}, "runs": [\n{lines}\n]}}\n')
     return runs
 
 

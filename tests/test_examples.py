@@ -245,9 +245,8 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_unified_view_trains_every_method_and_draws_it(tmp_path: Path) -> None:
-    for needed in ("transformers", "matplotlib"):
-        pytest.importorskip(needed)
+def test_the_unified_view_trains_every_method(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     code, printed = run_script(
         ROOT / "examples" / "unified_view.py",
         ["--quick", "--seeds", "1", "--processes", "1", "--output", str(tmp_path)],
@@ -266,4 +265,3 @@ def test_the_unified_view_trains_every_method_and_draws_it(tmp_path: Path) -> No
     for name in ("RFT", "online RFT"):
         assert 0 < runs[name]["carried"][-1] < 128, "most answers are wrong, and rejected"
     assert runs["GRPO, outcome"]["carried"][-1] > runs["online RFT"]["carried"][-1]
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
