@@ -32,7 +32,7 @@ MODELS = {  # V, H, from the models' published configurations
     "Gemma-2-2B": (256000, 2304),
     "gpt-oss-20B": (201088, 2880),
 }
-GPUS = {  # GiB, as sold
+GPUS = {  # GiB as sold; the driver has up to a tenth less
     "A10G": 24,
     "A100": 80,
     "A100-40GB": 40,
