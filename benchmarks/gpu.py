@@ -119,7 +119,7 @@ def main(given: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _interrupt)
         run_steps(results, options, folder)
         status = "complete"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         print("interrupted", flush=True)
     finally:
         results.merge(status=status, seconds=round(time.time() - started, 1))
@@ -128,9 +128,12 @@ def main(given: Sequence[str] | None = None) -> int:
     return 0 if ok and status == "complete" else 1
 
 
+class Interrupted(BaseException):
+    """Stops the command, as Ctrl-C does. (A KeyboardInterrupt that leaves an `exec` has Python kill itself at its end.)"""
+
+
 def _interrupt(*_: object) -> None:
-    """Stop as Ctrl-C does; SIGINT itself may be ignored, as in the background of a shell, or kill."""
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> None:

@@ -114,6 +114,24 @@ def test_what_is_known_survives_an_interrupt(tmp_path: Path) -> None:
     assert "main" in found["cases"]
 
 
+INTERRUPTED = """
+import sys
+from benchmarks import gpu as command
+command.run_steps = lambda *_: exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM); [0 for _ in range(10**6)]")
+sys.exit(command.main(["--dry-run", "--out", sys.argv[1]]))
+"""
+
+
+def test_an_interrupt_within_exec_ends_as_any_other(tmp_path: Path) -> None:
+    """Python kills itself at its end where a KeyboardInterrupt once left an ``exec``, also if it was caught."""
+    out = tmp_path / "results.json"
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    found = {**TOY, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-m", "interrupted", str(out)], env=found, capture_output=True)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(out.read_text())["status"] == "interrupted"
+
+
 CRASHING = """
 import os, signal, sys
 from benchmarks import gpu as command
