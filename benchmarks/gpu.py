@@ -129,7 +129,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 class Interrupted(BaseException):
-    """Stops the command, as Ctrl-C does. (A KeyboardInterrupt that leaves an `exec` has Python kill itself at its end.)"""
+    """Stops the command, as Ctrl-C does. (After a KeyboardInterrupt in an `exec`, Python kills itself at its end.)"""
 
 
 def _interrupt(*_: object) -> None:

@@ -16,7 +16,8 @@ NOTES = (
     "least and the most).",
     "**/ ours**: the provider's time over that of `ours`. At 2, ours is twice as fast.",
     "**/ products**: its time over that of `products`, the matrix products of the case without any other work. No "
-    "provider that does all of these products can be faster. Within noise: measured as slower than what does more.",
+    'provider that does all of these products can be faster. "Within noise": these products were '
+    "measured as slower than a provider that does more than them.",
     "**FLOPs**: counted by `torch.utils.flop_counter`, in NVH (one product of the N tokens that count with a head of "
     "V x H is 2); blank where it does not see them all.",
     "**Extra memory**: the peak beyond the inputs and the returned gradients.",
@@ -315,8 +316,8 @@ def _steps(step: dict[str, Any]) -> list[str]:
         worst = max(apart, key=lambda name: apart[name])
         text += [
             "",
-            "After plain SGD at toy size the parameters of every variant are within "
-            f"{small(apart[worst])} of stock TRL's way of them ({worst}).",
+            "After plain SGD at toy size the parameters of every variant differ from stock TRL's by at most "
+            f"{small(apart[worst])} of the distance that they moved ({worst}).",
         ]
     return text
 

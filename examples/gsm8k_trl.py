@@ -38,7 +38,7 @@ class StepOptions(Options):
     """The library's options besides (docs/training-step.md). Losses and gradients stay TRL's with all of them."""
 
     padding: str = field(default="split", metadata={"choices": ["trim", "split", "free", "keep"]})
-    zero_advantage: str = field(default="skip", metadata={"choices": ["score", "skip", "train"]})
+    zero_advantage: str = field(default="score", metadata={"choices": ["score", "skip", "train"]})
     shared_prompts: bool = field(default=False, metadata={"help": "completions of a prompt compute it once"})
     regroup: bool = field(default=False, metadata={"help": "similar samples share a micro-batch"})
 

@@ -6,7 +6,7 @@
 #   bash examples/gsm8k_verl.sh trainer.n_gpus_per_node=8 actor_rollout_ref.model.path=Qwen/Qwen3-4B
 #   bash examples/gsm8k_verl.sh --cfg job        # prints the configuration, and trains nothing
 #
-# For verl 0.9.1. Three options are the library's: use_fused_kernels, impl_backend, zero_advantage. The last one allows no
+# For verl 0.9.1. Three options turn the library on: use_fused_kernels, impl_backend, zero_advantage. The last one allows no
 # KL or entropy term: with use_kl_loss=True or an entropy_coeff, add
 # actor_rollout_ref.model.fused_kernel_options.zero_advantage=train.
 

@@ -117,7 +117,7 @@ def test_what_is_known_survives_an_interrupt(tmp_path: Path) -> None:
 INTERRUPTED = """
 import sys
 from benchmarks import gpu as command
-command.run_steps = lambda *_: exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM); [0 for _ in range(10**6)]")
+command.run_steps = lambda *_: exec("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)")
 sys.exit(command.main(["--dry-run", "--out", sys.argv[1]]))
 """
 
