@@ -1,4 +1,4 @@
-"""What the results say in a sentence each: the titles of the figures, and the summary of the page of benchmarks."""
+"""Claims that the results support, a sentence each: titles of the figures, and the summary of the benchmarks page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.figures import ALL_OPTIONS, DEFAULTS, OURS, Case, Scene, faster,
 
 
 def multiple(value: float) -> str:
-    """How many times: 1.6, 16, 1,600."""
+    """A ratio in words: 1.6, 16, 1,600."""
     return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
 
 
@@ -27,7 +27,7 @@ def first_scene(data: dict[str, Any]) -> Scene | None:
 
 
 def memory_claim(data: dict[str, Any]) -> str:
-    """How much leaner ours is than the fullest peer at the most tokens that it could be measured with."""
+    """The memory of the fullest peer over ours, at the most tokens that the peer could be measured with."""
     cases = memory_cases(data)
     if not cases:
         return ""
@@ -98,14 +98,14 @@ def _memory(data: dict[str, Any]) -> str:
 
 
 def _leaner(case: Case) -> str:
-    """Who takes less memory than ours in a case."""
+    """Peers that take less memory than ours in a case."""
     over = {x: ratio(figures.extra_mib(case, x), figures.extra_mib(case, OURS)) for x in _peers(case)}
     less = [f"{labels.brief_name(x)} takes {times:.1f} times ours" for x, times in over.items() if times and times < 1]
     return "".join(f"; {words}" for words in less)
 
 
 def _peers(case: Case) -> list[str]:
-    """Whoever is neither ours nor the limit."""
+    """The providers but ours and the limit."""
     return [x for x in figures.providers(case) if not figures.is_ours(x) and not figures.is_products(x)]
 
 

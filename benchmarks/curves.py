@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -98,7 +97,13 @@ def final(runs: Runs, name: str, width: int) -> float:
 def draw_unified_view(data: dict[str, Any]) -> Figure:
     """Right answers of each method against the completions that it used: the mean of the seeds, and their range."""
     runs = data["runs"]
-    subtitle = ["Right answers while training, fp32", "CPU", "Qwen3-like model with V 64, H 64, 2 layers", data["date"]]
+    shape = f"Qwen3-like model with V {data['v']}, {data['model']}"
+    subtitle = [
+        f"Right answers while training, {labels.DTYPES[data['dtype']]}",
+        data["device"].upper(),
+        shape,
+        data["date"],
+    ]
     seeds = labels.count(len({run["seed"] for run in runs}), "seed")
     notes = [
         f"Lines: means of {seeds}; bands: from the least to the most. Completions: samples, or demonstrations for SFT. "
@@ -194,13 +199,12 @@ DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
 
 
 def read(path: Path) -> tuple[str, dict[str, Any]]:
-    """The figure that the curves of a file are for, and the curves; the date is the name's where the file has none."""
+    """The figure that the curves of a file are for, and the curves."""
     data = json.loads(path.read_text())
     name = next((figure for key, figure in DRAWN_FROM.items() if data.get("runs") and key in data["runs"][0]), None)
     if name is None:
         raise ValueError(f"{path.name}: expected the curves of examples/distillation.py or examples/unified_view.py")
-    named = re.search(r"\d{4}-\d{2}-\d{2}", path.stem)
-    return name, {"date": named[0] if named else "", **data}
+    return name, data
 
 
 def newest() -> list[Path]:

@@ -1,4 +1,4 @@
-"""Shared by gsm8k_trl.py and distill.py: options, problems, the reward, evaluation, and the models of --smoke."""
+"""Options, problems, reward, evaluation and the models of --smoke, for gsm8k_trl.py and distill.py."""
 
 from __future__ import annotations
 

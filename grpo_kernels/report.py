@@ -1,4 +1,4 @@
-"""What ``python -m grpo_kernels`` reports of the environment: `collect` returns it as a dict, `render` as text."""
+"""Report of the environment, as ``python -m grpo_kernels`` prints it: `collect` returns a dict, `render` the text."""
 
 from grpo_kernels.diagnostics.report import collect, render
 

@@ -13,6 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,12 +27,15 @@ STEP = r"step \d+: reward (\S+), entropy (\S+), gradient norm (\S+), sequences w
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    """What the plain script defines."""
-    for needed in ("transformers", "datasets"):
+@pytest.fixture(scope="module", params=[True, False], ids=["math-verify", "without math-verify"])
+def plain(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Names that the plain script defines."""
+    for needed in ("transformers", "datasets", *(["math_verify"] if request.param else [])):
         pytest.importorskip(needed)
-    return runpy.run_path(str(PLAIN))
+    with mock.patch.dict(sys.modules, {} if request.param else {"math_verify": None}):
+        found = runpy.run_path(str(PLAIN))
+    assert (found["verify"] is not None) is request.param
+    return found
 
 
 def test_the_plain_loop_learns_the_problems_it_makes(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_what_is_known_survives_an_interrupt(tmp_path: Path) -> None:
     background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command("--only", "bench", "--out", str(out))]
     process = subprocess.Popen(background, cwd=ROOT, env=TOY, stdout=subprocess.DEVNULL)
     try:
-        until = time.time() + 300
+        until = time.time() + 120
         while time.time() < until and not (out.exists() and '"main"' in out.read_text()):
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)

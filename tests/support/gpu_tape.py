@@ -143,7 +143,7 @@ def _is_only_written(x: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class GPUAllocations(AllocationWatcher):
-    """The same of tensors on the GPU that is not there, with or without data."""
+    """Sees every tensor that is made on the GPU that is not there, with or without data."""
 
     def storage(self, x: Tensor) -> torch.UntypedStorage:
         return pretend_gpu.here(x).untyped_storage()
