@@ -131,7 +131,9 @@ def _accuracy(data: dict[str, Any]) -> str:
     ours, theirs = (max(found[x], default=0.0) for x in (OURS, "trl"))
     if not ours or not theirs:
         return ""
-    dtype = labels.DTYPES.get(next(iter(cases.values())).get("dtype", ""), "")
+    about = labels.common(cases)
+    dtype, shape = labels.DTYPES.get(about.get("dtype", ""), ""), labels.shape({**about, "dtype": ""})
     return (
-        f"**Log-probabilities of a {dtype} head: a mean error of at most {ours:.1e}**; with TRL's head, {theirs:.1e}."
+        f"**Log-probabilities of a {dtype} head: a mean error of at most {ours:.1e}**; with TRL's head, {theirs:.1e} "
+        f"({shape}; the largest of {len(cases)} kinds of logits, against float64)."
     )
