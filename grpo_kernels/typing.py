@@ -15,6 +15,7 @@ from grpo_kernels.base.choices import (
     AdvantageScale,
     AdvantageStd,
     BackendName,
+    BatchLayout,
     CorrectionLevel,
     CorrectionMode,
     DivergenceName,
@@ -25,7 +26,6 @@ from grpo_kernels.base.choices import (
     LogitsDtype,
     LogprobOutput,
     LossTypeName,
-    PaddingMode,
     RewardAggregation,
     SamplingMode,
     TopKDivergenceName,
@@ -50,9 +50,9 @@ from grpo_kernels.objective.keywords import LossFields
 
 __all__ = [
     # names
-    "AdvantageScale", "AdvantageStd", "BackendName", "CorrectionLevel", "CorrectionMode", "DivergenceName",
-    "DivergenceOutput", "EngineName", "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LogprobOutput",
-    "LossTypeName", "PaddingMode", "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput",
+    "AdvantageScale", "AdvantageStd", "BackendName", "BatchLayout", "CorrectionLevel", "CorrectionMode",
+    "DivergenceName", "DivergenceOutput", "EngineName", "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype",
+    "LogprobOutput", "LossTypeName", "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput",
     "WithoutSet", "ZeroAdvantage",
     # keyword arguments
     "DivergenceKeywords", "DivergenceWithKeywords", "KeptSetKeywords", "LogprobKeywords", "LossFields", "LossKeywords",

@@ -14,7 +14,7 @@ EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean", 
 BackendName = Literal["auto", "torch", "triton", "cpp"]
 
 ZeroAdvantage = Literal["score", "skip", "train"]
-PaddingMode = Literal["trim", "split", "free", "keep"]
+BatchLayout = Literal["tree", "trim", "padded"]  # the first that is exact, from the one asked for on
 
 LogprobOutput = Literal["entropy", "log_sum_sq_probs", "mean_logits", "is_top1"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]

@@ -41,7 +41,7 @@ def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
 
 def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
     """Return the names of the hooks of one kind that are not ours, FSDP2's or DeepSpeed's."""
-    return [_name(hook) for hook in getattr(module, attribute).values() if not _is_known(hook)]
+    return [name_of(hook) for hook in getattr(module, attribute).values() if not is_known(hook)]
 
 
 def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
         TypeError: they return something other than one input.
     """
     for key, hook in lm_head._forward_pre_hooks.items():
-        if _is_known(hook):
+        if is_known(hook):
             continue
         args: Any = (hidden,)
         kwargs: dict[str, Any] = {}
@@ -62,12 +62,15 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
             args = args if found is None else found if isinstance(found, tuple) else (found,)
         if len(args) != 1 or kwargs:
             got = [*(type(x).__name__ for x in args), *kwargs]
-            raise TypeError(f"lm_head: expected its forward pre-hooks to give one input, got {got} from {_name(hook)}")
+            raise TypeError(
+                f"lm_head: expected its forward pre-hooks to give one input, got {got} from {name_of(hook)}"
+            )
         hidden = args[0]
     return hidden
 
 
-def _is_known(hook: Callable[..., Any]) -> bool:
+def is_known(hook: Callable[..., Any]) -> bool:
+    """Return True for a hook of ours, FSDP2's or DeepSpeed's."""
     return _origin(hook).startswith(_KNOWN)
 
 
@@ -75,7 +78,7 @@ def _origin(hook: Any) -> str:
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
-def _name(hook: Any) -> str:
+def name_of(hook: Any) -> str:
     """Return the name by which a person would look for the hook, which may be an object or a partial."""
     hook = getattr(hook, "func", hook)
     return f"{_origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"

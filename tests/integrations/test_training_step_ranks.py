@@ -24,29 +24,27 @@ ADVANTAGES = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "split": {"padding": "split", "forward_overhead": 0},
-    "free": {"padding": "free"},
+    "trim": {"layout": "trim"},
     "skip": {"zero_advantage": "skip"},
-    "shared": {"shared_prompts": True},
 }
-PADDED = {"zero_advantage": "train", "padding": "keep"}
+PADDED = {"zero_advantage": "train", "layout": "padded"}
 Job = tuple[str, str, str, str]  # wrapping, model, advantages, options
 JOBS: list[Job] = [
     *itertools.product(("DDP", "FSDP2"), ("qwen3",), ADVANTAGES, ("defaults", "skip")),
-    *itertools.product(("DDP", "FSDP2"), ("qwen3",), ("uneven",), ("split", "free", "shared")),
+    *itertools.product(("DDP", "FSDP2"), ("qwen3",), ("uneven",), ("trim",)),
     ("DDP", "tied", "uneven", "defaults"),
     ("FSDP2", "tied", "uneven", "defaults"),
     ("FSDP2, trunk a unit", "qwen3", "one rank without", "defaults"),
     ("FSDP2, head a unit", "qwen3", "uneven", "defaults"),
-    ("DDP, checkpointing", "qwen3", "uneven", "split"),
-    ("DDP, reentrant checkpointing", "qwen3", "uneven", "split"),
+    ("DDP, checkpointing", "qwen3", "uneven", "defaults"),
+    ("DDP, reentrant checkpointing", "qwen3", "uneven", "defaults"),
     ("DDP, static graph", "qwen3", "one rank without", "defaults"),
     ("FSDP2, checkpointing", "qwen3", "one rank without", "defaults"),
 ]
 ZERO3_JOBS: list[Job] = [
     *itertools.product(("ZeRO-3",), ("qwen3",), ADVANTAGES, ("defaults",)),
     ("ZeRO-3", "tied", "uneven", "skip"),
-    ("ZeRO-3, checkpointing", "qwen3", "uneven", "free"),
+    ("ZeRO-3, checkpointing", "qwen3", "uneven", "defaults"),
 ]
 
 
@@ -69,9 +67,9 @@ def step(model: nn.Module, rank: int, advantages: str, options: dict[str, Any]) 
     """(output of the loss, log-probabilities under no_grad)."""
     given = batch(rank, advantages)
     scored = {name: given[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-    padding = {name: x for name, x in options.items() if name != "zero_advantage"}
+    layout = {name: x for name, x in options.items() if name != "zero_advantage"}
     with torch.no_grad():
-        logps, _ = completion_logprobs(model, **scored, **padding)
+        logps, _ = completion_logprobs(model, **scored, **layout)
     loss_fn = GRPOLoss(loss_type="dapo", epsilon=0.1)
     return causal_lm_loss(model, loss_fn, **given, num_items_in_batch=20.0, **options), logps
 

@@ -22,8 +22,7 @@ B, P, T = 8, 10, 14
 Change = Callable[[dict[str, Any], torch.Generator], None]
 SAVINGS = {
     "defaults": TrunkOptions(),
-    "split, shared": TrunkOptions(padding="split", shared_prompts=True, forward_overhead=8),
-    "free": TrunkOptions(padding="free"),
+    "trim": TrunkOptions(layout="trim"),
     "skip": TrunkOptions(zero_advantage="skip"),
 }
 
@@ -288,9 +287,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "regroup: expected gradient_accumulation_steps and steps_per_generation of which one divides the other, got 4",
     ),
     "name": ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of 'score', 'skip', 'train', got 'drop'"),
-    "padding": ({}, {"padding": True}, "padding: expected one of 'trim', 'split', 'free', 'keep', got True"),
-    "shared": ({}, {"padding": "keep", "shared_prompts": True}, "shared_prompts: expected padding other than 'keep'"),
-    "overhead": ({}, {"forward_overhead": -1}, "forward_overhead: expected tokens, an int >= 0, got -1"),
+    "layout": ({}, {"layout": True}, "layout: expected one of 'tree', 'trim', 'padded', got True"),
+    "budget": ({}, {"regroup": True, "tokens_per_forward": 0}, "tokens_per_forward: expected a number of tokens"),
+    "no regroup": ({}, {"tokens_per_forward": 64}, "tokens_per_forward: expected None without regroup=True, .* got 64"),
 }
 
 
@@ -314,7 +313,7 @@ def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
     """An optimizer step of two micro-batches, twice on each generation of four."""
     options = {**parity.loss_options(loss_type), "num_iterations": 2, "steps_per_generation": 4, "optim": "sgd"}
     histories = []
-    for base in (GRPOTrainer, with_options(regroup=True, shared_prompts=True)):
+    for base in (GRPOTrainer, with_options(regroup=True, tokens_per_forward=200)):
         with tempfile.TemporaryDirectory() as folder:
             config = tiny_run.config(folder, 4, **options, learning_rate=0.05)
             histories.append(tiny_run.train(base, config))
@@ -326,7 +325,7 @@ def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
 
 def test_shares_are_logged_and_evaluation_is_stock_trls() -> None:
     histories, logs = [], []
-    for base in (GRPOTrainer, with_options(padding="split", zero_advantage="skip")):
+    for base in (GRPOTrainer, with_options(zero_advantage="skip")):
         with tempfile.TemporaryDirectory() as folder:
             config = tiny_run.config(folder, 2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
             kept: list[Any] = []

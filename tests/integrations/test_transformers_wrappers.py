@@ -122,7 +122,7 @@ def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> Non
         with pytest.warns(UserWarning, match="the whole model is compiled; compile its layers instead"):
             got = completion_logprobs(compiled, ids, attention_mask, mask)[0]
         assert torch.equal(compiled(input_ids=ids, attention_mask=attention_mask).logits, before)
-    assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask, padding="keep")[0])
+    assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask, layout="padded")[0])
 
 
 def masking(forward: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts: which cells of a padded batch a forward computes, at which cost, and which tokens see each other."""
+"""Layouts: which tokens a forward computes of a padded batch, and which of them each token sees."""
 
 from __future__ import annotations
 
@@ -9,113 +9,151 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.transformers.layout import Layout, Span, anchor, cut, plan
+from grpo_kernels.integrations.transformers.layout import Layout, Row, anchor, by_rows, tree
 
 LENGTH = 12
-SPANS = [
-    Span(row=0, first=2, scored=4, end=9, prompt=(1, 2)),
-    Span(row=1, first=2, scored=4, end=7, prompt=(1, 2)),
-    Span(row=3, first=0, scored=4, end=12, prompt=(5, 6, 7, 8)),
-]
 
 
-def cells_of(layouts: list[Layout]) -> list[int]:
-    return sorted(int(x) for layout in layouts for x in layout.cells[layout.stored])
-
-
-def cells_between(spans: list[Span]) -> list[int]:
-    return [span.row * LENGTH + column for span in spans for column in range(span.first, span.end)]
-
-
-@pytest.mark.parametrize(("padding", "shapes"), [
-    ("keep", [(3, 12)]),
-    ("trim", [(3, 12)]),
-    ("split", [(2, 7), (1, 12)]),
-    ("free", [(2, 12)]),
-])  # fmt: skip
-def test_every_needed_cell_is_computed_once(padding: str, shapes: list[tuple[int, int]]) -> None:
-    layouts = plan(SPANS, LENGTH, padding=padding, shared=False, graph=True, overhead=4, longest=LENGTH)
-    assert [tuple(x.cells.shape) for x in layouts] == shapes
-    needed = cells_between(SPANS)
-    if padding == "keep":
-        needed = [row * LENGTH + column for row in (0, 1, 3) for column in range(LENGTH)]
-    assert cells_of(layouts) == needed
-
-
-def test_a_shared_prompt_is_computed_once() -> None:
-    """Each completion has its own copy of the prompt's last token, whose hidden state predicts its first one."""
-    (layout,) = plan(SPANS[:2], LENGTH, padding="trim", shared=True, graph=True)
-    rows = [layout.cells[0][layout.stored[0]].tolist(), layout.positions[0].tolist()]
-    assert rows[0] == [2, 3, 4, 5, 6, 7, 8, 16, 17, 18]
-    assert rows[1] == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4]
-    sees = layout.mask()[0, 0]
-    assert sees[4].nonzero().squeeze(1).tolist() == [0, 1, 2, 3, 4]
-    assert sees[8].nonzero().squeeze(1).tolist() == [0, 1, 7, 8], "its prompt and itself, not the other completion"
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_strips_keep_their_segments_apart(shared: bool) -> None:
-    (layout,) = plan(SPANS, LENGTH, padding="free", shared=shared, graph=True)
-    assert layout.cells.shape[0] == 1
-    sequences, prompts = layout.cells[0] // LENGTH, {0: 0, 1: 0, 3: 3}
-    for query, key in layout.mask()[0, 0].nonzero().tolist():
-        one, other = int(sequences[query]), int(sequences[key])
-        assert key <= query and prompts[one] == prompts[other]
-        in_prompt = int(layout.cells[0, key]) % LENGTH < 4
-        assert one == other or (shared and in_prompt)
-    if not shared:
-        starts = (layout.positions == 0)[0].nonzero().squeeze(1).tolist()
-        assert starts == [0, 12, 19]
-
-
-def cost(parts: list[list[int]], lengths: list[int], overhead: int) -> int:
-    return sum(len(part) * max(lengths[i] for i in part) + overhead for part in parts)
-
-
-def partitions(items: list[int]) -> list[list[list[int]]]:
-    if not items:
-        return [[]]
-    first, *others = items
+def rows_of(sequences: list[list[int]]) -> list[Row]:
+    """Each sequence in a line of its own of a batch (B, LENGTH), from the first column on."""
     found = []
-    for size in range(len(others) + 1):
-        for chosen in itertools.combinations(others, size):
-            left = [x for x in others if x not in chosen]
-            found += [[[first, *chosen], *parts] for parts in partitions(left)]
+    for i, ids in enumerate(sequences):
+        cells = i * LENGTH + torch.arange(len(ids))
+        found.append(Row(cells, torch.ones(len(ids), dtype=torch.bool), torch.tensor(ids)[:, None]))
     return found
 
 
-def test_a_split_costs_the_least_of_all() -> None:
+def seen(layout: Layout) -> dict[int, list[int]]:
+    """Token of the layout -> the tokens that it sees, itself the last."""
+    assert layout.segments is not None
+    found = {}
+    for segment in layout.segments:
+        for token in range(segment.start, segment.stop):
+            found[token] = segment.path[: segment.context + token - segment.start + 1].tolist()
+    return found
+
+
+def assert_is_the_prefix_tree(layout: Layout, sequences: list[list[int]]) -> None:
+    ids = torch.zeros(len(sequences), LENGTH, dtype=torch.int64)
+    for i, sequence in enumerate(sequences):
+        ids[i, : len(sequence)] = torch.tensor(sequence)
+    values = ids.reshape(-1)[layout.sources[0]].tolist()
+    prefixes = {tuple(x[:n]) for x in sequences for n in range(1, len(x) + 1)}
+    found = seen(layout)
+    assert sorted(tuple(values[i] for i in path) for path in found.values()) == sorted(prefixes), "each prefix once"
+    assert all(path[-1] == token for token, path in found.items())
+    assert layout.depths[0].tolist() == [len(found[i]) - 1 for i in range(len(found))]
+    token_of = dict(zip(layout.cells.tolist(), layout.tokens.tolist(), strict=True))
+    for i, sequence in enumerate(sequences):
+        path = [token_of[i * LENGTH + column] for column in range(len(sequence))]
+        assert found[path[-1]] == path, "a row is the path to its last token"
+
+
+def test_each_distinct_prefix_is_computed_once() -> None:
+    draw = random.Random(1)
+    for _ in range(30):
+        sequences = [[draw.randrange(2) for _ in range(draw.randrange(1, LENGTH))] for _ in range(draw.randrange(1, 9))]
+        assert_is_the_prefix_tree(tree(rows_of(sequences), graph=True), sequences)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "segments"),
+    [
+        ([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 6, 7]], 7, 3),  # a prompt, and a completion that goes on as another begins
+        ([[1, 2, 3], [1, 2, 3]], 3, 1),  # equal
+        ([[1, 2, 3], [1, 2]], 3, 2),  # one within the other
+        ([[1, 2], [3, 4, 5]], 5, 2),  # two roots
+    ],
+)
+def test_prompts_turns_and_equal_completions_are_one_case(
+    sequences: list[list[int]], tokens: int, segments: int
+) -> None:
+    layout = tree(rows_of(sequences), graph=False)
+    assert layout.sources.shape == (1, tokens)
+    assert layout.segments is not None and len(layout.segments) == segments
+    assert_is_the_prefix_tree(layout, sequences)
+
+
+def test_cells_that_differ_in_anything_the_model_reads_are_two_tokens() -> None:
+    rows = rows_of([[1, 2, 3], [1, 2, 4]])
+    rows = [Row(x.cells, x.attended, torch.cat([x.features, torch.full((3, 1), i)], 1)) for i, x in enumerate(rows)]
+    assert tree(rows, graph=True).sources.shape == (1, 6), "such as positions or token types"
+
+
+def test_padding_within_a_row_is_left_out() -> None:
+    (row,) = rows_of([[1, 2, 3, 4]])
+    row.attended[1] = False
+    layout = tree([row], graph=True)
+    assert layout.sources.tolist() == [[0, 2, 3]]
+    assert layout.depths.tolist() == [[0, 1, 2]]
+    assert layout.cells.tolist() == [0, 2, 3]
+
+
+def test_tokens_that_fill_up_a_width_are_a_root_of_their_own() -> None:
+    layout = tree(rows_of([[1, 2, 3], [1, 2, 4]]), graph=True, multiple=8)
+    assert layout.sources.shape == (1, 8)
+    found = seen(layout)
+    assert [found[i] for i in range(4, 8)] == [[4], [4, 5], [4, 5, 6], [4, 5, 6, 7]]
+    assert layout.tokens.tolist() == [0, 1, 2, 0, 1, 3]
+
+
+def test_rows_side_by_side_are_as_wide_as_the_longest() -> None:
+    rows = rows_of([[1, 2, 3], [4], [5, 6]])
+    layout = by_rows(rows, graph=True)
+    assert layout.attended.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
+    assert layout.cells.tolist() == [0, 1, 2, 12, 24, 25]
+    assert layout.sources.reshape(-1)[layout.tokens].tolist() == layout.cells.tolist()
+    assert by_rows(rows, graph=True, multiple=8, longest=LENGTH).sources.shape == (3, 8)
+    assert by_rows(rows, graph=True, multiple=64, longest=LENGTH).sources.shape == (3, LENGTH)
+
+
+def test_an_anchor_fills_nothing() -> None:
+    layout = anchor(graph=True)
+    assert layout.sources.shape == (1, 2) and layout.graph
+    assert layout.cells.numel() == layout.tokens.numel() == 0
+
+
+pytest.importorskip("transformers")
+from grpo_kernels.integrations.transformers.attention import cut, group  # noqa: E402
+
+
+def test_parts_cost_the_least_of_all() -> None:
     draw = random.Random(3)
+
+    def cost(ends: tuple[int, ...], costs: list[int], overhead: int) -> int:
+        return sum((b - a) * costs[b - 1] + overhead for a, b in itertools.pairwise((0, *ends, len(costs))))
+
     for _ in range(20):
-        lengths = [draw.randrange(1, 40) for _ in range(6)]
-        overhead = draw.choice([0, 3, 20, 200])
-        parts = cut(lengths, overhead)
-        assert sorted(i for part in parts for i in part) == [*range(6)]
-        least = min(cost(each, lengths, overhead) for each in partitions([*range(6)]))
-        assert cost(parts, lengths, overhead) == least
+        costs, overhead = sorted(draw.randrange(1, 40) for _ in range(6)), draw.choice([0, 3, 20, 200])
+        parts = cut(costs, overhead)
+        assert [x for first, end in parts for x in range(first, end)] == [*range(6)]
+        every = [ends for n in range(6) for ends in itertools.combinations(range(1, 6), n)]
+        found = cost(tuple(end for _, end in parts[:-1]), costs, overhead)
+        assert found == min(cost(ends, costs, overhead) for ends in every)
 
 
-def test_strips_are_no_longer_than_the_batch() -> None:
-    spans = [Span(row, 0, 1, end) for row, end in enumerate((12, 3, 9, 2, 5, 4))]
-    (layout,) = plan(spans, LENGTH, padding="free", shared=False, graph=False, longest=LENGTH)
-    assert layout.cells.shape == (3, 12), "35 tokens in three strips"
-    assert cells_of([layout]) == cells_between(spans)
+def attended(queries: int, keys: int) -> Tensor:
+    """(queries, keys) bool of causal attention in which the last query is the last key."""
+    return torch.arange(keys - queries, keys)[:, None] >= torch.arange(keys)
 
 
-def test_widths_are_rounded_up_and_anchors_store_nothing() -> None:
-    (layout,) = plan(SPANS[:2], LENGTH, padding="trim", shared=False, graph=True, multiple=4)
-    assert layout.cells.shape == (2, 8)
-    assert cells_of([layout]) == cells_between(SPANS[:2])
-    assert layout.tokens == 16
-    (capped,) = plan(SPANS[:2], LENGTH, padding="trim", shared=False, graph=True, multiple=64)
-    assert capped.cells.shape == (2, LENGTH)
-    attached: Tensor = anchor(SPANS[0], LENGTH, True).stored
-    assert attached.shape == (1, 2) and not attached.any()
-    assert plan([], LENGTH, padding="trim", shared=True, graph=True) == []
-
-
-def test_masks_of_padding_leave_no_row_empty() -> None:
-    """A row of a softmax without a key would be NaN, and spread."""
-    (layout,) = plan(SPANS, LENGTH, padding="trim", shared=True, graph=True, multiple=16)
-    assert bool(layout.mask().any(dim=-1).all())
-    assert torch.equal(layout.mask().any(dim=-1)[:, 0], torch.ones_like(layout.stored))
+@pytest.mark.parametrize("call_cells", [0.0, 1e9])
+def test_calls_see_each_tokens_path(call_cells: float) -> None:
+    """Whatever is put together and padded: the query of a token sees its path alone."""
+    draw = random.Random(2)
+    for _ in range(20):
+        prompt = [7] * draw.randrange(1, 8)
+        sequences = [[*prompt, *(draw.randrange(3) for _ in range(draw.randrange(4)))] for _ in range(5)]
+        layout = tree(rows_of(sequences), graph=True)
+        assert layout.segments is not None
+        groups, places = group(layout.segments, call_cells), {}
+        for each in groups:
+            mask = attended(each.queries.shape[1], each.keys.shape[1])
+            for i, (segment, at) in enumerate(zip(each.members, each.results, strict=True)):
+                for token, place in zip(range(segment.start, segment.stop), at.tolist(), strict=True):
+                    line, column = divmod(place, each.queries.shape[1])
+                    assert line == i and each.queries[line, column] == token
+                    places[token] = each.keys[line][mask[column]].tolist()
+        assert places == seen(layout)
+        kinds = {x.context if x.context > x.stop - x.start else 0 for x in layout.segments}
+        assert len(groups) == len(kinds) or call_cells == 0.0

@@ -141,10 +141,8 @@ advantages.group_advantages(rewards, 2, scale="nothing")  # wrong
 grpo_kernels.grpo_los(*loss_args)  # wrong
 print(grpo_kernels.integration)  # wrong
 grpo_kernels.integrations.trl.patch_trl()
-causal_lm_loss(
-    nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, padding="split", zero_advantage="skip", shared_prompts=True
-)
-causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, padding="pack")  # wrong
+causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="trim", zero_advantage="skip")
+causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="pack")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, zero_advantage="drop")  # wrong
 engine_name: grpo_kernels.typing.EngineName = "lean"
 assert_type(grpo_kernels.__version__, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from grpo_kernels.integrations.transformers.trunk import live_trunk
 from grpo_kernels.integrations.transformers.within import forward_name, replaced
 from grpo_kernels.modules import within_forwards
 
+PADDED = TrunkOptions(zero_advantage="train", layout="padded")
+_read_all_cells: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with outputs that are of the whole batch
 Score = Callable[[Tensor, HeadSpec], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results, attached
 
 
@@ -46,7 +49,7 @@ def run_scored(
         raise ValueError("labels: expected none, since there are no logits to hold them against; got labels")
     inputs = {"input_ids": batch.input_ids, **{name: x for name, x in inputs.items() if x is not None}}
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
-        trunk, live = TrunkOptions(zero_advantage="train", padding="keep"), None
+        trunk, live = PADDED, None
     attention_mask, needed = inputs.get("attention_mask"), batch.needed()
     check_attention_mask(attention_mask, batch.input_ids)
     base = heads.causal_lm(model)
@@ -58,11 +61,17 @@ def run_scored(
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
     def run(head: HeadSpec, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], ModelOutput, TokenCount]:
+        parts = (PADDED, None) if base in _read_all_cells else (trunk, live)
         call, count = HeadCall(head, score, check), TokenCount()
-        with live_trunk(model, trunk, needed=needed, live=live, count=count), call.within(base):
+        around = live_trunk(model, parts[0], needed=needed, live=parts[1], count=count)
+        with around as computed, call.within(base):
             returned = model(**inputs)
         call.expect(returned)
-        return returned["results"], call.output_type(**returned["others"]), count
+        others: dict[str, Any] = returned["others"]
+        if computed and any(isinstance(x, Tensor) and x.dim() == 0 for x in others.values()):
+            _read_all_cells.add(base)  # such as an aux_loss: it may be of all hidden states
+            return run(head, check)
+        return returned["results"], call.output_type(**_without_left_out(others, computed)), count
 
     if is_checked:
         return run(head, None)
@@ -76,6 +85,20 @@ def run_scored(
             return results
         head = found
     raise ValueError(f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {head}")
+
+
+def _without_left_out(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
+    """Return the fields of an output, NaN at the cells that the trunk has left out; `computed` (b, L) bool each."""
+    if not computed:
+        return fields
+    left_out = ~torch.cat(computed)
+
+    def marked(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.shape[:2] != left_out.shape or not x.is_floating_point():
+            return x
+        return x.masked_fill(left_out.to(x.device).reshape(*left_out.shape, *(1,) * (x.dim() - 2)), float("nan"))
+
+    return {name: marked(x) for name, x in fields.items()}
 
 
 class HeadCall:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage
+from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
@@ -50,9 +50,7 @@ def causal_lm_loss(
     *,
     router_aux_loss_coef: float | None = None,
     zero_advantage: ZeroAdvantage = "score",
-    padding: PaddingMode = "trim",
-    shared_prompts: bool = False,
-    forward_overhead: int = 128,
+    layout: BatchLayout = "tree",
     **inputs: Any,
 ) -> LossOutput:
     """Compute `loss_fn` of a model on a batch, in one forward of the model, whose head computes the loss.
@@ -70,11 +68,10 @@ def causal_lm_loss(
             entropy bonus; or masked whole). ``"score"``: they run without graph, for the metrics; ``"skip"``: they do
             not run, and metrics leave them out; ``"train"``: they run like all sequences. With a loss of your own
             (`objective`) all sequences train.
-        padding: ``"trim"``: the model's forward is as wide as its longest sequence; ``"split"``: sequences sorted by
-            length, in forwards of least cost; ``"free"``: sequences one after the other, kept apart by their positions;
-            ``"keep"``: as given. If a model is not exact in a mode, a warning names the mode used instead.
-        shared_prompts: True to compute a prompt once for all of its completions in the batch.
-        forward_overhead: cost of one more forward, in tokens, that ``"split"`` assumes.
+        layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix of the sequences runs once, so
+            prompts that several completions share do, and padding does not run; ``"trim"``: sequences side by side,
+            without the columns of padding before and after them; ``"padded"``: as given. If a model is not exact in
+            one, a warning names the reason, and the next serves.
         inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...) and of the
             model's forward (pixel_values, position_ids, ...); told apart by name.
 
@@ -88,7 +85,7 @@ def causal_lm_loss(
     loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
     for name in loss_inputs.keys() - _LOSS_INPUTS:
         raise ValueError(f"{name}: expected none here, where the model and loss_fn decide it, got one")
-    trunk = TrunkOptions(zero_advantage, padding, shared_prompts, forward_overhead)
+    trunk = TrunkOptions(zero_advantage, layout)
     named = ("completion_mask", "advantages", "router_aux_loss_coef", *_LOSS_INPUTS, *TrunkOptions.NAMES)
     check_names(model, inputs, named, " or the loss")
     batch = Batch.of(input_ids, completion_mask)

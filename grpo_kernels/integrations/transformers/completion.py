@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.choices import PaddingMode, WithoutSet
+from grpo_kernels.base.choices import BatchLayout, WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.integrations.transformers.call import run_scored
 from grpo_kernels.integrations.transformers.head import HeadSpec
@@ -32,9 +32,7 @@ def completion_logprobs(
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: Literal[True] = ...,
-    padding: PaddingMode = ...,
-    shared_prompts: bool = ...,
-    forward_overhead: int = ...,
+    layout: BatchLayout = ...,
     return_output: Literal[False] = ...,
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor]: ...
@@ -52,9 +50,7 @@ def completion_logprobs(
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: Literal[False],
-    padding: PaddingMode = ...,
-    shared_prompts: bool = ...,
-    forward_overhead: int = ...,
+    layout: BatchLayout = ...,
     return_output: Literal[False] = ...,
     **model_inputs: Any,
 ) -> tuple[Tensor, None]: ...
@@ -72,9 +68,7 @@ def completion_logprobs(
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: bool,
-    padding: PaddingMode = ...,
-    shared_prompts: bool = ...,
-    forward_overhead: int = ...,
+    layout: BatchLayout = ...,
     return_output: Literal[False] = ...,
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor | None]: ...
@@ -92,9 +86,7 @@ def completion_logprobs(
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: bool = ...,
-    padding: PaddingMode = ...,
-    shared_prompts: bool = ...,
-    forward_overhead: int = ...,
+    layout: BatchLayout = ...,
     return_output: Literal[True],
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor | None, ModelOutput]: ...
@@ -111,9 +103,7 @@ def completion_logprobs(
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K)
     without_set: WithoutSet = "error",
     entropy: bool = True,
-    padding: PaddingMode = "trim",
-    shared_prompts: bool = False,
-    forward_overhead: int = 128,
+    layout: BatchLayout = "tree",
     return_output: bool = False,
     **model_inputs: Any,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, ModelOutput]:
@@ -133,7 +123,7 @@ def completion_logprobs(
         kept_ids, without_set: as in `kept_set_logprob`: the ids that a truncating sampler kept, at the columns of
             `completion_mask`.
         entropy: True to compute entropies.
-        padding, shared_prompts, forward_overhead: what the model computes below its head, as in `causal_lm_loss`.
+        layout: arrangement of the batch below the head, as in `causal_lm_loss`.
         return_output: True to return the model's own output too, such as a mixture of experts' ``aux_loss``.
         model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
             ``use_cache`` is False unless given. A name counts as the model's if it is a parameter of its forward, of a
@@ -150,7 +140,7 @@ def completion_logprobs(
         ValueError: a wrong argument; or the model changes its logits by more than a scale, a soft-cap or a cut.
         RuntimeError: the model's forward does not call its head exactly once.
     """
-    trunk = TrunkOptions(padding=padding, shared_prompts=shared_prompts, forward_overhead=forward_overhead)
+    trunk = TrunkOptions(layout=layout)
     check_names(model, model_inputs, _OF_SCORING, "")
     options, batch = scoring_options(loss_fn, temperature), Batch.of(input_ids, completion_mask)
 

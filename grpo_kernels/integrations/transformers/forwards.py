@@ -1,18 +1,38 @@
-"""One forward of a trunk on chosen cells of a padded batch."""
+"""One forward of a trunk on the tokens of a layout."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.integrations.transformers.layout import Layout, Span
+from grpo_kernels.integrations.transformers.attention import Segments, call_cells, install
+from grpo_kernels.integrations.transformers.layout import Layout, Row
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
+Positions = Literal["given", "column", "depth", "none"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a layout is handed to the trunk's forward.
+
+    Attributes:
+        positions: the position ids: those of the caller; each cell's column in the padded batch, as the model itself
+            would count; the number of tokens before the cell; or none.
+        varlen: True to take `torch.nn.attention.varlen` for a tree where it serves.
+        layers: layers whose attention goes along the paths of a tree; None: not known yet.
+        longest: most tokens of a path of a tree; None: any number.
+    """
+
+    positions: Positions
+    varlen: bool = False
+    layers: int | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,15 @@ class TrunkInputs:
             return "use_cache: expected False, a cache would be that of a part"
         return cls(ids, mask, per_token, constants)
 
+    @classmethod
+    def usual(cls, given: dict[str, Any]) -> TrunkInputs:
+        """Return ids, mask and, where `given` has them (B, L), position ids: stand-ins that have names and a device."""
+        like = next(x for x in given.values() if isinstance(x, Tensor))
+        ids = torch.ones(1, 2, dtype=torch.int64, device=like.device)
+        positions = given.get("position_ids")
+        has_positions = isinstance(positions, Tensor) and positions.dim() == 2
+        return cls(ids, ids, {"position_ids": ids} if has_positions else {}, {})
+
     def wider(self, columns: int) -> TrunkInputs:
         """Return these inputs with `columns` more of padding on the right, (B, L + columns)."""
         found = {name: nn.functional.pad(x, (0, columns)) for name, x in self.per_token.items()}
@@ -55,66 +84,107 @@ class TrunkInputs:
         ids, mask = (nn.functional.pad(x, (0, columns)) for x in (self.ids, mask))
         return TrunkInputs(ids, mask, found, self.constants)
 
-    def spans(self, needed: Tensor, *, with_prompts: bool) -> tuple[list[Span], bool]:
-        """Return the parts of the sequences that have to be computed, and True if all of them are plain.
-
-        Plain means: no padding within, positions 0, 1, 2, ..., no other per-token input. Waits for the device.
+    def on_cpu(self, needed: Tensor) -> Cells:
+        """Return what layouts are made of; waits for the device.
 
         Args:
-            needed: (B, L) bool, cells whose hidden states are read. Cells after a sequence's last needed one are
-                left out, as are sequences without any.
-            with_prompts: True to compare prompts.
+            needed: (B, L) bool, cells whose hidden states are read.
         """
-        length = self.ids.shape[1]
-        columns = torch.arange(length, device=self.ids.device)
-        real = torch.ones_like(needed) if self.mask is None else self.mask != 0
-        first = torch.where(real, columns, length).amin(1)
-        scored = torch.where(needed, columns, length).amin(1)
-        end = torch.where(needed, columns + 1, 0).amax(1)
-        outside = (needed & ~real).any(1)  # padding that predicts a token: only the model knows what it attends to
-        first, end = first.masked_fill(outside, 0), end.masked_fill(outside, length)
-        inside = (columns >= first[:, None]) & (columns < end[:, None])
-        plain = ~(inside & ~real).any(1)
-        positions = self.per_token.get("position_ids")
-        if positions is not None:
-            plain &= ~(inside & (positions != columns - first[:, None])).any(1)
-        if self.per_token.keys() - {"position_ids"}:
-            plain &= False
-        found = torch.stack([first, scored, end, plain.long()], dim=1).tolist()
-        ids = self.ids.tolist() if with_prompts else None
-        spans = []
-        for row, (begin, score, stop, _) in enumerate(found):
-            if stop > 0:
-                spans.append(Span(row, begin, score, stop, None if ids is None else tuple(ids[row][begin:score])))
-        return spans, all(is_plain for *_, stop, is_plain in found if stop > 0)
+        mask = torch.ones_like(self.ids) if self.mask is None else self.mask != 0
+        features = [x.double().view(torch.int64) if x.is_floating_point() else x for x in self.per_token.values()]
+        found = torch.stack([x.to(torch.int64) for x in (mask, needed, self.ids, *features)], dim=-1).cpu()
+        names = ("input_ids", *self.per_token)
+        return Cells(found[..., 0] != 0, found[..., 1] != 0, dict(zip(names, found[..., 2:].unbind(-1), strict=True)))
+
+    def is_packed(self, cells: Cells) -> bool:
+        """Return True if a row holds several sequences: transformers then keeps them apart by their positions."""
+        positions = cells.values.get("position_ids")
+        return self.mask is None and positions is not None and bool((positions.diff(dim=1) != 1).any())
 
 
-def run_layout(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layout: Layout) -> Any:
-    """Return the output of ``forward`` on the cells of `layout`; its hidden states are (b, l, H)."""
+@dataclass(frozen=True)
+class Cells:
+    """A batch on the CPU: which cells are no padding, which are read, and the values that the trunk reads of each."""
+
+    attended: Tensor  # (B, L) bool
+    needed: Tensor  # (B, L) bool
+    values: dict[str, Tensor]  # (B, L) int64 each
+
+    @property
+    def padding_is_read(self) -> bool:
+        """True if a needed cell is padding: only the model knows what it attends to."""
+        return bool((self.needed & ~self.attended).any())
+
+    @property
+    def has_holes(self) -> bool:
+        """True if a sequence has padding within."""
+        begun, goes_on = self.attended.cumsum(1) > 0, self.needed.flip(1).cumsum(1).flip(1) > 0
+        return bool((begun & goes_on & ~self.attended).any())
+
+    def rows(self, chosen: Tensor, *, padded: bool, by_column: bool) -> list[Row]:
+        """Return the part of each sequence `chosen` (B,) that has to be computed; without a needed cell it has none.
+
+        Args:
+            padded: True for all columns, False for those from the sequence's first token to its last needed one.
+            by_column: True if a cell's column is its position.
+        """
+        length = self.needed.shape[1]
+        columns, outside = torch.arange(length), (self.needed & ~self.attended).any(1) | padded
+        first = torch.where(self.attended, columns, length).amin(1).masked_fill(outside, 0).tolist()
+        is_read = self.needed.any(1)
+        end = torch.where(self.needed, columns + 1, 0).amax(1).masked_fill(outside & is_read, length).tolist()
+        values = [*self.values.values(), *([columns.expand(self.needed.shape)] if by_column else [])]
+        features, found = torch.stack(values, dim=-1), []
+        for row in (chosen & is_read).nonzero().squeeze(1).tolist():
+            part = slice(first[row], end[row])
+            found.append(Row(row * length + columns[part], self.attended[row, part], features[row, part]))
+        return found
+
+
+def run_layout(
+    trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layout: Layout, way: Way
+) -> tuple[Any, Segments | None]:
+    """Return the output of ``forward`` on the tokens of `layout`, with hidden states (b, w, H); and a tree's segments.
+
+    Raises:
+        RuntimeError: a layer has not gone along the paths of a tree.
+    """
     device = inputs.ids.device
-    cells = layout.cells.to(device, non_blocking=True)
-    named = {"input_ids": inputs.ids, **inputs.per_token}
-    found: dict[str, Any] = {name: x.reshape(-1)[cells] for name, x in named.items()}
-    if layout.isolated != "no":
-        found["position_ids"] = layout.positions.to(device, non_blocking=True)
-    if layout.isolated == "no":
-        stored = layout.stored.to(device, non_blocking=True)
-        if inputs.mask is not None:
-            found["attention_mask"] = inputs.mask.reshape(-1)[cells].masked_fill(~stored, 0)
-        elif not bool(layout.stored.all()):
-            found["attention_mask"] = stored.to(torch.long)
-    elif layout.isolated == "mask":
-        found["attention_mask"] = _attention(trunk, layout.mask().to(device, non_blocking=True))
-    return forward(**found, **inputs.constants, **_without_cache(forward))
+    sources = layout.sources.to(device, non_blocking=True)
+    found: dict[str, Any] = {"input_ids": inputs.ids, **inputs.per_token}
+    found = {name: x.reshape(-1)[sources] for name, x in found.items()}
+    if way.positions == "column":
+        found["position_ids"] = sources % inputs.ids.shape[1]
+    elif way.positions == "depth":
+        found["position_ids"] = layout.depths.to(device, non_blocking=True)
+    segments = None
+    if layout.segments is not None:
+        install(attention_of(trunk), trunk)
+        cells_of_a_call = call_cells(text_config(trunk), device)
+        segments = Segments(layout.segments, call_cells=cells_of_a_call, varlen=way.varlen)
+        # of four dimensions, as transformers then makes none itself; nobody reads it
+        found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
+    elif inputs.mask is not None or not bool(layout.attended.all()):
+        found["attention_mask"] = layout.attended.to(device, torch.int64, non_blocking=True)
+    output = forward(**found, **inputs.constants, **_without_cache(forward))
+    if segments is not None and way.layers not in (None, segments.consumed):
+        raise RuntimeError(
+            f"layout: expected {way.layers} layers of {type(trunk).__name__} to compute attention along the paths of a "
+            f"tree, as in its first forward, got {segments.consumed}: has their attention been replaced since? Pass "
+            "layout='trim'"
+        )
+    return output, segments
 
 
-def _attention(trunk: nn.Module, mask: Tensor) -> Tensor:
-    """Convert `mask` (b, 1, l, l) for the trunk's attention: bool, or for "eager" numbers to add."""
+def text_config(trunk: nn.Module) -> Any:
+    """Return the config of the trunk's decoder."""
     config: Any = trunk.config
-    if config._attn_implementation != "eager":
-        return mask
-    dtype = next((x.dtype for x in trunk.parameters() if x.is_floating_point()), torch.float32)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    return config.get_text_config(decoder=True)
+
+
+def attention_of(trunk: nn.Module) -> str:
+    """Name of the trunk's attention implementation."""
+    return str(getattr(text_config(trunk), "_attn_implementation", None))
 
 
 def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:

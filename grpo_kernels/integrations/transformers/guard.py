@@ -30,7 +30,7 @@ def guard(
     has_graph = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool)
     for layout in layouts:
         if layout.graph:
-            has_graph[layout.cells[layout.stored]] = True
+            has_graph[layout.cells] = True
     without = (~has_graph).nonzero().squeeze(1)
     if not len(without):
         return
@@ -49,8 +49,8 @@ def guard(
                 "loss has a term that is not known here; pass zero_advantage='train'"
             )
         raise RuntimeError(
-            f"padding: expected gradient at completion tokens alone, got one elsewhere in the sequences "
-            f"{[rows[i] for i in local.tolist()]}; pass padding='keep' and shared_prompts=False"
+            f"layout: expected gradient at completion tokens alone, got one elsewhere in the sequences "
+            f"{[rows[i] for i in local.tolist()]}; pass layout='padded'"
         )
 
     hidden.register_hook(look)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_kernels.base.choices import PaddingMode, ZeroAdvantage, choices
+from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
 from grpo_kernels.config import LossConfig
 from grpo_kernels.loss import GRPOLoss
 
@@ -14,23 +14,16 @@ from grpo_kernels.loss import GRPOLoss
 class TrunkOptions:
     """Choice of what the trunk computes of a batch; `causal_lm_loss` explains the options."""
 
-    NAMES: ClassVar[tuple[str, ...]] = ("zero_advantage", "padding", "shared_prompts", "forward_overhead")
+    NAMES: ClassVar[tuple[str, ...]] = ("zero_advantage", "layout")
 
     zero_advantage: ZeroAdvantage = "score"
-    padding: PaddingMode = "trim"
-    shared_prompts: bool = False
-    forward_overhead: int = 128
+    layout: BatchLayout = "tree"
 
     def __post_init__(self) -> None:
-        _check_choice("zero_advantage", self.zero_advantage, ZeroAdvantage)
-        _check_choice("padding", self.padding, PaddingMode)
-        if not isinstance(self.shared_prompts, bool):
-            raise TypeError(f"shared_prompts: expected a bool, got {self.shared_prompts!r}")
-        overhead = self.forward_overhead
-        if isinstance(overhead, bool) or not isinstance(overhead, int) or overhead < 0:
-            raise ValueError(f"forward_overhead: expected tokens, an int >= 0, got {overhead!r}")
-        if self.shared_prompts and self.padding == "keep":
-            raise ValueError("shared_prompts: expected padding other than 'keep', got True with padding='keep'")
+        for name, allowed in (("zero_advantage", ZeroAdvantage), ("layout", BatchLayout)):
+            value = getattr(self, name)
+            if value not in choices(allowed):
+                raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices(allowed)))}, got {value!r}")
 
 
 def check_skip(config: LossConfig) -> None:
@@ -64,8 +57,3 @@ def scoring_options(loss_fn: GRPOLoss | None, temperature: float | None) -> dict
     if temperature is not None:
         raise ValueError(f"temperature: expected None beside loss_fn, whose temperature serves, got {temperature}")
     return {"temperature": loss_fn.config.temperature, "logits_dtype": loss_fn.config.logits_dtype}
-
-
-def _check_choice(name: str, value: Any, allowed: Any) -> None:
-    if value not in choices(allowed):
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices(allowed)))}, got {value!r}")

@@ -1,14 +1,14 @@
 """The trunk of a transformers model, computed where a loss needs it: the seam, the guard, and ranks in step.
 
 The trunk is the transformer below the head, ``model.base_model``. For the length of one scoring call its ``forward`` is
-replaced by one that runs several smaller forwards (`layout`) and returns hidden states (B, L, H) in which the computed
-cells are filled in; elsewhere they are 0. The model, its head, its hooks and the wrappers around it stay as they are,
-and see one forward.
+replaced by one that runs a forward with a graph and one without, and returns hidden states (B, L, H) in which the
+computed cells are filled in; elsewhere they are 0. The model, its head, its hooks and the wrappers around it stay as
+they are, and see one forward.
 
     cells that the head reads          `needed`, from the completion mask
     sequences that may have gradient   `live`; the others run without graph
-    columns that are only padding      cut (``padding``)
-    prompts that several rows share    computed once (``shared_prompts``)
+    prefixes that several rows share   computed once (`layout`)
+    padding                            left out
 
 The guard: if gradient arrives at a cell that was not computed with a graph, the backward raises. So a wrong
 `live` raises, and never changes a result. The guard costs one wait for the device in each backward.
@@ -29,10 +29,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import is_dtensor, is_fake, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.integrations.transformers import exactness
-from grpo_kernels.integrations.transformers.forwards import TrunkInputs, run_layout
+from grpo_kernels.integrations.transformers import layout as layouts
+from grpo_kernels.integrations.transformers.exactness import Verdicts
+from grpo_kernels.integrations.transformers.forwards import Cells, TrunkInputs, Way, run_layout
 from grpo_kernels.integrations.transformers.guard import guard
 from grpo_kernels.integrations.transformers.head import unwrapped
-from grpo_kernels.integrations.transformers.layout import Layout, Span, anchor, plan
+from grpo_kernels.integrations.transformers.layout import Layout
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.within import forward_name, replaced
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
+_WORTH_A_TREE = 0.97  # gathering along paths costs about as much as 3 % of a forward's tokens
+_Planned = tuple[Layout, Way]
 
 
 @contextmanager
@@ -51,7 +55,7 @@ def live_trunk(
     needed: Tensor,  # (B, L) bool
     live: Tensor | None,  # (B,) bool
     count: TokenCount,
-) -> Iterator[None]:
+) -> Iterator[list[Tensor]]:
     """Inside, the trunk of `model` computes only what `options` ask for of each batch.
 
     Args:
@@ -60,23 +64,26 @@ def live_trunk(
         live: (B,) bool, sequences that may get a gradient; None: all.
         count: counts the forwards with gradient.
 
+    Yields:
+        an empty list, to which each call of the trunk that leaves cells out adds (b, L) bool, True where computed.
+
     Raises:
         RuntimeError: in the backward, if gradient arrives at a cell that was computed without graph.
     """
-    trunk = _trunk_of(unwrapped(model)[1])
+    trunk = trunk_of(model)
     reason = _reason_against(model, trunk)
     if reason is not None:
         say_once(trunk, reason)
-    if reason is None and not is_fake(needed) and (options.padding != "keep" or live is not None):
+    if reason is None and not is_fake(needed) and (options.layout != "padded" or live is not None):
         name = forward_name(trunk)
         call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, count)
         with replaced(trunk, name, call.run):
-            yield
+            yield call.computed
         if call.was_called:
             return
         say_once(trunk, "the model's forward does not call its trunk")
     else:
-        yield
+        yield []
     if torch.is_grad_enabled():
         count.add(len(needed), len(needed), *[needed.numel()] * 3)
 
@@ -99,75 +106,66 @@ class _TrunkCall:
         self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
         self.start = 0  # first sequence of the next call
         self.was_called = False
+        self.computed: list[Tensor] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the trunk's output, in as many forwards as the batch takes."""
+        """Compute the trunk's output, in one forward with a graph and one without."""
         self.was_called = True
         given = {**dict(zip(inspect.signature(self.forward).parameters, args, strict=False)), **kwargs}
-        padding, shared = self._exact_modes(given.get("position_ids") is not None)
         inputs = TrunkInputs.of(self.trunk, given)
         if isinstance(inputs, str):
             say_once(self.trunk, inputs)
+            if self.groups:  # another rank may have inputs of the usual kind, and tries them with these parameters
+                exactness.verdicts(self.trunk, self.forward, TrunkInputs.usual(given), self.options.layout)
             return self._as_given(given)
+        verdicts = exactness.verdicts(self.trunk, self.forward, inputs, self.options.layout)
         sequences, length = inputs.ids.shape
         rows = range(self.start, self.start + sequences)
         self.start = rows.stop
-        fits = rows.stop <= self.needed.shape[0] and length == self.needed.shape[1]
-        if not fits or padding == "whole":
+        if rows.stop > self.needed.shape[0] or length != self.needed.shape[1]:
+            return self._as_given(given)
+        cells = inputs.on_cpu(self.needed[rows.start : rows.stop].to(inputs.ids.device))
+        mode = self._mode(verdicts, inputs, cells)
+        if mode is None:
             return self._as_given(given)
         live = torch.full((sequences,), torch.is_grad_enabled())
         if torch.is_grad_enabled() and self.live is not None:
             live = self.live[rows.start : rows.stop].cpu()
-        needed = self.needed[rows.start : rows.stop].to(inputs.ids.device)
-        return self._in_parts(inputs, self._layouts(inputs, needed, live, padding, shared), rows, live)
+        planned = [self._layout(mode, verdicts, cells, x, graph) for x, graph in ((live, True), (~live, False))]
+        graph = torch.is_grad_enabled()
+        wanted = self._most_of_ranks([int(graph), int(planned[1] is not None or not graph)])
+        anchors = [(layouts.anchor(graph=x), Way("none")) for x in (True, False)]
+        parts = [x or anchor for x, anchor, n in zip(planned, anchors, wanted, strict=True) if n]
+        return self._in_parts(inputs, parts, rows, live)
 
-    def _exact_modes(self, positions: bool) -> tuple[str, bool]:
-        """(padding, shared) of the options, or the nearest that are exact for this model; "whole" if there are none."""
-        options = self.options
+    def _mode(self, verdicts: Verdicts, inputs: TrunkInputs, cells: Cells) -> str | None:
+        """Return the first layout, from that of the options on, that is exact for this batch; None if there is none."""
+        if inputs.is_packed(cells):
+            say_once(self.trunk, "rows hold several sequences (position_ids begin anew), so they run as given")
+            return None
+        reasons = {mode: verdict if isinstance(verdict, str) else None for mode, verdict in verdicts.items()}
+        if isinstance(tree := verdicts.get("tree"), Way):
+            reasons["tree"] = exactness.reason_against_tree(self.trunk, tree, cells)
+        mode = next((mode for mode, reason in reasons.items() if reason is None), None)
+        if mode != self.options.layout:
+            instead = f"layout={mode!r} serves" if mode else "all sequences run in one padded forward"
+            say_once(self.trunk, f"layout={self.options.layout!r}: {reasons[self.options.layout]}; {instead}")
+        return mode
 
-        def is_exact(mode: str, instead: str) -> bool:
-            reason = exactness.reason_against(mode, self.trunk, self.forward, positions=positions)
-            if reason is not None:
-                say_once(self.trunk, f"{mode}: {reason}; {instead}")
-            return reason is None
-
-        shared = options.shared_prompts and is_exact("shared", "prompts are not shared")
-        padding: str = options.padding
-        if padding == "split" and (self.groups or _checkpoints_reentrantly(self.trunk)):
-            reason = "parameters are sharded over ranks" if self.groups else "ranks checkpoint with use_reentrant=True"
-            say_once(self.trunk, f"padding='split' is 'trim' where {reason}")
-            padding = "trim"
-        if padding == "free" and not is_exact("free", "padding='trim' serves"):
-            padding = "trim"
-        if padding in ("trim", "split") and not is_exact("trim", "padding stays"):
-            padding, shared = "keep", False
-        if padding == "keep" and not is_exact("keep", "all sequences run in one padded forward"):
-            padding, shared = "whole", False
-        return padding, shared
-
-    def _layouts(self, inputs: TrunkInputs, needed: Tensor, live: Tensor, padding: str, shared: bool) -> list[Layout]:
-        """The forwards of this call, those with a graph first; as many of each kind as other ranks have."""
-        length = inputs.ids.shape[1]
-        spans, is_plain = inputs.spans(needed, with_prompts=shared)
-        if not is_plain and (shared or padding == "free"):  # positions would be counted without the holes
-            say_once(self.trunk, "a sequence has padding within, or position_ids that do not count from 0")
-            padding, shared = ("trim" if padding == "free" else padding), False
-        window = exactness.sliding_window(self.trunk)
-        if shared and window is not None and any(span.length > window for span in spans):
-            say_once(self.trunk, f"shared prompts: sequences are longer than the sliding window of {window}")
-            shared = False
-        named: dict[str, Any] = {"padding": padding, "shared": shared, "multiple": self.multiple}
-        named |= {"overhead": self.options.forward_overhead, "longest": exactness.longest_strip(self.trunk, length)}
-        with_graph = plan([span for span in spans if live[span.row]], length, graph=True, **named)
-        without = plan([span for span in spans if not live[span.row]], length, graph=False, **named)
-        wanted = [max(int(torch.is_grad_enabled()), len(with_graph)), len(without)]
-        if not any(wanted):
-            wanted[1] = 1  # the output needs at least one forward
-        wanted = self._most_of_ranks(wanted)
-        some = spans[0] if spans else Span(0, 0, 0, length)
-        with_graph += [anchor(some, length, True)] * (wanted[0] - len(with_graph))
-        without += [anchor(some, length, False)] * (wanted[1] - len(without))
-        return with_graph + without
+    def _layout(self, mode: str, verdicts: Verdicts, cells: Cells, chosen: Tensor, graph: bool) -> _Planned | None:
+        """Return a layout of the sequences `chosen` (B,), and the way to run it; None if nothing is read of them."""
+        way: Any = verdicts[mode]
+        rows = cells.rows(chosen, padded=mode == "padded", by_column=way.positions == "column")
+        if not rows:
+            return None
+        if mode == "tree":
+            tree = layouts.tree(rows, graph=graph, multiple=self.multiple)
+            padded = len(rows) * max(len(row.cells) for row in rows)
+            trim = verdicts["trim"]
+            if isinstance(trim, str) or self.multiple > 1 or tree.sources.numel() <= _WORTH_A_TREE * padded:
+                return tree, way
+            way = trim  # side by side nothing is computed twice either, or next to nothing
+        return layouts.by_rows(rows, graph=graph, multiple=self.multiple, longest=cells.needed.shape[1]), way
 
     def _as_given(self, given: dict[str, Any]) -> Any:
         """Run the padded forward, and as many forwards without graph as other ranks run."""
@@ -183,28 +181,26 @@ class _TrunkCall:
                 self.forward(input_ids=ids[:1, :2])
         return found
 
-    def _in_parts(self, inputs: TrunkInputs, layouts: list[Layout], rows: range, live: Tensor) -> Any:
-        """Return the trunk's output, its hidden states (B, L, H) from `layouts`; `rows` have a graph where `live`."""
+    def _in_parts(self, inputs: TrunkInputs, planned: Sequence[tuple[Layout, Way]], rows: range, live: Tensor) -> Any:
+        """Return the trunk's output, its hidden states (B, L, H) from `planned`; `rows` have a graph where `live`."""
         sequences, length = inputs.ids.shape
-        graph = torch.is_grad_enabled()
-        cells, states = [], []
+        graph, cells, states = torch.is_grad_enabled(), [], []
         output: Any = None
-        for layout in layouts:
+        for layout, way in planned:
             with torch.set_grad_enabled(graph and layout.graph):
-                output = run_layout(self.trunk, self.forward, inputs, layout)
+                output, _ = run_layout(self.trunk, self.forward, inputs, layout, way)
             hidden = output.last_hidden_state
-            stored = layout.stored.reshape(-1)
-            index = stored.nonzero().squeeze(1)
-            cells.append(layout.cells.reshape(-1)[index].to(hidden.device, non_blocking=True))
-            flat = hidden.reshape(-1, hidden.shape[-1])
-            whole = len(index) == len(stored)
-            states.append(flat if whole else flat.index_select(0, index.to(hidden.device, non_blocking=True)))
-        hidden = states[0].new_zeros(sequences * length, states[0].shape[-1])
-        hidden = hidden.index_copy(0, torch.cat(cells), torch.cat(states)).view(sequences, length, -1)
+            cells.append(layout.cells.to(hidden.device, non_blocking=True))
+            states.append(hidden.flatten(0, 1).index_select(0, layout.tokens.to(hidden.device, non_blocking=True)))
+        hidden, filled = states[0].new_zeros(sequences * length, states[0].shape[-1]), torch.cat(cells)
+        hidden = hidden.index_copy(0, filled, torch.cat(states)).view(sequences, length, -1)
+        is_filled = torch.zeros(sequences * length, dtype=torch.bool, device=hidden.device)
+        self.computed.append(is_filled.index_fill(0, filled, True).view(sequences, length))
         if graph:
-            computed, gradient = sum(x.tokens for x in layouts), sum(x.tokens for x in layouts if x.graph)
-            self.count.add(int(live.sum()), sequences, sequences * length, computed, gradient)
-            guard(hidden, layouts, rows, live)
+            computed = [layout.sources.numel() for layout, _ in planned]
+            gradient = sum(n for n, (layout, _) in zip(computed, planned, strict=True) if layout.graph)
+            self.count.add(int(live.sum()), sequences, sequences * length, sum(computed), gradient)
+            guard(hidden, [layout for layout, _ in planned], rows, live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
     def _most_of_ranks(self, counts: list[int]) -> list[int]:
@@ -214,9 +210,9 @@ class _TrunkCall:
         return counts
 
 
-def _trunk_of(base: Any) -> nn.Module:
-    """The module below the head whose forward the model's own forward calls."""
-    body: nn.Module = base.base_model
+def trunk_of(model: nn.Module) -> nn.Module:
+    """Return the module below the head whose forward the model's own forward calls; `model` may be wrapped."""
+    body: nn.Module = unwrapped(model)[1].base_model
     decoder = getattr(body, "decoder", None)  # OPT's model calls its decoder, not the body's forward
     return decoder if isinstance(decoder, PreTrainedModel) else body
 
@@ -245,18 +241,6 @@ def _rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
         if is_dtensor(parameter) and (largest is None or parameter.device_mesh.size() > largest.size()):
             largest = parameter.device_mesh
     return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
-
-
-def _checkpoints_reentrantly(trunk: nn.Module) -> bool:
-    """True if ranks checkpoint reentrantly: DDP then allows one forward with graph, as each marks parameters ready."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    functions = (vars(x).get("_gradient_checkpointing_func") for x in trunk.modules() if _checkpoints(x))
-    return any(getattr(f, "keywords", {}).get("use_reentrant", True) for f in functions if f is not None)
-
-
-def _checkpoints(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _is_compiled(modules: Iterable[Any]) -> bool:

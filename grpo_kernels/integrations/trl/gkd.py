@@ -52,7 +52,7 @@ class FusedGKDTrainer(row_count.LogsRows, GKDTrainer):
         def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
             return (_divergences(batch, hidden, head, teacher, self.beta),)
 
-        trunk = TrunkOptions(zero_advantage="train", padding="keep")
+        trunk = TrunkOptions(zero_advantage="train", layout="padded")
         (divergences,), *_ = run_scored(model, batch, score, {"attention_mask": attention_mask}, trunk)
         counted = batch.needed().roll(1, dims=1)  # the labels that a position before them predicts
         self._row_count.add(counted.numel(), counted, (divergences,))

@@ -27,7 +27,7 @@ def counted_tokens(inputs: dict[str, Any]) -> Tensor:
 
 
 def check_options(trainer: Any, owner: type) -> None:
-    """Raise unless the loss of `trainer`, a method of `owner`, allows its options `zero_advantage` and `regroup`.
+    """Raise unless the loss of `trainer`, a method of `owner`, allows its `zero_advantage` and its regrouping.
 
     Raises:
         ValueError: it does not; the message names the option.
@@ -45,10 +45,16 @@ def check_options(trainer: Any, owner: type) -> None:
                 )
     if trainer.regroup:
         _check_regroup(trainer, owner)
+    elif trainer.tokens_per_forward is not None:
+        raise ValueError(
+            f"tokens_per_forward: expected None without regroup=True, which it is for, got {trainer.tokens_per_forward}"
+        )
 
 
 def _check_regroup(trainer: Any, owner: type) -> None:
-    args = trainer.args
+    args, budget = trainer.args, trainer.tokens_per_forward
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+        raise ValueError(f"tokens_per_forward: expected a number of tokens, an int >= 1, or None, got {budget!r}")
     refused = {
         f"a loss of {owner.__name__}'s own": owner is not trl.GRPOTrainer,
         f"loss_type={args.loss_type!r}": args.loss_type not in REGROUPED,
@@ -70,13 +76,19 @@ def _check_regroup(trainer: Any, owner: type) -> None:
         )
 
 
-def regrouped(batches: list[dict[str, Any]], live: Sequence[Tensor | None], window: int) -> list[dict[str, Any]]:
-    """Return `batches` with the samples of each `window` ordered by liveness, prompt and length.
+def regrouped(
+    batches: list[dict[str, Any]], live: Sequence[Tensor | None], window: int, budget: int | None, *, in_trees: bool
+) -> list[dict[str, Any]]:
+    """Return `batches` with the samples of each `window` divided by prompts, within a `budget` of tokens.
+
+    Micro-batches then have different numbers of samples. One that has none left gets one sample without tokens.
 
     Args:
         batches: the micro-batches that TRL keeps of a generation, B samples each.
         live: for each micro-batch (B,) bool, the sequences that may get a gradient; None: all.
         window: micro-batches of one optimizer step.
+        budget: tokens of a micro-batch; None: those of a padded one.
+        in_trees: True if a micro-batch computes each prompt once, False if its rows stand side by side.
     """
     if any(batch.get(_IMAGES) is not None for batch in batches):
         warnings.warn("grpo_kernels: regroup: a batch has images, its samples stay as they are", stacklevel=2)
@@ -86,16 +98,67 @@ def regrouped(batches: list[dict[str, Any]], live: Sequence[Tensor | None], wind
         part = batches[start : start + window]
         size = len(part[0]["prompt_ids"])
         is_live = [x for y in live[start : start + window] for x in ([True] * size if y is None else y.tolist())]
-        prompts = _joined([batch["prompt_ids"] for batch in part]).tolist()
-        lengths = _joined([batch["completion_mask"].sum(1) for batch in part]).tolist()
-        order = sorted(range(len(prompts)), key=lambda i: (is_live[i], prompts[i], lengths[i]))
         names = [name for name, x in part[0].items() if _is_per_sample(x, size)]
         merged = {name: _joined([batch[name] for batch in part]) for name in names}
-        for i, batch in enumerate(part):
-            chosen = order[i * size : (i + 1) * size]
-            own = {name: x[chosen] if isinstance(x, Tensor) else [x[k] for k in chosen] for name, x in merged.items()}
+        columns = merged["prompt_ids"].shape[1] + merged["completion_ids"].shape[1]
+        both = zip(merged["prompt_ids"].cpu(), merged["prompt_mask"].cpu(), strict=True)
+        prompts = [tuple(ids[mask != 0].tolist()) for ids, mask in both]
+        lengths = merged["completion_mask"].sum(1).tolist()
+        parts = divided(prompts, lengths, is_live, len(part), budget or size * columns, size, in_trees=in_trees)
+        for batch, chosen in zip(part, parts, strict=True):
+            own = {name: _chosen(x, chosen or [0]) for name, x in merged.items()}
+            if not chosen:
+                own["completion_mask"] = torch.zeros_like(own["completion_mask"])
             found.append({**batch, **own})
     return found
+
+
+def divided(
+    prompts: Sequence[tuple[int, ...]],
+    lengths: Sequence[int],
+    live: Sequence[bool],
+    parts: int,
+    budget: int,
+    size: int,
+    *,
+    in_trees: bool,
+) -> list[list[int]]:
+    """Divide samples into `parts` of at most `budget` tokens: all samples of a prompt together where they fit.
+
+    Prompts with live samples come first, and of these the ones with most tokens. A sample that fits nowhere goes where
+    fewest tokens are. Without trees a part has `size` samples, as TRL has it.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(i)
+    found: list[list[int]] = [[] for _ in range(parts)]
+    used, inside = [0] * parts, [set[tuple[int, ...]]() for _ in range(parts)]
+
+    def place(prompt: tuple[int, ...], samples: Sequence[int], *, anywhere: bool) -> bool:
+        own = sum(lengths[i] for i in samples)
+        added = [own if prompt in inside[k] else own + len(prompt) for k in range(parts)]
+        room = [k for k in range(parts) if in_trees or len(found[k]) + len(samples) <= size]
+        fits = [k for k in room if not in_trees or used[k] + added[k] <= budget]
+        if not fits and not anywhere:
+            return False
+        part = min(fits, key=added.__getitem__) if fits else min(room, key=used.__getitem__)
+        used[part] += added[part]
+        inside[part].add(prompt)
+        found[part] += samples
+        return True
+
+    def rank(samples: Sequence[int]) -> tuple[bool, int]:
+        return not any(live[i] for i in samples), -sum(lengths[i] for i in samples)
+
+    for prompt, samples in sorted(groups.items(), key=lambda item: rank(item[1])):
+        if not place(prompt, samples, anywhere=False):
+            for i in sorted(samples, key=lambda i: -lengths[i]):
+                place(prompt, [i], anywhere=True)
+    return found
+
+
+def _chosen(x: Any, samples: Sequence[int]) -> Any:
+    return x[[*samples]] if isinstance(x, Tensor) else [x[i] for i in samples]
 
 
 def _is_per_sample(x: Any, size: int) -> bool:
@@ -104,6 +167,13 @@ def _is_per_sample(x: Any, size: int) -> bool:
 
 def _joined(parts: Sequence[Any]) -> Any:
     return torch.cat([*parts]) if isinstance(parts[0], Tensor) else [x for part in parts for x in part]
+
+
+def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
+    """Return the factor of a regrouped micro-batch's loss: its number of samples over TRL's, if it is their mean."""
+    if averaged_over(config_of_trainer(trainer.args), num_items=True) != "sequences":
+        return 1.0
+    return len(inputs["prompt_ids"]) / float(trainer.args.per_device_train_batch_size)
 
 
 @contextmanager

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_kernels.base.choices import PaddingMode, WithoutSet, ZeroAdvantage
+from grpo_kernels.base.choices import BatchLayout, WithoutSet, ZeroAdvantage
 from grpo_kernels.config import LossConfig, config_of_trainer
+from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
-from grpo_kernels.integrations.transformers.trunk import live_trunk
+from grpo_kernels.integrations.transformers.trunk import live_trunk, trunk_of
 from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, sampled_sets, sampling, step
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting
@@ -40,11 +41,13 @@ class FusedLossMixin:
             ``kl`` are the divergence from the reference over the whole vocabulary, exact and with less variance.
             `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
             in place of its log-probabilities.
-        zero_advantage, padding, shared_prompts, forward_overhead: as in
-            `grpo_kernels.integrations.transformers.causal_lm_loss`: what the model computes below its head for
-            sequences without gradient, columns of padding, and prompts that completions of a micro-batch share.
-        regroup: True to order the samples of an optimizer step by liveness, prompt and length, so that micro-batches
-            have more in common.
+        zero_advantage, layout: as in `grpo_kernels.integrations.transformers.causal_lm_loss`: what the model computes
+            below its head for sequences without gradient, for padding, and for prefixes that sequences share.
+        regroup: True to bring the samples of an optimizer step together by prompt: micro-batches fill up one after the
+            other, and those that are left compute nothing. The step's gradient stays the same, metrics weigh samples
+            differently: docs/training-step.md.
+        tokens_per_forward: most tokens of a regrouped micro-batch, a shared prompt counted once; None: as many as TRL's
+            padded micro-batch has. More of them is faster and takes more memory.
         sampling_mask: ``"error"`` or ``"full"``: a `rollout_func` returns the ids that a truncating sampler kept
             (``"sampling_mask"``), and all log-probabilities and entropies are taken over these sets; the value is
             `without_set` of `grpo_kernels.kept_set_logprob`. None: over the whole vocabulary, as in TRL.
@@ -61,18 +64,17 @@ class FusedLossMixin:
         fused_sampling_correction: bool = False,
         kl_estimator: Literal["k3", "full"] = "k3",
         zero_advantage: ZeroAdvantage = "score",
-        padding: PaddingMode = "trim",
-        shared_prompts: bool = False,
+        layout: BatchLayout = "tree",
         regroup: bool = False,
-        forward_overhead: int = 128,
+        tokens_per_forward: int | None = None,
         sampling_mask: WithoutSet | None = None,
         **kwargs: Any,
     ) -> None:
         exact_kl.check_estimator(kl_estimator)
-        self.trunk_options = TrunkOptions(zero_advantage, padding, shared_prompts, forward_overhead)
+        self.trunk_options = TrunkOptions(zero_advantage, layout)
         if not isinstance(regroup, bool):
             raise TypeError(f"regroup: expected a bool, got {regroup!r}")
-        self.regroup = regroup
+        self.regroup, self.tokens_per_forward = regroup, tokens_per_forward
         if not hook.SEAM.is_known():
             hook.SEAM.warn_unknown()
         self.fused_sampling_correction = fused_sampling_correction
@@ -140,7 +142,10 @@ class FusedLossMixin:
         if self.regroup and self._trains and self._buffered_inputs is not before:
             batches, window = self._buffered_inputs, self.args.gradient_accumulation_steps
             live = [self._live_sequences(self._foreseen_rows(batch)) for batch in batches]
-            self._buffered_inputs = step.regrouped(batches, live, min(window, len(batches)))
+            trunk = trunk_of(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
+            in_trees = self.trunk_options.layout == "tree" and exactness.fits_trees(trunk)
+            budget = self.tokens_per_forward
+            self._buffered_inputs = step.regrouped(batches, live, min(window, len(batches)), budget, in_trees=in_trees)
             inputs = self._buffered_inputs[self._step % len(batches)]  # type: ignore[attr-defined]
         return inputs
 
@@ -155,12 +160,17 @@ class FusedLossMixin:
         self._sampled = inputs.get(sampled_sets.KEY)
         self._loss_rows = self._foreseen_rows(inputs)
         live = self._live_sequences(self._loss_rows)
-        factor: Tensor | float = 1.0
-        measured: AbstractContextManager[None] = nullcontext()
-        if live is not None and self.trunk_options.zero_advantage == "skip":
-            inputs, factor = step.without_dead(inputs, live, self._loss_config())
+        regroups = self.regroup and self._trains
+        factor: Tensor | float = step.share_of_mean(self, inputs) if regroups else 1.0
+        skips = live is not None and self.trunk_options.zero_advantage == "skip"
+        if live is not None and skips:
+            inputs, skipped = step.without_dead(inputs, live, self._loss_config())
+            factor = factor * skipped
             self._loss_rows = self._foreseen_rows(inputs)
-            if not self.accelerator.gather(live.any().reshape(1)).any():
+        measured: AbstractContextManager[None] = nullcontext()
+        if skips or regroups:
+            counts = inputs["completion_mask"].any().reshape(1)
+            if not self.accelerator.gather(counts).any():
                 measured = step.unmeasured(self._metrics["train"])  # type: ignore[attr-defined]
         try:
             with measured:
@@ -201,7 +211,7 @@ class FusedLossMixin:
                 self._sampling_figures.log(metrics, self.accelerator)
         return results
 
-    def _trunk(self, given: dict[str, Any], rows: hook.Rows) -> AbstractContextManager[None]:
+    def _trunk(self, given: dict[str, Any], rows: hook.Rows) -> AbstractContextManager[Any]:
         """Context in which the model's trunk computes only what the rows of a scoring call need."""
         mask = given["attention_mask"] != 0
         mask[:, : -rows.labelled.size(1)] = False

@@ -1,0 +1,295 @@
+"""Models, adapters, hooks and batches that a forward in parts could get wrong, with the default options.
+
+The reference is a plain forward of transformers on the padded batch with `grpo_loss` behind it, or TRL's own trainer.
+A call may compute parts or the padded batch, as long as it gives the reference's numbers or says that it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+from transformers import LlamaForCausalLM
+from transformers.integrations.neftune import activate_neftune
+from transformers.utils import ModelOutput
+
+from benchmarks import tiny_run
+from grpo_kernels import GRPOLoss
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from tests.integrations.test_training_step import assert_same, batch, said_by
+from tests.support import tiny_architectures as tiny
+
+LOSS = GRPOLoss(loss_type="dapo")
+WITH_KL = GRPOLoss(loss_type="dapo", beta=0.04)
+OF_LOSS = ("completion_mask", "advantages", "ref_per_token_logps")
+SCORED = ("input_ids", "attention_mask", "completion_mask")
+INVOCATION = [91, 92]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    warn_once.cache_clear()
+
+
+def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def padded(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS) -> tuple[Any, dict[str, Tensor]]:
+    """The model's own output on the padded batch, and the gradients of the loss, with the output's `aux_loss`."""
+    head, states = model.get_output_embeddings(), []
+    with head.register_forward_pre_hook(lambda _, args: states.append(args[0])):
+        output = model(**{name: x for name, x in given.items() if name not in OF_LOSS}, use_cache=False)
+    count = given["completion_mask"].shape[1]
+    ahead = nn.functional.pad(states[0][:, :-1], (0, 0, 1, 0))[:, -count:]
+    of_loss = {name: given[name] for name in OF_LOSS if name in given}
+    out = loss_fn(ahead, head.weight, given["input_ids"][:, -count:], num_items_in_batch=30.0, **of_loss)
+    return output, gradients_of(model, out.loss + (getattr(output, "aux_loss", None) or 0.0))
+
+
+def ours(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS, **more: Any) -> tuple[Any, dict[str, Tensor]]:
+    out = causal_lm_loss(model, loss_fn, **given, num_items_in_batch=30.0, **more)
+    return out, gradients_of(model, out.loss)
+
+
+def logps_of(model: Any, given: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        found = completion_logprobs(model, **given)
+    return found[0]
+
+
+def assert_scores_as_padded(model: Any, given: dict[str, Any]) -> None:
+    inputs = {name: x for name, x in given.items() if name not in (*OF_LOSS, "input_ids")}
+    with torch.no_grad():
+        want, _ = tiny.plain_logprobs(model, given["input_ids"], use_cache=False, **inputs)
+    mask = given["completion_mask"]
+    torch.testing.assert_close(logps_of(model, given).double(), want[:, -mask.shape[1] :] * mask, rtol=2e-5, atol=2e-5)
+
+
+def assert_trains_as_padded(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS) -> None:
+    _, want = padded(model, given, loss_fn)
+    assert_same(ours(model, given, loss_fn)[1], want)
+
+
+def llama() -> Any:
+    return tiny.text_model("llama", torch.float32)
+
+
+def adapted(**fields: Any) -> Any:
+    """A model with LoRA on attention."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(4)
+    places = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=3, lora_alpha=6, **places, **fields)).float().eval()
+
+
+def invoked() -> tuple[Any, dict[str, Any]]:
+    """An aLoRA model, whose adapter acts after the invocation tokens; and a batch in which each prompt has them."""
+    given = batch()
+    given["input_ids"][:, 6:8] = torch.tensor(INVOCATION)
+    return adapted(alora_invocation_tokens=INVOCATION, init_lora_weights=False), given
+
+
+def test_an_invoked_adapter_can_train_at_the_first_call() -> None:
+    assert_trains_as_padded(*invoked())
+
+
+@pytest.mark.parametrize("rows", [6, 4])
+def test_an_invoked_adapter_is_seen_after_a_call_without_adapters(rows: int) -> None:
+    """The reference of a run with a KL term is scored first, with adapters off; four rows are narrower than L."""
+    model, given = invoked()
+    with model.disable_adapter():
+        given["ref_per_token_logps"] = logps_of(model, {name: given[name] for name in SCORED})
+    given = {name: x[-rows:] for name, x in given.items()}
+    assert_trains_as_padded(model, given, WITH_KL)
+    assert_scores_as_padded(model, {name: given[name] for name in SCORED})
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_hook_that_goes_by_row_is_seen_whenever_it_is_registered(is_late: bool) -> None:
+    model, given = llama(), {**batch(), "advantages": torch.tensor([0.0, 1.0, -0.5, 0.0, 0.0, 0.7])}
+    if is_late:
+        ours(model, given)
+    with model.model.layers[0].register_forward_hook(lambda _, args, x: torch.cat([2 * x[:1], x[1:]])):
+        assert_trains_as_padded(model, given)
+    assert ours(model, given)[0].metrics["tokens/computed"] < 1, "the verdict on the hook outlives the hook"
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_norms_after_the_rotation_get_the_padded_gradient(drawn: bool) -> None:
+    """HunYuan without positions: with norms of 1 a shift of all positions shows in the gradient of the norms alone."""
+    fields = {**tiny._TEXT, **tiny._HEADS}
+    model = tiny.build("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", fields, torch.float32)
+    if not drawn:
+        for name, x in model.named_parameters():
+            if "norm" in name:
+                nn.init.ones_(x)
+    _, want = padded(model, batch())
+    _, got = ours(model, batch())
+    assert_same(got, want)
+    norms = [name for name in want if "query_layernorm" in name or "key_layernorm" in name]
+    assert len(norms) == 4
+    assert_same({name: got[name] for name in norms}, {name: want[name] for name in norms})
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize(("context", "width"), [(12, 12), (12, 8), (6, 6)])
+def test_a_context_may_be_short(context: int, width: int, positions: bool) -> None:
+    """A model with few positions takes every batch that fits, whatever rows its modes are tried on."""
+    model, given = tiny.text_model("gpt2", torch.float32, max_position_embeddings=context), batch()
+    given = {name: x[:, 6 : 6 + width] if name in SCORED[:2] else x for name, x in given.items()}
+    given["completion_mask"] = given["attention_mask"][:, 2:]
+    if positions:
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert_trains_as_padded(model, given)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_passing_lack_of_memory_switches_nothing_off(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward of the first call's trial fails; that call is right, and the next one computes parts."""
+    model, calls = llama(), []
+    forward = model.model.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == failing + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **kwargs)
+
+    _, want = padded(model, batch())
+    monkeypatch.setattr(model.model, "forward", run)
+    assert_same(ours(model, batch())[1], want)
+    out, got = ours(model, batch())
+    assert_same(got, want)
+    assert out.metrics["tokens/computed"] < 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_rows_that_are_packed_by_positions_stay_apart(rows: int) -> None:
+    """Without attention mask, transformers tells the sequences of a row by positions that begin anew."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = [(6, 8), (9, 5), (4, 10)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in both]) for both in lengths])[:rows]
+    mask = (positions >= 3) & (torch.arange(14) < torch.tensor([14, 12, 10])[:rows, None])
+    given = {"input_ids": torch.randint(3, 90, (rows, 14), generator=draw), "attention_mask": None}
+    given |= {"completion_mask": mask.long(), "position_ids": positions}
+    model = llama()
+    assert_scores_as_padded(model, given)
+    assert_trains_as_padded(model, {**given, "advantages": torch.tensor([1.0, -0.5, -1.0])[:rows]})
+
+
+@dataclass
+class ReadOutput(ModelOutput):
+    logits: Tensor | None = None
+    values: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class Reader(LlamaForCausalLM):  # type: ignore[misc]
+    """A model with a value head and a loss of its own, which read the hidden states of all attended tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.value_head = nn.Linear(config.hidden_size, 1)
+        self.adds_loss = False
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> ReadOutput:
+        hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        aux_loss = hidden[attention_mask.bool()].square().mean() if self.adds_loss else None
+        return ReadOutput(self.lm_head(hidden), self.value_head(hidden)[..., 0], aux_loss)
+
+
+def reader() -> Any:
+    torch.manual_seed(0)
+    return Reader(llama().config).eval()
+
+
+def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
+    model, given = reader(), {name: batch()[name] for name in SCORED}
+    want = model(given["input_ids"], given["attention_mask"]).values
+    for _ in range(2):  # the first call checks the head, too
+        output = completion_logprobs(model, **given, return_output=True)[2]
+        if output.values is not None:
+            real = given["attention_mask"].bool() & ~output.values.isnan()
+            torch.testing.assert_close(output.values[real], want[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero_advantage", ["score", "train", "skip"])
+def test_a_loss_of_the_models_own_has_its_padded_value_or_is_said(zero_advantage: Any) -> None:
+    """A warning may say that the loss is not the padded forward's; an error of the guard is no silent loss either."""
+    model, given, found = reader(), batch(), []
+    model.adds_loss = True
+    output, want = padded(model, given)
+    policy = causal_lm_loss(llama(), LOSS, **given, num_items_in_batch=30.0).loss  # on-policy, so that of any model
+    options = {"zero_advantage": zero_advantage, "router_aux_loss_coef": 1.0}
+    try:
+        said = said_by(lambda: found.append(ours(model, given, **options)))
+    except RuntimeError:
+        return
+    if not any("loss" in x for x in said):
+        out, got = found[0]
+        torch.testing.assert_close(out.loss - policy, output.aux_loss, rtol=1e-5, atol=1e-5)
+        assert_same(got, {name: want[name] for name in got})
+
+
+def test_equal_weights_have_a_ratio_of_1() -> None:
+    """No advantages and a fresh adapter: policy and reference are equal, to the bit if rows stay together."""
+    model, given = adapted(), {**batch(), "advantages": torch.zeros(6)}
+    given["ref_per_token_logps"] = torch.zeros(6, 10)
+    for scored in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2], [3, 4, 5]]):
+        with model.disable_adapter():
+            for rows in scored:
+                given["ref_per_token_logps"][rows] = logps_of(model, {name: given[name][rows] for name in SCORED})
+        out, got = ours(model, given, WITH_KL)
+        bound = 0 if len(scored) == 1 else 1e-7
+        assert abs(out.loss) <= bound
+        assert max(x.abs().max() for x in got.values()) <= bound
+
+
+def test_a_run_without_signal_leaves_a_fresh_adapter_alone_if_it_is_padded() -> None:
+    """All rewards are equal and the policy is its reference: stock TRL makes no step. Adam makes one of a rounding."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    def constant(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [1.0] * len(completion_ids)
+
+    padded = functools.partial(FusedGRPOTrainer, layout="padded", zero_advantage="train")
+    for base, bound in ((trl.GRPOTrainer, 0.0), (padded, 0.0), (FusedGRPOTrainer, 1e-5)):
+        kept: list[Any] = []
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        with tempfile.TemporaryDirectory() as folder:
+            args = tiny_run.config(folder, 2, beta=0.04, steps_per_generation=4)
+            history = tiny_run.train(base, args, prepare=kept.append, reward_funcs=constant, peft_config=lora)
+        assert max(step["grad_norm"] for step in history.steps) <= bound
+        assert any(x.any() for name, x in kept[0].model.named_parameters() if "lora_B" in name) == (bound > 0)
+
+
+def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NEFTune divides its noise by the square root of the forward's cells."""
+    model, given, uniform = llama().train(), batch(), Tensor.uniform_
+    activate_neftune(model, 1.0)
+    drawn: list[float] = []
+
+    def recorded(x: Tensor, low: float, high: float, **kwargs: Any) -> Tensor:
+        drawn.append(float(high))
+        return uniform(x, low, high, **kwargs)
+
+    monkeypatch.setattr(Tensor, "uniform_", recorded)
+    said = said_by(lambda: ours(model, given))
+    assert len(said) <= 1
+    drawn.clear()
+    assert not said_by(lambda: ours(model, given)), "said once"
+    assert drawn == pytest.approx([(18 * tiny.HIDDEN) ** -0.5] * len(drawn), rel=1e-5)
+    assert drawn

@@ -1,0 +1,182 @@
+"""Attention along the paths of a tree on each implementation: loss and gradients are the padded forward's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.integrations.transformers import attention, exactness
+from grpo_kernels.integrations.transformers.attention import Segments
+from tests.integrations.test_training_step import ALL, FAMILIES, MODES, PADDED, assert_same, batch, loss_of, said_by
+from tests.support import flash_stand_in
+from tests.support import tiny_architectures as tiny
+
+IN_TREES = [kind for kind, layouts in FAMILIES.items() if layouts == ALL]
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2")
+NO_DROPOUT: dict[str, dict[str, float]] = {
+    "opt": {"dropout": 0.0},
+    "gpt2": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "bert": dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    "phi": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0),
+}
+CHECKPOINTING = (None, {"use_reentrant": False}, {"use_reentrant": True})
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    for kind in IN_TREES:
+        model = tiny.text_model(kind, torch.float32)
+        yield kind, "eager"
+        if model._supports_sdpa:
+            yield kind, "sdpa"
+        if model._supports_flash_attn and kind != "gpt2":  # transformers' flash attention looks for an nn.Linear in it
+            yield kind, "flash_attention_2"
+            yield kind, flash_stand_in.HUB
+
+
+CASES = [*cases()]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    warn_once.cache_clear()
+    with flash_stand_in.installed(monkeypatch):
+        yield
+
+
+def model_of(kind: str, name: str, **fields: Any) -> Any:
+    """A model of the attention implementation `name`, whose windows, where it has any, are shorter than the batch."""
+    model = tiny.text_model(kind, torch.float32, **({"sliding_window": 6} if kind in WINDOWED else {}), **fields)
+    for key, x in model.named_parameters():
+        if key.endswith("sinks"):
+            torch.nn.init.normal_(x)
+    flash_stand_in.set_attention(model, name)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_families(kind: str, name: str) -> None:
+    """With and without activation checkpointing, which recomputes layers after the call of the model has ended."""
+    model, given = model_of(kind, name, **NO_DROPOUT.get(kind, {})).train(), batch()
+    want, gradients = loss_of(model, given, **PADDED)
+    for checkpointing in CHECKPOINTING if name != flash_stand_in.HUB else CHECKPOINTING[:1]:
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable(checkpointing)
+            model.enable_input_require_grads()
+        assert not said_by(lambda: loss_of(model, given))
+        out, got = loss_of(model, given)
+        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+        assert_same(got, gradients)
+        assert out.metrics["tokens/computed"] < 0.6
+
+
+def test_a_call_for_each_segment_and_one_for_many_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch()
+    for kind in ("qwen3", "mistral"):
+        model = model_of(kind, "sdpa")
+        _, gradients = loss_of(model, given, **PADDED)
+        for cells in (0.0, 1e9):
+            monkeypatch.setattr("grpo_kernels.integrations.transformers.forwards.call_cells", lambda *_, n=cells: n)
+            assert_same(loss_of(model, given)[1], gradients)
+
+
+def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA in 16 bits: one call a layer; where a window cuts, a call for several segments."""
+    calls: list[int] = []
+
+    def varlen_attn(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return flash_stand_in.varlen_attn(*args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(exactness, "has_varlen", lambda *_: True)
+    given = batch()
+    for kind, expected in (("qwen3", 4), ("mistral", 0)):
+        model = model_of(kind, "sdpa")
+        _, gradients = loss_of(model, given, **PADDED)
+        loss_of(model, given)  # its trial, whose rows fit into some windows
+        calls.clear()
+        assert_same(loss_of(model, given)[1], gradients)
+        assert len(calls) == expected, "two layers, with a graph and without"
+
+
+def test_torchs_attention_that_is_not_exact_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial on the device decides: wrong numbers, or an error of a kernel that does not serve this head size."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return 1.01 * flash_stand_in.varlen_attn(*args, **kwargs)
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("head dimension")
+
+    monkeypatch.setattr(exactness, "has_varlen", lambda *_: True)
+    for function in (wrong, refused):
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+        model, given = model_of("qwen3", "sdpa"), batch()
+        _, gradients = loss_of(model, given, **PADDED)
+        assert_same(loss_of(model, given)[1], gradients)
+        assert loss_of(model, given)[0].metrics["tokens/computed"] < 0.6
+
+
+def test_the_installed_torch_has_the_signature_that_is_known() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = {*inspect.signature(flash_stand_in.varlen_attn).parameters}
+    assert known <= {*inspect.signature(varlen_attn).parameters}
+    assert attention.has_varlen("sdpa", torch.device("cuda"), torch.bfloat16)
+    for name, device, dtype in (
+        ("eager", "cuda", torch.bfloat16),
+        ("sdpa", "cpu", torch.bfloat16),
+        ("sdpa", "cuda", torch.float32),
+    ):
+        assert not attention.has_varlen(name, torch.device(device), dtype)
+
+
+def test_attention_that_is_replaced_later_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another library puts its function over ours, and drops what it does not know."""
+    model, given = model_of("qwen3", "sdpa"), batch()
+    _, gradients = loss_of(model, given, **PADDED)
+    loss_of(model, given)
+    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def dropping(*args: Any, segments: Any = None, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    dropping._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", dropping)
+    with pytest.raises(RuntimeError, match=r"expected 2 layers of Qwen3Model .* got 0: .*Pass layout='trim'"):
+        loss_of(model, given)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: ours(*args, **kwargs))
+    assert_same(loss_of(model, given)[1], gradients)
+
+
+def test_without_segments_the_wrapper_does_nothing() -> None:
+    model = model_of("qwen3", "sdpa")
+    ids = torch.arange(3, 15)[None]
+    before = model(input_ids=ids).logits
+    loss_of(model, batch())
+    assert torch.equal(model(input_ids=ids).logits, before)
+    wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert wrapped.__module__ == "transformers.integrations.sdpa_attention", "DeepSpeed's is told by its module"
+
+
+def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial's rows may fit into the window: layers must say it, as those do that flash attention serves."""
+    attend = Segments.attend
+
+    def silent(self: Segments, *args: Any, sliding_window: Any = None, **kwargs: Any) -> Any:
+        return attend(self, *args, **kwargs)
+
+    monkeypatch.setattr(Segments, "attend", silent)
+    model, given = tiny.text_model("mistral", torch.float32, sliding_window=15), batch()
+    _, gradients = loss_of(model, given, **PADDED)
+    said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
+    assert len(said) == 1 and "not told of the sliding window of 15 tokens; layout='trim' serves" in said[0]
+    assert MODES["trim"] == {"layout": "trim"}
