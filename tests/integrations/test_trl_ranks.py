@@ -26,6 +26,19 @@ JOBS = {
     "FSDP2, head its own unit": Job("FSDP2, head its own unit"),
     "FSDP2, adapter on the head, exact KL": Job("FSDP2", **ADAPTED),
 }
+HALVES: dict[str, Any] = {
+    "options": {"steps_per_generation": 4, "epsilon": 1e-3}
+}  # half of a batch is scored, its live sequences alone
+HALVES_JOBS = {
+    "halves, stock": Job(stock=True, **HALVES),
+    "halves, DDP": Job(**HALVES),
+    "halves, FSDP2": Job("FSDP2", **HALVES),
+}
+ONCE: dict[str, Any] = {
+    "lora": ("q_proj", "lm_head"),
+    "options": {"beta": 0.04},
+}  # the loss follows the reference's scoring
+ONCE_JOBS = {"once, DDP": Job(**ONCE), "once, FSDP2": Job("FSDP2", **ONCE)}
 ZERO3_JOBS = {
     "ZeRO-3": Job("ZeRO-3"),
     "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
@@ -46,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def logged(folders: dict[str, str]) -> list[dict[str, Found]]:
     """By rank, by job: one set of processes, since they have much to import."""
-    return run_ranks(train_all, 2, JOBS, folders)
+    return run_ranks(train_all, 2, JOBS | HALVES_JOBS | ONCE_JOBS, folders)
 
 
 @cache
@@ -74,6 +87,23 @@ def test_metrics_are_those_of_stock_trl_on_as_many_processes(logged: list[dict[s
     for of_rank in logged:
         stock, ours = of_rank["DDP, entropy bonus, stock"].steps, of_rank["DDP, entropy bonus"].steps
         assert max(parity.differences(stock, ours).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["halves, DDP", "halves, FSDP2"])
+def test_old_log_probabilities_are_those_of_stock_trl_on_as_many_processes(
+    name: str, logged: list[dict[str, Found]]
+) -> None:
+    for of_rank in logged:
+        errors = parity.differences(of_rank["halves, stock"].steps, of_rank[name].steps)
+        assert max(errors.values()) < TOLERANCE, errors
+        assert of_rank[name].steps[-1]["clip_ratio/region_mean"] > 0
+
+
+def test_an_adapter_has_its_gradient_after_a_scoring_without_adapters(logged: list[dict[str, Found]]) -> None:
+    """PEFT switches the gradient of adapters off for the reference, and on again afterwards."""
+    for of_rank in logged:
+        errors = parity.differences(of_rank["once, DDP"].steps, of_rank["once, FSDP2"].steps)
+        assert max(errors.values()) < TOLERANCE, errors
 
 
 def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(logged: list[dict[str, Found]]) -> None:

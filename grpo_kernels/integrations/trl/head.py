@@ -80,6 +80,19 @@ def whole_heads(model: nn.Module) -> Iterator[None]:
         del base.get_output_embeddings
         if own is not None:
             base.get_output_embeddings = own
+        if not torch.is_grad_enabled():
+            _reshard(model)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Divide what FSDP2 has left whole after a forward that has no backward.
+
+    PEFT switches the gradient of adapters off for the reference, and on again, at the parameters that it finds. If it
+    finds shards first and whole parameters then, the gradient of the shards stays off.
+    """
+    for module in model.modules():
+        if is_fsdp_unit(module):
+            module.reshard()  # type: ignore[operator]
 
 
 @contextmanager
