@@ -104,7 +104,7 @@ def test_a_token_without_a_set() -> None:
         found["sampling_mask"][0][0] = []
         return found
 
-    options: dict[str, Any] = {"steps": 1, "steps_per_generation": 4}
+    options: dict[str, Any] = {"steps": 2, "steps_per_generation": 4}
     with pytest.raises(ValueError, match="kept_ids: expected a set where the mask counts"):
         train(FusedGRPOTrainer, more={"sampling_mask": "error", "rollout_func": lost}, **options)
     train(FusedGRPOTrainer, more={"sampling_mask": "full", "rollout_func": lost}, **options)

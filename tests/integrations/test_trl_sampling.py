@@ -17,15 +17,13 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, old_scoring
 
 CLIP = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip_min": 0.8}
 
 
 class Sampler:
-    """In front of a trainer: what it generates, as from vLLM, and the FLOPs of what it scores without gradient."""
-
-    scored = 0
+    """In front of a trainer: what it generates, as from vLLM."""
 
     def _generate_single_turn(self, prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
         draw = torch.Generator().manual_seed(17 + self.state.global_step)  # type: ignore[attr-defined]
@@ -42,14 +40,6 @@ class Sampler:
             completions.append(ids.tolist())
         return completions, logps
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-        with FlopCounterMode(display=False) as counter:
-            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-        self.scored += counter.get_total_flops()
-        return found
-
 
 class Tools(Sampler):
     """Every third token is a tool's output."""
@@ -59,9 +49,24 @@ class Tools(Sampler):
         return prompt_ids, ids, [[int(i % 3 != 1) for i, _ in enumerate(x)] for x in ids], *others
 
 
+def count_scored(trainer: Any) -> None:
+    """Count in `trainer.scored` the FLOPs of what it scores without gradient."""
+    trainer.scored, score = 0, trainer._get_per_token_logps_and_entropies
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return score(*args, **kwargs)
+        with FlopCounterMode(display=False) as counter:
+            found = score(*args, **kwargs)
+        trainer.scored += counter.get_total_flops()
+        return found
+
+    trainer._get_per_token_logps_and_entropies = counted
+
+
 def train(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> tuple[tiny_run.History, Any]:
-    """A short run with the stand-in; the history and the trainer. `fused` turns the option on; `more` are others."""
-    more = {"fused_sampling_correction": True} if options.pop("fused", False) else {}
+    """A short run with the stand-in; the history and the trainer. `fused` is the option's value; `more` are others."""
+    more = {"fused_sampling_correction": options.pop("fused")} if "fused" in options else {}
     more |= options.pop("more", {})
     if options.get("eval_strategy"):
         more["eval_dataset"] = tiny_run.dataset(8)
@@ -69,6 +74,7 @@ def train(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> 
 
     def prepare(trainer: Any) -> None:
         trainer.use_vllm = True
+        count_scored(trainer)
         kept.append(trainer)
 
     config_class = GMPOConfig if issubclass(base, GMPOTrainer) else tiny_run.GRPOConfig
@@ -97,6 +103,13 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "tools": mode("token_mask", mixin=Tools),
     "the batch twice": mode("token_truncate", gradient_accumulation_steps=4, num_iterations=2, steps_per_generation=2),
+    "the batch twice, two steps": mode("sequence_truncate", num_iterations=2, steps=4),
+}
+# an optimizer step takes half of the generated batch: the other half has to be scored
+HALVES: dict[str, dict[str, Any]] = {
+    "halves": mode("token_mask", steps_per_generation=4, steps=4),
+    "halves, twice": mode("sequence_mask", steps_per_generation=4, num_iterations=2, steps=4),
+    "halves, tools, vespo": mode("token_truncate", steps_per_generation=4, steps=2, mixin=Tools, loss_type="vespo"),
 }
 
 
@@ -104,11 +117,12 @@ CASES: dict[str, dict[str, Any]] = {
 def test_training_is_the_same(name: str) -> None:
     """Every logged value, also of evaluations; nothing is scored beforehand but the reference."""
     stock, theirs = train(GRPOTrainer, **CASES[name])
-    ours, trainer = train(FusedGRPOTrainer, fused=True, **CASES[name])
+    ours, trainer = train(FusedGRPOTrainer, **CASES[name])
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6, abs=1e-6)
     assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
-    ratios = [step["sampling/importance_sampling_ratio/mean"] for step in ours.steps]
-    assert all(0.1 < x < 1.5 and x != 1 for x in ratios)
+    measured = "sampling/importance_sampling_ratio/mean"  # in steps with a generation
+    ratios = [step[measured] for step in ours.steps if measured in step]
+    assert ratios and all(0.1 < x < 1.5 and x != 1 for x in ratios)
     evaluations = [
         [{k: x for k, x in tiny_run.compared(log).items() if k.startswith("eval_")} for log in t.state.log_history]
         for t in (theirs, trainer)
@@ -132,12 +146,15 @@ def test_a_forward_of_the_model_is_saved() -> None:
     assert flops[False] - flops[True] == scored[False] > 0.15 * flops[False]
 
 
-def test_old_samples_are_scored_as_before() -> None:
-    """Where the policy changes before all of a batch is used, its own log-probabilities of then are needed."""
-    options = mode("token_mask", steps_per_generation=4)
-    (stock, theirs), (ours, trainer) = train(GRPOTrainer, **options), train(FusedGRPOTrainer, fused=True, **options)
-    assert trainer.scored > 0 and theirs.scored > 0
+@pytest.mark.parametrize("name", HALVES)
+def test_samples_of_later_steps_are_scored(name: str) -> None:
+    """All of them, live or not: the metrics read them."""
+    (stock, theirs), (ours, trainer) = train(GRPOTrainer, **HALVES[name]), train(FusedGRPOTrainer, **HALVES[name])
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-6, abs=1e-6)
     assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
+    _, before = train(FusedGRPOTrainer, fused=False, **HALVES[name])
+    assert 0.3 < trainer.scored / before.scored < 0.7
+    assert before.scored <= theirs.scored
 
 
 def test_gmpo_needs_no_ratio() -> None:
@@ -147,7 +164,7 @@ def test_gmpo_needs_no_ratio() -> None:
         pass
 
     stock, _ = train(GMPOTrainer, **mode("token_mask"))
-    ours, trainer = train(FusedGMPOTrainer, fused=True, **mode("token_mask"))
+    ours, trainer = train(FusedGMPOTrainer, **mode("token_mask"))
     assert trainer.scored == 0
     assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
 
@@ -167,3 +184,45 @@ def test_a_correction_without_a_sampler_is_refused(corrects: bool) -> None:
         args = tiny_run.config(folder, 1, vllm_importance_sampling_correction=corrects)
         with pytest.raises(ValueError, match=r"^fused_sampling_correction: expected False without a sampler"):
             tiny_run.train(FusedGRPOTrainer, args, fused_sampling_correction=True)
+
+
+class Reader(FusedGRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        assert "importance_sampling_ratio" in inputs or not self.vllm_importance_sampling_correction
+        return super()._compute_loss(model, inputs)
+
+
+class WithDropout(FusedGRPOTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
+
+
+REASONS: dict[str, tuple[type, dict[str, Any], str]] = {
+    "skip": (
+        FusedGRPOTrainer,
+        {"zero_advantage": "skip"},
+        "sampling/* metrics read the sequences that zero_advantage=",
+    ),
+    "a subclass": (Reader, {}, "Reader._compute_loss may read its result; pass True if not"),
+    "dropout": (WithDropout, {}, "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_where_it_does_not_apply_trl_scores_and_it_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, more, reason = REASONS[name]
+    said: list[str] = []
+    monkeypatch.setattr(old_scoring, "warn_once", said.append)
+    _, trainer = train(base, more=more)
+    assert trainer.scored > 0
+    assert [reason in x for x in said] == [True], said
+    said.clear()
+    train(base, more=more, vllm_importance_sampling_correction=False)
+    train(base, fused=False, more=more)
+    assert said == []
+
+
+def test_true_is_for_a_model_with_dropout() -> None:
+    _, trainer = train(WithDropout, fused=True)
+    assert trainer.scored == 0

@@ -1,14 +1,11 @@
-"""TRL's correction for the sampler (``vllm_importance_sampling_correction``) without a forward of its own.
+"""TRL's correction for the sampler (``vllm_importance_sampling_correction``), for batches that TRL has not scored.
 
-If the samples are the current policy's, TRL scores them before the loss only for the ratio to the sampler, and the loss
-computes the same log-probabilities again. Here TRL prepares the batch as if there were no correction, and the ratio is
-computed in the middle of TRL's loss: after its log-probabilities, and before it reads the ratio.
+TRL prepares such a batch as if there were no correction (`old_scoring`). The ratio to the sampler is computed in the
+middle of TRL's loss: after its log-probabilities, and before it reads the ratio.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,23 +25,17 @@ def is_corrected(trainer: Any) -> bool:
 
 
 def check_correction(trainer: Any) -> None:
-    """Raise ValueError if `fused_sampling_correction` is on and `trainer` makes no correction, or none of TRL's."""
-    if trainer.fused_sampling_correction and not is_corrected(trainer):
+    """Raise ValueError unless `trainer`, whose `fused_sampling_correction` is True, makes a correction of TRL's."""
+    if not is_corrected(trainer):
         raise ValueError(
             "fused_sampling_correction: expected False without a sampler to correct for (use_vllm=True and "
             "vllm_importance_sampling_correction=True), got True"
         )
-    if trainer.fused_sampling_correction and trainer.vllm_importance_sampling_mode not in TRL_MODES:
+    if trainer.vllm_importance_sampling_mode not in TRL_MODES:
         raise ValueError(
             f"vllm_importance_sampling_mode: expected one of {', '.join(map(repr, TRL_MODES))}, got "
             f"{trainer.vllm_importance_sampling_mode!r}"
         )
-
-
-def is_aligned(trainer: Any) -> bool:
-    """Return True if every completion is trained on before the policy changes: it is then the current policy's own."""
-    generate_every = trainer.args.steps_per_generation * trainer.num_iterations
-    return bool(trainer.args.gradient_accumulation_steps % generate_every == 0)
 
 
 def options(trainer: Any) -> dict[str, Any]:
@@ -52,16 +43,6 @@ def options(trainer: Any) -> dict[str, Any]:
     names = ("mode", "clip_max", "clip_min")
     found = {f"vllm_importance_sampling_{name}": getattr(trainer, f"vllm_importance_sampling_{name}") for name in names}
     return {"vllm_importance_sampling_correction": True, **found}
-
-
-@contextmanager
-def uncorrected(trainer: Any) -> Iterator[None]:
-    """Inside, TRL prepares a batch without the ratio, its metrics, and the scoring that only they need."""
-    trainer.vllm_importance_sampling_correction = False
-    try:
-        yield
-    finally:
-        trainer.vllm_importance_sampling_correction = True
 
 
 class SamplingFigures:
@@ -74,8 +55,6 @@ class SamplingFigures:
 
     def add(self, gaps: Tensor, ratios: Tensor) -> bool:
         """Add the figures of a micro-batch; return True if it was the last one, so that `log` is due."""
-        if self._due == 0:  # a later pass over the same batch
-            return False
         self._gaps.append(gaps)
         self._ratios.append(ratios)
         self._due -= 1
@@ -95,17 +74,15 @@ class SamplingFigures:
             metrics[f"sampling/{name}"].append(all_ranks(accelerator.gather(here)).item())
 
 
-def fill_ratio(trainer: Any, inputs: dict[str, Any], logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Put the ratio of `logps` (B, T) into `inputs`, (B, T) or (B, 1) as TRL has it.
+def ratio_and_figures(trainer: Any, inputs: dict[str, Any], logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ratio of `logps` (B, T) to the sampler of `inputs`, (B, T) or (B, 1) as TRL has it, and its figures.
 
-    Returns:
-        for the metrics: |logp - sampling logp| of the counted tokens that the sampler could score, and the ratios.
+    The figures are |logp - sampling logp| of the counted tokens that the sampler could score, and the ratios.
     """
     sampling, config = inputs["sampling_per_token_logps"], LossConfig(**options(trainer))
     mask = counted_tokens(inputs).bool()
     log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
     per_sequence = config.sampling_ratio_is_per_sequence
     ratio = bounded_ratio(config, log_ratio.sum(dim=-1, keepdim=True) if per_sequence else log_ratio)
-    inputs["importance_sampling_ratio"] = ratio
     gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
-    return gaps, ratio.flatten() if per_sequence else ratio[mask]
+    return ratio, gaps, ratio.flatten() if per_sequence else ratio[mask]

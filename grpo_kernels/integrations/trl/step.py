@@ -37,7 +37,7 @@ def check_options(trainer: Any, owner: type) -> None:
         check_skip(config_of_trainer(args))
         for name, is_set in (
             ("use_adaptive_entropy", getattr(args, "use_adaptive_entropy", False)),
-            ("fused_sampling_correction", trainer.fused_sampling_correction),
+            ("fused_sampling_correction", trainer.fused_sampling_correction is True),
         ):
             if is_set:
                 raise ValueError(

@@ -24,7 +24,7 @@ from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.trunk import live_trunk, trunk_of
-from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, sampled_sets, sampling, step
+from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, old_scoring, sampled_sets, sampling, step
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting
 
@@ -33,10 +33,12 @@ class FusedLossMixin:
     """Mixin that makes a ``GRPOTrainer`` subclass use the fused loss: ``class Mine(FusedLossMixin, GMPOTrainer)``.
 
     Args:
-        fused_sampling_correction: True to compute the ratio to the sampler from the loss's own log-probabilities. It
-            saves a forward of the model if TRL would score the completions beforehand only for that ratio (``use_vllm``
-            with ``vllm_importance_sampling_correction``, and every completion trained on before the policy changes).
-            Losses and metrics are TRL's, to rounding.
+        fused_sampling_correction: ``"auto"``: until the policy changes, the ratio to the sampler (``use_vllm`` with
+            ``vllm_importance_sampling_correction``) and old log-probabilities (``num_iterations``,
+            ``steps_per_generation``) come from the loss's own forward, wherever losses and metrics are TRL's to
+            rounding: not with dropout, nor if a subclass overrides a method that may read them. That saves TRL's
+            scoring of the batch, a forward of the model. False: TRL scores. True: as ``"auto"`` without these two
+            conditions; an error without a sampler to correct for.
         kl_estimator: ``"k3"``, TRL's estimate from sampled tokens; or ``"full"``: the KL term (`beta`) and the metric
             ``kl`` are the divergence from the reference over the whole vocabulary, exact and with less variance.
             `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
@@ -61,7 +63,7 @@ class FusedLossMixin:
     def __init__(
         self,
         *args: Any,
-        fused_sampling_correction: bool = False,
+        fused_sampling_correction: bool | Literal["auto"] = "auto",
         kl_estimator: Literal["k3", "full"] = "k3",
         zero_advantage: ZeroAdvantage = "score",
         layout: BatchLayout = "tree",
@@ -77,6 +79,7 @@ class FusedLossMixin:
         self.regroup, self.tokens_per_forward = regroup, tokens_per_forward
         if not hook.SEAM.is_known():
             hook.SEAM.warn_unknown()
+        old_scoring.check_option(fused_sampling_correction)
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
         self.sampling_mask = sampling_mask
@@ -86,8 +89,8 @@ class FusedLossMixin:
         self._loss_rows: hook.Rows | None = None
         self._row_count = RowCount()
         self._token_count = TokenCount()
-        self._lacks_ratio: dict[str, Any] | None = None  # the inputs of the loss, while they lack the ratio
-        self._sampling_figures = sampling.SamplingFigures(0)
+        self._old_scoring = old_scoring.OldScoring()
+        self._unscored: dict[str, Any] | None = None  # the inputs of the loss, while it has to score them
         with heads.adapters_allowed() if hook.SEAM.is_known() else nullcontext():
             super().__init__(*args, **kwargs)
         if hook.SEAM.is_known():
@@ -122,21 +125,16 @@ class FusedLossMixin:
         return batch
 
     def _prepared_batch(self, inputs: Any) -> dict[str, Any]:
-        """Return TRL's batch; if `fused_sampling_correction` applies, without old log-probabilities and ratio."""
+        """Return TRL's batch, as `old_scoring` wants it."""
         self._reference_head = None
-        sampling.check_correction(self)
         prepare = super()._generate_and_score_completions  # type: ignore[misc]
-        if not (self.fused_sampling_correction and sampling.is_corrected(self) and sampling.is_aligned(self)):
-            return prepare(inputs)
-        with sampling.uncorrected(self):
-            batch = prepare(inputs)
-        if "sampling_per_token_logps" not in batch:
-            raise ValueError("sampling_per_token_logps: expected them of the sampler for its correction, got None")
-        self._sampling_figures = sampling.SamplingFigures(self.args.steps_per_generation if self._trains else 1)
-        return batch
+        return self._old_scoring.prepare(self, prepare, inputs)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Return TRL's micro-batch; after a generation, regroup all micro-batches if `regroup` is set."""
+        """Return TRL's micro-batch; after a generation, regroup all micro-batches if `regroup` is set.
+
+        Before the optimizer step that ends with it, score the other micro-batches for which TRL's scoring was left out.
+        """
         before = self._buffered_inputs
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if self.regroup and self._trains and self._buffered_inputs is not before:
@@ -147,7 +145,24 @@ class FusedLossMixin:
             budget = self.tokens_per_forward
             self._buffered_inputs = step.regrouped(batches, live, min(window, len(batches)), budget, in_trees=in_trees)
             inputs = self._buffered_inputs[self._step % len(batches)]  # type: ignore[attr-defined]
+        if self._trains:
+            due = self._old_scoring.due(inputs, self._buffered_inputs) if self.accelerator.sync_gradients else []
+            for batch in due:
+                self._score_old(batch)
+            self._old_scoring.start(inputs)
         return inputs
+
+    def _score_old(self, batch: dict[str, Any]) -> None:
+        """Put old log-probabilities into a micro-batch that is trained on only after the policy has changed."""
+        live: Tensor | None = None
+        if not old_scoring.reads_dead(self):  # the loss will have a ratio to old log-probabilities, not known yet
+            with_old = {**batch, old_scoring.OLD: torch.zeros_like(batch["completion_mask"], dtype=torch.float32)}
+            live = self._live_sequences(self._foreseen_rows(with_old))
+        self._sampled = batch.get(sampled_sets.KEY)
+        try:
+            self._old_scoring.take(self, batch, old_scoring.score(self, batch, live))
+        finally:
+            self._sampled = None
 
     @property
     def _trains(self) -> bool:
@@ -155,8 +170,8 @@ class FusedLossMixin:
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute TRL's loss; its head calls are told which gradient to expect."""
-        if self._must_make_ratio(inputs):
-            inputs = self._lacks_ratio = {**inputs}
+        if self._old_scoring.is_missing(self, inputs):
+            inputs = self._unscored = {**inputs}
         self._sampled = inputs.get(sampled_sets.KEY)
         self._loss_rows = self._foreseen_rows(inputs)
         live = self._live_sequences(self._loss_rows)
@@ -178,7 +193,7 @@ class FusedLossMixin:
                     return factor * self._loss_with_exact_kl(model, inputs)
                 return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
-            self._loss_rows = self._lacks_ratio = self._reference = self._sampled = None
+            self._loss_rows = self._unscored = self._reference = self._sampled = None
 
     def _loss_with_exact_kl(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         assert self._reference_head is not None
@@ -190,11 +205,6 @@ class FusedLossMixin:
         config = config_of_trainer(self.args)
         return exact_kl.add_term(self, config, loss, inputs, reference.divergences)
 
-    def _must_make_ratio(self, inputs: dict[str, Any]) -> bool:
-        """Return True if TRL's batch lacks the ratio that its loss is going to read."""
-        fused = self.fused_sampling_correction and sampling.is_corrected(self)
-        return fused and "importance_sampling_ratio" not in inputs and "old_per_token_logps" not in inputs
-
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
@@ -204,11 +214,10 @@ class FusedLossMixin:
         trunk = self._trunk(given, rows) if rows is not None and hook.SEAM.is_known() else nullcontext()
         with hook.SEAM.filled(), hook.rows(rows), counting(self._row_count), whole, trunk:
             results = score(*args, **kwargs)
-        if self._lacks_ratio is not None:
-            inputs, self._lacks_ratio = self._lacks_ratio, None
-            if self._sampling_figures.add(*sampling.fill_ratio(self, inputs, results[0])):
-                metrics = self._metrics["train" if self._trains else "eval"]  # type: ignore[attr-defined]
-                self._sampling_figures.log(metrics, self.accelerator)
+        if self._unscored is not None:
+            inputs, self._unscored = self._unscored, None
+            self._old_scoring.take(self, inputs, results[0])
+            self._old_scoring.keep(inputs)
         return results
 
     def _trunk(self, given: dict[str, Any], rows: hook.Rows) -> AbstractContextManager[Any]:
@@ -268,7 +277,8 @@ class FusedLossMixin:
 
     def _loss_config(self) -> LossConfig | None:
         """Configuration of the loss that ``super()._compute_loss`` computes, or None if we do not know that loss."""
-        return foreseen.loss_config(self, self._loss_owner(), makes_ratio=self._lacks_ratio is not None)
+        makes_ratio = self._unscored is not None and sampling.is_corrected(self)
+        return foreseen.loss_config(self, self._loss_owner(), makes_ratio=makes_ratio)
 
     def _loss_owner(self) -> type:
         """Return the class that defines ``super()._compute_loss``."""
@@ -284,8 +294,8 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     With N completion tokens, a share s of which carries gradient, its head costs (2 + 4s)NVH floating-point
     operations a step where TRL's costs 8NVH, and prompt, padding and tool tokens are not projected at all. Where the
     loss couples tokens (a sequence-level ratio with old log-probabilities, vespo, an entropy quantile, an off-policy
-    mask) it costs (2 + 6s)NVH. Gradients are exact either way. With vLLM, ``fused_sampling_correction=True`` saves a
-    forward of the whole model per batch, see `FusedLossMixin`.
+    mask) it costs (2 + 6s)NVH. Gradients are exact either way. With vLLM, and in the first of several optimizer
+    steps on a batch, ``fused_sampling_correction`` saves a forward of the whole model, see `FusedLossMixin`.
 
     Other trainers of the process are not touched; `patch_trl` is for those.
     """
