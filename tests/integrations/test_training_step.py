@@ -17,59 +17,12 @@ from grpo_kernels.integrations.transformers import causal_lm_loss, completion_lo
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, Way
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
-
-PADDED: dict[str, Any] = {"zero_advantage": "train", "layout": "padded"}
-MODES: dict[str, dict[str, Any]] = {mode: {"layout": mode} for mode in ("tree", "trim", "padded")}
-ALL = "tree trim padded"
-# Layouts in which each family is exact.
-FAMILIES = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite", "granitemoe",
-         "hyperclovax", "minicpm3", "cohere", "cohere2", "phi3", "phi", "bert",
-         "gpt_neox", "gpt_oss", "gpt2", "olmo2", "opt"),
-        ALL,
-    ),
-    **dict.fromkeys(("bloom", "falcon_h1", "gptj", "mamba"), "trim padded"),
-    "recurrent_gemma": "padded",
-}  # fmt: skip
-WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences
+from tests.support.training_step import FAMILIES, MODES, PADDED, assert_same, batch, family, loss_of, said_by
 
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     warn_once.cache_clear()
-
-
-def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    fields = {"sliding_window": WIDE[kind]} if kind in WIDE else {}
-    return tiny.text_model(kind, dtype, **fields)
-
-
-def batch(sequences: int = 6) -> dict[str, Tensor]:
-    """Two prompts with three completions each, padded on both sides; half of the advantages are 0."""
-    draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, 90, (2, 8), generator=draw).repeat_interleave(3, dim=0)
-    ids = torch.cat([prompts, torch.randint(3, 90, (6, 10), generator=draw)], dim=1)
-    first, last = torch.tensor([4, 4, 4, 0, 0, 0])[:, None], torch.tensor([18, 11, 15, 13, 10, 16])[:, None]
-    mask = ((torch.arange(18) >= first) & (torch.arange(18) < last)).long()
-    advantages = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.7])
-    found = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "completion_mask": mask[:, 8:]}
-    return {name: x[:sequences] for name, x in {**found, "advantages": advantages}.items()}
-
-
-def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    """(output, gradients)."""
-    model.zero_grad()
-    out = causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0, **options)
-    out.loss.backward()
-    return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 3e-6) -> None:
-    assert got.keys() == want.keys()
-    gap = sum((got[name] - x).double().square().sum() for name, x in want.items())
-    norm = sum(x.double().square().sum() for x in want.values())
-    assert (gap / norm).item() ** 0.5 <= bound
 
 
 def exact_layouts(body: Any, *names: str) -> str:
@@ -160,6 +113,46 @@ def test_turns_and_whole_batches_without_attention_mask() -> None:
             torch.testing.assert_close(out.loss, want.loss)
             assert_same(got, gradients)
         assert loss_of(model, case)[0].metrics["tokens/computed"] < 0.75
+
+
+def turns(count: int) -> tuple[dict[str, Tensor], int]:
+    """A conversation as one sample per turn, whose template strips the thinking; and its number of distinct prefixes.
+
+    Each sample is the conversation so far, without any thinking, then the turn's own thinking and answer.
+    """
+    draw = torch.Generator().manual_seed(3)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(3, 90, (n,), generator=draw).tolist()
+
+    so_far, samples = tokens(4), []
+    for _ in range(count):
+        thinking, answer = tokens(5), tokens(3)
+        samples.append((len(so_far), [*so_far, *thinking, *answer]))
+        so_far = [*so_far, *answer, *tokens(2)]
+    length = max(len(ids) for _, ids in samples)
+    columns, ends = torch.arange(length), torch.tensor([[len(ids)] for _, ids in samples])
+    mask = (columns < ends).long()
+    given = {"input_ids": torch.tensor([ids + [0] * (length - len(ids)) for _, ids in samples])}
+    begins = torch.tensor([[begin] for begin, _ in samples])
+    given |= {"attention_mask": mask, "completion_mask": mask * (columns >= begins)}
+    given["advantages"] = torch.linspace(-1.0, 1.2, count)
+    return given, len(
+        {tuple(ids[:n]) for _, ids in samples for n in range(1, len(ids))}
+    )  # the last token predicts none
+
+
+def test_turns_of_a_conversation_compute_each_prefix_once() -> None:
+    model, (given, prefixes) = tiny.text_model("qwen3", torch.float32, max_position_embeddings=128), turns(10)
+    want, gradients = loss_of(model, given, **PADDED)
+    out, got = loss_of(model, given)
+    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+    assert_same(got, gradients)
+    assert round(out.metrics["tokens/computed"].item() * given["input_ids"].numel()) == prefixes
+    given.pop("advantages")
+    with torch.no_grad():
+        padded = completion_logprobs(model, **given, layout="padded")
+        torch.testing.assert_close(completion_logprobs(model, **given), padded, rtol=3e-6, atol=3e-6)
 
 
 def test_padding_is_never_read() -> None:
@@ -256,13 +249,6 @@ def test_what_is_computed_is_counted() -> None:
         counts = counter.get_flop_counts()["LlamaForCausalLM.model"]  # in torch 2.15 of attention too
         counted = sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
         assert counted == round(2 * weights * (computed + 2 * gradient)), options
-
-
-def said_by(call: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        call()
-    return [str(x.message) for x in found if "grpo_kernels" in str(x.message)]
 
 
 def rope(kind: str) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from benchmarks import tiny_run
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
-from tests.integrations.test_training_step import assert_same, batch, said_by
 from tests.support import tiny_architectures as tiny
+from tests.support.training_step import assert_same, batch, said_by
 
 LOSS = GRPOLoss(loss_type="dapo")
 WITH_KL = GRPOLoss(loss_type="dapo", beta=0.04)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.integrations.trl import step as steps
 
 B, P, T = 8, 10, 14
 Change = Callable[[dict[str, Any], torch.Generator], None]
@@ -306,6 +308,41 @@ def with_options(**arguments: Any) -> type:
             super().__init__(*args, **kwargs, **arguments)
 
     return Trainer
+
+
+def test_samples_are_divided_by_prompts_within_a_budget() -> None:
+    """Every sample once, a prompt's together where they fit, live ones first; no part has more tokens than it may."""
+    prompts = [(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4
+    lengths = [3, 4, 5, 2, 6, 6, 6, 6, 1, 1, 2, 1]
+    live = [False] * 4 + [True] * 8
+    parts = steps.divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
+    assert parts == [[4, 5, 6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [], []]
+    draw = random.Random(0)
+    for _ in range(50):
+        groups, size, count = draw.randrange(1, 6), draw.randrange(1, 5), 4
+        samples = size * count
+        prompts = [(g,) * 5 for g in (draw.randrange(groups) for _ in range(samples))]
+        lengths = [draw.randrange(1, 9) for _ in range(samples)]
+        for in_trees in (True, False):
+            parts = steps.divided(prompts, lengths, [True] * samples, count, size * 14, size, in_trees=in_trees)
+            assert sorted(i for part in parts for i in part) == [*range(samples)]
+            used = [sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part}) for part in parts]
+            assert max(used) <= size * 14, "a padded micro-batch has as many"
+            assert in_trees or {len(part) for part in parts} == {size}
+
+
+def test_micro_batches_that_are_left_compute_and_measure_nothing() -> None:
+    """A step's samples fit into the first micro-batches; metrics are those of the ones that have samples."""
+    kept: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_run.config(folder, 2, gradient_accumulation_steps=4)
+        tiny_run.train(with_options(regroup=True, tokens_per_forward=10_000), config, prepare=kept.append)
+    trainer = kept[0]
+    sizes = [int(batch["completion_mask"].any(1).sum()) for batch in trainer._buffered_inputs]
+    assert sizes == [4 * config.per_device_train_batch_size, 0, 0, 0]
+    for log in trainer.state.log_history[:-1]:
+        assert log["entropy"] > 1, "the mean of one micro-batch, not of one and three zeros"
+        assert log["tokens/computed"] < 1
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dr_grpo", "dapo"])  # each normaliser

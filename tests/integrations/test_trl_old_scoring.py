@@ -65,7 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "no accumulation": ({"gradient_accumulation_steps": 1, "steps_per_generation": 2}, 4, 2),
     "generations that begin within a step": ({"gradient_accumulation_steps": 4, "steps_per_generation": 6}, 18, 8),
     "a last step of the epoch that is shorter": ({"steps_per_generation": 3, "steps": 7}, 15, 7),
-    "beta": (TWICE | HALVES | {"beta": 0.04}, 4, 2),
+    # Adam would make steps of a rounding where the policy is still its reference
+    "beta": (TWICE | HALVES | {"beta": 0.04, "optim": "sgd", "learning_rate": 0.05}, 4, 2),
     "off-policy mask": (TWICE | HALVES | {"off_policy_mask_threshold": 0.02}, 4, 2),
     "checkpointing": (HALVES | {"gradient_checkpointing": True}, 8, 4),
     "truncated": (TWICE | HALVES | {"mask_truncated_completions": True, "max_completion_length": 6}, 4, 2),
@@ -113,7 +114,7 @@ def test_other_options(more: dict[str, Any]) -> None:
         [{k: x for k, x in step.items() if "/" not in k or "clip" in k} for step in y.steps] for y in (want, got)
     ]
     assert max(parity.differences(*compared).values()) <= parity.TOLERANCE
-    assert (theirs["forwards"], scored["forwards"]) == (4, 2)
+    assert (theirs["forwards"], scored["forwards"]) == (4, 2 + ("regroup" in more))  # which tries the model on a sample
 
 
 def test_evaluation_scores_nothing_beforehand() -> None:

@@ -15,6 +15,7 @@ from tests.support.trl_ranks import Found, Job, save_model, train, train_all
 
 TOLERANCE = 1e-5
 ADAPTED: dict[str, Any] = {"lora": ("q_proj", "lm_head"), "arguments": {"kl_estimator": "full"}}
+REGROUPED: dict[str, Any] = {"regroup": True, "tokens_per_forward": 10_000}  # the last micro-batches have no samples
 BONUS = {"entropy_coef": 0.01, "num_iterations": 2}  # a mean over micro-batches: other ones on one process
 JOBS = {
     "DDP": Job(),
@@ -25,6 +26,8 @@ JOBS = {
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
     "FSDP2, head its own unit": Job("FSDP2, head its own unit"),
     "FSDP2, adapter on the head, exact KL": Job("FSDP2", **ADAPTED),
+    "DDP: regrouped": Job(arguments=REGROUPED),
+    "FSDP2: regrouped": Job("FSDP2", arguments=REGROUPED),
 }
 HALVES: dict[str, Any] = {
     "options": {"steps_per_generation": 4, "epsilon": 1e-3}

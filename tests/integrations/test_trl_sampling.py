@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
+from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, old_scoring
 
 CLIP = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip_min": 0.8}
@@ -49,16 +50,33 @@ class Tools(Sampler):
         return prompt_ids, ids, [[int(i % 3 != 1) for i, _ in enumerate(x)] for x in ids], *others
 
 
+TRIED = [0]  # FLOPs of the trials of models' first calls
+
+
+@pytest.fixture(autouse=True)
+def trials_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    try_all = exactness._by_trial
+
+    def counted(*args: Any) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            found = try_all(*args)
+        TRIED[0] += counter.get_total_flops()
+        return found
+
+    monkeypatch.setattr(exactness, "_by_trial", counted)
+
+
 def count_scored(trainer: Any) -> None:
-    """Count in `trainer.scored` the FLOPs of what it scores without gradient."""
+    """Count in `trainer.scored` the FLOPs of what it scores without gradient, but for the trial of its first call."""
     trainer.scored, score = 0, trainer._get_per_token_logps_and_entropies
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return score(*args, **kwargs)
+        before = TRIED[0]
         with FlopCounterMode(display=False) as counter:
             found = score(*args, **kwargs)
-        trainer.scored += counter.get_total_flops()
+        trainer.scored += counter.get_total_flops() - (TRIED[0] - before)
         return found
 
     trainer._get_per_token_logps_and_entropies = counted
@@ -139,7 +157,7 @@ def test_a_forward_of_the_model_is_saved() -> None:
     flops, scored = {}, {}
     for fused in (False, True):
         with FlopCounterMode(display=False) as counter:
-            padded = {"padding": "keep", "zero_advantage": "train"}  # nothing is tried on a model then
+            padded = {"layout": "padded", "zero_advantage": "train"}  # nothing is tried on a model then
             _, trainer = train(FusedGRPOTrainer, fused=fused, more=padded, **mode("token_truncate"))
         flops[fused], scored[fused] = counter.get_total_flops(), trainer.scored
     assert scored[True] == 0

@@ -15,9 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import attention, exactness
 from grpo_kernels.integrations.transformers.attention import Segments
-from tests.integrations.test_training_step import ALL, FAMILIES, MODES, PADDED, assert_same, batch, loss_of, said_by
 from tests.support import flash_stand_in
 from tests.support import tiny_architectures as tiny
+from tests.support.training_step import ALL, FAMILIES, MODES, PADDED, assert_same, batch, loss_of, said_by
 
 IN_TREES = [kind for kind, layouts in FAMILIES.items() if layouts == ALL]
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2")
@@ -85,6 +85,16 @@ def test_a_call_for_each_segment_and_one_for_many_give_the_same(monkeypatch: pyt
         for cells in (0.0, 1e9):
             monkeypatch.setattr("grpo_kernels.integrations.transformers.forwards.call_cells", lambda *_, n=cells: n)
             assert_same(loss_of(model, given)[1], gradients)
+
+
+def test_completions_of_one_token() -> None:
+    """A single query sees all keys, with heads in groups; the last tokens of completions are not computed."""
+    given = {name: x[:, :10] if name != "completion_mask" else x[:, :2] for name, x in batch().items() if x.dim() == 2}
+    given["advantages"] = batch()["advantages"]
+    for name in ("sdpa", "eager", "flash_attention_2"):
+        model = model_of("llama", name)
+        _, gradients = loss_of(model, given, **PADDED)
+        assert_same(loss_of(model, given)[1], gradients)
 
 
 def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) -> None:

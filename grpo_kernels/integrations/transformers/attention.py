@@ -170,7 +170,7 @@ class Segments:
         """Return the mask of the last `queries` of `keys` tokens; None where plain causal attention is meant."""
         cuts = window is not None and window < keys
         if name != "eager" and not cuts:
-            if queries == keys:
+            if queries in (1, keys):  # a single query sees all keys
                 return None
             if like.is_cuda:
                 return causal_lower_right(queries, keys)

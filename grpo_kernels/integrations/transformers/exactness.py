@@ -71,17 +71,17 @@ def verdicts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs,
     return known[key]
 
 
-def fits_trees(trunk: nn.Module) -> bool:
-    """Return True if `trunk` has run, and has been exact in a tree in every call."""
-    found = _found.get(trunk, {}).values()
-    return bool(found) and all(isinstance(verdicts.get("tree"), Way) for verdicts in found)
+def fits_trees(trunk: nn.Module) -> bool | None:
+    """Return True if `trunk` has been exact in a tree in every call; None if it has not been tried."""
+    found = [verdicts["tree"] for verdicts in _found.get(trunk, {}).values() if "tree" in verdicts]
+    return all(isinstance(verdict, Way) for verdict in found) if found else None
 
 
 def reason_against_tree(trunk: nn.Module, way: Way, cells: Cells) -> str | None:
     """Return the reason why this batch is not exact in a tree, or None."""
     if way.longest is not None and cells.needed.shape[1] > way.longest:
         return f"its attention is not told of the sliding window of {way.longest} tokens"
-    if cells.padding_is_read or (cells.has_holes and _window(trunk) is not None):  # a window counts the holes
+    if cells.has_holes and _window(trunk) is not None:  # which counts the holes
         return "a sequence has padding within"
     return None
 
@@ -135,6 +135,7 @@ def _by_trial(
     """Run the synthetic rows in each of `modes`, and in the padded forward."""
     found: Verdicts = {}
     sharded = any(hasattr(x, "ds_status") or hasattr(x, "device_mesh") for x in trunk.parameters())
+    sharded = sharded or any(hasattr(x, "_fsdp_wrapped_module") for x in trunk.modules())
     eager = torch.compiler.set_stance("force_eager")  # compiled layers would be compiled for the trial's shapes
     with eager, torch.inference_mode(False), torch.set_grad_enabled(not sharded), evaluating(trunk):
         trial = _Trial(trunk, forward, inputs)

@@ -129,14 +129,13 @@ class Cells:
             by_column: True if a cell's column is its position.
         """
         length = self.needed.shape[1]
-        columns, outside = torch.arange(length), (self.needed & ~self.attended).any(1) | padded
-        first = torch.where(self.attended, columns, length).amin(1).masked_fill(outside, 0).tolist()
-        is_read = self.needed.any(1)
-        end = torch.where(self.needed, columns + 1, 0).amax(1).masked_fill(outside & is_read, length).tolist()
+        columns, is_read = torch.arange(length), self.needed.any(1)
+        first = torch.where(self.attended, columns, length).amin(1).tolist()
+        end = torch.where(self.needed, columns + 1, 0).amax(1).tolist()
         values = [*self.values.values(), *([columns.expand(self.needed.shape)] if by_column else [])]
         features, found = torch.stack(values, dim=-1), []
         for row in (chosen & is_read).nonzero().squeeze(1).tolist():
-            part = slice(first[row], end[row])
+            part = slice(0, length) if padded else slice(first[row], end[row])
             found.append(Row(row * length + columns[part], self.attended[row, part], features[row, part]))
         return found
 

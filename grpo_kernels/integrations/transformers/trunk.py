@@ -144,6 +144,8 @@ class _TrunkCall:
             say_once(self.trunk, "rows hold several sequences (position_ids begin anew), so they run as given")
             return None
         reasons = {mode: verdict if isinstance(verdict, str) else None for mode, verdict in verdicts.items()}
+        if cells.padding_is_read:  # only the model knows what padding attends to; the caller has been told
+            return "padded" if reasons["padded"] is None else None
         if isinstance(tree := verdicts.get("tree"), Way):
             reasons["tree"] = exactness.reason_against_tree(self.trunk, tree, cells)
         mode = next((mode for mode, reason in reasons.items() if reason is None), None)

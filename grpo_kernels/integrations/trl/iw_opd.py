@@ -40,7 +40,7 @@ class FusedIWOPDTrainer(row_count.LogsRows, IWOPDTrainer):
         start = self._compute_prompt_length(inputs)
         ids, labels, rollout = inputs["input_ids"], inputs["labels"][:, start:], inputs.get("rollout_logprobs")
         args = ids, inputs["attention_mask"], labels != -100
-        options: dict[str, Any] = {"temperature": self.temperature, "entropy": False, "padding": "keep"}
+        options: dict[str, Any] = {"temperature": self.temperature, "entropy": False, "layout": "padded"}
         student, _ = completion_logprobs(model, *args, **options)
         self.teacher_model.eval()
         with torch.no_grad():

@@ -157,6 +157,12 @@ def divided(
     return found
 
 
+def first_sample(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return `batch` with its first sample alone."""
+    size = len(batch["prompt_ids"])
+    return {name: _chosen(x, [0]) if _is_per_sample(x, size) else x for name, x in batch.items()}
+
+
 def _chosen(x: Any, samples: Sequence[int]) -> Any:
     return x[[*samples]] if isinstance(x, Tensor) else [x[i] for i in samples]
 

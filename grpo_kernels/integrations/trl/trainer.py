@@ -140,9 +140,7 @@ class FusedLossMixin:
         if self.regroup and self._trains and self._buffered_inputs is not before:
             batches, window = self._buffered_inputs, self.args.gradient_accumulation_steps
             live = [self._live_sequences(self._foreseen_rows(batch)) for batch in batches]
-            trunk = trunk_of(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
-            in_trees = self.trunk_options.layout == "tree" and exactness.fits_trees(trunk)
-            budget = self.tokens_per_forward
+            in_trees, budget = self._fits_trees(batches[0]), self.tokens_per_forward
             self._buffered_inputs = step.regrouped(batches, live, min(window, len(batches)), budget, in_trees=in_trees)
             inputs = self._buffered_inputs[self._step % len(batches)]  # type: ignore[attr-defined]
         if self._trains:
@@ -151,6 +149,15 @@ class FusedLossMixin:
                 self._score_old(batch)
             self._old_scoring.start(inputs)
         return inputs
+
+    def _fits_trees(self, batch: dict[str, Any]) -> bool:
+        """Return True if micro-batches run as trees; tries the model on one sample of `batch` if it has not run."""
+        if self.trunk_options.layout != "tree":
+            return False
+        trunk = trunk_of(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
+        if exactness.fits_trees(trunk) is None:
+            old_scoring.score(self, step.first_sample(batch), None)
+        return exactness.fits_trees(trunk) is True
 
     def _score_old(self, batch: dict[str, Any]) -> None:
         """Put old log-probabilities into a micro-batch that is trained on only after the policy has changed."""

@@ -1,0 +1,68 @@
+"""A batch of two prompts, its loss and gradients in each layout, and the layouts in which each family is exact."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import GRPOLoss
+from grpo_kernels.integrations.transformers import causal_lm_loss
+from tests.support import tiny_architectures as tiny
+
+PADDED: dict[str, Any] = {"zero_advantage": "train", "layout": "padded"}
+MODES: dict[str, dict[str, Any]] = {mode: {"layout": mode} for mode in ("tree", "trim", "padded")}
+ALL = "tree trim padded"
+# Layouts in which each family is exact.
+FAMILIES = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite", "granitemoe",
+         "hyperclovax", "minicpm3", "cohere", "cohere2", "phi3", "phi", "bert",
+         "gpt_neox", "gpt_oss", "gpt2", "olmo2", "opt"),
+        ALL,
+    ),
+    **dict.fromkeys(("bloom", "falcon_h1", "gptj", "mamba"), "trim padded"),
+    "recurrent_gemma": "padded",
+}  # fmt: skip
+WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences
+
+
+def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    fields = {"sliding_window": WIDE[kind]} if kind in WIDE else {}
+    return tiny.text_model(kind, dtype, **fields)
+
+
+def batch(sequences: int = 6) -> dict[str, Tensor]:
+    """Two prompts with three completions each, padded on both sides; half of the advantages are 0."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 90, (2, 8), generator=draw).repeat_interleave(3, dim=0)
+    ids = torch.cat([prompts, torch.randint(3, 90, (6, 10), generator=draw)], dim=1)
+    first, last = torch.tensor([4, 4, 4, 0, 0, 0])[:, None], torch.tensor([18, 11, 15, 13, 10, 16])[:, None]
+    mask = ((torch.arange(18) >= first) & (torch.arange(18) < last)).long()
+    advantages = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.7])
+    found = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "completion_mask": mask[:, 8:]}
+    return {name: x[:sequences] for name, x in {**found, "advantages": advantages}.items()}
+
+
+def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """(output, gradients)."""
+    model.zero_grad()
+    out = causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0, **options)
+    out.loss.backward()
+    return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 3e-6) -> None:
+    assert got.keys() == want.keys()
+    gap = sum((got[name] - x).double().square().sum() for name, x in want.items())
+    norm = sum(x.double().square().sum() for x in want.values())
+    assert (gap / norm).item() ** 0.5 <= bound
+
+
+def said_by(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(x.message) for x in found if "grpo_kernels" in str(x.message)]
