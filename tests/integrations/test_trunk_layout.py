@@ -103,8 +103,7 @@ def test_rows_side_by_side_are_as_wide_as_the_longest() -> None:
     assert layout.attended.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
     assert layout.cells.tolist() == [0, 1, 2, 12, 24, 25]
     assert layout.sources.reshape(-1)[layout.tokens].tolist() == layout.cells.tolist()
-    assert by_rows(rows, graph=True, multiple=8, longest=LENGTH).sources.shape == (3, 8)
-    assert by_rows(rows, graph=True, multiple=64, longest=LENGTH).sources.shape == (3, LENGTH)
+    assert by_rows(rows, graph=True, multiple=8).sources.shape == (3, 8)
 
 
 def test_an_anchor_fills_nothing() -> None:

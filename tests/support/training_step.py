@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.gptj import modeling_gptj
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.integrations.transformers import causal_lm_loss
@@ -23,7 +24,8 @@ FAMILIES = {
          "gpt_neox", "gpt_oss", "gpt2", "olmo2", "opt"),
         ALL,
     ),
-    **dict.fromkeys(("bloom", "falcon_h1", "gptj", "mamba"), "trim padded"),
+    **dict.fromkeys(("bloom", "falcon_h1", "mamba"), "trim padded"),
+    "gptj": ALL if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else "trim padded",  # from transformers 5.24 on
     "recurrent_gemma": "padded",
 }  # fmt: skip
 WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences

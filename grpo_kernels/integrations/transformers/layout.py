@@ -111,15 +111,9 @@ def common_prefix(one: Tensor, other: Tensor) -> int:
     return int(unequal.to(torch.uint8).argmax()) if bool(unequal.any()) else length
 
 
-def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1, longest: int | None = None) -> Layout:
-    """Return the layout that has `rows` side by side, padded on the right to a width that is a multiple of `multiple`.
-
-    Args:
-        longest: most columns that the rounding gives; None: no limit.
-    """
-    widest = max(len(row.cells) for row in rows)
-    width = -(-widest // multiple) * multiple
-    width = width if longest is None else max(widest, min(width, longest))
+def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> Layout:
+    """Return the layout that has `rows` side by side, padded to a width that is a multiple of `multiple`."""
+    width = -(-max(len(row.cells) for row in rows) // multiple) * multiple
     sources, attended = torch.zeros(2, len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
         sources[i, : len(row.cells)] = row.cells

@@ -167,7 +167,7 @@ class _TrunkCall:
             if isinstance(trim, str) or self.multiple > 1 or tree.sources.numel() <= _WORTH_A_TREE * padded:
                 return tree, way
             way = trim  # side by side nothing is computed twice either, or next to nothing
-        return layouts.by_rows(rows, graph=graph, multiple=self.multiple, longest=cells.needed.shape[1]), way
+        return layouts.by_rows(rows, graph=graph, multiple=self.multiple), way
 
     def _as_given(self, given: dict[str, Any]) -> Any:
         """Run the padded forward, and as many forwards without graph as other ranks run."""
