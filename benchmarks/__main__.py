@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, labels, machine, tables
+from benchmarks import figures, labels, machine, step_tables, tables
 from benchmarks.cases import HEADS, BenchCase
 from benchmarks.machine import ROOT
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
@@ -26,7 +26,7 @@ from benchmarks.providers import PROVIDERS, named
 from benchmarks.run import How, Results, measure_case, measure_peaks
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-STEP = "step"  # the part that trains with TRL; only where asked for, it takes ten minutes
+STEP = "step"  # the part that trains with TRL; only where asked for, it takes a quarter of an hour
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -146,7 +146,7 @@ def is_wrong(data: dict[str, Any]) -> bool:
     cases = (data.get("cases") or {}).values()
     ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
     wrong = any(x["status"] not in ("ok", "partial", "absent") for x in ours)
-    return wrong or tables.step_is_wrong(data) or data["status"] != "complete"
+    return wrong or step_tables.is_wrong(data) or data["status"] != "complete"
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: smoke test, GPU tests, sanitizers, benchmarks, in this order and in bounded time.
+"""``python -m benchmarks.gpu``: smoke test, GPU tests, sanitizers, a step's layouts, benchmarks, in bounded time.
 
 The JSON file has each benchmark's result at once, and those of tests when their pytest ends. Exit status: 0 if smoke
 and tests passed, the sanitizers found nothing in our kernels and no goal was missed; 1 otherwise; 2 if it could not
@@ -31,8 +31,9 @@ from benchmarks.machine import ROOT
 from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
 from benchmarks.run import How, Results, describe, measure_case
 
-STEPS = ("smoke", "tests", "sanitizer", "bench")  # a peer may bring the process down, so the benchmarks are the last
-SHARES = {"smoke": 0.25, "tests": 0.40, "sanitizer": 0.25}  # of the time left; the last step gets all of it
+# A peer may bring the process down, so the benchmarks are the last.
+STEPS = ("smoke", "tests", "sanitizer", "step", "bench")
+SHARES = {"smoke": 0.25, "tests": 0.40, "sanitizer": 0.25, "step": 0.15}  # of the time left; the last gets all of it
 RESERVE_SECONDS = 5.0  # to write the end
 PEER_SECONDS = 8.0  # for the rounds of a peer and its anchors; building and checking it takes about as long
 PROFILED = ("main", "frozen")  # a missed goal has to be explained
@@ -153,6 +154,8 @@ def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> No
                 run_tests(results, "alone", [*ALONE, "-p", "no:xdist"], until, folder)
             elif step == "sanitizer":
                 run_sanitizers(results, until, folder, toy=options.dry_run)
+            elif step == "step":
+                run_layouts(results, options, until)
             else:
                 run_bench(results, options, until)
         except Exception as error:
@@ -337,6 +340,16 @@ def plan(
     return found + [item for of_case in others for item in of_case]
 
 
+def run_layouts(results: Results, options: argparse.Namespace, until: float) -> None:
+    """Measure the layouts of a training step; transformers, which the models are of, may be missing."""
+    if importlib.util.find_spec("transformers") is None:
+        results.merge("layouts", "any attention", status="absent", reason="transformers is not installed")
+        return
+    from benchmarks.gpu_step import measure_layouts
+
+    measure_layouts(torch.device("cpu" if options.dry_run else "cuda"), results, until, toy=options.dry_run)
+
+
 def run_bench(results: Results, options: argparse.Namespace, until: float) -> None:
     """Measure what was asked for; what is known is in `results` at once."""
     toy = options.dry_run
@@ -398,12 +411,14 @@ def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_well(data: dict[str, Any]) -> bool:
-    """No failed test and some passed, no finding in our kernels, ours right in every case, no missed goal."""
+    """No failed test and some passed, no finding in our kernels, ours right in each case and layout, no missed goal."""
     tests = [x for _, x in _tables(data.get("tests"))]
     is_bad = any(x.get("status") != "passed" for x in tests)
     nothing_ran = bool(tests) and not data.get("dry_run") and not any(x["counts"].get("passed") for x in tests)
     found = any(x.get("in_our_kernels") for _, x in _tables(data.get("sanitizer")))
     missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
+    layouts = [y.get("status") for _, x in figures.layouts(data) for y in (x, *x.values()) if isinstance(y, dict)]
+    is_bad |= bool({"wrong", "error"} & {*layouts})
     ours = {x["ours"].get("status") for _, c in _tables(data.get("cases")) if "ours" in (x := figures.providers(c))}
     return not (is_bad or nothing_ran or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}
 
@@ -415,6 +430,8 @@ def lines(data: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {k['ms']:9.3f} ms {k['calls']:4d} x {k['name'][:80]}" for k in x.get("kernels", [])[:8])
     for name, x in _tables(data.get("micro")):
         yield f"{name}: {json.dumps({k: _rate(y) for k, y in x.items()})}"
+    for name, x in figures.layouts(data):
+        yield from (f"{name}, {layout}: {_layout(y)}" for layout, y in _tables(x))
     for name, x in _tables(data.get("tests")):
         yield from (f"  {y['test']}: {y['text'][:160]!r}" for y in x.get("failures", []))
         yield from (f"  {test}: {said}" for test, said in x.get("said", {}).items() if name == "smoke")
@@ -422,6 +439,15 @@ def lines(data: dict[str, Any]) -> Iterator[str]:
     for name, x in _tables(data.get("sanitizer")):
         yield f"{name}: {x['status']} {x.get('summary', '')} in our kernels: {x.get('in_our_kernels')}"
     yield from (f"step {name} failed: {why}" for name, why in data.get("failed_steps", {}).items())
+
+
+def _layout(found: dict[str, Any]) -> str:
+    """Milliseconds, peak memory, share of the padded tokens and errors of one layout."""
+    if found.get("status") != "ok":
+        return f"{found.get('status')} {found.get('reason', '')[:160]} {found.get('errors', '')}"
+    errors = "".join(f", {k} off by {x:.1e}" for k, x in found.get("errors", {}).items())
+    ms = found.get("ms", {}).get("median")
+    return f"{ms} ms, {found.get('peak_mib')} MiB, {found['computed']:.0%} of the tokens{errors}"
 
 
 def _rate(found: Any) -> Any:
@@ -443,6 +469,9 @@ def did_not_run(data: dict[str, Any]) -> list[str]:
     for name, x in _tables(data.get("sanitizer")):
         if x.get("status") in ("absent", "out of time"):
             text.append(f"not run: {name}: {x['status']}, {x.get('reason', '')}")
+    for name, x in figures.layouts(data):
+        late = {"": x} if "status" in x else {f", {k}": y for k, y in _tables(x) if y.get("status") == "out of memory"}
+        text += [f"not run: {name}{k}: {y['status']}, {y.get('reason', '')[:200]}" for k, y in late.items()]
     if late := data.get("not_begun"):
         text.append(f"not run: no time for {', '.join(late)}")
     providers = [item for _, case in _tables(data.get("cases")) for item in figures.providers(case).items()]

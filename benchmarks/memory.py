@@ -2,7 +2,7 @@
 
 On a GPU torch's allocator tells. On a CPU under Linux it is resident memory: the kernel's high-water mark is set back
 (5 to ``/proc/self/clear_refs``) after what is free was given back. Scratch space of libraries that they keep from an
-earlier step is there before, so it does not count.
+earlier step is there before, so it does not count. `saved_bytes` counts what graphs hold for the backward.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
@@ -47,6 +49,33 @@ class Peak:
             torch.cuda.synchronize()
             return int(torch.cuda.max_memory_allocated()) - self._before - returned
         return status_bytes("VmHWM") - self._before - returned if is_measured(self._device) else None
+
+
+class _Held:
+    """A tensor that a graph has saved; gone when the graph is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """Inside, the function that is given returns the bytes that graphs made since have saved, without parameters."""
+    held: weakref.WeakSet[_Held] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _Held:
+        found = _Held(tensor.detach())  # an output with its graph would hold itself
+        held.add(found)
+        return found
+
+    def count() -> int:
+        storages = {x.tensor.untyped_storage().data_ptr(): x.tensor.untyped_storage().nbytes() for x in held}
+        for parameter in model.parameters():
+            storages.pop(parameter.untyped_storage().data_ptr(), None)
+        return sum(storages.values())
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.tensor):
+        yield count
 
 
 def give_back_what_is_freed() -> None:

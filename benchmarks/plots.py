@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks import claims, figures, labels
 from benchmarks.claims import multiple
-from benchmarks.figures import ALL_OPTIONS, DEFAULTS, OURS, STOCK, Case, Scene, faster, step_seconds
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, OURS, REGROUPED, STOCK, Case, Scene, faster, step_seconds
 
 WIDTH, DPI = 11.0, 120  # inches
 CARD, INK, SOFT, GRID = "#fbfbf9", "#1f2328", "#57606a", "#d8dee4"
@@ -147,14 +147,14 @@ STEP_BAR = 0.56  # inches a variant
 STEP_SHOWN = {
     STOCK: "stock TRL",
     "fused head alone": "our head alone",
+    "trim": "layout='trim'",
     DEFAULTS: "our defaults",
-    "split": "+ padding='split'",
-    "skip, split": "+ zero_advantage='skip'",
-    ALL_OPTIONS: "+ shared prompts",
+    REGROUPED: "+ regroup",
+    ALL_OPTIONS: "+ zero_advantage='skip'",
 }
 OPTIONS = (
-    "Our head alone: zero_advantage='train', padding='keep'. Our defaults: 'score', 'trim'. Each + adds to the line "
-    "above it; shared prompts: shared_prompts and regroup. Saved activations: of the largest micro-batch."
+    "Our head alone: zero_advantage='train', layout='padded'. Below it zero_advantage is 'score'; our defaults have "
+    "layout='tree'. Each + adds to the line above it. Saved activations: of the largest micro-batch."
 )
 
 

@@ -14,11 +14,9 @@ import statistics
 import tempfile
 import time
 import warnings
-import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,29 +26,28 @@ from datasets import Dataset
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from benchmarks import parity, tiny_models, tiny_run
-from benchmarks.figures import STOCK
+from benchmarks import groups, parity, tiny_models, tiny_run
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, REGROUPED, STOCK, step_seconds
 from benchmarks.machine import Watch
-from benchmarks.memory import MIB, freed_memory_kept
+from benchmarks.memory import MIB, freed_memory_kept, saved_bytes
 from benchmarks.run import Results, describe
-from benchmarks.tables import SHARES
+from benchmarks.step_tables import SHARES
 from benchmarks.timing import order
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 # name: options of FusedGRPOTrainer
 VARIANTS: dict[str, dict[str, Any] | None] = {
     STOCK: None,
-    "fused head alone": {"zero_advantage": "train", "padding": "keep"},
-    "defaults": {},
-    "free": {"padding": "free"},
-    "split": {"padding": "split"},
-    "skip, split": {"zero_advantage": "skip", "padding": "split"},
-    "shared, regrouped": {"shared_prompts": True, "regroup": True},
-    "skip, split, shared, regrouped": {
-        "zero_advantage": "skip", "padding": "split", "shared_prompts": True, "regroup": True,
-    },
-}  # fmt: skip
-FEW = (STOCK, "fused head alone", "defaults", "split")
+    "fused head alone": {"zero_advantage": "train", "layout": "padded"},
+    "trim": {"layout": "trim"},
+    DEFAULTS: {},
+    "skip": {"zero_advantage": "skip"},
+    REGROUPED: {"regroup": True},
+    ALL_OPTIONS: {"zero_advantage": "skip", "regroup": True},
+    ONE_GROUP: {},  # and `Scene.by_groups`
+}
+EVERY = tuple(name for name in VARIANTS if name != ONE_GROUP)
+MOST = tuple(name for name in EVERY if "skip" not in name)
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,12 @@ class Scene:
     Attributes:
         prompt: fewest and most tokens of a prompt.
         completion: median and most tokens of a completion; lengths are log-normal of deviation `sigma`.
+        generated: micro-batches that TRL generates at once, and shuffles; None: those of a step.
         steps: optimizer steps of a training, the first of which warms up.
         rounds: timed trainings of each variant.
     """
 
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = EVERY
     prompt: tuple[int, int] = (16, 64)
     completion: tuple[int, int] = (48, 384)
     sigma: float = 0.8
@@ -75,31 +73,45 @@ class Scene:
     sequences: int = 8  # of a micro-batch
     micro_batches: int = 4
     group: int = 8
+    generated: int | None = None
+    loss_type: str = "dapo"
     steps: int = 7
     rounds: int = 3
 
     def toy(self) -> Scene:
         """The scene in seconds."""
         sizes = {"prompt": (4, 9), "completion": (6, 16), "vocab": 256, "hidden": 32, "layers": 2}
-        return replace(self, **sizes, sequences=4, micro_batches=2, group=4, steps=2, rounds=1)
+        sequences = min(self.sequences, 4)
+        return replace(self, **sizes, sequences=sequences, micro_batches=8 // sequences, group=4, steps=2, rounds=1)
+
+    def by_groups(self) -> Scene:
+        """The scene with the same samples, one whole group in each micro-batch."""
+        count = self.sequences * self.micro_batches // self.group
+        return replace(self, sequences=self.group, micro_batches=count, generated=1)
 
     @property
     def about(self) -> str:
         """The scene in words."""
+        prompt = " to ".join(str(x) for x in sorted({*self.prompt}))
         kept = "; activation checkpointing" if self.checkpointing else ""
+        loss = "" if self.loss_type == "dapo" else f"; loss of the type {self.loss_type}"
         return (
             f"Qwen3-like model with V {self.vocab}, H {self.hidden}, {self.layers} layers, fp32; {self.sequences} "
             f"sequences a micro-batch, {self.micro_batches} micro-batches a step, groups of {self.group}, half of them "
-            f"with equal rewards; prompts of {self.prompt[0]} to {self.prompt[1]} tokens, completions log-normal with "
-            f"a median of {self.completion[0]} and at most {self.completion[1]} tokens{kept}"
+            f"with equal rewards; prompts of {prompt} tokens, completions log-normal with "
+            f"a median of {self.completion[0]} and at most {self.completion[1]} tokens{kept}{loss}"
         )
 
 
 SCENES = {
     "short prompts": Scene(),
-    "activation checkpointing": Scene(FEW, checkpointing=True),
-    "long prompts": Scene((*FEW, "shared, regrouped"), prompt=(128, 256)),
-}
+    "activation checkpointing": Scene(MOST, checkpointing=True),
+    "long prompts": Scene(MOST, prompt=(128, 256)),
+    "two per micro-batch": Scene(
+        (STOCK, DEFAULTS, REGROUPED, ONE_GROUP), prompt=(256, 256), completion=(48, 256), sequences=2, micro_batches=16,
+        loss_type="grpo",  # a mean over sequences: the same step however samples are divided into generations
+    ),
+}  # fmt: skip
 
 
 class Given:
@@ -108,16 +120,17 @@ class Given:
     scene: Scene
     given_seconds = 0.0  # CPU seconds of the generation that is replaced
     saved: list[int] | None = None  # bytes that the graph of each micro-batch saves; None: not counted
-    _calls = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen: Counter[tuple[int, ...]] = Counter()  # completions of each prompt so far
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> Any:
         started = time.process_time()
-        self._calls += 1
-        seen: Counter[tuple[int, ...]] = Counter()
         found = []
         for prompt in map(tuple, prompt_ids):
-            found.append(completion(self.scene, f"{self._calls} {seen[prompt]} {prompt}"))
-            seen[prompt] += 1
+            found.append(completion(self.scene, f"{self._seen[prompt]} {prompt}"))
+            self._seen[prompt] += 1
         self.given_seconds += time.process_time() - started
         return found, None
 
@@ -150,33 +163,6 @@ class StepClock(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seconds.append(time.process_time() - self.trainer.given_seconds - self._started)
-
-
-class _Held:
-    """A tensor that a graph has saved; gone when the graph is."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-@contextmanager
-def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Inside, the function that is given returns the bytes that graphs made since have saved, without parameters."""
-    held: weakref.WeakSet[_Held] = weakref.WeakSet()
-
-    def pack(tensor: Tensor) -> _Held:
-        found = _Held(tensor.detach())  # an output with its graph would hold itself
-        held.add(found)
-        return found
-
-    def count() -> int:
-        storages = {x.tensor.untyped_storage().data_ptr(): x.tensor.untyped_storage().nbytes() for x in held}
-        for parameter in model.parameters():
-            storages.pop(parameter.untyped_storage().data_ptr(), None)
-        return sum(storages.values())
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.tensor):
-        yield count
 
 
 def completion(scene: Scene, seed: str) -> list[int]:
@@ -220,11 +206,14 @@ def train(scene: Scene, name: str, *, watched: bool = False, **changed: Any) -> 
         changed: options of the trainer's configuration.
     """
     options = VARIANTS[name]
+    scene = scene.by_groups() if name == ONE_GROUP else scene
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": scene.sequences,
         "gradient_accumulation_steps": scene.micro_batches,
+        "steps_per_generation": scene.generated,
         "num_generations": scene.group,
         "max_completion_length": scene.completion[1],
+        "loss_type": scene.loss_type,
         "gradient_checkpointing": scene.checkpointing,
         "learning_rate": 1e-4,
         **changed,
@@ -253,7 +242,7 @@ SGD_STEPS = 20
 
 
 def measure_all(results: Results, *, toy: bool = False, rounds: int | None = None) -> None:
-    """Write ``step`` into the results, after each training: ``scenes`` and ``sgd``."""
+    """Write ``step`` into the results, after each measurement: ``scenes``, ``sgd``, ``groups`` and ``turns``."""
     threads = torch.get_num_threads()
     tiny_run.quiet()
     gc.freeze()  # every training collects garbage, of which what is imported is none
@@ -271,6 +260,8 @@ def _measure_all(results: Results, *, toy: bool, rounds: int | None) -> None:
         scene = scene.toy() if toy else scene
         _measure(results, ("step", "scenes", name), scene if rounds is None else replace(scene, rounds=rounds))
     _sgd(results, replace(Scene().toy(), steps=4 if toy else SGD_STEPS))
+    groups.measure_groups(results, toy=toy, rounds=rounds)
+    groups.measure_turns(results, toy=toy)
 
 
 def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
@@ -294,18 +285,22 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
                     results.merge(*at, samples=samples, seconds=seconds(samples))
             except Exception as error:
                 results.merge(*at, status="error", reason=describe(error))
+    found = step_seconds(results.at(*path))
+    if {REGROUPED, ONE_GROUP} <= found.keys():
+        results.merge(*path, regrouped_over_one_group=found[ONE_GROUP] / found[REGROUPED])
     results.merge(*path, cpu_of_others=watch.others())
 
 
 def _compared(name: str, stock: list[dict[str, float]], found: dict[str, Any]) -> dict[str, Any]:
     """Status, differences from stock TRL, saved MiB, and shares, of the first round of a variant."""
     options, logs = VARIANTS[name] or {}, found["logs"]
+    divides = name == ONE_GROUP or options.get("regroup", False)
     apart = _apart(stock, logs)
     metrics = {k: x for k, x in apart.items() if k not in ("loss", "grad_norm")}
     worst = max(metrics, key=lambda k: metrics[k])
     differences = {"loss": apart["loss"], "grad_norm": apart["grad_norm"], "metrics": metrics[worst], "worst": worst}
-    other_means = options.get("regroup") or options.get("zero_advantage") == "skip"  # by intent
-    bound = REGROUPED_TOLERANCE if options.get("regroup") else parity.TOLERANCE
+    other_means = divides or options.get("zero_advantage") == "skip"  # by intent
+    bound = REGROUPED_TOLERANCE if divides else parity.TOLERANCE
     checked = [differences[k] for k in ("loss", "grad_norm", *(() if other_means else ("metrics",)))]
     return {
         "status": "ok" if max(checked) <= bound else "wrong",
@@ -330,7 +325,7 @@ def seconds(samples: Sequence[Sequence[float]]) -> float:
 def _sgd(results: Results, scene: Scene) -> None:
     """``sgd``: how far each variant is from stock TRL after plain SGD, in which nothing hides small gradients."""
     start = nn.utils.parameters_to_vector(policy(scene).parameters()).detach()
-    for name in VARIANTS:
+    for name in scene.variants:
         model, found = train(scene, name, optim="sgd", learning_rate=0.1, num_iterations=2)
         end = nn.utils.parameters_to_vector(model.parameters()).detach()
         if name == STOCK:

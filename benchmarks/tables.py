@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import claims, figures, labels
-from benchmarks.figures import OURS, PRODUCTS, STOCK, Case, Provider, Scene, ratio
+from benchmarks import claims, figures, labels, step_tables
+from benchmarks.cells import markdown, number, small, times
+from benchmarks.figures import OURS, PRODUCTS, Case, Provider, ratio
 from benchmarks.labels import share
 
 NOTES = (
@@ -58,30 +59,6 @@ def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
     path.write_text("\n".join([*text, *_end(data)]) + "\n", encoding="utf-8")
 
 
-def markdown(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """A table of these cells; a column that would be empty is left out."""
-    kept = [i for i in range(len(head)) if not cells or any(line[i] for line in cells)]
-    rows = (head, ["---"] * len(head), *cells)
-    return [f"| {' | '.join(line[i] for i in kept)} |" for line in rows]
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """That many digits, and no exponent for what is large; blank for None."""
-    if value is None:
-        return ""
-    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
-def small(value: float | None) -> str:
-    """An error, in two digits."""
-    return "" if value is None else f"{value:.1e}" if value else "0"
-
-
-def times(value: float | None) -> str:
-    """A ratio."""
-    return "" if value is None else f"{value:.2f}"
-
-
 def of_products(value: float | None) -> str:
     """The products' time over that of ours."""
     return NOISE if value is not None and value > 1 else times(value)
@@ -101,7 +78,7 @@ def _sections(data: dict[str, Any]) -> list[Section]:
     """The sections of which there are results."""
     found: list[Section] = []
     if figures.scenes(data):
-        found.append(("A whole training step", "step", _steps(data["step"])))
+        found.append(("A whole training step", "step", step_tables.lines(data["step"])))
     if peaks := figures.of_part(data, "memory"):
         found.append(("Memory against tokens", "memory", _memory(peaks, data)))
     if len(compared := figures.compared(data)) > 1:
@@ -281,65 +258,3 @@ def _percent(value: float | None) -> str:
 def _goal(goal: dict[str, Any]) -> list[str]:
     found = [goal.get(name) for name in GOAL]
     return [number(x) if isinstance(x, float) else labels.tidy("" if x is None else x) for x in found]
-
-
-# The whole optimizer step, as `benchmarks.step` measures it.
-
-SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")
-SHOWN = SHARES[1:]
-
-
-def step_is_wrong(data: dict[str, Any]) -> bool:
-    """True if a variant failed, or is further from stock TRL than rounding."""
-    return any(x["status"] != "ok" for scene in figures.scenes(data).values() for x in scene["variants"].values())
-
-
-def _steps(step: dict[str, Any]) -> list[str]:
-    """Markdown: a table for each scene, and how far the parameters are apart after SGD."""
-    text = [
-        "The columns: CPU seconds of a step; stock TRL's seconds over them, with the least and the most of the rounds;",
-        "MiB that the graph of the largest micro-batch saves; shares of padded tokens; the largest differences from",
-        "stock TRL. [How it is measured](measuring.md#the-training-step); [the options](training-step.md).",
-    ]
-    for i, (name, scene) in enumerate(step["scenes"].items()):
-        others = scene.get("cpu_of_others")
-        busy = "" if others is None else f"; other processes used {share(others)} of the cores meanwhile"
-        count, rounds = labels.count(scene["steps"] - 1, "step"), labels.count(scene["rounds"], "round")
-        about = (
-            scene["about"] if i == 0 else _what_differs(scene["about"], next(iter(step["scenes"].values()))["about"])
-        )
-        text += ["", f"**{name}**: {about}; {count} in {rounds}{busy}", ""]
-        head = ["variant", "seconds", "stock / it", "saved MiB", *SHOWN, "loss", "gradient norm", "metrics", "failed"]
-        text += markdown(head, [_variant(scene, x) for x in scene["variants"]])
-    apart = {name: x["parameters"] for name, x in (step.get("sgd") or {}).items() if name != STOCK}
-    if apart:
-        worst = max(apart, key=lambda name: apart[name])
-        text += [
-            "",
-            "After plain SGD at toy size the parameters of every variant differ from stock TRL's by at most "
-            f"{small(apart[worst])} of the distance that they moved ({worst}).",
-        ]
-    return text
-
-
-def _what_differs(about: str, first: str) -> str:
-    """The clauses of a scene's description that those of the first scene lack."""
-    known = {clause for part in first.split("; ") for clause in part.split(", ")}
-    own = [x for part in about.split("; ") for x in part.split(", ") if x not in known]
-    return ", ".join(own) or "as the first"
-
-
-def _variant(scene: Scene, name: str) -> list[str]:
-    x = scene["variants"][name]
-    saved, shares, apart = (x.get(key) or {} for key in ("saved_mib", "shares", "differences"))
-    found = figures.faster(scene, name)
-    over = "" if found is None else f"{times(found[0])} ({times(found[1])} to {times(found[2])})"
-    return [
-        name,
-        number(x.get("seconds"), 3),
-        over,
-        number(saved.get("max"), 3),
-        *("" if key not in shares else share(round(shares[key], 3)) for key in SHOWN),
-        *(small(apart.get(key)) for key in ("loss", "grad_norm", "metrics")),
-        "" if x["status"] == "ok" else labels.tidy(f"{x['status']}: {x.get('reason', '')}".strip(": ")),
-    ]

@@ -37,7 +37,6 @@ OPTIONS |= {"lr": 1e-6, "max_new_tokens": 512, "test": 128, "seed": 0, "output":
 SMOKE = {"lr": 1e-3, "max_new_tokens": 8, "test": 6, "steps": 10, "micro_batch": 24}
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 WHOLE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the distribution that the loss is of
-SAVINGS: dict[str, Any] = {"padding": "split", "shared_prompts": True}  # docs/training-step.md
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # fp32 weights, bf16 products: at this learning rate most updates are smaller than half a step of a bf16 weight.
 AUTOCAST = torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
@@ -124,14 +123,14 @@ def main() -> None:
         slices = [slice(i, i + args.micro_batch) for i in range(0, len(problems), args.micro_batch)]
         parts = [{name: x[rows] for name, x in inputs.items()} for rows in slices]
         with torch.no_grad(), AUTOCAST:
-            scores = [completion_logprobs(model, **part, loss_fn=loss_fn, **SAVINGS) for part in parts]
+            scores = [completion_logprobs(model, **part, loss_fn=loss_fn) for part in parts]
         entropy = (torch.cat([x for _, x in scores]) * inputs["completion_mask"]).sum() / count
         for _ in range(args.updates):
             live = 0.0
             for part, (old, _), rows in zip(parts, scores, slices, strict=True):
                 given = {"advantages": advantages[rows], "old_per_token_logps": old, "num_items_in_batch": count}
                 with AUTOCAST:
-                    out = causal_lm_loss(model, loss_fn, **part, **given, zero_advantage="skip", **SAVINGS)
+                    out = causal_lm_loss(model, loss_fn, **part, **given, zero_advantage="skip")
                 out.loss.backward()
                 live += out.metrics["sequences/gradient"].item() * len(old) / len(problems)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

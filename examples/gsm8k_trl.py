@@ -37,10 +37,9 @@ SMOKE = {"output_dir": "out/gsm8k-smoke", "num_generations_eval": 8, "per_device
 class StepOptions(Options):
     """The library's options besides (docs/training-step.md). Losses and gradients stay TRL's with all of them."""
 
-    padding: str = field(default="split", metadata={"choices": ["trim", "split", "free", "keep"]})
+    layout: str = field(default="tree", metadata={"choices": ["tree", "trim", "padded"]})
     zero_advantage: str = field(default="score", metadata={"choices": ["score", "skip", "train"]})
-    shared_prompts: bool = field(default=False, metadata={"help": "completions of a prompt compute it once"})
-    regroup: bool = field(default=False, metadata={"help": "similar samples share a micro-batch"})
+    regroup: bool = field(default=False, metadata={"help": "completions of a prompt share a micro-batch"})
 
 
 def main() -> None:
@@ -53,9 +52,8 @@ def main() -> None:
         reward_funcs=exact_match,
         train_dataset=data["train"],
         eval_dataset=data["test"],
-        padding=options.padding,
+        layout=options.layout,
         zero_advantage=options.zero_advantage,
-        shared_prompts=options.shared_prompts,
         regroup=options.regroup,
         **model_arguments(model),
     )

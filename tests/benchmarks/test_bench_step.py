@@ -15,12 +15,13 @@ pytest.importorskip("trl")
 
 
 from benchmarks import __main__ as command
-from benchmarks import figures, run, step, tables
+from benchmarks import figures, groups, run, step, step_tables, tables
+from benchmarks.memory import saved_bytes
 from benchmarks.run import Results
-from benchmarks.step import SCENES, VARIANTS, Scene, completion, saved_bytes
+from benchmarks.step import SCENES, VARIANTS, Scene, completion
 from tests.support.bench_results import parsed, results
 
-REGROUPED = ("shared, regrouped", "skip, split, shared, regrouped")
+REGROUPED = ("regrouped", "skip, regrouped", "one group a micro-batch")  # sums in another order than stock TRL's
 FIRST = [233, 39, 177, 31, 33, 188, 217, 175, 252, 1]
 
 
@@ -42,7 +43,8 @@ def test_every_variant_is_timed_and_trains_as_stock_trl_does(measured: dict[str,
             assert x["seconds"] > 0
             apart = x["differences"]
             assert max(apart["loss"], apart["grad_norm"]) <= (2e-5 if name in REGROUPED else 1e-6)
-    assert list(measured["sgd"]) == list(VARIANTS)
+    assert measured["scenes"]["two per micro-batch"]["regrouped_over_one_group"] > 0
+    assert list(measured["sgd"]) == list(Scene().variants)
     for name, x in measured["sgd"].items():
         assert max(x["loss"], x["grad_norm"], x["parameters"]) <= (2e-5 if name in REGROUPED else 5e-6)
         assert (x["parameters"] > 0) is (name != "stock TRL"), "no two of them sum in the same order"
@@ -50,18 +52,51 @@ def test_every_variant_is_timed_and_trains_as_stock_trl_does(measured: dict[str,
 
 def test_each_saving_computes_and_saves_less(measured: dict[str, Any]) -> None:
     variants = measured["scenes"]["short prompts"]["variants"]
-    alone, defaults, skip, shared = (
-        variants[name]["shares"] for name in ("fused head alone", "defaults", "skip, split", "shared, regrouped")
+    alone, trim, defaults, skip, regrouped = (
+        variants[name]["shares"] for name in ("fused head alone", "trim", "defaults", "skip", "regrouped")
     )
     assert set(alone.values()) == {1.0}
     assert defaults["sequences/gradient"] == 0.5, "half of the groups have equal rewards"
-    assert defaults["tokens/gradient"] < defaults["tokens/computed"] < 1
+    assert defaults["tokens/gradient"] < defaults["tokens/computed"] < trim["tokens/computed"] < 1
     assert skip["tokens/computed"] == skip["tokens/gradient"] <= defaults["tokens/gradient"]
-    assert shared["tokens/gradient"] < defaults["tokens/gradient"]
-    saved = [variants[name]["saved_mib"]["mean"] for name in ("stock TRL", "defaults", "shared, regrouped")]
+    assert regrouped["tokens/computed"] < defaults["tokens/computed"]
+    saved = [variants[name]["saved_mib"]["mean"] for name in ("stock TRL", "trim", "defaults")]
     assert saved[0] > saved[1] > saved[2]
+    by_two = measured["scenes"]["two per micro-batch"]["variants"]
+    computed = [by_two[x]["shares"]["tokens/computed"] for x in ("one group a micro-batch", "defaults")]
+    assert computed[0] < computed[1]
     checkpointed = measured["scenes"]["activation checkpointing"]["variants"]["stock TRL"]
     assert checkpointed["saved_mib"]["mean"] < saved[0] / 2
+
+
+def test_a_tree_computes_what_is_necessary(measured: dict[str, Any]) -> None:
+    """Of a group its prompt once, without the last tokens, which predict nothing; of a conversation each prefix."""
+    assert list(measured["groups"]["shapes"]) == [shape.name for shape in groups.TOY_SHAPES]
+    for shape, x in zip(groups.TOY_SHAPES, measured["groups"]["shapes"].values(), strict=True):
+        p, c, g = shape
+        assert x["status"] == "ok" and x["computed"] == pytest.approx((p + g * (c - 1)) / (g * (p + c)))
+        assert x["speed"] == x["seconds"]["padded"] / x["seconds"]["tree"]
+        assert x["reached"] == x["speed"] / shape.allowed(groups.TOY_SIZE)
+    turns = measured["turns"]
+    assert turns["status"] == "ok" and turns["computed"] == turns["prefixes"] < turns["padded"] / 3
+    one, two = groups.samples_of(groups.Turns(2), 100)
+    assert two[0][: len(one[0])] == one[0], "the next prompt goes on after this one,"
+    assert two[0][len(one[0]) :][:48] == one[1][128:], "with the answer and without the thinking before it"
+
+
+@pytest.mark.parametrize(
+    ("shape", "allowed"), [((64, 256), 1.19), ((256, 256), 1.68), ((512, 512), 1.62), ((1024, 256), 2.93)]
+)
+def test_speed_that_the_necessary_work_allows(shape: tuple[int, int], allowed: float) -> None:
+    """As in section 14 of the design, reckoned there by hand."""
+    assert groups.Shape(*shape).allowed(groups.Size()) == pytest.approx(allowed, abs=0.005)
+
+
+def test_a_tree_that_differs_or_computes_more_is_wrong() -> None:
+    step_of: dict[str, Any] = {"groups": {"shapes": {"a": {"status": "ok"}}}, "turns": {"status": "ok"}}
+    assert not step_tables.is_wrong({"step": step_of})
+    for wrong in ({"turns": {"status": "wrong"}}, {"groups": {"shapes": {"a": {"status": "error"}}}}, {"turns": {}}):
+        assert step_tables.is_wrong({"step": {**step_of, **wrong}})
 
 
 def test_completions_are_the_same_in_every_run() -> None:
@@ -111,10 +146,11 @@ def logs(**changed: float) -> list[dict[str, float]]:
         ("defaults", {"loss": 0.5 + 3e-5}, "wrong"),
         ("defaults", {"entropy": 3.1}, "wrong"),
         ("defaults", {"grad_norm": float("nan")}, "wrong"),
-        ("skip, split", {"entropy": 3.1}, "ok"),
-        ("skip, split", {"grad_norm": 2.0 + 3e-5}, "wrong"),
-        ("shared, regrouped", {"entropy": 3.1, "grad_norm": 2.0 + 3e-5}, "ok"),
-        ("shared, regrouped", {"grad_norm": 2.0 + 6e-5}, "wrong"),
+        ("skip", {"entropy": 3.1}, "ok"),
+        ("skip", {"grad_norm": 2.0 + 3e-5}, "wrong"),
+        ("regrouped", {"entropy": 3.1, "grad_norm": 2.0 + 3e-5}, "ok"),
+        ("regrouped", {"grad_norm": 2.0 + 6e-5}, "wrong"),
+        ("one group a micro-batch", {"entropy": 3.1, "grad_norm": 2.0 + 3e-5}, "ok"),
     ],
     ids=str,
 )
@@ -126,7 +162,7 @@ def test_a_variant_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch
     rounds: dict[str, int] = {}
 
     def train(scene: Scene, name: str, watched: bool) -> tuple[None, dict[str, Any]]:
-        if name == "split":
+        if name == "trim":
             raise ValueError("no room")
         rounds[name] = rounds.get(name, -1) + 1
         timed = {0: [9.0, 9.0, 9.0], 1: [9.0, 1.0, 5.0], 2: [9.0, 2.0, 9.0], 3: [9.0, 3.0, 1.0]}[rounds[name]]
@@ -134,15 +170,15 @@ def test_a_variant_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(step, "train", train)
     found = Results(tmp_path / "found.json", status="complete")
-    step._measure(found, ("step", "scenes", "a"), Scene(("stock TRL", "split", "free"), steps=3))
+    step._measure(found, ("step", "scenes", "a"), Scene(("stock TRL", "trim", "skip"), steps=3))
     variants = found.data["step"]["scenes"]["a"]["variants"]
-    assert variants["split"]["status"] == "error" and "no room" in variants["split"]["reason"]
-    for name in ("stock TRL", "free"):
+    assert variants["trim"]["status"] == "error" and "no room" in variants["trim"]["reason"]
+    for name in ("stock TRL", "skip"):
         assert variants[name]["samples"] == [[1.0, 5.0], [2.0, 9.0], [3.0, 1.0]]
         assert variants[name]["seconds"] == (2.0 + 5.0) / 2
         assert variants[name]["saved_mib"] == {"mean": 2.0, "max": 3.0}
     assert command.is_wrong(found.data)
-    del variants["split"]
+    del variants["trim"]
     assert not command.is_wrong(found.data)
 
 
@@ -162,10 +198,10 @@ def test_the_tables_have_the_figures_and_what_failed() -> None:
     data = results()
     scenes = data["step"]["scenes"]
     failed = {"options": {}, "status": "error", "reason": "ValueError: in /opt/me/a.py | no"}
-    scenes["long prompts"]["variants"]["split"] = failed
+    scenes["long prompts"]["variants"]["trim"] = failed
     text = tables.lines(data)
     assert text.index("## A whole training step") < text.index("## Memory against tokens")
-    for rows, scene in zip(parsed(text, "A whole training step"), scenes.values(), strict=True):
+    for rows, scene in zip(parsed(text, "A whole training step"), scenes.values(), strict=False):
         stock = scene["variants"]["stock TRL"]["seconds"]
         for row, (name, x) in zip(rows, scene["variants"].items(), strict=True):
             assert row["variant"] == name
@@ -178,6 +214,19 @@ def test_the_tables_have_the_figures_and_what_failed() -> None:
             assert float(over) == pytest.approx(stock / x["seconds"], abs=0.005)
             assert float(low) <= float(high)
             assert float(row["saved MiB"]) == pytest.approx(x["saved_mib"]["max"], rel=6e-3)
+
+
+def test_the_tables_have_groups_and_turns(measured: dict[str, Any]) -> None:
+    text = step_tables.lines(measured)
+    rows = parsed(["## A", *text, "## B"], "A")[-1]
+    for row, (name, x) in zip(rows, measured["groups"]["shapes"].items(), strict=True):
+        assert row["shape"] == name
+        assert float(row["padded / tree"]) == pytest.approx(x["speed"], abs=0.005)
+        assert float(row["reached"]) == pytest.approx(x["reached"], abs=0.005)
+    said = " ".join(text)
+    turns, speed = measured["turns"], measured["scenes"]["two per micro-batch"]["regrouped_over_one_group"]
+    assert f"of {turns['padded']} padded tokens {turns['computed']} are computed" in said
+    assert f"Speed of *regrouped* over that of *one group a micro-batch*: {speed:.2f}." in said
 
 
 def test_rounds_that_disagree_widen_the_ratio() -> None:

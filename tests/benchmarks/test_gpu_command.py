@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from benchmarks.gpu import FAMILIES, GOALS, PARTS, STEPS
 from benchmarks.machine import ROOT
 from benchmarks.plan import GOAL_CASES, gpu_cases
 from benchmarks.providers import Outcome, under_autocast
+from benchmarks.run import Results
 from benchmarks.timing import quantiles
 
 TOY = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -56,6 +58,7 @@ def test_dry_run(tmp_path: Path) -> None:
         "NOTHING RAN ON A GPU: a dry run",
         f"not run: together: 'needs a CUDA or ROCm device' ({skipped})",
         "not run: memcheck: absent, dry run",
+        "not run: flash_attention_2: absent, dry run",
         "not run: quack in any case: absent, its kernels serve GPUs from H100 on",
     ):
         assert any(line.startswith(words) for line in done.stdout.splitlines()[-25:]), (words, done.stdout[-3000:])
@@ -86,8 +89,45 @@ def test_dry_run(tmp_path: Path) -> None:
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
     assert set(found["micro"]["scoring"]["16x32x70"]) == {"score", "score_dot", "logp_max_difference"}
     assert found["profile"]["main"]["kernels"]
+    assert list(found["layouts"]) == ["sdpa", "flash_attention_2"]
     assert "goals" not in found  # a CPU at toy size has none
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_layouts_of_a_training_step(tmp_path: Path) -> None:
+    """Each layout by itself, at every shape; errors at the smallest; what each computes is said."""
+    pytest.importorskip("transformers")
+    from benchmarks.gpu_step import measure_layouts
+
+    results = Results(tmp_path / "results.json")
+    measure_layouts(torch.device("cpu"), results, math.inf, toy=True)
+    layouts, said = results.data["layouts"], [*gpu.lines(results.data)]
+    assert layouts["flash_attention_2"] == {"status": "absent", "reason": "dry run"}
+    assert len(layouts["sdpa"]) == 2
+    for i, (shape, found) in enumerate(layouts["sdpa"].items()):
+        assert list(found) == ["padded", "trim", "tree"]
+        assert found["padded"]["computed"] == 1 > found["trim"]["computed"] > found["tree"]["computed"]
+        for layout, x in found.items():
+            assert x["status"] == "ok" and x["ms"]["samples"] == 1
+            assert ("errors" in x) is (i == 0)
+            assert any(line.startswith(f"sdpa, {shape}, {layout}: {x['ms']['median']} ms, ") for line in said)
+
+
+def test_what_a_layout_must_not_be() -> None:
+    """Wrong, or unable to run; what has no room, no time or no package is said, and is no failure."""
+    of_shape = {"padded": {"status": "ok"}, "tree": {"status": "out of memory", "reason": "64 GiB"}}
+    shapes = {"P 1": of_shape, "P 2": {"status": "skipped", "reason": "no time left"}}
+    data: dict[str, Any] = {"layouts": {"sdpa": shapes, "flash": {"status": "absent", "reason": "not installed"}}}
+    assert gpu.is_well(data)
+    assert gpu.did_not_run(data) == [
+        "not run: sdpa, P 1, tree: out of memory, 64 GiB",
+        "not run: sdpa, P 2: skipped, no time left",
+        "not run: flash: absent, not installed",
+    ]
+    for bad in ({"status": "wrong"}, {"status": "error", "reason": "x"}):
+        assert not gpu.is_well({"layouts": {"sdpa": {"P 1": {**of_shape, "tree": bad}}}})
+        assert not gpu.is_well({"layouts": {"sdpa": {"P 1": bad}}})
+        assert not gpu.is_well({"layouts": {"sdpa": bad}})
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -160,7 +200,7 @@ def test_results_before_a_crash_stay(tmp_path: Path) -> None:
 
 def test_goals_come_first() -> None:
     """Smoke, tests, then the goals' cases with all that is compared there; other peers with the anchors; the rest."""
-    assert STEPS == ("smoke", "tests", "sanitizer", "bench")
+    assert STEPS == ("smoke", "tests", "sanitizer", "step", "bench")
     assert tuple(dict.fromkeys([*(goal.case for goal in GOALS), "score"])) == GOAL_CASES
     items = gpu.plan(None, None, profiles=True)
     first = items[: len(GOAL_CASES)]

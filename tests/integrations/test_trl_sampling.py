@@ -175,6 +175,18 @@ def test_samples_of_later_steps_are_scored(name: str) -> None:
     assert before.scored <= theirs.scored
 
 
+@pytest.mark.parametrize("name", ["token_truncate", "sequence_mask"])
+def test_regrouped_samples_have_the_same_sampler_metrics(name: str) -> None:
+    """Micro-batches that are left without samples count for nothing."""
+    found = []
+    for more in ({}, {"regroup": True, "tokens_per_forward": 10_000}):
+        history, trainer = train(FusedGRPOTrainer, more=more, loss_type="grpo", **mode(name))
+        found.append([{k: x for k, x in step.items() if k.startswith("sampling/")} for step in history.steps])
+        assert any("has_no_samples" in batch for batch in trainer._buffered_inputs) is bool(more)
+    assert found[0][0]
+    assert max(parity.differences(*found).values()) <= parity.TOLERANCE
+
+
 def test_gmpo_needs_no_ratio() -> None:
     """TRL's GMPO does not read it; its metrics are logged all the same."""
 

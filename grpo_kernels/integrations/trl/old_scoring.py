@@ -25,6 +25,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.trl import hook, sampling
+from grpo_kernels.integrations.trl.step import EMPTY
 
 OLD, RATIO = "old_per_token_logps", "importance_sampling_ratio"
 # Methods that read a batch or the log-probabilities of its loss, and the modules whose versions of them are known.
@@ -99,10 +100,18 @@ class OldScoring:
         found = {OLD: logps.detach()}
         if sampling.is_corrected(trainer):
             found[RATIO], gaps, ratios = sampling.ratio_and_figures(trainer, inputs, logps)
+            if EMPTY in inputs:
+                gaps, ratios = gaps[:0], ratios[:0]
             if self._figures.add(gaps, ratios):
                 metrics = trainer._metrics["train" if trainer.model.training else "eval"]
                 self._figures.log(metrics, trainer.accelerator)
         inputs.update(found)
+
+    def pass_over(self, trainer: Any, inputs: dict[str, Any]) -> None:
+        """Put zeros into a micro-batch without samples, for which neither a loss nor a scoring runs."""
+        if self.is_deferred and OLD not in inputs:
+            self.take(trainer, inputs, torch.zeros_like(inputs["completion_mask"], dtype=torch.float32))
+            self.keep(inputs)
 
     def keep(self, inputs: dict[str, Any]) -> None:
         """Copy what the loss's `inputs` took into TRL's micro-batch, for later passes over it."""

@@ -18,6 +18,7 @@ from grpo_kernels.objective.normaliser import averaged_over
 # Losses whose optimizer step is the same sum over samples however they are divided into micro-batches.
 REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
 _IMAGES = "pixel_values"
+EMPTY = "has_no_samples"  # entry of a micro-batch that regrouping has left without samples; it has one without tokens
 
 
 def counted_tokens(inputs: dict[str, Any]) -> Tensor:
@@ -108,7 +109,7 @@ def regrouped(
         for batch, chosen in zip(part, parts, strict=True):
             own = {name: _chosen(x, chosen or [0]) for name, x in merged.items()}
             if not chosen:
-                own["completion_mask"] = torch.zeros_like(own["completion_mask"])
+                own |= {EMPTY: True, "completion_mask": torch.zeros_like(own["completion_mask"])}
             found.append({**batch, **own})
     return found
 

@@ -161,6 +161,9 @@ class FusedLossMixin:
 
     def _score_old(self, batch: dict[str, Any]) -> None:
         """Put old log-probabilities into a micro-batch that is trained on only after the policy has changed."""
+        if step.EMPTY in batch and self._is_alone:
+            self._old_scoring.pass_over(self, batch)
+            return
         live: Tensor | None = None
         if not old_scoring.reads_dead(self):  # the loss will have a ratio to old log-probabilities, not known yet
             with_old = {**batch, old_scoring.OLD: torch.zeros_like(batch["completion_mask"], dtype=torch.float32)}
@@ -172,11 +175,19 @@ class FusedLossMixin:
             self._sampled = None
 
     @property
+    def _is_alone(self) -> bool:
+        """True if no other process waits for this one's forwards and gradients."""
+        return bool(self.accelerator.num_processes == 1)
+
+    @property
     def _trains(self) -> bool:
         return bool(self.model.training)  # type: ignore[attr-defined]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute TRL's loss; its head calls are told which gradient to expect."""
+        if step.EMPTY in inputs and self._is_alone:
+            self._old_scoring.pass_over(self, inputs)
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         if self._old_scoring.is_missing(self, inputs):
             inputs = self._unscored = {**inputs}
         self._sampled = inputs.get(sampled_sets.KEY)

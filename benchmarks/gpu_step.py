@@ -1,0 +1,102 @@
+"""Layouts of a training step on a GPU: one group of completions through a few layers of a real width.
+
+Each layout with each attention implementation: errors in bf16 against the padded batch in fp32, milliseconds of forward
+and backward, peak memory. The padded layout is what stock TRL computes. Imports nothing of TRL.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Absence
+from benchmarks.groups import PADDED, TOY_SHAPES, TOY_SIZE, TREE, Shape, Size, gradient, group, step
+from benchmarks.memory import MIB, Peak
+from benchmarks.run import Results, measure_runs
+from benchmarks.timing import Clock
+
+SIZE = Size(2048, 6144, 4, 16, 8, 128, 4096)  # the layers of Qwen3-1.7B; a small vocabulary, since the trunk is timed
+SHAPES = (Shape(256, 1024, 8), Shape(1024, 2048, 8), Shape(4096, 1024, 16), Shape(8192, 8192, 16))
+LAYOUTS = (PADDED, "trim", TREE)
+ATTENTION = {"sdpa": None, "flash_attention_2": "flash_attn"}  # and the package that it needs
+LIMIT = 120.0  # seconds, after which a layout of a shape hangs
+TIMES_PADDED, FLOOR = 2.0, 1e-3  # an error may be that many times the padded batch's in bf16, and the floor
+
+
+def measure_layouts(device: torch.device, results: Results, until: float, *, toy: bool = False) -> None:
+    """Write ``layouts``, by attention and shape, after each layout; past `until` no shape is begun."""
+    size, shapes = (TOY_SIZE, TOY_SHAPES) if toy else (SIZE, SHAPES)
+    longest = max(x.prompt + x.completion for x in shapes)
+    # made in bf16, as transformers loads models: frequencies of RoPE stay in fp32
+    truth = Truth.of(size.model(longest, dtype=torch.bfloat16).float().to(device), shapes[0])
+    for attention, package in ATTENTION.items():
+        with results.noting("layouts", attention):
+            if package and (toy or find_spec(package) is None):
+                raise Absence("dry run" if toy else "not installed")
+            model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention).to(device)
+            for shape in shapes:
+                at = ("layouts", attention, shape.name)
+                if time.time() > until:
+                    results.merge(*at, status="skipped", reason="no time left")
+                    continue
+                with results.noting(*at):
+                    inputs = truth.inputs if shape == shapes[0] else group(model, shape)
+                    right = _checked(model, inputs, results, at, truth if shape == shapes[0] else None)
+                    with results.noting(*at, seconds=LIMIT):
+                        measure_runs(right, Clock(device), results, at, once=toy)
+                model.zero_grad()
+
+
+class Truth(NamedTuple):
+    """A batch, and its loss and gradient in the padded layout, in fp32."""
+
+    inputs: dict[str, Tensor]
+    loss: float
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, model: Any, shape: Shape) -> Truth:
+        inputs = group(model, shape)
+        return cls(inputs, step(model, inputs, PADDED).loss.item(), gradient(model))
+
+    def errors(self, loss: float, found: Tensor) -> dict[str, float]:
+        """Errors of a loss, absolute, and of a gradient and its norm, relative."""
+        norm = self.gradient.norm()
+        return {
+            "loss": abs(loss - self.loss),
+            "gradient": ((found - self.gradient).norm() / norm).item(),
+            "grad_norm": ((found.norm() - norm).abs() / norm).item(),
+        }
+
+
+def _checked(
+    model: Any, inputs: dict[str, Tensor], results: Results, path: tuple[str, ...], truth: Truth | None
+) -> dict[str, Callable[[], Any]]:
+    """Write status, peak memory and errors of each layout; the steps of those that are right."""
+    found: dict[str, Callable[[], Any]] = {}
+    allowed = math.inf
+    for layout in LAYOUTS:
+        run = functools.partial(step, model, inputs, layout)
+        with results.noting(*path, layout, seconds=LIMIT):
+            run()  # which tries the layout, and compiles kernels
+            model.zero_grad()
+            peak = Peak(model.device)
+            out = run()
+            extra = peak.extra_bytes(sum(x.grad.nbytes for x in model.parameters() if x.grad is not None))
+            about: dict[str, Any] = {"status": "ok", "computed": out.metrics["tokens/computed"].item()}
+            about |= {} if extra is None else {"peak_mib": round(max(0, extra) / MIB, 1)}
+            if truth is not None:
+                about["errors"] = errors = truth.errors(out.loss.item(), gradient(model))
+                allowed = TIMES_PADDED * errors["gradient"] + FLOOR if layout == PADDED else allowed
+                about["status"] = "ok" if errors["gradient"] <= allowed else "wrong"
+            results.merge(*path, layout, **about)
+            if about["status"] == "ok":
+                found[layout] = run
+    return found

@@ -1,0 +1,218 @@
+"""Layouts of `causal_lm_loss` against each other: forward and backward of one group of completions, and conversations.
+
+A *group* has one prompt of P random tokens and G completions of C tokens, all of which have a gradient. Speed is the
+time of the padded batch over that of the tree; the necessary work allows at most the ratio of their multiplications::
+
+    P tokens once, C tokens G times    for G (P + C) tokens
+    P^2 / 2 + G (P C + C^2 / 2)        for G (P + C)^2 / 2 pairs of a query and a key
+
+Imports nothing of TRL: a GPU's machine may lack it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from benchmarks.machine import Watch
+from benchmarks.parity import TOLERANCE
+from benchmarks.run import Results, describe
+from benchmarks.timing import order
+from grpo_kernels import GRPOLoss
+from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+
+TREE, PADDED = "tree", "padded"
+DRIFT = 0.1  # standard deviation of new against old log-probabilities, without which no loss depends on the model
+ROUNDS = 5
+LOSS = GRPOLoss(loss_type="dapo")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of Qwen3's kind."""
+
+    hidden: int = 256
+    intermediate: int = 768
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    vocab: int = 512
+
+    def model(self, longest: int, **options: Any) -> PreTrainedModel:
+        """The model with random weights, the same each time, for sequences of at most `longest` tokens.
+
+        Args:
+            options: of transformers' ``from_config``: dtype, attn_implementation.
+        """
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            max_position_embeddings=longest,
+        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options).train()
+        return model
+
+    def work(self, tokens: float, pairs: float) -> float:
+        """Multiplications of the layers' forward, for `tokens` and `pairs` of a query and a key."""
+        projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        of_token = projections + 3 * self.hidden * self.intermediate
+        return self.layers * (tokens * of_token + 2 * pairs * self.heads * self.head_dim)
+
+
+class Shape(NamedTuple):
+    """Tokens of the prompt and of each completion, and the number of completions."""
+
+    prompt: int
+    completion: int
+    group: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"P {self.prompt}, C {self.completion}, G {self.group}"
+
+    def allowed(self, size: Size) -> float:
+        """Speed of a tree that the necessary work allows."""
+        p, c, g = self
+        padded = size.work(g * (p + c), g * (p + c) ** 2 / 2)
+        return padded / size.work(p + g * c, p**2 / 2 + g * (p * c + c**2 / 2))
+
+
+SHAPES = (Shape(64, 256), Shape(256, 256), Shape(512, 512), Shape(1024, 256))
+TOY_SIZE, TOY_SHAPES = Size(32, 64, 2, 2, 1, 16, 500), (Shape(12, 20, 4), Shape(24, 12, 4))
+
+
+def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
+    """Arguments of `causal_lm_loss` for one group of `shape`; old log-probabilities are those of `model`, disturbed."""
+    draw, device = torch.Generator().manual_seed(1), model.device
+    prompt = torch.randint(model.config.vocab_size, (1, shape.prompt), generator=draw).expand(shape.group, -1)
+    completions = torch.randint(model.config.vocab_size, (shape.group, shape.completion), generator=draw)
+    noise, advantages = torch.randn(completions.shape, generator=draw), torch.randn(shape.group, generator=draw)
+    ids, mask = torch.cat([prompt, completions], dim=1).to(device), torch.ones_like(completions).to(device)
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask}
+    with torch.no_grad():
+        logps, _ = completion_logprobs(model, **found, entropy=False)
+    return {**found, "advantages": advantages.to(device), "old_per_token_logps": logps + DRIFT * noise.to(device)}
+
+
+def step(model: PreTrainedModel, inputs: dict[str, Tensor], layout: Any) -> Any:
+    """Forward and backward of the loss; its result."""
+    model.zero_grad()
+    found = causal_lm_loss(model, LOSS, **inputs, zero_advantage="train", layout=layout)
+    found.loss.backward()
+    return found
+
+
+def gradient(model: PreTrainedModel) -> Tensor:
+    """All gradients in one vector, in fp32."""
+    return torch.cat([x.grad.flatten().float() for x in model.parameters() if x.grad is not None])
+
+
+def measure_groups(results: Results, *, toy: bool = False, rounds: int | None = None) -> None:
+    """Write ``step.groups``: CPU seconds of both layouts for each shape, after each shape."""
+    size, shapes = (TOY_SIZE, TOY_SHAPES) if toy else (Size(), SHAPES)
+    model = size.model(max(x.prompt + x.completion for x in shapes))
+    about = (
+        f"Qwen3-like model with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; one group, equal lengths, "
+        "all sequences with gradient"
+    )
+    rounds = rounds or (1 if toy else ROUNDS)
+    watch = Watch()
+    results.merge("step", "groups", about=about, rounds=rounds)
+    for shape in shapes:
+        path = ("step", "groups", "shapes", shape.name)
+        try:
+            results.merge(*path, **_measured(model, size, shape, rounds))
+        except Exception as error:
+            results.merge(*path, status="error", reason=describe(error))
+    results.merge("step", "groups", cpu_of_others=watch.others())
+
+
+def _measured(model: PreTrainedModel, size: Size, shape: Shape, rounds: int) -> dict[str, Any]:
+    inputs, found, gradients = group(model, shape), {}, {}
+    for layout in (PADDED, TREE):  # which warms up, too
+        found[layout], gradients[layout] = step(model, inputs, layout), gradient(model)
+    samples: dict[str, list[float]] = {PADDED: [], TREE: []}
+    for i in range(rounds):
+        for layout in order([*samples], i):
+            started = time.process_time()
+            step(model, inputs, layout)
+            samples[layout].append(time.process_time() - started)
+    seconds = {layout: statistics.median(x) for layout, x in samples.items()}
+    speed, allowed = seconds[PADDED] / seconds[TREE], shape.allowed(size)
+    loss = abs(found[TREE].loss - found[PADDED].loss).item()
+    apart = ((gradients[TREE] - gradients[PADDED]).norm() / gradients[PADDED].norm()).item()
+    return {
+        "status": "ok" if max(loss, apart) <= TOLERANCE else "wrong",
+        "seconds": seconds,
+        "samples": samples,
+        "speed": speed,
+        "allowed": allowed,
+        "reached": speed / allowed,
+        "computed": found[TREE].metrics["tokens/computed"].item(),
+        "differences": {"loss": loss, "gradient": apart},
+    }
+
+
+class Turns(NamedTuple):
+    """A conversation of `count` turns, in tokens; its template leaves out the thinking of earlier turns."""
+
+    count: int = 30
+    system: int = 64
+    question: int = 32
+    thinking: int = 128
+    answer: int = 48
+
+
+def samples_of(turns: Turns, vocab: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, completion) of each turn: the conversation so far; its own thinking and answer."""
+    draw = random.Random(0)
+    tokens = lambda n: [draw.randrange(vocab) for _ in range(n)]  # noqa: E731
+    found, prompt = [], tokens(turns.system)
+    for _ in range(turns.count):
+        prompt = prompt + tokens(turns.question)
+        answer = tokens(turns.answer)
+        found.append((prompt, tokens(turns.thinking) + answer))
+        prompt = prompt + answer
+    return found
+
+
+def measure_turns(results: Results, *, toy: bool = False) -> None:
+    """Write ``step.turns``: tokens that a tree computes of a conversation, against its number of distinct prefixes."""
+    size, turns = (TOY_SIZE, Turns(6, 5, 3, 7, 4)) if toy else (Size(), Turns())
+    results.merge("step", "turns", **turns._asdict())
+    try:
+        results.merge("step", "turns", **_counted(size, samples_of(turns, size.vocab)))
+    except Exception as error:
+        results.merge("step", "turns", status="error", reason=describe(error))
+
+
+def _counted(size: Size, samples: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    rows = [prompt + completion for prompt, completion in samples]
+    longest = max(map(len, rows))
+    ids, attended, counts = torch.zeros(3, len(rows), longest, dtype=torch.long)
+    for i, (row, (prompt, _)) in enumerate(zip(rows, samples, strict=True)):
+        ids[i, : len(row)] = torch.tensor(row)
+        attended[i, : len(row)] = 1
+        counts[i, len(prompt) : len(row)] = 1
+    inputs = {"input_ids": ids, "attention_mask": attended, "completion_mask": counts}
+    found = step(size.model(longest), {**inputs, "advantages": torch.ones(len(rows))}, TREE)
+    share = found.metrics["tokens/computed"].item()
+    computed = round(share * ids.numel())
+    # what predicts a token is the token before it: a row's last one is not computed
+    distinct = len({tuple(row[:end]) for row in rows for end in range(1, len(row))})
+    status = "ok" if computed == distinct else "wrong"
+    return {"status": status, "padded": ids.numel(), "computed": computed, "prefixes": distinct, "share": share}
