@@ -54,7 +54,7 @@ def verdicts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs,
     The first time it runs the model, equally often on every rank.
     """
     modes, dtype = MODES[MODES.index(mode) :], _dtype(trunk)
-    names = tuple(sorted({*inputs.per_token, *inputs.constants}))
+    names = tuple(sorted(inputs.per_token))
     key = mode, attention_of(trunk), dtype, inputs.ids.device, names, frozenset(_hooks_and_adapters(trunk))
     known = _found.setdefault(trunk, {})
     if key in known:
