@@ -19,7 +19,7 @@ Positions = Literal["given", "column", "depth", "none"]
 
 @dataclass(frozen=True)
 class Way:
-    """How a layout is handed to the trunk's forward.
+    """Arguments by which the trunk's forward computes a layout exactly.
 
     Attributes:
         positions: the position ids: those of the caller; each cell's column in the padded batch, as the model itself

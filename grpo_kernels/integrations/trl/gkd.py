@@ -14,11 +14,10 @@ from trl.experimental.gkd import GKDTrainer
 
 from grpo_kernels.divergence import linear_divergence_with
 from grpo_kernels.head.module import constants_of
-from grpo_kernels.integrations.transformers.call import run_scored
+from grpo_kernels.integrations.transformers.call import PADDED, run_scored
 from grpo_kernels.integrations.transformers.handed import HeadInputs, head_inputs
 from grpo_kernels.integrations.transformers.head import HeadSpec
 from grpo_kernels.integrations.transformers.inputs import Batch
-from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.trl import row_count
 
 __all__ = ["FusedGKDTrainer"]
@@ -52,8 +51,7 @@ class FusedGKDTrainer(row_count.LogsRows, GKDTrainer):
         def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
             return (_divergences(batch, hidden, head, teacher, self.beta),)
 
-        trunk = TrunkOptions(zero_advantage="train", layout="padded")
-        (divergences,), *_ = run_scored(model, batch, score, {"attention_mask": attention_mask}, trunk)
+        (divergences,), *_ = run_scored(model, batch, score, {"attention_mask": attention_mask}, PADDED)
         counted = batch.needed().roll(1, dims=1)  # the labels that a position before them predicts
         self._row_count.add(counted.numel(), counted, (divergences,))
         items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
