@@ -59,7 +59,6 @@ def train(
 # name -> (options, forwards that score beforehand in 4 steps: stock, ours)
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "twice": (TWICE, 4, 0),
-    "three times": ({"num_iterations": 3}, 4, 0),
     "halves": (HALVES, 8, 4),
     "halves, twice": (TWICE | HALVES, 4, 2),
     "no accumulation": ({"gradient_accumulation_steps": 1, "steps_per_generation": 2}, 4, 2),
@@ -74,8 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     **{
         f"{name}, {level}": (TWICE | HALVES | parity.loss_options(name, level), 4, 2)
         for name, level in (
-            ("grpo", "sequence"), ("bnpo", "token"), ("luspo", "sequence"), ("cispo", "token"), ("sapo", "token"),
-            ("vespo", "token"),
+            ("grpo", "sequence"), ("bnpo", "token"), ("luspo", "sequence"), ("cispo", "token"), ("vespo", "token"),
         )
     },
 }  # fmt: skip

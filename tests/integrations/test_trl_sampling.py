@@ -67,16 +67,20 @@ def trials_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_scored(trainer: Any) -> None:
-    """Count in `trainer.scored` the FLOPs of what it scores without gradient, but for the trial of its first call."""
-    trainer.scored, score = 0, trainer._get_per_token_logps_and_entropies
+    """Count what `trainer` scores without gradient.
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    `trainer.scored` are its FLOPs, but for the trial of its first call; `trainer.sequences` have a token to score.
+    """
+    trainer.scored, trainer.sequences, score = 0, 0, trainer._get_per_token_logps_and_entropies
+
+    def counted(model: Any, ids: Any, mask: Any, columns: int, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            return score(*args, **kwargs)
+            return score(model, ids, mask, columns, *args, **kwargs)
         before = TRIED[0]
         with FlopCounterMode(display=False) as counter:
-            found = score(*args, **kwargs)
+            found = score(model, ids, mask, columns, *args, **kwargs)
         trainer.scored += counter.get_total_flops() - (TRIED[0] - before)
+        trainer.sequences += int((mask[:, -columns:] != 0).any(dim=1).sum())
         return found
 
     trainer._get_per_token_logps_and_entropies = counted
@@ -125,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # an optimizer step takes half of the generated batch: the other half has to be scored
 HALVES: dict[str, dict[str, Any]] = {
-    "halves": mode("token_mask", steps_per_generation=4, steps=4),
+    "halves": mode("token_mask", steps_per_generation=4, steps=2),
     "halves, twice": mode("sequence_mask", steps_per_generation=4, num_iterations=2, steps=4),
     "halves, tools, vespo": mode("token_truncate", steps_per_generation=4, steps=2, mixin=Tools, loss_type="vespo"),
 }
@@ -170,9 +174,8 @@ def test_samples_of_later_steps_are_scored(name: str) -> None:
     (stock, theirs), (ours, trainer) = train(GRPOTrainer, **HALVES[name]), train(FusedGRPOTrainer, **HALVES[name])
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6, abs=1e-6)
     assert max(parity.differences(stock.steps, ours.steps).values()) <= parity.TOLERANCE
-    _, before = train(FusedGRPOTrainer, fused=False, **HALVES[name])
-    assert 0.3 < trainer.scored / before.scored < 0.7
-    assert before.scored <= theirs.scored
+    assert trainer.sequences == theirs.sequences / 2
+    assert 0 < trainer.scored <= theirs.scored / 2
 
 
 @pytest.mark.parametrize("name", ["token_truncate", "sequence_mask"])
@@ -247,9 +250,15 @@ def test_where_it_does_not_apply_trl_scores_and_it_is_said(name: str, monkeypatc
     _, trainer = train(base, more=more)
     assert trainer.scored > 0
     assert [reason in x for x in said] == [True], said
-    said.clear()
-    train(base, more=more, vllm_importance_sampling_correction=False)
-    train(base, fused=False, more=more)
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"vllm_importance_sampling_correction": False}], ids=str)
+def test_where_nothing_is_corrected_or_asked_for_nothing_is_said(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(old_scoring, "warn_once", said.append)
+    train(Reader, **options)
     assert said == []
 
 
