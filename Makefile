@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-torch demo real bench docs lint aot emulate roofline faults sanitize fuzz peers gpu tune parity wheel dist format clean
+.PHONY: help test test-slow test-torch demo real vllm bench docs lint aot emulate roofline faults sanitize fuzz peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -14,6 +14,8 @@ BENCH       := requirements/bench.txt
 BENCH_PATH  := $(abspath $(VENV)/bench)
 REAL        := requirements/real.txt
 REAL_PATH   := $(abspath $(VENV)/real)
+VLLM        := requirements/vllm.txt
+VLLM_VENV   := $(VENV)/vllm
 DOCS        := requirements/docs.txt
 DOCS_PATH   := $(abspath $(VENV)/docs)
 DIST        := requirements/dist.txt
@@ -31,6 +33,7 @@ TEST_SECONDS ?= 2700
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 REAL_ARGS   ?=
+VLLM_ARGS   ?=
 BENCH_ARGS  ?=
 PARITY_ARGS ?=
 AOT_ARGS    ?=
@@ -81,6 +84,14 @@ $(REAL_PATH)/.installed: $(STAMP) $(REAL)
 	@$(PIP) install --quiet --no-deps --upgrade --target $(REAL_PATH) -r $(REAL)
 	@touch $@
 
+# vLLM needs an older transformers: an environment of its own.
+$(VLLM_VENV)/.installed: $(VLLM) $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "installing vLLM into $(VLLM_VENV): 4 GB"
+	@"$(PYTHON)" -m venv --clear $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $(VLLM)
+	@touch $@
+
 # What builds the site has a folder of its own, which no test sees.
 $(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
 	@echo "installing what builds the documentation into $(DOCS_PATH)"
@@ -106,6 +117,17 @@ demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, an
 
 real: $(REAL_PATH)/.installed  ## a real model learns sums, stock TRL beside ours, an hour (REAL_ARGS=--short: two minutes)
 	PYTHONPATH=$(REAL_PATH) $(PY) -m benchmarks.real $(REAL_ARGS) </dev/null
+
+# A small cache of keys and values, no process for the engine, and no threads bound to cores.
+vllm: export VLLM_CPU_KVCACHE_SPACE := 1
+vllm: export VLLM_CPU_OMP_THREADS_BIND := nobind
+vllm: export VLLM_ENABLE_V1_MULTIPROCESSING := 0
+vllm: export OMP_NUM_THREADS := 2
+vllm: export REAL_MODEL := $(REAL_PATH)/model
+vllm: export REAL_MODEL_BF16 := $(REAL_PATH)/model-bf16
+vllm: $(VLLM_VENV)/.installed $(REAL_PATH)/.installed  ## a real sampler beside the library: vLLM on a CPU, 4 GB (VLLM_ARGS="-k bf16")
+	PYTHONPATH=$(REAL_PATH) $(PY) -m benchmarks.real.model $(REAL_MODEL) $(REAL_MODEL_BF16) </dev/null
+	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -rP -p no:cacheprovider tests/vllm/check_vllm.py $(VLLM_ARGS) </dev/null
 
 bench: $(BENCH_PATH)/.installed  ## the head on a CPU, ours and every peer, in one run: JSON, docs/benchmarks.md, plots (BENCH_ARGS=--help)
 	PYTHONPATH=$(BENCH_PATH) $(PY) -m benchmarks --plot $(BENCH_ARGS) </dev/null

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.diagnostics.memory import MODELS
+from grpo_kernels.diagnostics.head_shape import MODELS, SOFTCAPS
 
 SEED = 20240203
 SCALE = 11.0  # standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small probabilities
@@ -34,7 +34,6 @@ class Head:
     softcap: float | None = None
 
 
-SOFTCAPS = {"Gemma-2-2B": 30.0}  # of the logits
 HEADS = {name: Head(h, v, SOFTCAPS.get(name)) for name, (v, h) in MODELS.items()}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "all tokens": {},

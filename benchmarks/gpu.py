@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import figures, machine, tables
+from benchmarks import deadline, figures, machine, tables
 from benchmarks.gpu_parts import PARTS, profile_step
 from benchmarks.machine import ROOT
 from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
@@ -117,24 +117,17 @@ def main(given: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True)
     started, status = time.time(), "interrupted"
     try:
-        signal.signal(signal.SIGTERM, _interrupt)
+        deadline.end_at_signals()
         run_steps(results, options, folder)
-        status = "complete"
-    except (KeyboardInterrupt, Interrupted):
-        print("interrupted", flush=True)
+        status = "interrupted" if deadline.is_asked() else "complete"
+    except KeyboardInterrupt:
+        pass
     finally:
+        print("" if status == "complete" else "interrupted", flush=True)
         results.merge(status=status, seconds=round(time.time() - started, 1))
         ok = conclude(results)
         print(f"results: {out}, logs: {folder}", flush=True)
     return 0 if ok and status == "complete" else 1
-
-
-class Interrupted(BaseException):
-    """Stops the command, as Ctrl-C does. (After a KeyboardInterrupt in an `exec`, Python kills itself at its end.)"""
-
-
-def _interrupt(*_: object) -> None:
-    raise Interrupted
 
 
 def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> None:
@@ -142,6 +135,8 @@ def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> No
     end = time.time() + options.budget_seconds - RESERVE_SECONDS
     chosen = [step for step in STEPS if not options.only or step in options.only]
     for step in chosen:
+        if deadline.is_asked():
+            return
         left = end - time.time()
         until = end if step == chosen[-1] else time.time() + left * SHARES[step]
         print(f"{step}: at most {until - time.time():.0f} s", flush=True)
@@ -177,9 +172,8 @@ def run(command: Sequence[str], until: float, log: Path, **env: str) -> tuple[in
             start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(max(0.0, until - time.time()))
-        except subprocess.TimeoutExpired:
-            pass
+            while (code := process.poll()) is None and not deadline.is_past(until):
+                time.sleep(0.1)
         finally:
             for kind in (signal.SIGINT, signal.SIGKILL):
                 if process.poll() is None:
@@ -363,7 +357,7 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
     cases = {case.name: case.toy() if toy else case for case in gpu_cases()}
     results.merge("clocks", before=machine.clocks())
     for item in plan(options.cases, options.providers, profiles=options.profile, parts=not options.no_micro):
-        if time.time() > until:
+        if deadline.is_past(until):
             results.merge("not_begun", **{" ".join((item.kind, item.case)).strip(): "no time left"})
         elif item.kind == "case":
             with results.noting("cases", item.case):

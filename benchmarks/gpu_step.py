@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import deadline
 from benchmarks.cases import Absence
 from benchmarks.groups import PADDED, TOY_SHAPES, TOY_SIZE, TREE, Shape, Size, gradient, group, step
 from benchmarks.memory import MIB, Peak
@@ -43,7 +43,7 @@ def measure_layouts(device: torch.device, results: Results, until: float, *, toy
             model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention).to(device)
             for shape in shapes:
                 at = ("layouts", attention, shape.name)
-                if time.time() > until:
+                if deadline.is_past(until):
                     results.merge(*at, status="skipped", reason="no time left")
                     continue
                 with results.noting(*at):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures
+from benchmarks import deadline, figures
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.flops import counter
 from benchmarks.machine import Watch
@@ -216,7 +216,7 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
             groups = [[x] for x in providers if x not in anchors]
         late = []
         for group in groups:
-            if time.time() > how.until:
+            if deadline.is_past(how.until):
                 late += group
             else:
                 task.turn(group)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import deadline
+
 LEAST_ROUNDS = 5
 FLUSH_BYTES = 256 * 2**20  # a few times the L2 of any GPU there is
 FIRST_SLEEP, LONGEST_SLEEP = 2**20, 2**26  # cycles: from half a millisecond to some 35
@@ -127,7 +129,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for i in range(rounds):
-        if i >= min(LEAST_ROUNDS, rounds) and time.time() > until:
+        if deadline.is_asked() or (i >= min(LEAST_ROUNDS, rounds) and deadline.is_past(until)):
             return
         for name in order(names, i):
             before(name)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict
+from gsm8k_plain import splits
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trl.import_utils import is_math_verify_available, is_vllm_available
 from trl.rewards import accuracy_reward
@@ -50,7 +51,9 @@ SMOKE = {
 class Options:
     """Options of the two scripts; all others are TRL's."""
 
-    dataset_name: str = field(default="openai/gsm8k", metadata={"help": "its name on the Hub, or a folder with a copy"})
+    dataset_name: str = field(
+        default="openai/gsm8k", metadata={"help": "its name on the Hub, or a copy: gsm8k_plain.py"}
+    )
     eval_problems: int = field(default=256, metadata={"help": "test problems to evaluate on; there are 1319"})
     resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in output_dir"})
     smoke: bool = field(default=False, metadata={"help": "a tiny model, thirty problems, ten steps; on a CPU, offline"})
@@ -67,7 +70,15 @@ def parse(
     chosen = {**DEFAULTS, **defaults, **({**SMOKE, **smoke} if "--smoke" in sys.argv else {})}
     unknown = parser.set_defaults_with_config(**chosen)
     assert not unknown, unknown
-    parsed, args, model = parser.parse_args_and_config()
+    try:
+        parsed, args, model = parser.parse_args_and_config()
+    except ValueError as error:  # such as an unknown option
+        hint = "; on a CPU: --use_cpu True --bf16 False" if "bf16" in str(error) else ""
+        raise SystemExit(f"{error}{hint}") from None
+    if parsed.eval_problems < 1:
+        raise SystemExit(f"--eval_problems: expected at least 1, got {parsed.eval_problems}")
+    if Path(args.output_dir).is_file():
+        raise SystemExit(f"--output_dir: expected a folder, or a name that is free, got the file {args.output_dir}")
     if args.use_vllm and not is_vllm_available():
         raise SystemExit("--use_vllm: vLLM is not installed; pip install 'trl[vllm]', or leave the option out")
     args.model_init_kwargs = {
@@ -90,7 +101,7 @@ def model_arguments(model: ModelConfig) -> dict[str, Any]:
 
 def problems(options: Options) -> DatasetDict:
     """The splits "train" and "test": of each problem the prompt and the solution, a number."""
-    found = smoke_problems() if options.smoke else load_dataset(options.dataset_name, "main")
+    found = smoke_problems() if options.smoke else splits(options.dataset_name)
     found["test"] = found["test"].select(range(min(options.eval_problems, len(found["test"]))))
 
     def prepare(row: dict[str, str]) -> dict[str, Any]:
@@ -112,12 +123,28 @@ def exact_match(completions: list[list[dict[str, str]]], solution: list[str], **
     return [float(float(found) == float(wanted)) for found, wanted in zip(last, solution, strict=True)]
 
 
+class SaysThatNothingIsLearnt(TrainerCallback):
+    """Says once that the first five logs had no group with unequal rewards, and so no gradient."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Look at the share of groups with equal rewards."""
+        if "frac_reward_zero_std" not in logs or len(self.shares) == 5:
+            return
+        self.shares.append(logs["frac_reward_zero_std"])
+        if len(self.shares) == 5 and min(self.shares) == 1.0 and state.is_world_process_zero:
+            print("no group has had unequal rewards so far, so nothing was learnt: is the task too hard, or too easy?")
+
+
 def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) -> None:
     """Evaluate, train, evaluate and save; print `metrics`, by TRL's names in its log, before and after.
 
     After --resume the values before are those that the checkpoint has recorded.
     """
     args = trainer.args
+    trainer.add_callback(SaysThatNothingIsLearnt())
     checkpoint = args.resume_from_checkpoint or options.resume or None
     args.eval_on_start = checkpoint is None  # by train(), which first divides the model over the GPUs
     say = trainer.accelerator.print

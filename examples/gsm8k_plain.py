@@ -1,8 +1,10 @@
 r"""GRPO on GSM8K with a Qwen3 model in a plain PyTorch loop, in one file.
 
     python examples/gsm8k_plain.py            # openai/gsm8k and Qwen/Qwen3-0.6B, on the GPU if there is one
+    python examples/gsm8k_plain.py --model DIR --data DIR    # offline: the model's folder, and a copy of the data
     python examples/gsm8k_plain.py --smoke    # a tiny model, a tokenizer and thirty problems, made here; a CPU will do
 
+The data: a folder of `save_to_disk`, a folder of json, jsonl or parquet files named after their splits, or such a file.
 Each step samples --group completions for each of --prompts problems, rewards a right answer in \boxed{} or after ####,
 and takes --updates optimiser steps, --micro-batch sequences (whole groups) at a time, against the log-probabilities of
 the policy that sampled. The model's layers compute no padding and each prompt once, and updates leave out sequences
@@ -15,6 +17,7 @@ import argparse
 import random
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -32,7 +35,15 @@ except ImportError:
     verify = None
 
 ASK = "Think step by step, and write the final answer as \\boxed{number}."
-OPTIONS = {"model": "Qwen/Qwen3-0.6B", "prompts": 16, "group": 8, "updates": 2, "micro_batch": 32, "steps": 100}
+OPTIONS = {
+    "model": "Qwen/Qwen3-0.6B",
+    "data": "openai/gsm8k",
+    "prompts": 16,
+    "group": 8,
+    "updates": 2,
+    "micro_batch": 32,
+    "steps": 100,
+}
 OPTIONS |= {"lr": 1e-6, "max_new_tokens": 512, "test": 128, "seed": 0, "output": "gsm8k-plain"}
 SMOKE = {"lr": 1e-3, "max_new_tokens": 8, "test": 6, "steps": 10, "micro_batch": 24}
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
@@ -40,6 +51,25 @@ WHOLE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # fp32 weights, bf16 products: at this learning rate most updates are smaller than half a step of a bf16 weight.
 AUTOCAST = torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
+
+
+def splits(name: str) -> Any:
+    """Read the splits "train" and "test", from the hub or from a copy; of data without splits a tenth is "test"."""
+    path, found = Path(name), None
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        found = datasets.load_from_disk(name)
+    elif path.is_file():
+        found = datasets.load_dataset(
+            "parquet" if path.suffix == ".parquet" else "json", data_files=name, split="train"
+        )
+    else:
+        found = datasets.load_dataset(name, *([] if path.is_dir() else ["main"]))
+    if isinstance(found, datasets.Dataset) or set(found) == {"train"}:
+        found = (found if isinstance(found, datasets.Dataset) else found["train"]).train_test_split(0.1, seed=0)
+    columns = {split: found[split].column_names if split in found else None for split in ("train", "test")}
+    if not all(x and {"question", "answer"} <= {*x} for x in columns.values()):
+        raise SystemExit(f"data: expected splits train and test with columns question and answer, got {columns}")
+    return found
 
 
 def is_right(text: str, answer: str) -> bool:
@@ -101,18 +131,27 @@ def main() -> None:
     for name, value in {**OPTIONS, **(SMOKE if "--smoke" in sys.argv else {})}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"{value} by default")
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        if type(value) is int and value < (0 if name in ("seed", "steps") else 1):
+            parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    if args.micro_batch % args.group:
+        parser.error(f"--micro-batch: expected whole groups of {args.group}, got {args.micro_batch}")
+    if Path(args.output).is_file():
+        parser.error(f"--output: expected a folder, or a name that is free, got the file {args.output}")
     transformers.set_seed(args.seed)
     if args.smoke:
         model, tokenizer, problems = made_here()
         train, test = problems[args.test :], problems[: args.test]
     else:
-        train, test = (list(datasets.load_dataset("openai/gsm8k", "main", split=x)) for x in ("train", "test"))
+        found = splits(args.data)
+        train, test = list(found["train"]), list(found["test"])
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.to(DEVICE)
     print(f"device: {DEVICE}; reward:", "math-verify" if verify else "equal numbers (math-verify is not installed)")
     before, _ = complete(model, tokenizer, test[: args.test], args.max_new_tokens, **GREEDY)
-    print(f"right before training: {before.mean():.3f} of {args.test} test problems")
+    print(f"right before training: {before.mean():.3f} of {len(before)} test problems")
+    ever_live = 0.0
     loss_fn = GRPOLoss(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     for step in range(1, args.steps + 1):
@@ -138,6 +177,9 @@ def main() -> None:
             optimizer.zero_grad()
         print(f"step {step}: reward {rewards.mean():.3f}, entropy {entropy:.3f}, gradient norm {norm:.3f},", end=" ")
         print(f"sequences with gradient {live:.3f}", flush=True)
+        ever_live += live
+        if step == min(5, args.steps) and not ever_live:
+            print("no group has had unequal rewards so far, so nothing was learnt: is the task too hard, or too easy?")
     after, _ = complete(model, tokenizer, test[: args.test], args.max_new_tokens, **GREEDY)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

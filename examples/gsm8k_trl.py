@@ -6,6 +6,8 @@
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/gsm8k_trl.py
     accelerate launch --config_file examples/accelerate/zero3.yaml examples/gsm8k_trl.py
     python examples/gsm8k_trl.py --resume                                         # from the last checkpoint
+    python examples/gsm8k_trl.py --model_name_or_path DIR --dataset_name DIR      # offline; on a CPU add
+                                 --use_cpu True --bf16 False
     python examples/gsm8k_trl.py --smoke                                          # offline, on a CPU, ten steps
 
 TRL comes with `pip install '.[trl]'`; LoRA needs peft, vLLM `pip install 'trl[vllm]'`. With `pip install math-verify`

@@ -6,7 +6,9 @@ were made elsewhere: over kept sets (`kept_set_logprob`), or by a model's own he
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +20,13 @@ from grpo_kernels.call.loss import check_loss, counted_tokens, make_objective
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.products import accumulator_of
+from grpo_kernels.objective.checks import config_with
 from grpo_kernels.objective.custom import TokenInputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from grpo_kernels.objective.keywords import LossFields
 
 
 def policy_loss_from_logps(
@@ -35,6 +43,7 @@ def policy_loss_from_logps(
     config: LossConfig | None = None,
     objective: Callable[[TokenInputs], Tensor] | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
+    **fields: Unpack[LossFields],
 ) -> LossOutput:
     """`grpo_loss` without its projection: the loss that `config` describes, differentiable in `logps` and `entropies`.
 
@@ -55,12 +64,15 @@ def policy_loss_from_logps(
         None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
-    config = LossConfig() if config is None else config
+    config = config_with(config, fields, _OF_CALL, "policy_loss_from_logps")
     if torch.compiler.is_compiling():
         from grpo_kernels.call import compiled  # not at import: it loads the compiler
 
         return compiled.eagerly(_loss_of, logps, entropies, inputs, config, objective)
     return _loss_of(logps, entropies, inputs, config, objective)
+
+
+_OF_CALL = [name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"]
 
 
 def _loss_of(

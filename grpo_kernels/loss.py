@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.head.reference import ReferenceHead
-from grpo_kernels.objective.checks import check_config, check_names, check_objective
+from grpo_kernels.objective.checks import FIELDS, check_config, check_names, check_objective, config_with
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
 
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     from grpo_kernels.call.keywords import LossModuleKeywords
     from grpo_kernels.objective.keywords import LossFields
-
-_DEFAULT = LossConfig()
 
 
 def grpo_loss(
@@ -83,6 +81,7 @@ def grpo_loss(
     reference: ReferenceHead | None = None,
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K) or (N, K)
     without_set: WithoutSet = "error",
+    **fields: Unpack[LossFields],
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
@@ -135,6 +134,7 @@ def grpo_loss(
             `kept_set_logprob`: log-probabilities and entropies are taken over these sets, at the cost of the sets. The
             old, reference and sampling log-probabilities must be, too. Breaks the graph of torch.compile.
         without_set: as in `kept_set_logprob`.
+        fields: fields of `config`, which they replace: ``loss_type="grpo", beta=0.04``.
 
     Returns:
         `LossOutput`.
@@ -143,7 +143,7 @@ def grpo_loss(
         TypeError, ValueError: a wrong argument; the message names it, what was expected and what came. Raised before
             any work is done, and nothing is changed.
     """
-    config = _DEFAULT if config is None else config
+    config = config_with(config, fields, _OF_CALL, "grpo_loss")
     inputs = LossInputs(
         completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
@@ -207,8 +207,7 @@ def _kept_loss(*arguments: Any) -> LossOutput:
     return compiled.eagerly(kept_loss, *arguments)
 
 
-_FIELDS = {field.name: None for field in fields(LossConfig)}
-_OF_CALL = dict.fromkeys(inspect.signature(grpo_loss).parameters)
+_OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
 
 
 class GRPOLoss(nn.Module):
@@ -236,7 +235,7 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_config(config)
-        check_names(fields, "a field of LossConfig", _FIELDS, "an argument of the module's call", _OF_CALL)
+        check_names(fields, "a field of LossConfig", FIELDS, "an argument of the module's call", _OF_CALL)
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
         check_options(engine, backend, workspace_bytes)
@@ -258,7 +257,7 @@ class GRPOLoss(nn.Module):
 
         `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
-        check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", _FIELDS)
+        check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS)
         return grpo_loss(
             hidden,
             weight,

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import inspect
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import grpo_kernels
 from docs.tools import check
+from grpo_kernels import typing
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -33,6 +39,58 @@ def test_shown_code_is_python_and_imports_what_there_is(page: str) -> None:
             known = check.public_names(node.module) if trainers else dir(importlib.import_module(node.module))
             known = [name.rpartition(".")[2] for name in known]
             assert [alias.name for alias in node.names if alias.name not in known] == []
+
+
+def keywords_of(function: Callable[..., Any]) -> set[str] | None:
+    """Names of the keyword arguments that `function` takes; None: any."""
+    found: set[str] = set()
+    for x in inspect.signature(function).parameters.values():
+        if x.kind is not x.VAR_KEYWORD:
+            found.add(x.name)
+            continue
+        unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(x.annotation))
+        if unpacked is None:
+            return None
+        found |= set(getattr(typing, unpacked[1]).__annotations__)
+    return found
+
+
+def shown_calls(block: str) -> Iterator[tuple[str, Any, ast.Call]]:
+    """The calls in a block of code, of functions and classes that it imports from grpo_kernels itself."""
+    known: dict[str, Any] = {"grpo_kernels": grpo_kernels}
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and node.module in (
+            "grpo_kernels",
+            "grpo_kernels.integrations.transformers",
+        ):
+            module = importlib.import_module(node.module)
+            known |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    every = {**{name: getattr(grpo_kernels, name) for name in grpo_kernels.__all__}, **known}
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Call):
+            path = ast.unparse(node.func).split(".")
+            try:
+                called = functools.reduce(getattr, path[1:], every[path[0]])
+            except (KeyError, AttributeError):
+                continue
+            if callable(called):
+                yield ".".join(path), called, node
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_shown_calls_have_arguments_that_there_are(page: str) -> None:
+    for block in blocks(page):
+        for name, function, call in shown_calls(block):
+            takes = keywords_of(function)
+            given = [x.arg for x in call.keywords if x.arg is not None]
+            assert takes is None or [x for x in given if x not in takes] == [], name
+
+
+def test_calls_are_found_and_wrong_arguments_in_them() -> None:
+    block = "import grpo_kernels as g\nfrom grpo_kernels import GRPOLoss as Loss\nLoss(epsilom=1)\ng.grpo_loss(beta=1)"
+    calls = shown_calls(block.replace("g.", "grpo_kernels."))
+    unknown = [call.keywords[0].arg not in (keywords_of(function) or ()) for _, function, call in calls]
+    assert unknown == [True, False]
 
 
 START = ["Install", "The lines to change", "What you gain", "What differs", "Limits"]

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,8 +175,68 @@ def test_unknown_options_are_errors(gsm8k: Any, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     for given in (["--epochs", "3"], ["--lora", "8"], ["--config", str(tmp_path / "config.yaml")]):
         monkeypatch.setattr(sys, "argv", ["distill.py", "--smoke", *given])
-        with pytest.raises(ValueError, match=given[0].removeprefix("--") if "config" not in given[0] else "epochs"):
+        with pytest.raises(SystemExit, match=given[0].removeprefix("--") if "config" not in given[0] else "epochs"):
             gsm8k.parse("On GSM8K", gsm8k.Options, DistillationConfig, {}, {})
+
+
+def test_options_that_cannot_be_are_errors_before_anything_is_read(
+    gsm8k: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from trl import GRPOConfig
+
+    file = tmp_path / "model.bin"
+    file.touch()
+    for given in (["--eval_problems", "0"], ["--output_dir", str(file)]):
+        monkeypatch.setattr(sys, "argv", ["gsm8k_trl.py", "--smoke", *given])
+        with pytest.raises(SystemExit, match=f"{given[0]}: expected .*, got .*{Path(given[1]).name}"):
+            gsm8k.parse("On GSM8K", gsm8k.Options, GRPOConfig, {}, {})
+
+
+def test_problems_are_read_from_copies_of_any_form(gsm8k: Any, tmp_path: Path) -> None:
+    made = gsm8k.smoke_problems()
+    made.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "files").mkdir()
+    for split, rows in made.items():
+        rows.to_json(str(tmp_path / "files" / f"{split}.jsonl"))
+        rows.to_parquet(str(tmp_path / f"{split}.parquet"))
+    for name in ("saved", "files"):
+        found = gsm8k.splits(str(tmp_path / name))
+        assert {split: found[split]["question"] for split in found} == {x: made[x]["question"] for x in made}
+    for name in ("files/train.jsonl", "train.parquet"):  # a tenth is for the test
+        found = gsm8k.splits(str(tmp_path / name))
+        assert (len(found["train"]), len(found["test"])) == (18, 3)
+    made["train"].rename_column("answer", "solution").to_json(str(tmp_path / "other.jsonl"))
+    with pytest.raises(SystemExit, match="expected splits train and test with columns question and answer, got"):
+        gsm8k.splits(str(tmp_path / "other.jsonl"))
+
+
+def test_a_run_without_unequal_rewards_says_so_once(gsm8k: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for shares, said in (([1.0] * 9, 1), ([1.0, 1.0, 0.5, 1.0, 1.0, 1.0], 0)):
+        callback, state = gsm8k.SaysThatNothingIsLearnt(), SimpleNamespace(is_world_process_zero=True)
+        for share in shares:
+            callback.on_log(None, state, None, logs={"frac_reward_zero_std": share})
+            callback.on_log(None, state, None, logs={"eval_loss": 0.0})
+        assert capsys.readouterr().out.count("no group has had unequal rewards") == said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--updates", "0"], "--updates: expected at least 1, got 0"),
+        (["--test", "0"], "--test: expected at least 1, got 0"),
+        (["--micro-batch", "0"], "--micro-batch: expected at least 1, got 0"),
+        (["--micro-batch", "12"], "--micro-batch: expected whole groups of 8, got 12"),
+        (["--output", __file__], "--output: expected a folder, or a name that is free, got the file"),
+        (["--epochs", "3"], "unrecognized arguments: --epochs 3"),
+    ],
+)
+def test_the_plain_loop_refuses_options_that_cannot_be(
+    gsm8k: Any, given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gsm8k_plain.py", "--smoke", *given])
+    with pytest.raises(SystemExit):
+        importlib.import_module("gsm8k_plain").main()
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="needs an environment without vLLM")
@@ -204,7 +265,7 @@ def test_a_solution_is_the_number_of_the_answer(gsm8k: Any, monkeypatch: pytest.
 
     row = {"question": "How many are 4 times 300?", "answer": "4 * 300 = <<4*300=1200>>1,200\n#### 1,200"}
     data = DatasetDict({name: Dataset.from_list([row] * 3) for name in ("train", "test")})
-    monkeypatch.setattr(gsm8k, "load_dataset", lambda name, config: data)
+    monkeypatch.setattr(gsm8k, "splits", lambda name: data)
     found = gsm8k.problems(gsm8k.Options(eval_problems=2))
     assert {name: len(split) for name, split in found.items()} == {"train": 3, "test": 2}
     assert found["test"][0]["solution"] == "1200"

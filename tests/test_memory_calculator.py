@@ -135,11 +135,22 @@ def peak_on_a_gpu(size: Size, engine: str) -> int:
 
 def test_a_gpu_is_named_or_given_by_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     shares = []
-    for gpu in ("h100", "80"):
-        assert main(["memory", "--rows", "1024", "--model", "Qwen3-8B", "--gpu", gpu]) == 0
-        shares.append(re.findall(r"\S+%", capsys.readouterr().out))
-    assert shares[0] == shares[1]
-    assert len(shares[0]) == 3
+    for gpus in (("h100", "80"), ("RTX 4090", "4090", "24")):
+        for gpu in gpus:
+            assert main(["memory", "--rows", "1024", "--model", "Qwen3-8B", "--gpu", gpu]) == 0
+            shares.append(re.findall(r"\S+%", capsys.readouterr().out))
+        assert len({*map(tuple, shares)}) == 1
+        assert len(shares[0]) == 3
+        shares.clear()
+
+
+def test_a_model_is_known_by_its_name_in_any_case_and_with_its_organisation(capsys: pytest.CaptureFixture[str]) -> None:
+    said = set()
+    for name in ("Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B"):
+        assert main(["memory", "--model", name]) == 0
+        said.add(capsys.readouterr().out)
+    assert len(said) == 1
+    assert said.pop().startswith("N 16,384, V 151,936, H 4,096,")
 
 
 def test_tiles_are_those_of_the_releases() -> None:
@@ -151,11 +162,15 @@ def test_tiles_are_those_of_the_releases() -> None:
     ("arguments", "message"),
     [
         ("--rows 8", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
-        ("--rows 8 --vocab 9", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
+        ("--rows 8 --vocab 9", "--hidden: expected 1 to 1,000,000,000, got None"),
+        ("--model Qwen3-8B --vocab 9", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
+        ("--model Qwen4-8B", "--model: expected Qwen3-0.6B, "),
+        ("--rows 8 --vocab 9 --hidden 4 --gpu 4091", "or the GPU's memory in GiB, got 4091"),
+        ("--rows 99999999999999999999 --vocab 9 --hidden 4", "--rows: expected 1 to 1,000,000,000, got 9999"),
         ("--rows 8 --vocab 9 --hidden 4 --gpu G7", "--gpu: expected A10G, A100, "),
         ("--rows 8 --vocab 9 --hidden 4 --gpu -1", "or the GPU's memory in GiB, got -1"),
         ("--rows 8 --config /nowhere", "--config: expected a folder with config.json, got /nowhere"),
-        ("--rows 0 --vocab 9 --hidden 4", "--rows: expected at least 1, got 0"),
+        ("--rows 0 --vocab 9 --hidden 4", "--rows: expected 1 to 1,000,000,000, got 0"),
         ("--rows 8 --vocab 9 --hidden 4 --mask 1", "--mask: expected a share of at least 0 and less than 1, got 1.0"),
         ("--rows 8 --vocab 9 --hidden 4 --workspace 0", "--workspace: expected at least 1, got 0"),
     ],
@@ -194,6 +209,40 @@ def test_config_that_transformers_does_not_know_is_refused(tmp_path: Path, capsy
     said = capsys.readouterr().err
     assert f"--config: {tmp_path / 'config.json'} cannot be read" in said
     assert "give --vocab and --hidden" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", None), ("vocab_size", "abc"), ("vocab_size", 100.5), ("vocab_size", True), ("hidden_size", 0),
+        ("vocab_size", 10**20), ("logit_scale", 0), ("logit_scale", "one"), ("logits_scaling", True),
+    ],
+)  # fmt: skip
+def test_numbers_of_a_config_that_cannot_be_are_one_line(
+    field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "llama", "vocab_size": 3000, "hidden_size": 128, field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        main(["memory", "--config", str(tmp_path)])
+    assert len([x for x in capsys.readouterr().err.splitlines() if "error: --config: " in x]) == 1
+
+
+def test_a_configs_own_code_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if standard input would say yes to it."""
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(
+        f"from transformers import PretrainedConfig\nopen({str(ran)!r}, 'w')\nclass Own(PretrainedConfig):\n    pass\n"
+    )
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}, "vocab_size": 9, "hidden_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(SystemExit):
+        main(["memory", "--config", str(tmp_path)])
+    assert "cannot be read" in capsys.readouterr().err
+    assert not ran.exists()
 
 
 def test_help_lists_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:

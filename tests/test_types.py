@@ -100,7 +100,7 @@ def annotations_in(keywords: Any) -> dict[str, str]:
 OWN = inspect.signature(GRPOLoss.__init__).parameters
 HANDED_ON = {
     "LossModuleKeywords": annotations_of(grpo_loss, "bias", *OWN),
-    "LossKeywords": annotations_of(grpo_loss, "bias", "config"),
+    "LossKeywords": annotations_of(grpo_loss, "bias", "config") | {x.name: x.type for x in fields(LossConfig)},
     "LogprobKeywords": annotations_of(linear_logprob, "bias", "entropy"),
     "KeptSetKeywords": annotations_of(kept_set_logprob, "entropy"),
     "DivergenceKeywords": annotations_of(linear_divergence_with, "bias", "teacher_bias", "outputs", "ids"),

@@ -142,10 +142,10 @@ def test_a_models_config_is_read(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("warmup", "expected --config, or --vocab and --hidden"),
-        ("warmup --config . --vocab 3", "expected --config, or --vocab and --hidden"),
-        ("warmup --vocab 3", "--hidden: expected at least 1, got None"),
-        ("warmup --vocab 3 --hidden 0", "--hidden: expected at least 1, got 0"),
+        ("warmup", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
+        ("warmup --config . --vocab 3", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
+        ("warmup --vocab 3", "--hidden: expected 1 to 1,000,000,000, got None"),
+        ("warmup --vocab 3 --hidden 0", "--hidden: expected 1 to 1,000,000,000, got 0"),
         ("warmup --vocab 3 --hidden 3 --softcap 0", "--softcap: expected more than 0, got 0.0"),
         ("warmup --config /no/such", "--config: expected a folder with config.json, got /no/such"),
         ("--json warmup --vocab 3 --hidden 3", "warmup: expected neither --json nor --no-check before it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NOT_OF_THE_MODEL = ("quantization_config", "_name_or_path")
 
 
-def make(folder: Path) -> Path:
-    """Write the model in fp32, and its tokenizer, to `folder`, unless they are there; return `folder`.
+def make(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the model in `dtype`, and its tokenizer, to `folder`, unless they are there; return `folder`.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -34,5 +35,10 @@ def make(folder: Path) -> Path:
     model.tie_weights()
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     tokenizer.save_pretrained(folder)
-    model.float().save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder
+
+
+if __name__ == "__main__":  # the folders to write: in fp32, in bf16
+    for place, precision in zip(sys.argv[1:], (torch.float32, torch.bfloat16), strict=True):
+        print(make(Path(place), precision))

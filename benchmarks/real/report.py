@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
+
+from benchmarks import labels, plots
 from benchmarks.cells import markdown, number, small, times
+from benchmarks.claims import multiple
 from benchmarks.labels import share
-from benchmarks.real.train import PHASES, STOCK
+from benchmarks.real.train import DEFAULTS, PHASES, STOCK
 
 Run = dict[str, Any]
+EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
+SHORT = {"generation": "generation", "scoring": "scoring", "loss": "forward and backward", "optimizer": "optimizer"}
+TASK = "SmolLM2-135M-Instruct, one-digit sums, groups of 8, all parameters, fp32, beta 0"
 
 
 def trained(data: dict[str, Any]) -> dict[str, Run]:
@@ -18,35 +26,218 @@ def trained(data: dict[str, Any]) -> dict[str, Run]:
     return {key: run for key, run in data["runs"].items() if run.get("steps")}
 
 
-def stock_of(runs: dict[str, Run], run: Run) -> Run:
+def named(data: dict[str, Any], name: str) -> list[Run]:
+    """The trainings of one variant, by seed."""
+    return sorted((run for run in trained(data).values() if run["name"] == name), key=lambda run: run["seed"])
+
+
+def stock_of(data: dict[str, Any], run: Run) -> Run:
     """Stock TRL's training at the seed of `run`."""
-    return runs[f"{STOCK}, seed {run['seed']}"]
+    return next(x for x in named(data, STOCK) if x["seed"] == run["seed"])
 
 
-def seconds(run: Run, count: int, *phases: str) -> float:
-    """CPU seconds of a step in `phases`, the mean of the first `count` steps."""
-    return statistics.fmean(sum(step["seconds"][x] for x in phases) for step in run["steps"][:count])
+def seconds(run: Run, steps: slice, *phases: str) -> float:
+    """CPU seconds of a step in `phases`, the mean over `steps`."""
+    return statistics.fmean(sum(step["seconds"][x] for x in phases) for step in run["steps"][steps])
+
+
+def over(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> float:
+    """Stock TRL's seconds in the same steps over those of `run`."""
+    return seconds(stock_of(data, run), steps, *phases) / seconds(run, steps, *phases)
+
+
+def claim(data: dict[str, Any]) -> str:
+    """What the defaults gain, over the seeds; empty without a training of both."""
+    found = [over(data, run, slice(len(run["steps"])), "loss") for run in named(data, DEFAULTS)]
+    if not found:
+        return ""
+    return f"SmolLM2 learns sums, forward and backward {multiple(statistics.fmean(found))} times as fast as stock TRL's"
 
 
 def lines(data: dict[str, Any]) -> list[str]:
-    """A line for each training."""
-    runs, cells = trained(data), []
-    for run in runs.values():
-        count, stock = len(run["steps"]), stock_of(runs, run)
-        over = [seconds(stock, count, *x) / seconds(run, count, *x) for x in (("loss",), PHASES)]
-        right = [share(x) for x in run["right"]]
+    """The trainings, the steps, the options, and the errors."""
+    return [*_trainings(data), *_steps(data), *_options(data), *_errors(data)]
+
+
+def _trainings(data: dict[str, Any]) -> list[str]:
+    cells = []
+    for run in [x for name in (STOCK, DEFAULTS) for x in named(data, name)]:
+        every = slice(len(run["steps"]))
         cells.append([
-            run["name"], str(run["seed"]), str(count), *(number(seconds(run, count, x), 3) for x in PHASES),
-            *(times(x) for x in over), " to ".join(right), str(run["peak_mib"]),
-            str(run.get("alike", "")), small(run["worst"][1]) if "worst" in run else "",
+            run["name"], str(run["seed"]), *(number(seconds(run, every, x), 3) for x in PHASES),
+            *(times(over(data, run, every, *x)) if run["name"] != STOCK else "" for x in (("loss",), PHASES)),
+            " to ".join(share(x) for x in run["right"]), f"{run['peak_mib']:,}",
+            f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
+            small(run["worst"][1]) if "worst" in run else "",
         ])  # fmt: skip
     head = [
-        "training", "seed", "steps", *PHASES, "stock / it, loss", "stock / it, whole step", "right answers",
-        "peak MiB", "steps alike", "largest difference",
+        "training", "seed", *(SHORT[x] for x in PHASES), "stock / it, forward and backward", "stock / it, all",
+        "right answers", "peak MiB", "steps alike", "largest difference",
     ]  # fmt: skip
-    return markdown(head, cells)
+    return ["CPU seconds of a step, the mean of all steps:", "", *markdown(head, cells)]
+
+
+def _steps(data: dict[str, Any]) -> list[str]:
+    """A line for a few steps of the first seed."""
+    stock, ours = (next(iter(named(data, name)), None) for name in (STOCK, DEFAULTS))
+    if stock is None or ours is None:
+        return []
+    cells = []
+    for i, (theirs, mine) in enumerate(zip(stock["steps"], ours["steps"], strict=True)):
+        logs, one = mine["logs"], slice(i, i + 1)
+        cells.append([
+            str(i + 1), number(logs[REWARD], 3), share(logs[EQUAL]), number(logs[LENGTH], 3),
+            share(logs["sequences/gradient"]), share(logs["tokens/computed"]), share(logs["tokens/gradient"]),
+            *(number(step["seconds"]["loss"], 3) for step in (theirs, mine)), times(over(data, ours, one, "loss")),
+        ])  # fmt: skip
+    head = [
+        "step", "reward", "equal groups", "mean length", "`sequences/gradient`", "`tokens/computed`",
+        "`tokens/gradient`", "stock, s", "ours, s", "stock / ours",
+    ]  # fmt: skip
+    return ["", f"Forward and backward of each step, seed {ours['seed']}:", "", *markdown(head, cells)]
+
+
+def _options(data: dict[str, Any]) -> list[str]:
+    """A line for each variant, over the steps that all have."""
+    first = [run for run in trained(data).values() if run["seed"] == 0]
+    steps = slice(min((len(run["steps"]) for run in first), default=0))
+    if len(first) <= 2:
+        return []
+    cells = []
+    for run in first:
+        options = ", ".join(f"{name}={x!r}" for name, x in (run["options"] or {}).items())
+        is_stock = run["name"] == STOCK
+        cells.append([
+            run["name"], f"`{options}`" if options else "", number(seconds(run, steps, "loss"), 3),
+            "" if is_stock else times(over(data, run, steps, "loss")),
+            "" if is_stock else times(over(data, run, steps, *PHASES)), f"{run['peak_mib']:,}",
+        ])  # fmt: skip
+    head = ["training", "options", "forward and backward", "stock / it", "stock / it, all", "peak MiB"]
+    return [
+        "",
+        f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:",
+        "",
+        *markdown(head, cells),
+    ]
+
+
+def _errors(data: dict[str, Any]) -> list[str]:
+    found = (data.get("errors") or {}).get("cases") or {}
+    if not found:
+        return []
+    names = list(dict.fromkeys(name for case in found.values() for name in case.get("found", {})))
+    cells = [
+        [name, case["precision"], *(small(case.get("found", {}).get(x)) for x in names), case.get("reason", "")]
+        for name, case in found.items()
+    ]
+    return [
+        "",
+        f"Errors of the gradient of one batch ({data['errors']['sequences']} sequences, "
+        f"{data['errors']['with_gradient']} with an advantage) against TRL's loss in float64: the norm of the "
+        "difference over the norm of the gradient.",
+        "",
+        *markdown(["loss", "precision", *names, "failed"], cells),
+    ]
+
+
+class Expected(NamedTuple):
+    """A run of Qwen3-8B in numbers: matrix products of trunk and head, attention left out."""
+
+    name: str
+    backward: float  # products of the trunk's backward over those of its forward
+    head: tuple[float, float, float]  # operations over N V H: stock's; ours a token, and more for one with a gradient
+    kl: bool
+
+    def ratio(self, equal: float, prompt: int, longest: int, mean: int, group: int) -> float:
+        """Stock TRL's operations over ours, without generation."""
+        trunk, head = 6.95e9, 151_936 * 4096
+        padded, distinct, counted = group * (prompt + longest), prompt + group * mean, group * mean
+        live = 1.0 if self.kl else 1.0 - equal
+        reference = 1.0 if self.kl else 0.0
+        stock = 2 * trunk * padded * (1 + self.backward + reference)
+        stock += head * counted * (self.head[0] + 2 * reference)
+        ours = 2 * trunk * distinct * (1 + self.backward * live + reference)
+        ours += head * counted * (self.head[1] + self.head[2] * live + 2 * reference)
+        return stock / ours
+
+
+EXPECTED = [
+    Expected(f"{what}, beta {beta}", backward, head, kl=beta > 0)
+    for what, backward, head in (("all parameters", 2.0, (8.0, 2.0, 4.0)), ("LoRA", 1.0, (6.0, 2.0, 2.0)))
+    for beta in (0, 0.04)
+]
+GROUPS = ((0.25, 256, 1024, 512, 8), (0.5, 256, 1024, 512, 8), (0.5, 2048, 1024, 512, 8), (0.0, 256, 512, 512, 8))
+
+
+def _expected() -> list[str]:
+    """What Qwen3-8B may expect, by arithmetic."""
+    cells = [[x.name, *(f"{x.ratio(*group):.1f}" for group in GROUPS)] for x in EXPECTED]
+    head = [
+        f"{share(equal)} of the groups equal; prompt {prompt}, completions {mean} in the mean, {longest} the longest"
+        for equal, prompt, longest, mean, _ in GROUPS
+    ]
+    return [
+        "**By arithmetic, not measured**: stock TRL's matrix products over ours for Qwen3-8B, without generation and",
+        "attention, one group in a micro-batch:",
+        "",
+        *markdown(["Qwen3-8B", *head], cells),
+    ]
+
+
+def draw(data: dict[str, Any]) -> Figure:
+    """Reward, share of groups with equal rewards, and seconds of both, over the steps."""
+    stock, ours = named(data, STOCK), named(data, DEFAULTS)
+    count = len(ours[0]["steps"])
+    subtitle = [TASK, labels.where(data), f"{labels.count(len(ours), 'seed')}: the mean, and each", labels.day(data)]
+    notes = [
+        "Forward and backward of an optimizer step of 32 completions, generation left out. A group whose rewards are "
+        "equal has no gradient: what ours saves follows their share, and the padding.",
+        labels.made(data),
+    ]
+    figure = plots.sheet(claim(data), subtitle, 6.2, notes)
+    steps = range(1, count + 1)
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 3))
+    lines_of = [
+        (axes[0], "reward", ours, plots.BLUE, "", lambda step: step["logs"][REWARD]),
+        (axes[1], "groups with\nequal rewards", ours, plots.BLUE, "", lambda step: step["logs"][EQUAL]),
+        (axes[2], "CPU seconds", stock, plots.color("trl"), "stock TRL", lambda step: step["seconds"]["loss"]),
+        (axes[2], "CPU seconds", ours, plots.BLUE, "grpo_kernels", lambda step: step["seconds"]["loss"]),
+    ]
+    for axis, title, runs, color, name, value in lines_of:
+        each = [[value(step) for step in run["steps"]] for run in runs]
+        for one in each:
+            axis.plot(steps, one, color=color, alpha=0.25, linewidth=1.2)
+        mean = [statistics.fmean(x) for x in zip(*each, strict=True)]
+        axis.plot(steps, mean, color=color, linewidth=2.8)
+        axis.annotate(
+            name, (count, mean[-1]), (8, 0), textcoords="offset points", va="center", color=color, weight="bold"
+        )
+        axis.set_ylabel(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y")
+    axes[2].set_xlabel("optimizer step")
+    axes[2].set_xlim(1, count * 1.16)
+    axes[2].set_xticks([1, *range(5, count + 1, 5)])
+    figure.align_ylabels(axes)
+    return figure
+
+
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 
 
 def write(data: dict[str, Any], folder: Path) -> None:
-    """Write the tables to ``real.md`` in `folder`."""
-    (folder / "real.md").write_text("\n".join(["# A real run", "", *lines(data)]) + "\n", encoding="utf-8")
+    """Draw ``plots/real.png`` and replace what ``real.md`` has between its marks; both are in `folder`.
+
+    Raises:
+        ValueError: the page has not one pair of marks.
+    """
+    with plots.looks():
+        plots.save(draw(data), folder / "plots" / "real.png")
+    path = folder / "real.md"
+    before, *rest = re.split(f"{BEGIN}|{END}", path.read_text(encoding="utf-8"))
+    if len(rest) != 2:
+        raise ValueError(f"{path}: expected one {BEGIN} and one {END}, got {len(rest)} marks")
+    picture = f"![{claim(data)}](plots/real.png)"
+    conditions = f"Conditions: {labels.footer(data)}."
+    middle = ["", picture, "", *lines(data), "", *_expected(), "", conditions, ""]
+    path.write_text(f"{before}{BEGIN}\n{chr(10).join(middle)}{END}{rest[1]}", encoding="utf-8")

@@ -20,6 +20,15 @@ HIGHEST_LOGP = 1e-3  # above 0 by rounding
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
 
 
+# Names of other trainers (verl, OpenRLHF, Liger, TRL's PPO) for options of ours.
+_ELSEWHERE = {
+    **dict.fromkeys(("clip_eps", "clip_ratio", "clip_range", "cliprange", "eps", "eps_clip", "epsilon_low"), "epsilon"),
+    **dict.fromkeys(("clip_ratio_high", "eps_clip_high", "eps_high", "clip_eps_high"), "epsilon_high"),
+    **dict.fromkeys(("kl_coef", "kl_beta", "kl_loss_coef"), "beta"),
+    **dict.fromkeys(("entropy_coeff", "entropy_bonus"), "entropy_coef"),
+}
+
+
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of something that is likely not meant: once in a process, at the user's line that called."""
@@ -32,9 +41,13 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
     known = [*names]
-    near = difflib.get_close_matches(name, known, n=1) or [x for x in known if x.endswith(f"_{name}")]
-    if not near:  # such as old_per_token_logps for old_logps
-        near = [x for x in known if {*name.split("_")} <= {*x.split("_")}]
+    if _ELSEWHERE.get(name) in known:
+        return f"; did you mean {_ELSEWHERE[name]}?"
+    name = name.replace("log_prob", "logp").replace("logprob", "logp")
+    parts = {*name.split("_")}
+    longer = [x for x in known if parts <= {*x.split("_")}]  # such as old_per_token_logps for old_logps
+    near = longer if len(parts) > 1 else []
+    near = near or difflib.get_close_matches(name, known, n=1) or [x for x in known if x.endswith(f"_{name}")] or longer
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_shape, check_tensor
+
+_INT32 = torch.iinfo(torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +33,13 @@ class KeptIds:
     offsets: Tensor
 
     @staticmethod
-    def from_rows(rows: Sequence[Sequence[Sequence[int] | None]], mask: Tensor) -> KeptIds:
+    def from_rows(rows: Sequence[Sequence[Any]], mask: Tensor) -> KeptIds:
         """The sets that vLLM (``output.sampling_mask.token_ids``) and SGLang
         (``meta_info["output_token_sampling_mask"]``) return: for each sequence a list of the ids kept at each token.
 
         Args:
-            rows: one list per sequence; in it, one list of ids per sampled token, or None where there is no set.
+            rows: one list per sequence; in it, for each sampled token a list, tensor or array of ids, or None where
+                there is no set.
             mask: (B, T), bool or number: not 0 at the sampled tokens, in their order. Other positions get no set.
 
         Raises:
@@ -50,11 +55,34 @@ class KeptIds:
                     f"rows: expected {wanted} lists of ids for sequence {i}, one for each position where the mask "
                     f"counts, got {len(given)}"
                 )
-        lists = [x or () for x in itertools.chain.from_iterable(rows)]
+        ids, of_each = joined_ids("rows", itertools.chain.from_iterable(rows))
         counts = torch.zeros(mask.shape, dtype=torch.int64)
-        counts[sampled] = torch.tensor([len(x) for x in lists], dtype=torch.int64)
-        ids = torch.tensor([*itertools.chain.from_iterable(lists)], dtype=torch.int32)
+        counts[sampled] = of_each
         return KeptIds.from_counts(ids, counts).to(mask.device)
+
+    @staticmethod
+    def from_logprobs(rows: Sequence[Sequence[Mapping[int, Any] | None]], mask: Tensor) -> KeptIds:
+        """The sets in the log-probabilities that vLLM returns (``output.logprobs``): the ids with any above -inf.
+
+        They hold the whole set where the sampler keeps at most k ids and is asked for as many:
+        ``SamplingParams(top_k=k, logprobs=k)``, with the engine's ``max_logprobs=k`` and
+        ``logprobs_mode="processed_logprobs"``.
+
+        Args:
+            rows: one list per sequence; in it, for each sampled token a mapping from ids to log-probabilities, numbers
+                or vLLM's ``Logprob``; or None where there is no set.
+            mask: as in `from_rows`.
+
+        Raises:
+            TypeError, ValueError: as `from_rows`.
+        """
+
+        def kept(token: Mapping[int, Any] | None) -> list[int] | None:
+            if token is None:
+                return None
+            return [i for i, x in token.items() if getattr(x, "logprob", x) > -math.inf]
+
+        return KeptIds.from_rows([[kept(token) for token in row] for row in rows], mask)
 
     @staticmethod
     def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
@@ -89,6 +117,25 @@ class KeptIds:
     def to(self, device: Any) -> KeptIds:
         """Return the same sets on `device`."""
         return KeptIds(self.ids.to(device), self.offsets.to(device))
+
+
+def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    """Return the ids of all `lists`, one after the other (M,), in int32 if they fit; and each one's number of ids.
+
+    Args:
+        lists: of integers, tensors (k,) or arrays (k,); None: no id.
+
+    Raises:
+        TypeError: other than integers; the message calls them `name`.
+    """
+    found = [[] if x is None else x.tolist() if hasattr(x, "tolist") else [*x] for x in lists]
+    flat = [*itertools.chain.from_iterable(found)]
+    wrong = next((x for x in flat if isinstance(x, bool) or not isinstance(x, Integral)), None)
+    if wrong is not None:
+        raise TypeError(f"{name}: expected lists of integer ids, got one with {wrong!r}")
+    ids = torch.tensor([int(x) for x in flat], dtype=torch.int64)
+    fits = not len(ids) or (ids.max() <= _INT32.max and ids.min() >= _INT32.min)
+    return ids.int() if fits else ids, torch.tensor([len(x) for x in found], dtype=torch.int64)
 
 
 def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:

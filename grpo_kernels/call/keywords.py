@@ -28,6 +28,7 @@ from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.objective.custom import TokenInputs
+from grpo_kernels.objective.keywords import LossFields
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,7 +75,7 @@ class LossModuleKeywords(HeadKeywords, total=False):
     without_set: WithoutSet
 
 
-class LossKeywords(LossModuleKeywords, ExecutionKeywords, total=False):
+class LossKeywords(LossModuleKeywords, ExecutionKeywords, LossFields, total=False):
     """Keyword arguments of `grpo_loss`, except `config` and `bias`."""
 
     objective: Callable[[TokenInputs], Tensor] | None

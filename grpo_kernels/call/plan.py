@@ -131,6 +131,8 @@ def _engine(inputs: PositionInputs, planned: CheckedHead, expected: ExpectedRows
     captured = device_of(planned.head.hidden.device).is_capturing()
     unknown = captured or expected.coefficients is None
     coupling = Coupling.of(known=expected.given is not None and not unknown, coupled=unknown)
+    if expected.coefficients is None and expected.may_have_grad is None and not captured:
+        coupling = Coupling.UNKNOWN
     return planned.choose_engine(
         coupling,
         entropy_gradient=expected.of_entropy,

@@ -9,8 +9,18 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.head.config_numbers import scale_and_cap
+from grpo_kernels.head.config_numbers import CAPS, DIVISORS, FACTORS, scale_and_cap
 
+MODELS = {  # V, H, from the models' published configurations
+    "Qwen3-0.6B": (151936, 1024),
+    "Qwen3-1.7B": (151936, 2048),
+    "Qwen3-8B": (151936, 4096),
+    "Llama-3-8B": (128256, 4096),
+    "Gemma-2-2B": (256000, 2304),
+    "gpt-oss-20B": (201088, 2880),
+}
+SOFTCAPS = {"Gemma-2-2B": 30.0}
+MOST = 10**9  # of a size that is believed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,9 +44,13 @@ class HeadShape:
         return f"V {self.vocab:,}, H {self.hidden:,}, {str(self.dtype).removeprefix('torch.')}"
 
 
-def add_arguments(parser: argparse.ArgumentParser, models: Any = None) -> None:
-    """Add the options that describe a head; add ``--config`` to the group `models`, if there is one."""
-    (models or parser).add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a head."""
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument(
+        "--model", type=_model, metavar="NAME", help=f"take the head of this model: {', '.join(MODELS)}"
+    )
+    models.add_argument(
         "--config", type=Path, metavar="DIR", help="take the head of any model from its config.json, in DIR"
     )
     parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
@@ -44,19 +58,53 @@ def add_arguments(parser: argparse.ArgumentParser, models: Any = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
 
 
-def configured(parser: argparse.ArgumentParser, options: argparse.Namespace) -> HeadShape:
-    """Read the head of the model whose config.json is in ``--config``, or exit with the reason why it cannot be read.
+def described(parser: argparse.ArgumentParser, options: argparse.Namespace) -> HeadShape:
+    """Return the head of ``--model``, ``--config``, or ``--vocab`` and ``--hidden``; or exit with what is wrong."""
+    sizes, dtype = (options.vocab, options.hidden), DTYPES[options.dtype]
+    named = options.model is not None or options.config is not None
+    if named == (sizes != (None, None)):
+        parser.error("expected --model NAME, --config DIR, or both --vocab V and --hidden H")
+    if options.config is not None:
+        return _configured(parser, options.config, dtype)
+    if options.model is not None:
+        return HeadShape(*MODELS[options.model], dtype, softcap=SOFTCAPS.get(options.model))
+    for name, value in zip(("vocab", "hidden"), sizes, strict=True):
+        if value is None or not 1 <= value <= MOST:
+            parser.error(f"--{name}: expected 1 to {MOST:,}, got {value}")
+    return HeadShape(*sizes, dtype)
 
-    Fields that the file leaves out have transformers' defaults.
+
+def _model(given: str) -> str:
+    """Return the name of the model that is meant: in any case, with or without the organisation before it."""
+    name = given.rpartition("/")[2].casefold()
+    found = next((x for x in MODELS if x.casefold() == name), None)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(MODELS)}, or --config DIR for another, got {given}")
+    return found
+
+
+def _configured(parser: argparse.ArgumentParser, folder: Path, dtype: torch.dtype) -> HeadShape:
+    """Read the head of the model whose config.json is in `folder`, or exit with the reason why it cannot be read.
+
+    Fields that the file leaves out have transformers' defaults. No code of the folder is run.
     """
-    folder: Path = options.config
     if not (folder / "config.json").is_file():
         parser.error(f"--config: expected a folder with config.json, got {folder}")
     try:
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
-        sizes = config.vocab_size, config.hidden_size
-    except (ImportError, OSError, ValueError, AttributeError) as error:
-        parser.error(f"--config: {folder / 'config.json'} cannot be read ({error}); give --vocab and --hidden")
-    return HeadShape(*sizes, DTYPES[options.dtype], *scale_and_cap(lambda name: getattr(config, name, None)))
+        read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: Any = read.get_text_config(decoder=True)
+        sizes: dict[str, Any] = {name: getattr(config, name, None) for name in ("vocab_size", "hidden_size")}
+    except Exception as error:  # a config's own checks raise whatever they like
+        reason = (str(error).splitlines() or [""])[0]
+        parser.error(f"--config: {folder / 'config.json'} cannot be read ({reason}); give --vocab and --hidden")
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            parser.error(f"--config: expected a {name} of 1 to {MOST:,}, got {value!r}; give --vocab and --hidden")
+    for name in (*FACTORS, *DIVISORS, *CAPS):
+        value = getattr(config, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            parser.error(f"--config: expected a {name} above 0, got {value!r}; give --vocab and --hidden")
+    constants = scale_and_cap(lambda name: getattr(config, name, None))
+    return HeadShape(sizes["vocab_size"], sizes["hidden_size"], dtype, *constants)

@@ -6,7 +6,6 @@ It is what a call allocates beyond its inputs, on a CPU or on a GPU, as counted 
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +13,7 @@ import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.diagnostics import head_shape
-from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, configured
+from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.engine.chunks import planned_bytes
 from grpo_kernels.engine.device import CPU, CUDA, meta_tensors_of
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -23,15 +22,8 @@ from grpo_kernels.engine.records import Head, NeedsGrad, Rows
 from grpo_kernels.engine.slices import plan_slices
 
 MIB = 2**20
+ROWS = 16 * 1024  # of a step, if none are given: 16 sequences of 1,024 tokens
 FP32 = 4  # bytes per accumulated element
-MODELS = {  # V, H, from the models' published configurations
-    "Qwen3-0.6B": (151936, 1024),
-    "Qwen3-1.7B": (151936, 2048),
-    "Qwen3-8B": (151936, 4096),
-    "Llama-3-8B": (128256, 4096),
-    "Gemma-2-2B": (256000, 2304),
-    "gpt-oss-20B": (201088, 2880),
-}
 GPUS = {  # GiB as sold; the driver has up to a tenth less
     "A10G": 24,
     "A100": 80,
@@ -46,6 +38,7 @@ GPUS = {  # GiB as sold; the driver has up to a tenth less
     "RTX 5090": 32,
     "T4": 16,
 }
+MOST_GIB = 1024  # of one GPU
 COLUMNS = ("engine", "extra", "with gradients", "kept for backward")
 NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
 with gradients: the same, and the gradients of hidden states and weight"""
@@ -171,10 +164,8 @@ def render(size: Size, needs: list[Need]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels memory``."""
-    models = parser.add_mutually_exclusive_group()
-    models.add_argument("--model", choices=MODELS, help="take vocabulary and hidden size of this model")
-    head_shape.add_arguments(parser, models)
-    parser.add_argument("--rows", type=int, required=True, help="N: positions of the batch, B * T")
+    head_shape.add_arguments(parser)
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"N: positions of the batch, B * T; default: {ROWS:,}")
     parser.add_argument("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
     parser.add_argument("--score", action="store_true", help="no gradient: old or reference log-probabilities")
     parser.add_argument("--mask", type=float, default=0.0, help="share of the positions that do not count; default: 0")
@@ -186,22 +177,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the table for `options`."""
-    vocab, hidden = MODELS[options.model] if options.model else (None, None)
-    if options.config:
-        head = configured(parser, options)
-        vocab, hidden = head.vocab, head.hidden
-    vocab, hidden = options.vocab or vocab, options.hidden or hidden
-    if vocab is None or hidden is None:
-        parser.error("expected --model NAME, --config DIR, or both --vocab V and --hidden H")
+    head = head_shape.described(parser, options)
     if not 0.0 <= options.mask < 1.0:
         parser.error(f"--mask: expected a share of at least 0 and less than 1, got {options.mask}")
-    for name, value in (("rows", options.rows), ("vocab", vocab), ("hidden", hidden)):
-        if value < 1:
-            parser.error(f"--{name}: expected at least 1, got {value}")
+    if not 1 <= options.rows <= head_shape.MOST:
+        parser.error(f"--rows: expected 1 to {head_shape.MOST:,}, got {options.rows}")
     if options.workspace is not None and options.workspace < 1:
         parser.error(f"--workspace: expected at least 1, got {options.workspace}")
     size = Size(
-        HeadShape(vocab, hidden, DTYPES[options.dtype]),
+        head,
         rows=options.rows,
         frozen=options.frozen,
         score=options.score,
@@ -214,14 +198,14 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _gpu(parser: argparse.ArgumentParser, given: str) -> GPU:
-    """Return the GPU of this name, or the one with this memory."""
+    """Return the GPU of this name, with or without its "RTX", or the one with this memory."""
     for name, sold in GPUS.items():
-        if name.casefold() == given.casefold():
+        if given.casefold() in (name.casefold(), name.casefold().removeprefix("rtx ")):
             return GPU(name, sold)
     try:
         gib = float(given)
     except ValueError:
         gib = 0.0
-    if not 0.0 < gib < math.inf:
+    if not 0.0 < gib <= MOST_GIB:
         parser.error(f"--gpu: expected {', '.join(GPUS)}, or the GPU's memory in GiB, got {given}")
     return GPU("the GPU", gib)

@@ -22,7 +22,7 @@ from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base.choices import BackendName, LossTypeName, choices
 from grpo_kernels.config import LossConfig
 from grpo_kernels.diagnostics import head_shape
-from grpo_kernels.diagnostics.head_shape import DTYPES, HeadShape, configured
+from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.head.reference import ReferenceHead
 from grpo_kernels.logprob import linear_logprob
@@ -184,16 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Compile, and print a line for each step; return 0 if nothing failed, else 1."""
-    if (options.config is None) == (options.vocab is None and options.hidden is None):
-        parser.error("expected --config, or --vocab and --hidden")
-    if options.config is not None:
-        head = configured(parser, options)
-    else:
-        for name in ("vocab", "hidden"):
-            value = getattr(options, name)
-            if value is None or value < 1:
-                parser.error(f"--{name}: expected at least 1, got {value}")
-        head = HeadShape(options.vocab, options.hidden, DTYPES[options.dtype])
+    head = head_shape.described(parser, options)
     if options.softcap is not None:
         if not options.softcap > 0.0:
             parser.error(f"--softcap: expected more than 0, got {options.softcap}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowBackend, RowStats
-from grpo_kernels.base.checks import is_one
+from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.records import map_tensors
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
@@ -157,15 +157,25 @@ def _gradient(
         factor, rest = split_off(came, first.coefficients)
         left, far = size_of(rest, came)
         if far:  # stored and remainder are far larger than their sum, and would cancel
+            warn_once(WRONG_EXPECTATION)
             total, indices = second_pass(head, request, stats, came)
             return returned(total, shapes, request, indices)
     if not left:
         return returned(stored, shapes, request, grad_rows, factor)
     more, indices = second_pass(head, request, stats, rest)
+    if request.engine.stores is Stored.GRADIENT and 2 * len(indices) > len(rows):
+        warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _times(x, factor, x.dtype, request.plan.backend), stored)
     total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(came, rest, indices))
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, shapes, request, every)
+
+
+WRONG_EXPECTATION = (
+    "expected: the gradient that came is no multiple of the expected one in most tokens, which were projected again. "
+    "The result is right, and costs half as much again as without an expectation: pass the coefficients of the loss as "
+    "expected=, or None"
+)
 
 
 def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:

@@ -25,6 +25,7 @@ class Coupling(Enum):
     KNOWN = "before the forward"
     TOKEN = "from the row's own log-probability and entropy"
     CROSS_TOKEN = "only when other rows are done"
+    UNKNOWN = "only in the backward, since no expected= was given"
 
     @staticmethod
     def of(*, known: bool, coupled: bool) -> Coupling:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from grpo_kernels.base.checks import did_you_mean, warn_once
 from grpo_kernels.config import LossConfig, preset_hint
 from grpo_kernels.objective.losses import loss_of
+
+# Fields that a custom objective leaves in force: its normaliser's, and the head's.
+_BESIDE_AN_OBJECTIVE = (
+    "loss_type", "max_completion_length", "temperature", "final_logit_softcapping", "logit_scale", "logits_dtype",
+)  # fmt: skip
 
 
 def check_config(config: Any) -> None:
@@ -16,8 +22,30 @@ def check_config(config: Any) -> None:
         raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}{preset_hint(config)}")
 
 
+FIELDS = tuple(x.name for x in fields(LossConfig))
+
+
+def config_with(
+    config: LossConfig | None, given: Mapping[str, Any], call: Collection[str], function: str
+) -> LossConfig:
+    """Return `config` (None: the default one) with the fields `given`, keyword arguments of `function`.
+
+    Args:
+        call: the other arguments of `function`, for the message.
+
+    Raises:
+        TypeError: a name that is no field. TypeError, ValueError: a wrong value.
+    """
+    config = LossConfig() if config is None else config
+    if not given:
+        return config
+    check_config(config)
+    check_names(given, f"an argument of {function} or a field of LossConfig", [*FIELDS, *call])
+    return replace(config, **given)
+
+
 def check_names(
-    given: Iterable[str], what: str, known: Collection[str], elsewhere: str, others: Collection[str]
+    given: Iterable[str], what: str, known: Collection[str], elsewhere: str = "", others: Collection[str] = ()
 ) -> None:
     """Raise TypeError unless all names `given` are `known`; the message suggests one, or one of `others`."""
     for name in given:
@@ -36,11 +64,13 @@ def check_objective(config: LossConfig, objective: Any) -> None:
         return
     if not callable(objective):
         raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
-    terms = ("beta", "entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold", "delta")
-    for name in (*terms, "vllm_importance_sampling_correction"):
-        value, default = getattr(config, name), getattr(LossConfig, name)
-        if value != default:
-            raise ValueError(f"{name}: expected {default} beside an objective, which replaces the term, got {value}")
+    for option in fields(LossConfig):
+        value, default = getattr(config, option.name), option.default
+        if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
+            raise ValueError(
+                f"{option.name}: expected {default!r} beside an objective, which replaces the config's terms, got "
+                f"{value!r}"
+            )
 
 
 def check_terms(

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,28 +36,43 @@ class TokenInputs:
     """Arguments of a custom objective; all tensors have the shape of `logps`.
 
     For a `token_level` function that shape is (n,), some of the counted tokens. For any other it is (B, T), with 0 at
-    masked positions; T of a packed batch is the longest sequence. Only `logps` and `entropies` carry gradient: the
-    function's own parameters get none.
+    masked positions; T of a packed batch is the longest sequence. Only `logps` and `entropies` carry gradient; a
+    function that reads another tensor with a gradient, such as a parameter of its own, is refused.
 
-    `index` holds each token's position in the caller's flattened batch, of B * T or packed N positions; with a
-    `sequence_group`, in this rank's own part, (B, T_local).
+    Attributes:
+        logps, entropies: of the policy, with gradient.
+        mask: bool, the tokens that count.
+        advantages: each token's.
+        old_per_token_logps: the current ones, held constant, if the caller gave none.
+        ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: None if the caller gave none.
+        index: int64, the token's place in the caller's flattened batch, of B * T or packed N places; with a
+            `sequence_group`, in this rank's own part, (B, T_local). ``extra.flatten()[tokens.index]`` reads a tensor of
+            the shape of the ids.
+        sequence: int64, the number of the token's sequence, in [0, B): ``bonus[tokens.sequence]`` reads a tensor (B,).
+        position: int64, the token's place in its sequence, the column of a padded batch: ``bonus[tokens.position]``
+            reads a tensor (T,).
     """
 
     logps: Tensor
     entropies: Tensor
-    mask: Tensor  # bool
+    mask: Tensor
     advantages: Tensor
-    old_per_token_logps: Tensor  # the current ones, held constant, if the caller gave none
+    old_per_token_logps: Tensor
     ref_per_token_logps: Tensor | None
     sampling_per_token_logps: Tensor | None
     importance_sampling_ratio: Tensor | None
-    index: Tensor = field(default=None)  # type: ignore[assignment]  # int64; not given: `logps` are all of the batch
+    # not given: `logps` are all of a padded batch, (B, T), or of one sequence, (n,)
+    index: Tensor = field(default=None)  # type: ignore[assignment]
+    sequence: Tensor = field(default=None)  # type: ignore[assignment]
+    position: Tensor = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        given = cast("Tensor | None", self.index)
-        if given is None:
-            places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
-            object.__setattr__(self, "index", places)
+        shape = self.logps.shape
+        places = torch.arange(self.logps.numel(), device=self.logps.device).view(shape)
+        columns = max(1, shape[-1])
+        for name, found in (("index", places), ("sequence", places // columns), ("position", places % columns)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, found)
 
 
 TOLERANCE = 1e-3  # relative to a number, or to the mean size of all: far above rounding
@@ -100,12 +115,9 @@ class CustomObjective:
 
     is_known = False
 
-    def __init__(
-        self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, positions: Tensor | None = None
-    ) -> None:
-        """Take `tokens`, their `weights` (n,) and `positions` (n,) in the flattened batch (None: the layout's)."""
-        self.function, self.tokens, self.weights = function, tokens, weights
-        self._positions = tokens.layout.positions if positions is None else positions
+    def __init__(self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, chosen: Tensor | None = None) -> None:
+        """Take `tokens`, and their `weights` (n,); `chosen` (n,) are their indices in the layout (None: all of it)."""
+        self.function, self.tokens, self.weights, self._chosen = function, tokens, weights, chosen
 
     @property
     def couples_tokens(self) -> bool:
@@ -128,7 +140,8 @@ class CustomObjective:
         return self._at(index)._evaluate(logps, entropies)[0].coefficients
 
     def _at(self, index: Tensor) -> CustomObjective:
-        return CustomObjective(self.function, self.tokens.at(index), self.weights[index], self._positions[index])
+        chosen = index if self._chosen is None else self._chosen[index]
+        return CustomObjective(self.function, self.tokens.at(index), self.weights[index], chosen)
 
     def token_loss(self) -> None:
         """Return None: a row kernel cannot call the user's function."""
@@ -193,6 +206,7 @@ class CustomObjective:
             loss = (self.weights * per_token).sum()
             if not loss.requires_grad:
                 raise ValueError("objective: expected a loss that depends on tokens.logps or tokens.entropies")
+            _check_leaves(loss, logps, entropies)
             d_logp, d_entropy = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
         coefficients = Coefficients(torch.zeros_like(logps) if d_logp is None else d_logp, d_entropy)
         result = Evaluation(loss.detach(), coefficients, loss.detach())
@@ -207,6 +221,7 @@ class CustomObjective:
         def maybe(x: Tensor | None) -> Tensor | None:
             return None if x is None else view(x)
 
+        places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.column}
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         inputs = TokenInputs(
             logps=view(logps),
@@ -217,7 +232,7 @@ class CustomObjective:
             ref_per_token_logps=maybe(tokens.ref_per_token_logps),
             sampling_per_token_logps=maybe(tokens.sampling_per_token_logps),
             importance_sampling_ratio=maybe(tokens.importance_sampling_ratio),
-            index=view(self._positions),
+            **{name: view(x if self._chosen is None else x[self._chosen]) for name, x in places.items()},
         )
         try:
             per_token = self.function(inputs)
@@ -229,6 +244,14 @@ class CustomObjective:
                 f"objective: expected {', '.join(absent)} beside the loss's other arguments, since it reads "
                 f"{', '.join(f'tokens.{name}' for name in absent)}, got None"
             ) from error
+        except (RuntimeError, IndexError) as error:
+            if self.couples_tokens:
+                raise
+            raise ValueError(
+                f"objective: expected a function of {len(logps)} tokens, since it is declared token_level and gets "
+                "some of the counted tokens, (n,), at a time; of the caller's tensors take extra.flatten()"
+                f"[tokens.index], (B,)[tokens.sequence] or (T,)[tokens.position]; got an error: {error}"
+            ) from error
         if not isinstance(per_token, Tensor) or per_token.shape != inputs.logps.shape:
             got = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
             raise ValueError(
@@ -236,6 +259,24 @@ class CustomObjective:
                 f"got {got}"
             )
         return per_token[layout.sequence, layout.column] if self.couples_tokens else per_token
+
+
+def _check_leaves(loss: Tensor, *own: Tensor) -> None:
+    """Raise ValueError if `loss` depends on another tensor that trains than `own`: it would get no gradient."""
+    left, seen = [loss.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is x for x in own):
+            raise ValueError(
+                "objective: expected no tensor that trains but tokens.logps and tokens.entropies, got one of the "
+                f"shape {tuple(leaf.shape)}, which would get no gradient here: detach it, or make the loss from the "
+                "log-probabilities of linear_logprob"
+            )
+        left += [x for x, _ in node.next_functions]
 
 
 def _absent_reads(function: PerTokenLoss, inputs: TokenInputs) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, LossConfig, LossOutput, grpo_loss, linear_logprob, policy_expectation
+from grpo_kernels.engine import autograd
 from grpo_kernels.engine.device import CPU
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
@@ -328,3 +329,16 @@ def test_a_row_that_gets_no_gradient_after_all_is_exactly_zero() -> None:
 def test_function_of_the_wrong_kind(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^expected: expected .+, got "):
         run(A, None, expected=lambda index, logps, entropies: wrong)
+
+
+def test_an_expectation_that_fits_few_tokens_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs 6 products more than a right one, 2 more than none; a few wrong rows are no reason for a word."""
+    said: list[str] = []
+    monkeypatch.setattr(autograd, "warn_once", said.append)
+    none = run(A, None, entropy=False)[0]
+    assert (none, run(A, None, entropy=False, expected=A)[0], said) == (4.0, 3.0, [])
+    run(A, None, entropy=False, expected=some_rows(A, 4))
+    assert said == []
+    cost, _ = run(A, None, entropy=False, expected=A.flip(0).abs() + 0.1)
+    assert cost > 5.5
+    assert [x.startswith("expected: the gradient that came is no multiple") for x in said] == [True]

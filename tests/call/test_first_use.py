@@ -38,6 +38,14 @@ def test_the_first_call_says_backend_and_engine_and_why_and_no_other_does(said: 
     assert line == f"on cpu: backend torch (asked for), engine one_pass ({REASON} before the forward)"
 
 
+def test_without_an_expectation_that_is_the_reason_for_a_second_pass(said: pytest.LogCaptureFixture) -> None:
+    batch = training_batch()
+    with said.at_level(logging.INFO, "grpo_kernels"):
+        linear_logprob(batch["hidden"], batch["weight"], batch["completion_ids"], backend="torch")
+    (line,) = said.messages
+    assert line.endswith(f"engine two_pass ({REASON} only in the backward, since no expected= was given)")
+
+
 def test_the_first_call_that_trains_is_said_after_one_that_scores(said: pytest.LogCaptureFixture) -> None:
     batch = training_batch()
     given = batch["hidden"], batch["weight"], batch["completion_ids"]

@@ -177,3 +177,36 @@ def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
     with pytest.raises(ValueError, match=r"^lora\.b: expected a row for each of the 40 of weight, got shape \(20, 2\)"):
         linear_logprob(hidden, longer, ids, lora=adapter, vocab_size=20)
     linear_logprob(hidden, longer, ids, bias=torch.zeros(40), vocab_size=20)
+
+
+def test_the_calls_take_fields_as_the_module_does() -> None:
+    """Those of a config that is given are replaced."""
+    config, logps = LossConfig(loss_type="grpo", beta=0.04), torch.zeros(IDS.shape)
+    ref = {"ref_per_token_logps": torch.full(IDS.shape, -2.0)}
+    for call in (
+        lambda **more: grpo_loss(**BATCH, **ref, **more),
+        lambda **more: HEAD.loss(HIDDEN, IDS, **SHARED, **ref, **more),
+        lambda **more: policy_loss_from_logps(logps, logps, **SHARED, **ref, **more),
+    ):
+        want = call(config=config).loss
+        assert call(loss_type="grpo", beta=0.04).loss == want
+        assert call(config=LossConfig(loss_type="dapo", beta=0.04), loss_type="grpo").loss == want
+        assert call(loss_type="grpo").loss != want
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("old_logps", "old_per_token_logps"), ("ref_logprobs", "ref_per_token_logps"), ("clip_eps", "epsilon"),
+        ("clip_ratio_high", "epsilon_high"), ("kl_coef", "beta"), ("entropy_coeff", "entropy_coef"),
+        ("loss_typ", "loss_type"), ("num_items", "num_items_in_batch"), ("cu_seqlen", "cu_seqlens"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_are_answered_with_ours(name: str, meant: str) -> None:
+    for call, function in (
+        (lambda **more: grpo_loss(**BATCH, **more), "grpo_loss"),
+        (lambda **more: policy_loss_from_logps(torch.zeros(IDS.shape), torch.zeros(IDS.shape), **SHARED, **more),
+         "policy_loss_from_logps"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"^{name}: expected an argument of {function} .* did you mean {meant}\?"):
+            call(**{name: 0.1})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +90,30 @@ def test_rows_of_vllm_and_sglang() -> None:
         KeptIds.from_rows([ROWS[0][:2], ROWS[1]], SAMPLED)
     with pytest.raises(ValueError, match=r"mask: expected shape \(B, T\) with B = 1, as rows, got \(2, 4\)"):
         KeptIds.from_rows(ROWS[:1], SAMPLED)
+
+
+def test_rows_of_tensors_and_arrays_and_of_large_ids() -> None:
+    for kind in (torch.tensor, np.array, tuple):
+        rows = [[kind(ids) for ids in row] for row in ROWS]
+        assert lists(KeptIds.from_rows(rows, SAMPLED)) == [ids for rows in WANT for ids in rows]
+    assert lists(KeptIds.from_rows([[[2**40, 3]]], torch.ones(1, 1))) == [[2**40, 3]]
+    for wrong in ([0.5], torch.tensor([1.0]), [True], ["a"]):
+        with pytest.raises(TypeError, match="rows: expected lists of integer ids, got one with"):
+            KeptIds.from_rows([[wrong]], torch.ones(1, 1))
+
+
+class Logprob(NamedTuple):
+    """As vLLM's."""
+
+    logprob: float
+
+
+def test_the_log_probabilities_of_vllm_hold_the_sets() -> None:
+    rows = [[{i: Logprob(-1.0) for i in ids} | {9: Logprob(-math.inf)} for ids in row] for row in ROWS]
+    assert lists(KeptIds.from_logprobs(rows, SAMPLED)) == [ids for rows in WANT for ids in rows]
+    plain = [[{i: x.logprob for i, x in token.items()} for token in row] for row in rows]
+    assert lists(KeptIds.from_logprobs(plain, SAMPLED)) == [ids for rows in WANT for ids in rows]
+    assert lists(KeptIds.from_logprobs([[None]], torch.ones(1, 1))) == [[]]
 
 
 def test_counts_of_prime_rl_and_offsets_of_slime() -> None:

@@ -92,6 +92,17 @@ def test_one_forward_is_expected() -> None:
     assert model(input_ids=ids).logits.shape[-1] == tiny.VOCAB
 
 
+def test_a_call_within_another_is_refused() -> None:
+    """The outer one goes on, and the model is as before."""
+    model, (ids, attention_mask) = tiny.text_model("llama"), text_batch()
+    with head_inputs(model) as found:
+        with pytest.raises(RuntimeError, match="expected one whose head is not in use"), head_inputs(model):
+            pass
+        model(input_ids=ids, attention_mask=attention_mask)
+    assert found.hidden.shape[-1] == tiny.HIDDEN
+    assert model(input_ids=ids).logits.shape[-1] == tiny.VOCAB
+
+
 def test_the_models_own_output_comes_back_without_logits() -> None:
     model = tiny.text_model("qwen3_moe")
     ids, attention_mask = text_batch()

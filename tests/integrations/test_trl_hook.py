@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,8 @@ import trl.trainer.utils as trl_utils
 from datasets import Dataset
 
 from benchmarks import parity, tiny_run
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl import hook as trl_hook
-from grpo_kernels.integrations.trl import patch_trl, unpatch_trl
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 
@@ -113,6 +114,48 @@ def test_logits_rounded_as_trls_are(kept_in: torch.dtype) -> None:
     with pytest.raises(ValueError, match="logits_dtype: expected one of float32, input, got 'bfloat16'"):
         patch_trl(logits_dtype="bfloat16")
     assert trl_utils._ChunkedLogProbFunction is THEIRS
+
+
+OPTIONS: dict[str, Any] = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16}
+
+
+def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    compute = trl_hook.linear_logprob_with
+    monkeypatch.setattr(trl_hook, "linear_logprob_with", lambda *a, **k: seen.append(k) or compute(*a, **k))
+
+    def given() -> list[dict[str, Any]]:
+        found, seen[:] = [{name: call[name] for name in OPTIONS if name in call} for call in seen], []
+        return found
+
+    hidden, weight, _, ids = _head_inputs()
+    with patch_trl(**OPTIONS):
+        trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0].sum().backward()
+        assert given() == [OPTIONS]
+        with pytest.raises(ValueError, match="engine: expected 'lean', that of the patch in force, got 'auto'"):
+            patch_trl()
+    with patch_trl():
+        trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)
+        assert given() == [{"engine": "auto", "backend": "auto", "workspace_bytes": None}]
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_run.train(FusedGRPOTrainer, tiny_run.config(folder, 1), **OPTIONS)
+        calls = given()
+        assert len(calls) >= 2
+        assert all(call == OPTIONS for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"engine": "fast"}, "engine: expected one of auto, score,"),
+        ({"backend": "cuda"}, "backend: expected"),
+        ({"workspace_bytes": 0}, "workspace_bytes: expected a number of bytes > 0, got 0"),
+    ],
+)
+def test_options_of_head_calls_are_checked(option: dict[str, Any], message: str) -> None:
+    for make in (patch_trl, FusedGRPOTrainer):
+        with pytest.raises(ValueError, match=message):
+            make(**option)
 
 
 class _Renamed(torch.autograd.Function):
@@ -237,7 +280,7 @@ def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPat
     assert trl_hook.SEAM.is_known()
     labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
     counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
-    with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted)):
+    with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted), {}):
         positions, mask, expected, fill = trl_hook._known(torch.zeros(3, 4))
     assert positions is not None
     assert positions.tolist() == [0, 1, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("trl")
 from trl import GRPOTrainer
 
 from benchmarks import tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, sampled_sets
 
 KEPT = 5  # ids that the sampler keeps
 
@@ -90,6 +91,8 @@ def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
     want, got = train(Oracle, **options), train(FusedGRPOTrainer, more={"sampling_mask": "error"}, **options)
     assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
     names = ("loss", "grad_norm", "entropy", *(("kl",) if "beta" in options else ()))
+    assert 1 < got.steps[0]["kept/size"] < KEPT
+    assert got.steps[0]["kept/without_set"] == 0
     for x, y in zip(got.steps, want.steps, strict=True):
         assert {name: x[name] for name in names} == pytest.approx({name: y[name] for name in names}, rel=1e-4, abs=1e-6)
     other = train(FusedGRPOTrainer, **options)  # the sets are not asked for
@@ -107,7 +110,39 @@ def test_a_token_without_a_set() -> None:
     options: dict[str, Any] = {"steps": 2, "steps_per_generation": 4}
     with pytest.raises(ValueError, match="kept_ids: expected a set where the mask counts"):
         train(FusedGRPOTrainer, more={"sampling_mask": "error", "rollout_func": lost}, **options)
-    train(FusedGRPOTrainer, more={"sampling_mask": "full", "rollout_func": lost}, **options)
+    got = train(FusedGRPOTrainer, more={"sampling_mask": "full", "rollout_func": lost}, **options)
+    assert 0 < got.steps[0]["kept/without_set"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"top_p": 0.9, "top_k": 50}, True),
+        ({"min_p": 0.1}, True),
+        ({}, False),
+        ({"top_p": 0.9, "vllm_importance_sampling_mode": "token_truncate"}, False),
+        ({"top_p": 0.9, "vllm_importance_sampling_correction": False}, False),
+        ({"top_p": 0.9, "sampling_mask": "error"}, False),
+    ],
+)
+def test_a_truncating_sampler_without_its_sets_is_warned_of(
+    options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sampled_sets, "warn_once", said.append)
+    more = {"sampling_mask": options.pop("sampling_mask", None)}
+    with tempfile.TemporaryDirectory() as folder:
+        args = tiny_run.config(folder, 1, **options)
+        defaults = {"top_p": 1.0, "top_k": 0, "min_p": None}
+        found = {name: getattr(args, name) for name in (*defaults, "vllm_importance_sampling_mode")}
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(**found),
+            use_vllm=True,
+            vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
+            **more,
+        )
+        sampled_sets.warn_of_truncation(trainer)
+    assert [all(name in x for name in options if "vllm" not in name) for x in said] == [True] * warns
 
 
 def without(prompts: list[str], trainer: Any) -> dict[str, Any]:

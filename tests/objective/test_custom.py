@@ -39,6 +39,63 @@ def test_a_method_can_be_token_level() -> None:
     torch.testing.assert_close(out.loss, grpo_loss(**inputs, objective=Scaled().loss).loss)
 
 
+def test_a_parameter_of_its_own_is_refused() -> None:
+    """It would get no gradient; also where it is reached through a module, or trains together with `logps`."""
+    inputs, scale = small_batch(), torch.nn.Parameter(torch.tensor(2.0))
+    layer = torch.nn.Linear(1, 1)
+    functions = [
+        lambda tokens: -scale * tokens.advantages * tokens.logps,
+        lambda tokens: tokens.logps + layer(tokens.advantages[..., None])[..., 0],
+        token_level(lambda tokens: tokens.logps * scale.exp()),
+    ]
+    for function in functions:
+        with pytest.raises(ValueError, match=r"objective: expected no tensor that trains but tokens\.logps"):
+            grpo_loss(**inputs, objective=function)
+    grpo_loss(**inputs, objective=lambda tokens: -scale.detach() * tokens.advantages * tokens.logps)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_know_their_sequence_and_position(packed: bool) -> None:
+    """Numbers of a sequence and of a column reach their tokens, token-level or not."""
+    inputs, generator = training_batch(), torch.Generator().manual_seed(2)
+    mask = inputs["completion_mask"]
+    b, t = mask.shape
+    of_sequence, of_column = torch.randn(b, generator=generator), torch.randn(t, generator=generator)
+    of_token = of_sequence[:, None] * of_column
+    if packed:
+        inputs |= {name: inputs[name].flatten(0, 1) for name in ("hidden", "completion_ids", "completion_mask")}
+        inputs["cu_seqlens"] = torch.arange(0, b * t + 1, t)
+
+    def by_place(tokens: TokenInputs) -> torch.Tensor:
+        return of_sequence[tokens.sequence] * of_column[tokens.position] * tokens.logps
+
+    def by_index(tokens: TokenInputs) -> torch.Tensor:
+        return of_token.flatten()[tokens.index] * tokens.logps
+
+    want = grpo_loss(**inputs, objective=by_index).loss
+    for objective in (by_place, token_level(by_place)):
+        torch.testing.assert_close(grpo_loss(**inputs, objective=objective).loss, want)
+
+
+def test_a_token_level_function_is_told_what_it_gets() -> None:
+    inputs = training_batch()
+    bonus = torch.arange(float(inputs["completion_mask"].shape[1]))
+    with pytest.raises(ValueError, match=r"objective: expected a function of .* tokens, .*\(T,\)\[tokens.position\]"):
+        grpo_loss(**inputs, objective=token_level(lambda tokens: -tokens.logps * bonus))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epsilon", 0.1), ("epsilon_high", 0.28), ("importance_sampling_level", "sequence"), ("kl_estimator", "k1"),
+        ("vllm_importance_sampling_clip_max", 2.0), ("sapo_temperature_pos", 2.0), ("beta", 0.1), ("delta", 2.0),
+    ],
+)  # fmt: skip
+def test_fields_that_it_replaces_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected .* beside an objective, .*, got {value!r}"):
+        GRPOLoss(objective=Scaled().loss, **{name: value})
+
+
 def coupled_by_mean(tokens: TokenInputs) -> torch.Tensor:
     return -tokens.advantages * (tokens.logps - tokens.logps.mean())
 

@@ -12,6 +12,7 @@ process. A cache that others can write is not used (`cache`): the process then b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import logging
@@ -42,6 +43,8 @@ from grpo_kernels.backends.cpp_rows.compiler import (
 OPS = {"stats": 15, "diverge": 22, "grad": 28, "fused": 40, "isa": 1}  # numbers of arguments, as `CppRows` calls them
 PACKAGE = Path(__file__).resolve().parents[2]
 PREBUILT = Path(__file__).resolve().with_name(f"{NAME}.so")
+WORK = "building-"  # begins the name of the folder that a build works in
+LONGEST_BUILD = 3600.0  # seconds, far above the few that it takes
 _lock = threading.Lock()
 
 
@@ -134,7 +137,10 @@ def _build(folder: Path, sources: Path, troubles: list[str]) -> Library:
         raise Unavailable(f"{folder} is mounted noexec; set TORCH_EXTENSIONS_DIR elsewhere, {OR_WHEEL}")
     warning = f"the C++ library was compiled again: {'; '.join(troubles)}" if troubles else None
     start = time.perf_counter()
-    work = Path(tempfile.mkdtemp(dir=folder))  # a `TemporaryDirectory` is removed by any process forked meanwhile
+    _remove_left_over(folder)
+    work = Path(
+        tempfile.mkdtemp(dir=folder, prefix=WORK)
+    )  # a `TemporaryDirectory` is removed by any process forked meanwhile
     try:
         new = work / f"{NAME}.so"
         compile_library(sources, new)
@@ -146,6 +152,14 @@ def _build(folder: Path, sources: Path, troubles: list[str]) -> Library:
     if not _loads(path, troubles):
         raise Unavailable(f"try another compiler (CXX), {OR_WHEEL}")
     return Library(origin, path, warning=warning)
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove the work of builds that were killed: what no build can still be at."""
+    for work in folder.glob(f"{WORK}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - work.lstat().st_mtime > LONGEST_BUILD:
+                shutil.rmtree(work, ignore_errors=True)
 
 
 def _loads(path: Path, troubles: list[str]) -> bool:

@@ -122,6 +122,10 @@ class HeadCall:
         head, forward = self.head.module, base.forward
         name = forward_name(head)
         self.project = getattr(head, name)
+        if isinstance(getattr(self.project, "__self__", None), HeadCall):
+            raise RuntimeError(
+                "model: expected one whose head is not in use, got one within head_inputs or another call of it"
+            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self.replace(forward(*args, **kwargs))

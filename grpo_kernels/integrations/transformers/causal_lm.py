@@ -123,7 +123,7 @@ def causal_lm_loss(
     return replace(done[0], loss=loss, metrics=done[0].metrics.joined(shares))
 
 
-_OF_LOSS = inspect.signature(grpo_loss).parameters.keys()
+_OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
 _LOSS_INPUTS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
 _OF_EXPECTATION = _LOSS_INPUTS | {"importance_sampling_ratio", "num_items_in_batch"}
 _LOSS_INPUTS = _OF_EXPECTATION | {"kept_ids", "without_set"}

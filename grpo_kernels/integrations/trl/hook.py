@@ -80,7 +80,10 @@ class Rows:
 
 
 _rows: ContextVar[Rows | None] = ContextVar("grpo_kernels_trl_rows", default=None)
-logits_dtype = LossConfig.logits_dtype  # `patch_trl` sets it
+_execution: ContextVar[dict[str, Any] | None] = ContextVar("grpo_kernels_trl_execution", default=None)
+# `patch_trl` sets these two
+logits_dtype = LossConfig.logits_dtype
+execution: dict[str, Any] = {}  # engine, backend and workspace_bytes of trainers that have none of their own
 
 
 class FusedHead:
@@ -103,15 +106,17 @@ class FusedHead:
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        compute = partial(
-            _score,
-            ids=targets,
-            outputs=tuple(name for name in OPTIONAL_OUTPUTS if name in outputs),
-            temperature=temperature,
-            final_logit_softcapping=final_logit_softcapping,
-            logit_scale=logit_scale,
-            logits_dtype=logits_dtype,
-        )
+        own = _execution.get()
+        options: dict[str, Any] = {
+            "ids": targets,
+            "outputs": tuple(name for name in OPTIONAL_OUTPUTS if name in outputs),
+            "temperature": temperature,
+            "final_logit_softcapping": final_logit_softcapping,
+            "logit_scale": logit_scale,
+            "logits_dtype": logits_dtype,
+            **(execution if own is None else own),
+        }
+        compute: Callable[..., dict[str, Tensor]] = partial(_score, **options)
         if isinstance(weight, ModelHead):
             found = weight.score(hidden, compute)
         else:
@@ -179,13 +184,14 @@ def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
 
 
 @contextmanager
-def rows(known: Rows | None) -> Iterator[None]:
-    """Inside, head calls use the facts in `known` about their rows."""
-    token = _rows.set(known)
+def rows(known: Rows | None, execution: dict[str, Any]) -> Iterator[None]:
+    """Inside, head calls use the facts in `known` about their rows, and the options of `execution`."""
+    token, other = _rows.set(known), _execution.set(execution)
     try:
         yield
     finally:
         _rows.reset(token)
+        _execution.reset(other)
 
 
 SEAM = Seam(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from grpo_kernels.base.choices import LogitsDtype
+from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
+from grpo_kernels.call.options import check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.patching import Patches
 from grpo_kernels.integrations.trl import distillation, hook, row_count
@@ -23,7 +24,13 @@ class Patch(int):
             unpatch_trl()
 
 
-def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
+def patch_trl(
+    *,
+    logits_dtype: LogitsDtype = "float32",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
+    workspace_bytes: int | None = None,
+) -> Patch:
     """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
 
     The divergence of its DistillationTrainer is replaced too, or a warning says that this TRL's is unknown. Models,
@@ -36,26 +43,32 @@ def patch_trl(*, logits_dtype: LogitsDtype = "float32") -> Patch:
         logits_dtype: as in `linear_logprob`: ``"float32"``, unrounded logits; or ``"input"``: with 16-bit hidden states
             an fp32 head is rounded to 16 bits first, then the logits, as in TRL. It applies to `FusedGRPOTrainer` too
             while patched, but not to distillation, whose logits TRL does not round.
+        engine, backend, workspace_bytes: as in `linear_logprob`, of every call of a fused head; `FusedGRPOTrainer` has
+            its own. They do not apply to distillation.
 
     Returns:
         a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was left alone. The
         value is also a context manager: ``with patch_trl(): trainer.train()``.
 
     Raises:
-        ValueError: an unknown `logits_dtype`, or another than that of the patch in force.
+        ValueError: an unknown `logits_dtype`, `engine` or `backend`, or another than that of the patch in force.
     """
     LossConfig(logits_dtype=logits_dtype)  # raises for an unknown one
+    check_options(engine, backend, workspace_bytes)
+    execution = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
     if hook.SEAM.is_filled():
-        if logits_dtype != hook.logits_dtype:
-            raise ValueError(
-                f"logits_dtype: expected {hook.logits_dtype!r}, that of the patch in force, got {logits_dtype!r}; "
-                "unpatch_trl() comes first"
-            )
+        in_force = {"logits_dtype": hook.logits_dtype, **hook.execution}
+        for name, value in {"logits_dtype": logits_dtype, **execution}.items():
+            if value != in_force[name]:
+                raise ValueError(
+                    f"{name}: expected {in_force[name]!r}, that of the patch in force, got {value!r}; "
+                    "unpatch_trl() comes first"
+                )
         return Patch(True)
     if not hook.SEAM.is_known():
         hook.SEAM.warn_unknown()
         return Patch(False)
-    hook.logits_dtype = logits_dtype
+    hook.logits_dtype, hook.execution = logits_dtype, execution
     hook.SEAM.fill(_patches)
     if not distillation.SEAM.is_known():
         distillation.SEAM.warn_unknown()
@@ -70,4 +83,4 @@ def unpatch_trl() -> None:
     """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     _patches.restore()
     row_count.PATCHED.reset()
-    hook.logits_dtype = LossConfig.logits_dtype
+    hook.logits_dtype, hook.execution = LossConfig.logits_dtype, {}

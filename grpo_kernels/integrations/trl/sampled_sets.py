@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import WithoutSet, choices
-from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
+from grpo_kernels.integrations.trl import sampling
 from grpo_kernels.logprob import linear_logprob_with
 
 KEY = "sampling_mask"  # of the rollout's output and of TRL's batch
@@ -25,7 +27,7 @@ KEY = "sampling_mask"  # of the rollout's output and of TRL's batch
 class SampledSets(NamedTuple):
     """The sets of one completion of T tokens."""
 
-    ids: Tensor  # (M,) int32, one token after the other
+    ids: Tensor  # (M,) int32 or int64, one token after the other
     counts: Tensor  # (T,) int64
     drawn: Tensor  # (T,) bool: False where the token is a tool's
 
@@ -52,6 +54,34 @@ def check_option(trainer: Any, *, is_known: bool) -> None:
         raise ValueError(f"sampling_mask: expected None with {found}, got {option!r}")
 
 
+def warn_of_truncation(trainer: Any) -> None:
+    """Warn, once, of a sampler that truncates where TRL would multiply the loss by a sequence's ratio to it."""
+    args = trainer.args
+    cuts = {
+        f"top_p={args.top_p}": args.top_p is not None and args.top_p < 1.0,
+        f"top_k={args.top_k}": args.top_k is not None and args.top_k > 0,
+        f"min_p={args.min_p}": bool(args.min_p),
+    }
+    of_sequence = sampling.is_corrected(trainer) and args.vllm_importance_sampling_mode.startswith("sequence_")
+    if trainer.sampling_mask is None and of_sequence and any(cuts.values()):
+        warn_once(
+            f"{', '.join(name for name, is_set in cuts.items() if is_set)}: the sampler's log-probabilities are of the "
+            "ids that it keeps, ours of all, so that a sequence's ratio falls with its length, and "
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} multiplies the loss by it; hand "
+            "over the sets (sampling_mask=, docs/truncating-samplers.md), or sample from the whole vocabulary"
+        )
+
+
+def measure(trainer: Any, sets: Sequence[SampledSets]) -> None:
+    """Log the mean size of the sets, and the share of the drawn tokens that have none, of all ranks."""
+    counts = torch.cat([x.counts[x.drawn] for x in sets])
+    sums = torch.stack([counts.sum(), (counts > 0).sum(), (counts == 0).sum(), torch.tensor(len(counts))])
+    size, having, without, every = trainer.accelerator.reduce(sums.to(trainer.accelerator.device), "sum").tolist()
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    metrics["kept/size"].append(size / max(having, 1))
+    metrics["kept/without_set"].append(without / max(every, 1))
+
+
 def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
     """Take the sets out of the results of TRL's ``_generate``, one record per completion.
 
@@ -70,10 +100,8 @@ def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
             raise ValueError(
                 f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one a token, got {len(sets)}"
             )
-        lists = [x or () for x in sets]
         drawn = torch.ones(len(ids), dtype=torch.bool) if tool_masks is None else torch.tensor(tool_masks[i]).bool()
-        flat = torch.tensor([x for ids in lists for x in ids], dtype=torch.int32)
-        found.append(SampledSets(flat, torch.tensor([len(x) for x in lists], dtype=torch.int64), drawn))
+        found.append(SampledSets(*joined_ids("sampling_mask", sets), drawn))
     return found
 
 

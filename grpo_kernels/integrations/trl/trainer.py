@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_kernels.base.choices import BatchLayout, WithoutSet, ZeroAdvantage
+from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
+from grpo_kernels.call.options import check_options
 from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
@@ -52,7 +53,10 @@ class FusedLossMixin:
             padded micro-batch has. More of them is faster and takes more memory.
         sampling_mask: ``"error"`` or ``"full"``: a `rollout_func` returns the ids that a truncating sampler kept
             (``"sampling_mask"``), and all log-probabilities and entropies are taken over these sets; the value is
-            `without_set` of `grpo_kernels.kept_set_logprob`. None: over the whole vocabulary, as in TRL.
+            `without_set` of `grpo_kernels.kept_set_logprob`. None: over the whole vocabulary, as in TRL. Logged:
+            ``kept/size``, the mean number of ids in a set, and ``kept/without_set``, the share of tokens without one.
+        engine, backend, workspace_bytes: as in `grpo_kernels.linear_logprob`, of every call of the head: `engine` and
+            `backend` choose how it is computed, `workspace_bytes` bounds its temporary memory.
         args, kwargs: the trainer's own.
     """
 
@@ -70,8 +74,13 @@ class FusedLossMixin:
         regroup: bool = False,
         tokens_per_forward: int | None = None,
         sampling_mask: WithoutSet | None = None,
+        engine: EngineName = "auto",
+        backend: BackendName = "auto",
+        workspace_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
+        check_options(engine, backend, workspace_bytes)
+        self._execution = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
         exact_kl.check_estimator(kl_estimator)
         self.trunk_options = TrunkOptions(zero_advantage, layout)
         if not isinstance(regroup, bool):
@@ -98,6 +107,7 @@ class FusedLossMixin:
         step.check_options(self, self._loss_owner())
         exact_kl.check_beta(self)
         sampled_sets.check_option(self, is_known=hook.SEAM.is_known())
+        sampled_sets.warn_of_truncation(self)
         if self._has_exact_kl:
             exact_kl.check_trainer(self, self._loss_owner(), hook.SEAM.is_known())
 
@@ -110,6 +120,7 @@ class FusedLossMixin:
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
         if self.sampling_mask is not None:
             self._sampled = sampled_sets.taken(generated)
+            sampled_sets.measure(self, self._sampled)
         return generated
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -230,7 +241,7 @@ class FusedLossMixin:
         rows = self._rows_of_call(given)
         whole = heads.whole_heads(given["model"]) if hook.SEAM.is_known() else nullcontext()
         trunk = self._trunk(given, rows) if rows is not None and hook.SEAM.is_known() else nullcontext()
-        with hook.SEAM.filled(), hook.rows(rows), counting(self._row_count), whole, trunk:
+        with hook.SEAM.filled(), hook.rows(rows, self._execution), counting(self._row_count), whole, trunk:
             results = score(*args, **kwargs)
         if self._unscored is not None:
             inputs, self._unscored = self._unscored, None

@@ -50,6 +50,17 @@ def test_many_processes_compile_once(world):
     assert (world.folder / "calls").read_text() == "\n"
 
 
+def test_what_a_killed_build_left_is_removed_by_the_next(world):
+    """And nothing that another build may still be at."""
+    folders = [world.version_folder() / f"{build.WORK}{name}" for name in ("old", "new")]
+    for folder, age in zip(folders, (build.LONGEST_BUILD + 60, 0), strict=True):
+        folder.mkdir()
+        (folder / "half.o").touch()
+        os.utime(folder, (time.time() - age,) * 2)
+    assert world.find().origin.startswith("built in")
+    assert [x.exists() for x in folders] == [False, True]
+
+
 @contextmanager
 def held_lock(world: World) -> Iterator[int]:
     """Another process has the lock of the build, and does nothing."""

@@ -1,0 +1,129 @@
+"""The real run, with a tiny model in place of the real one: what is measured, compared and reported."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from benchmarks import tiny_models
+from benchmarks.real import __main__ as command
+from benchmarks.real import report, task
+from benchmarks.real.model import make
+from benchmarks.real.train import DEFAULTS, PHASES, STOCK, VARIANTS, Phases, train
+from benchmarks.run import Results
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_models.tokenizer()
+    tokenizer.padding_side = "left"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    tiny_models.model("tied").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(model: Path) -> dict[str, Any]:
+    """Results of two trainings of two steps."""
+    runs = {}
+    for name in (STOCK, DEFAULTS):
+        found = train(name, model, seed=0, steps=2, short=True, tests=True)
+        runs[f"{name}, seed 0"] = {"status": "ok", "name": name, "seed": 0, "wall": 1, **found}
+    found = {"runs": runs, "short": False, "date": "2026-11-24T00:00:00+00:00", "device": "cpu", "commit": "0" * 40}
+    command.compare(found)
+    return found
+
+
+def test_both_are_timed_by_phase_and_train_alike(data: dict[str, Any]) -> None:
+    stock, ours = data["runs"].values()
+    for run in (stock, ours):
+        assert [set(step["seconds"]) for step in run["steps"]] == [set(PHASES)] * 2
+        assert all(step["seconds"][x] > 0 for step in run["steps"] for x in ("generation", "loss", "optimizer"))
+        assert len(run["right"]) == 2
+    assert ours["alike"] == 2
+    assert ours["worst"][1] <= command.TOLERANCE
+    assert not command.is_wrong(data)
+
+
+@pytest.mark.parametrize("fault", ["another reward", "a failed training"])
+def test_a_difference_or_a_failure_is_wrong(fault: str, data: dict[str, Any]) -> None:
+    wrong = copy.deepcopy(data)
+    run = wrong["runs"][f"{DEFAULTS}, seed 0"]
+    if fault == "another reward":
+        run["steps"][1]["logs"]["reward"] += 0.125
+        command.compare(wrong)
+        assert (run["alike"], run["worst"][0]) == (1, "reward")
+    else:
+        run["status"] = "error"
+    assert command.is_wrong(wrong)
+
+
+def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_path: Path) -> None:
+    page = tmp_path / "real.md"
+    page.write_text(f"# Before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write(data, tmp_path)
+    text = page.read_text()
+    assert text.startswith(f"# Before\n{report.BEGIN}\n\n![{report.claim(data)}](plots/real.png)")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert (tmp_path / "plots" / "real.png").stat().st_size > 10_000
+    assert sum(line.startswith(f"| {DEFAULTS} | 0 |") for line in text.splitlines()) == 1
+    page.write_text("# No marks\n")
+    with pytest.raises(ValueError, match="expected one <!-- measured --> and one"):
+        report.write(data, tmp_path)
+
+
+def test_what_a_phase_contains_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 4.0, 9.0])
+    monkeypatch.setattr("benchmarks.real.train.time.process_time", lambda: next(clock))
+    phases = Phases()
+    with phases.within("loss"), phases.within("scoring"):
+        pass
+    assert phases.spent == {"scoring": 3.0, "loss": 6.0}
+
+
+def test_the_reward_is_the_last_number() -> None:
+    completions = ["3 + 4 = 7", "7, no, 8", "seven", "-7", [{"content": "It is 7."}]]
+    assert task.is_right(completions, [7] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    held_out = {f"Calculate {a} + {b}." for a, b in task.HELD_OUT}
+    asked = {row["prompt"][-1]["content"] for row in task.training_problems(2000, 0)}
+    assert len(asked) == len(task.PAIRS) - len(held_out)
+    assert not asked & held_out
+
+
+def test_the_arithmetic_of_another_run() -> None:
+    lora = next(x for x in report.EXPECTED if x.name == "LoRA, beta 0")
+    trunk, head = 2 * 6.95e9, 151_936 * 4096
+    stock = 2 * trunk * 8 * 1280 + 6 * head * 8 * 512
+    ours = 1.5 * trunk * (256 + 8 * 512) + 3 * head * 8 * 512
+    assert lora.ratio(0.5, 256, 1024, 512, 8) == pytest.approx(stock / ours)
+
+
+def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json", runs={})
+    jobs = [command.Job("no such training", 0, 1), command.Job(DEFAULTS, 0, 1)]
+    command.run_all(jobs, results, model, short=True)
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [run["status"] for run in sorted(runs.values(), key=lambda run: run["name"])] == ["ok", "error"]
+    assert "invalid choice" in runs["no such training, seed 0"]["reason"]
+
+
+def test_the_whole_run_has_every_variant_and_three_seeds() -> None:
+    jobs = command.jobs(short=False)
+    assert {job.name for job in jobs} == set(VARIANTS)
+    assert [job.seed for job in jobs if job.name == DEFAULTS] == [0, 1, 2]
+
+
+def test_without_its_packages_it_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"expected the packages of requirements/real\.txt"):
+        make(tmp_path / "model")

@@ -1,0 +1,189 @@
+"""vLLM's log-probabilities and ours of the same tokens, and TRL with a colocated vLLM, stock and ours.
+
+Each engine runs in a fresh process: what it samples depends on the prefixes that it has cached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import _ChunkedLogProbFunction
+
+from grpo_kernels import GRPOLoss, KeptIds, linear_logprob
+from grpo_kernels.integrations.transformers import completion_logprobs, head_inputs
+from tests.vllm.engine import CASES
+
+ROOT = Path(__file__).parents[2]
+FP32, BF16 = os.environ["REAL_MODEL"], os.environ["REAL_MODEL_BF16"]
+NEAR = 2e-4  # of the engine's log-probability: torch's fp32 log-softmax over V 49,152 is 1.5e-5 off by itself
+Samples = list[dict[str, Any]]
+
+
+def run(module: str, *arguments: str, save: Path) -> None:
+    command = [sys.executable, "-m", f"tests.vllm.{module}", *arguments, "--save", str(save)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def batch(samples: Samples) -> dict[str, Tensor]:
+    """Arguments of `completion_logprobs`, prompts padded on the left."""
+    longest = [max(len(x[name]) for x in samples) for name in ("prompt", "ids")]
+    ids, mask, counted = torch.zeros(3, len(samples), sum(longest), dtype=torch.int64)
+    for i, x in enumerate(samples):
+        start, end = longest[0] - len(x["prompt"]), longest[0] + len(x["ids"])
+        ids[i, start:end] = torch.tensor(x["prompt"] + x["ids"])
+        mask[i, start:end] = 1
+        counted[i, longest[0] : end] = 1
+    return {"input_ids": ids, "attention_mask": mask, "completion_mask": counted[:, longest[0] :]}
+
+
+def of_samples(logps: Tensor, samples: Samples) -> Tensor:
+    """The (B, T) log-probabilities of the sampled tokens, one after the other."""
+    return torch.cat([row[: len(x["ids"])] for row, x in zip(logps, samples, strict=True)]).double()
+
+
+def of_engine(samples: Samples) -> Tensor:
+    return torch.tensor([x for one in samples for x in one["logps"]]).double()
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
+    save = tmp_path_factory.mktemp("engine") / "fp32.pt"
+    run("engine", "--model", FP32, "--dtype", "float32", "--cases", *CASES, save=save)
+    found: dict[str, Samples] = torch.load(save)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str, Samples]) -> None:
+    samples, options = sampled[name], CASES[name]
+    given = batch(samples)
+    if "top_k" in options:
+        given["kept_ids"] = KeptIds.from_logprobs([x["top"] for x in samples], given["completion_mask"])
+    model = AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
+    with torch.no_grad():
+        logps, _ = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False)
+    gaps = (of_samples(logps, samples) - of_engine(samples)).abs()
+    print(f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e} in the mean, {gaps.max():.1e} at most")
+    assert gaps.max() < NEAR
+    if "top_k" in options:  # without the sets
+        del given["kept_ids"]
+        with torch.no_grad():
+            logps, _ = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False)
+        ratio = (of_samples(logps, samples) - of_engine(samples)).exp()
+        print(f"{name}: ratio without sets {ratio.mean():.3f} in the mean")
+        assert ratio.mean() < 0.97
+
+
+def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tensor]:
+    """Log-probabilities of the samples by each way to round the logits."""
+    given = batch(samples)
+    columns = given["completion_mask"].shape[1]
+    with torch.no_grad():
+        with head_inputs(model) as found:
+            model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+        hidden, ids = found.hidden[:, -columns - 1 : -1], given["input_ids"][:, -columns:]
+        weight = found.head.module.weight
+        ours = {
+            "ours": linear_logprob(hidden, weight, ids, temperature=temperature, entropy=False)[0],
+            'ours, `logits_dtype="input"`': linear_logprob(
+                hidden, weight, ids, temperature=temperature, entropy=False, logits_dtype="input"
+            )[0],
+            'ours, `projection="dispatch"`': linear_logprob(
+                hidden, weight, ids, temperature=temperature, entropy=False, projection="dispatch"
+            )[0],
+        }
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        theirs = _ChunkedLogProbFunction.apply(
+            flat, weight, None, ids.reshape(-1), temperature, 2048, None, 1.0, ("log_probs",)
+        )
+        return {**ours, "TRL": theirs[0].view_as(ids)}
+
+
+@pytest.mark.parametrize("head", [None, "float32"])
+def test_in_bf16_ours_are_nearer_to_the_engines_than_trls(head: str | None, tmp_path: Path) -> None:
+    """Hidden states are those of transformers, which differ from vLLM's: that is most of the gap. The table of
+    docs/same-numbers.md."""
+    more = [] if head is None else ["--head", head]
+    save = tmp_path / "bf16.pt"
+    cases = ["temperature 1", "temperature 0.7"]
+    run("engine", "--model", BF16, "--dtype", "bfloat16", *more, "--cases", *cases, save=save)
+    sampled = torch.load(save)
+    model = AutoModelForCausalLM.from_pretrained(BF16, dtype=torch.bfloat16)
+    for name in cases:
+        gaps = {}
+        for scorer, logps in scorers(model, sampled[name], CASES[name]["temperature"]).items():
+            gap = of_samples(logps, sampled[name]) - of_engine(sampled[name])
+            gaps[scorer] = gap.abs().mean()
+            print(
+                f"| {'bf16' if head is None else 'bf16, fp32 head'} | {name} | {scorer} | {gap.abs().mean():.1e} | "
+                f"{gap.abs().max():.2f} | {gap.exp().std():.1e} | {len(gap)} |"
+            )
+        assert gaps["ours"] < gaps["TRL"]
+
+
+def trained(kind: str, folder: Path, *options: str) -> dict[str, Any]:
+    save = folder / f"{kind}{''.join(options)}.json"
+    run("training", kind, "--model", FP32, *options, save=save)
+    found: dict[str, Any] = json.loads(save.read_text())
+    for log in found["logs"]:
+        shown = {
+            k: round(x, 5) for k, x in log.items() if k in ("loss", "grad_norm") or "ratio/mean" in k or "kept" in k
+        }
+        print(kind, *options, shown, f"scored {found['scored']}, losses {found['losses']}")
+    return found
+
+
+RATIO = "sampling/importance_sampling_ratio/mean"
+
+
+def test_trl_with_a_colocated_engine_trains_alike_and_scores_less(tmp_path: Path) -> None:
+    stock, ours, scored = (
+        trained(*x) for x in (("stock", tmp_path), ("ours", tmp_path), ("ours", tmp_path, "--scored"))
+    )
+    for theirs, *others in zip(stock["logs"], ours["logs"], scored["logs"], strict=True):
+        for mine in others:
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+            assert mine[RATIO] == pytest.approx(theirs[RATIO], rel=1e-3)
+    assert [x["losses"] for x in (stock, ours, scored)] == [2, 2, 2]
+    assert [x["scored"] for x in (stock, ours, scored)] == [2, 0, 2]
+
+
+def test_with_truncation_the_sets_keep_the_ratio_at_one(tmp_path: Path) -> None:
+    """Stock TRL multiplies the loss by a ratio far below 1."""
+    stock, ours = trained("stock", tmp_path, "--truncated"), trained("ours", tmp_path, "--truncated", "--sets")
+    assert all(log[RATIO] < 0.7 for log in stock["logs"])
+    assert all(log[RATIO] == pytest.approx(1.0, abs=2e-3) for log in ours["logs"])
+    assert all(1 < log["kept/size"] <= 50 and log["kept/without_set"] == 0 for log in ours["logs"])
+
+
+def test_a_loss_of_ones_own_takes_the_sets(sampled: dict[str, Samples]) -> None:
+    """`GRPOLoss` over the sets: on fresh samples all ratios to the sampler are 1."""
+    name = "top-p and top-k"
+    samples = sampled[name]
+    given = batch(samples)
+    model = AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
+    with torch.no_grad(), head_inputs(model) as found:
+        model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+    mask, columns = given["completion_mask"], given["completion_mask"].shape[1]
+    sampler = torch.zeros(mask.shape)
+    sampler[mask != 0] = of_engine(samples).float()
+    out = GRPOLoss(loss_type="grpo")(
+        found.hidden[:, -columns - 1 : -1],
+        found.head.module.weight,
+        given["input_ids"][:, -columns:],
+        mask,
+        torch.ones(len(mask)),
+        old_per_token_logps=sampler,
+        kept_ids=KeptIds.from_logprobs([x["top"] for x in samples], mask),
+    )
+    assert out.metrics["ratio"].item() == pytest.approx(1.0, abs=NEAR)

@@ -1,0 +1,94 @@
+"""``python -m tests.vllm.training``: two steps of TRL's trainer, stock or ours, with a colocated vLLM, on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl.generation.vllm_generation as generation
+import vllm._custom_ops
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from vllm import SamplingParams
+
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from tests.vllm.engine import KEPT, QUESTIONS
+
+TRUNCATED = {"top_p": 0.9, "top_k": KEPT}
+
+
+def as_on_a_cpu() -> None:
+    """Give TRL's engine what TRL has no option for: fp32 (the default is 16 bits for fp32 weights), and no compiler."""
+    vllm._custom_ops._supports_onednn = False  # packed weights could not be loaded again
+    more = {"enforce_eager": True, "dtype": "float32", "max_logprobs": KEPT}
+    generation.LLM = functools.partial(generation.LLM, **more)
+
+
+def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Completions with the sets that the sampler kept, from its log-probabilities (docs/truncating-samplers.md)."""
+    tokenizer = trainer.processing_class
+    texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
+    prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    params = SamplingParams(max_tokens=trainer.args.max_completion_length, logprobs=KEPT, **TRUNCATED)
+    asked = [{"prompt_token_ids": ids} for ids in prompt_ids]
+    requests = trainer.vllm_generation.llm.generate(asked, params, use_tqdm=False)
+    found = [request.outputs[0] for request in requests]
+    drawn = [zip(x.logprobs, x.token_ids, strict=True) for x in found]
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [[*x.token_ids] for x in found],
+        "logprobs": [[token[i].logprob for token, i in tokens] for tokens in drawn],
+        "sampling_mask": [
+            [[i for i, x in token.items() if x.logprob > -float("inf")] for token in x.logprobs] for x in found
+        ],
+    }
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    """A number that differs from completion to completion."""
+    return [float(len(x[0]["content"]) % 7) for x in completions]
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["stock", "ours"])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--truncated", action="store_true", help="top-p and top-k")
+    parser.add_argument("--sets", action="store_true", help="hand over the sets, to ours")
+    parser.add_argument("--scored", action="store_true", help="ours: fused_sampling_correction=False")
+    options = parser.parse_args()
+    as_on_a_cpu()
+    scored = []
+
+    class Counted(GRPOTrainer if options.kind == "stock" else FusedGRPOTrainer):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            scored.append(not torch.is_grad_enabled())
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    more: dict[str, Any] = {"rollout_func": rollout, "sampling_mask": "error"} if options.sets else {}
+    more |= {"fused_sampling_correction": False} if options.scored else {}
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": x}] for x in QUESTIONS]
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256,
+            vllm_gpu_memory_utilization=0.3, per_device_train_batch_size=4, num_generations=4, max_completion_length=24,
+            max_steps=2, logging_steps=1, report_to="none", save_strategy="no", learning_rate=1e-5, bf16=False,
+            use_cpu=True, gradient_checkpointing=False, seed=3, disable_tqdm=True,
+            **(TRUNCATED if options.truncated else {}),
+        )  # fmt: skip
+        data = Dataset.from_dict({"prompt": chats})
+        trainer = Counted(model=options.model, reward_funcs=reward, args=args, train_dataset=data, **more)
+        trainer.train()
+    logs = [x for x in trainer.state.log_history if "loss" in x]
+    options.save.write_text(json.dumps({"logs": logs, "scored": sum(scored), "losses": len(scored) - sum(scored)}))
+
+
+if __name__ == "__main__":
+    main()
