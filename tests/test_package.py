@@ -236,9 +236,9 @@ def differentiate_everything() -> None:
         for expected in (None, torch.ones(2, 3), (torch.ones(2, 3), torch.ones(2, 3))):
             logps, entropy = linear_logprob(h, w, ids, bias=b, mask=mask, expected=expected)
             (logps + 2 * entropy).sum().backward()
-        for level, objective in itertools.product(("token", "sequence"), (None, rowwise, whole)):
-            bonus = 0.01 if objective is None else 0.0
-            config = LossConfig(loss_type="grpo", importance_sampling_level=level, entropy_coef=bonus)
+        of_ours = [(None, {"importance_sampling_level": x, "entropy_coef": 0.01}) for x in ("token", "sequence")]
+        for objective, terms in (*of_ours, (rowwise, {}), (whole, {})):
+            config = LossConfig(loss_type="grpo", **terms)
             for old_logps in (None, old):
                 out = grpo_loss(
                     h,

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import machine, parity
 from benchmarks.machine import ROOT
-from benchmarks.real import report
+from benchmarks.real import errors, report
 from benchmarks.real.model import make
 from benchmarks.real.train import DEFAULTS, STOCK, VARIANTS
 from benchmarks.run import Results
@@ -101,7 +101,9 @@ def is_wrong(data: dict[str, Any]) -> bool:
     """True if a training failed, or the defaults' at the first seed are not stock TRL's in every step."""
     runs = data["runs"]
     first = runs.get(f"{DEFAULTS}, seed {SEEDS[0]}", {})
-    return any(x["status"] != "ok" for x in runs.values()) or first.get("alike", -1) != len(first.get("steps", ()))
+    cases = (data.get("errors") or {}).get("cases", {})
+    failed = any(x["status"] != "ok" for x in (*runs.values(), *cases.values()))
+    return failed or first.get("alike", -1) != len(first.get("steps", ()))
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -124,6 +126,8 @@ def main(given: Sequence[str] | None = None) -> int:
         results = Results(path, **about, status="running", short=options.short, runs={})
         run_all(jobs(short=options.short), results, make(options.model), short=options.short)
         compare(results.data)
+        if not options.short:
+            errors.measure(results, options.model)
         results.merge(status="complete")
         data = results.data
         print(f"results: {path}")
