@@ -54,6 +54,18 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(x[0]["content"]) % 7) for x in completions]
 
 
+def counted(trainer: Any) -> list[bool]:
+    """Return a list that gets True for each scoring without gradient, and False for that of a loss."""
+    found, score = [], trainer._get_per_token_logps_and_entropies
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found.append(not torch.is_grad_enabled())
+        return score(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = counting
+    return found
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -65,13 +77,7 @@ def main() -> None:
     parser.add_argument("--scored", action="store_true", help="ours: fused_sampling_correction=False")
     options = parser.parse_args()
     as_on_a_cpu()
-    scored = []
-
-    class Counted(GRPOTrainer if options.kind == "stock" else FusedGRPOTrainer):  # type: ignore[misc]
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            scored.append(not torch.is_grad_enabled())
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
+    base: Any = GRPOTrainer if options.kind == "stock" else FusedGRPOTrainer
     more: dict[str, Any] = {"rollout_func": rollout, "sampling_mask": "error"} if options.sets else {}
     more |= {"fused_sampling_correction": False} if options.scored else {}
     chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": x}] for x in QUESTIONS]
@@ -84,7 +90,8 @@ def main() -> None:
             **(TRUNCATED if options.truncated else {}),
         )  # fmt: skip
         data = Dataset.from_dict({"prompt": chats})
-        trainer = Counted(model=options.model, reward_funcs=reward, args=args, train_dataset=data, **more)
+        trainer = base(model=options.model, reward_funcs=reward, args=args, train_dataset=data, **more)
+        scored = counted(trainer)
         trainer.train()
     logs = [x for x in trainer.state.log_history if "loss" in x]
     options.save.write_text(json.dumps({"logs": logs, "scored": sum(scored), "losses": len(scored) - sum(scored)}))
