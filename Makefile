@@ -85,7 +85,7 @@ $(REAL_PATH)/.installed: $(STAMP) $(REAL)
 	@touch $@
 
 # vLLM needs an older transformers: an environment of its own.
-$(VLLM_VENV)/.installed: $(VLLM) $(CONSTRAINTS)
+$(VLLM_VENV)/.installed: $(VLLM)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "installing vLLM into $(VLLM_VENV): 4 GB"
 	@"$(PYTHON)" -m venv --clear $(VLLM_VENV)

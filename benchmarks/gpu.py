@@ -123,7 +123,8 @@ def main(given: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         pass
     finally:
-        print("" if status == "complete" else "interrupted", flush=True)
+        if status != "complete":
+            print(status, flush=True)
         results.merge(status=status, seconds=round(time.time() - started, 1))
         ok = conclude(results)
         print(f"results: {out}, logs: {folder}", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict
-from gsm8k_plain import splits
+from gsm8k_plain import NOTHING_LEARNT, splits
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
@@ -135,7 +135,7 @@ class SaysThatNothingIsLearnt(TrainerCallback):
             return
         self.shares.append(logs["frac_reward_zero_std"])
         if len(self.shares) == 5 and min(self.shares) == 1.0 and state.is_world_process_zero:
-            print("no group has had unequal rewards so far, so nothing was learnt: is the task too hard, or too easy?")
+            print(NOTHING_LEARNT)
 
 
 def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) -> None:

@@ -35,16 +35,17 @@ except ImportError:
     verify = None
 
 ASK = "Think step by step, and write the final answer as \\boxed{number}."
-OPTIONS = {
-    "model": "Qwen/Qwen3-0.6B",
-    "data": "openai/gsm8k",
-    "prompts": 16,
-    "group": 8,
-    "updates": 2,
+NOTHING_LEARNT = "no group has had unequal rewards so far, so nothing was learnt: is the task too hard, or too easy?"
+OPTIONS = {"model": "Qwen/Qwen3-0.6B", "data": "openai/gsm8k", "prompts": 16, "group": 8, "updates": 2}
+OPTIONS |= {
     "micro_batch": 32,
     "steps": 100,
+    "lr": 1e-6,
+    "max_new_tokens": 512,
+    "test": 128,
+    "seed": 0,
+    "output": "gsm8k-plain",
 }
-OPTIONS |= {"lr": 1e-6, "max_new_tokens": 512, "test": 128, "seed": 0, "output": "gsm8k-plain"}
 SMOKE = {"lr": 1e-3, "max_new_tokens": 8, "test": 6, "steps": 10, "micro_batch": 24}
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 WHOLE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the distribution that the loss is of
@@ -55,13 +56,12 @@ AUTOCAST = torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
 
 def splits(name: str) -> Any:
     """Read the splits "train" and "test", from the hub or from a copy; of data without splits a tenth is "test"."""
-    path, found = Path(name), None
+    path = Path(name)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         found = datasets.load_from_disk(name)
     elif path.is_file():
-        found = datasets.load_dataset(
-            "parquet" if path.suffix == ".parquet" else "json", data_files=name, split="train"
-        )
+        kind = "parquet" if path.suffix == ".parquet" else "json"
+        found = datasets.load_dataset(kind, data_files=name, split="train")
     else:
         found = datasets.load_dataset(name, *([] if path.is_dir() else ["main"]))
     if isinstance(found, datasets.Dataset) or set(found) == {"train"}:
@@ -132,8 +132,9 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"{value} by default")
     args = parser.parse_args()
     for name, value in vars(args).items():
-        if type(value) is int and value < (0 if name in ("seed", "steps") else 1):
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+        least = 0 if name in ("seed", "steps") else 1
+        if type(value) is int and value < least:
+            parser.error(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
     if args.micro_batch % args.group:
         parser.error(f"--micro-batch: expected whole groups of {args.group}, got {args.micro_batch}")
     if Path(args.output).is_file():
@@ -179,7 +180,7 @@ def main() -> None:
         print(f"sequences with gradient {live:.3f}", flush=True)
         ever_live += live
         if step == min(5, args.steps) and not ever_live:
-            print("no group has had unequal rewards so far, so nothing was learnt: is the task too hard, or too easy?")
+            print(NOTHING_LEARNT)
     after, _ = complete(model, tokenizer, test[: args.test], args.max_new_tokens, **GREEDY)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

@@ -127,7 +127,12 @@ def _errors(data: dict[str, Any]) -> list[str]:
         return []
     names = list(dict.fromkeys(name for case in found.values() for name in case.get("found", {})))
     cells = [
-        [name, case["precision"], *(small(case.get("found", {}).get(x)) for x in names), case.get("reason", "")]
+        [
+            name,
+            "fp32, LoRA" if case["precision"] == "lora" else case["precision"],
+            *(small(case.get("found", {}).get(x)) for x in names),
+            case.get("reason", ""),
+        ]
         for name, case in found.items()
     ]
     return [

@@ -130,9 +130,9 @@ def _engine(inputs: PositionInputs, planned: CheckedHead, expected: ExpectedRows
     # comparing the upstream gradient with the expected one waits, which the capture of a CUDA graph forbids
     captured = device_of(planned.head.hidden.device).is_capturing()
     unknown = captured or expected.coefficients is None
+    nothing_given = expected.coefficients is None and expected.may_have_grad is None
     coupling = Coupling.of(known=expected.given is not None and not unknown, coupled=unknown)
-    if expected.coefficients is None and expected.may_have_grad is None and not captured:
-        coupling = Coupling.UNKNOWN
+    coupling = Coupling.UNKNOWN if nothing_given and not captured else coupling
     return planned.choose_engine(
         coupling,
         entropy_gradient=expected.of_entropy,

@@ -173,8 +173,8 @@ def _gradient(
 
 WRONG_EXPECTATION = (
     "expected: the gradient that came is no multiple of the expected one in most tokens, which were projected again. "
-    "The result is right, and costs half as much again as without an expectation: pass the coefficients of the loss as "
-    "expected=, or None"
+    "The result is right, and costs half as much again as two passes: pass the coefficients of the loss as expected= "
+    "(or, to linear_logprob, none)"
 )
 
 

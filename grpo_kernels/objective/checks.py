@@ -10,6 +10,8 @@ from grpo_kernels.base.checks import did_you_mean, warn_once
 from grpo_kernels.config import LossConfig, preset_hint
 from grpo_kernels.objective.losses import loss_of
 
+FIELDS = tuple(x.name for x in fields(LossConfig))
+_DEFAULT = LossConfig()
 # Fields that a custom objective leaves in force: its normaliser's, and the head's.
 _BESIDE_AN_OBJECTIVE = (
     "loss_type", "max_completion_length", "temperature", "final_logit_softcapping", "logit_scale", "logits_dtype",
@@ -20,9 +22,6 @@ def check_config(config: Any) -> None:
     """Raise unless `config` is a LossConfig."""
     if not isinstance(config, LossConfig):
         raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}{preset_hint(config)}")
-
-
-FIELDS = tuple(x.name for x in fields(LossConfig))
 
 
 def config_with(
@@ -36,7 +35,7 @@ def config_with(
     Raises:
         TypeError: a name that is no field. TypeError, ValueError: a wrong value.
     """
-    config = LossConfig() if config is None else config
+    config = _DEFAULT if config is None else config
     if not given:
         return config
     check_config(config)

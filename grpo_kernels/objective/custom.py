@@ -67,12 +67,13 @@ class TokenInputs:
     position: Tensor = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        shape = self.logps.shape
-        places = torch.arange(self.logps.numel(), device=self.logps.device).view(shape)
-        columns = max(1, shape[-1])
-        for name, found in (("index", places), ("sequence", places // columns), ("position", places % columns)):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, found)
+        absent = [name for name in ("index", "sequence", "position") if getattr(self, name) is None]
+        if absent:
+            places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
+            columns = max(1, self.logps.shape[-1])
+            found = {"index": places, "sequence": places // columns, "position": places % columns}
+            for name in absent:
+                object.__setattr__(self, name, found[name])
 
 
 TOLERANCE = 1e-3  # relative to a number, or to the mean size of all: far above rounding

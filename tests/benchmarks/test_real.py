@@ -23,12 +23,15 @@ from benchmarks.run import Results
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model and its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_models.tokenizer()
-    tokenizer.padding_side = "left"
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
     tiny_models.model("tied").save_pretrained(folder)
     return folder
+
+
+def by_length(completions: list[Any], *_: Any, **__: Any) -> list[float]:
+    """A reward that differs within a group."""
+    texts = [x if isinstance(x, str) else x[-1]["content"] for x in completions]
+    return [float(len(text) % 2) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,9 @@ def data(model: Path) -> dict[str, Any]:
     """Results of two trainings of two steps."""
     runs = {}
     for name in (STOCK, DEFAULTS):
-        found = train(name, model, seed=0, steps=2, short=True, tests=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(task, "is_right", by_length)  # random words are never right
+            found = train(name, model, seed=0, steps=2, short=True, tests=True)
         runs[f"{name}, seed 0"] = {"status": "ok", "name": name, "seed": 0, "wall": 1, **found}
     found = {"runs": runs, "short": False, "date": "2026-11-24T00:00:00+00:00", "device": "cpu", "commit": "0" * 40}
     command.compare(found)
@@ -49,6 +54,7 @@ def test_both_are_timed_by_phase_and_train_alike(data: dict[str, Any]) -> None:
         assert [set(step["seconds"]) for step in run["steps"]] == [set(PHASES)] * 2
         assert all(step["seconds"][x] > 0 for step in run["steps"] for x in ("generation", "loss", "optimizer"))
         assert len(run["right"]) == 2
+        assert all(step["logs"]["grad_norm"] > 0 for step in run["steps"])
     assert ours["alike"] == 2
     assert ours["worst"][1] <= command.TOLERANCE
     assert not command.is_wrong(data)

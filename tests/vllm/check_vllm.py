@@ -128,7 +128,7 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head: str | N
                 f"| {'bf16' if head is None else 'bf16, fp32 head'} | {name} | {scorer} | {gap.abs().mean():.1e} | "
                 f"{gap.abs().max():.2f} | {gap.exp().std():.1e} | {len(gap)} |"
             )
-        assert gaps["ours"] < 1.05 * gaps["TRL"]  # 0.81 to 1.01 of it
+        assert gaps["ours"] < 1.05 * gaps["TRL"]  # 0.84 to 1.01 of it
 
 
 def trained(kind: str, folder: Path, *options: str) -> dict[str, Any]:

@@ -138,9 +138,8 @@ def _build(folder: Path, sources: Path, troubles: list[str]) -> Library:
     warning = f"the C++ library was compiled again: {'; '.join(troubles)}" if troubles else None
     start = time.perf_counter()
     _remove_left_over(folder)
-    work = Path(
-        tempfile.mkdtemp(dir=folder, prefix=WORK)
-    )  # a `TemporaryDirectory` is removed by any process forked meanwhile
+    # a `TemporaryDirectory` is removed by any process forked meanwhile
+    work = Path(tempfile.mkdtemp(dir=folder, prefix=WORK))
     try:
         new = work / f"{NAME}.so"
         compile_library(sources, new)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
 from grpo_kernels.base.choices import LogprobOutput
+from grpo_kernels.call.options import Execution
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.head import ModelHead
@@ -83,7 +84,7 @@ _rows: ContextVar[Rows | None] = ContextVar("grpo_kernels_trl_rows", default=Non
 _execution: ContextVar[dict[str, Any] | None] = ContextVar("grpo_kernels_trl_execution", default=None)
 # `patch_trl` sets these two
 logits_dtype = LossConfig.logits_dtype
-execution: dict[str, Any] = {}  # engine, backend and workspace_bytes of trainers that have none of their own
+execution = Execution().described()  # engine, backend and workspace_bytes of trainers that have none of their own
 
 
 class FusedHead:

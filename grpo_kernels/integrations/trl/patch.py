@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
-from grpo_kernels.call.options import check_options
+from grpo_kernels.call.options import Execution, check_options
 from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.patching import Patches
 from grpo_kernels.integrations.trl import distillation, hook, row_count
@@ -55,7 +55,7 @@ def patch_trl(
     """
     LossConfig(logits_dtype=logits_dtype)  # raises for an unknown one
     check_options(engine, backend, workspace_bytes)
-    execution = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
+    execution = Execution(engine, backend, workspace_bytes).described()
     if hook.SEAM.is_filled():
         in_force = {"logits_dtype": hook.logits_dtype, **hook.execution}
         for name, value in {"logits_dtype": logits_dtype, **execution}.items():
@@ -83,4 +83,4 @@ def unpatch_trl() -> None:
     """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     _patches.restore()
     row_count.PATCHED.reset()
-    hook.logits_dtype, hook.execution = LossConfig.logits_dtype, {}
+    hook.logits_dtype, hook.execution = LossConfig.logits_dtype, Execution().described()

@@ -75,11 +75,11 @@ def warn_of_truncation(trainer: Any) -> None:
 def measure(trainer: Any, sets: Sequence[SampledSets]) -> None:
     """Log the mean size of the sets, and the share of the drawn tokens that have none, of all ranks."""
     counts = torch.cat([x.counts[x.drawn] for x in sets])
-    sums = torch.stack([counts.sum(), (counts > 0).sum(), (counts == 0).sum(), torch.tensor(len(counts))])
-    size, having, without, every = trainer.accelerator.reduce(sums.to(trainer.accelerator.device), "sum").tolist()
+    sums = torch.stack([counts.sum(), (counts > 0).sum(), (counts == 0).sum()])
+    size, having, without = trainer.accelerator.reduce(sums.to(trainer.accelerator.device), "sum").tolist()
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     metrics["kept/size"].append(size / max(having, 1))
-    metrics["kept/without_set"].append(without / max(every, 1))
+    metrics["kept/without_set"].append(without / max(having + without, 1))
 
 
 def taken(generated: tuple[Any, ...]) -> list[SampledSets]:

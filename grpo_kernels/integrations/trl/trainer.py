@@ -19,7 +19,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
-from grpo_kernels.call.options import check_options
+from grpo_kernels.call.options import Execution, check_options
 from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
@@ -80,7 +80,7 @@ class FusedLossMixin:
         **kwargs: Any,
     ) -> None:
         check_options(engine, backend, workspace_bytes)
-        self._execution = {"engine": engine, "backend": backend, "workspace_bytes": workspace_bytes}
+        self._execution = Execution(engine, backend, workspace_bytes).described()
         exact_kl.check_estimator(kl_estimator)
         self.trunk_options = TrunkOptions(zero_advantage, layout)
         if not isinstance(regroup, bool):
