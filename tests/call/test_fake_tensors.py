@@ -93,7 +93,7 @@ def test_the_fused_head_of_trl() -> None:
 
     def run(op: Any, rows: trl_hook.Rows | None = None) -> Any:
         given = inputs()
-        with trl_hook.rows(rows):
+        with trl_hook.rows(rows, {}):
             found = op.apply(given["hidden"].view(-1, H), given["weight"], None, torch.zeros(B * T).long(), 1.0, 32)
         (found[0] + found[1]).sum().backward()
         return [looks(x) for x in (*found, given["hidden"].grad, given["weight"].grad)]

@@ -263,8 +263,8 @@ def test_wrong_arguments_are_named_as_by_the_functions() -> None:
     head = attached()
     with pytest.raises(ValueError, match=r"completion_ids: expected shape"):
         head.loss(states(), IDS[:, 1:], MASK, ADVANTAGES)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'epsilon'"):
-        head.loss(states(), IDS, MASK, ADVANTAGES, epsilon=0.1)
+    with pytest.raises(TypeError, match=r"epsilom: .*; did you mean epsilon\?"):
+        head.loss(states(), IDS, MASK, ADVANTAGES, epsilom=0.1)
     with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
         head.loss(states(), IDS, MASK, ADVANTAGES, bias=torch.zeros(V, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'outputs'"):
