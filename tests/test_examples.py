@@ -115,6 +115,7 @@ def test_grpo_on_gsm8k_learns_writes_checkpoints_and_resumes(tmp_path: Path) -> 
     log = json.loads((tmp_path / "checkpoint-12/trainer_state.json").read_text())["log_history"]
     assert log[: len(states[1]["log_history"])] == states[1]["log_history"]
     assert {entry["step"] for entry in log if "loss" in entry} == set(range(1, 13))
+    assert max(entry["grad_norm"] for entry in log if entry["step"] > 10 and "loss" in entry) > 0
 
 
 @pytest.mark.slow

@@ -72,6 +72,50 @@ def test_one_position_or_one_id_too_many(call: Callable[[Tensor, Tensor], Any]) 
     call(longer[..., :-1, :], IDS)  # as it says
 
 
+LOSSES: dict[str, Callable[..., Any]] = {
+    "grpo_loss": lambda hidden, **given: grpo_loss(hidden, WEIGHT, **given),
+    "GRPOLoss": lambda hidden, **given: GRPOLoss()(hidden, WEIGHT, **given),
+    "attach": lambda hidden, **given: HEAD.loss(hidden, **given),
+    "policy_loss_from_logps": lambda hidden, completion_ids, **given: policy_loss_from_logps(
+        -hidden.square().mean(-1), hidden.square().mean(-1), **given
+    ),
+}
+PACKED = {name: x.reshape(10, *x.shape[2:]) for name, x in BATCH.items() if x.shape[:2] == (2, 5)}
+PACKED |= {"advantages": BATCH["advantages"], "cu_seqlens": torch.tensor([0, 5, 10], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_every_loss_takes_the_same_shapes(loss: Callable[..., Any]) -> None:
+    unpacked = {name: x for name, x in BATCH.items() if name != "weight"}
+    advantages, logps = BATCH["advantages"], -torch.ones(2, 5)
+    for given, fine in (
+        (unpacked, {}),
+        (unpacked, {"advantages": logps}),
+        (PACKED, {}),
+        (PACKED, {"advantages": logps.view(10)}),
+    ):
+        assert loss(**{**given, **fine}).loss.isfinite()
+    for given, name, wrong, message in (
+        (unpacked, "advantages", advantages[:, None], r"\(B,\) = \(2,\) or \(B, T\) = \(2, 5\), got \(2, 1\)"),
+        (PACKED, "advantages", advantages[:, None], r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(2, 1\)"),
+        (PACKED, "advantages", logps.view(1, 10), r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(1, 10\)"),
+        (PACKED, "completion_mask", logps.view(1, 10), r".* = \(10,\), got \(1, 10\)"),
+        (PACKED, "old_per_token_logps", logps.view(1, 10), r"\(N,\) = \(10,\), got \(1, 10\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected shape {message}$"):
+            loss(**{**given, name: wrong})
+    with pytest.raises(ValueError, match=r"expected shape \(N,( H)?\) with cu_seqlens, got \(1, 10(, 4)?\)"):
+        loss(**{**PACKED, "hidden": PACKED["hidden"][None]})
+    for given, name in (
+        (unpacked, "advantages"),
+        (unpacked, "completion_mask"),
+        (unpacked | {"old_per_token_logps": logps}, "old_per_token_logps"),
+        (PACKED, "cu_seqlens"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a tensor, got list$"):
+            loss(**{**given, name: given[name].tolist()})
+
+
 def with_kl(tokens: TokenInputs) -> Tensor:
     ratio = 1.0 if tokens.importance_sampling_ratio is None else tokens.importance_sampling_ratio
     gap = tokens.ref_per_token_logps - tokens.logps
