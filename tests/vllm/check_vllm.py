@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import _ChunkedLogProbFunction
 
-from grpo_kernels import GRPOLoss, KeptIds, linear_logprob
+from grpo_kernels import GRPOLoss, KeptIds, linear_logprob, rollouts
 from grpo_kernels.integrations.transformers import completion_logprobs, head_inputs
 from tests.vllm.engine import CASES
 
@@ -55,6 +55,18 @@ def of_engine(samples: Samples) -> Tensor:
     return torch.tensor([x for one in samples for x in one["logps"]]).double()
 
 
+def corrected(logps: Tensor, samples: Samples, **options: Any) -> tuple[int, dict[str, float]]:
+    """Return how many sequences `rollouts.correct` keeps, and its metrics; `logps` (B, T) are the policy's."""
+    mask = batch(samples)["completion_mask"]
+    sampling = torch.zeros(mask.shape, dtype=torch.float64)
+    sampling[mask != 0] = of_engine(samples)
+    found = rollouts.correct(logps.double(), sampling, mask, **options)
+    metrics = {x: found.metrics[f"rollout_corr/rollout_is_{x}"] for x in ("mean", "eff_sample_size")}
+    kept = int(found.keep.any(dim=1).sum())
+    print(f"{options} keeps {kept} of {len(mask)} sequences;", {name: round(x, 3) for name, x in metrics.items()})
+    return kept, metrics
+
+
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
     save = tmp_path_factory.mktemp("engine") / "fp32.pt"
@@ -79,9 +91,9 @@ def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str,
         del given["kept_ids"]
         with torch.no_grad():
             logps, _ = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False)
-        ratio = (of_samples(logps, samples) - of_engine(samples)).exp()
-        print(f"{name}: ratio without sets {ratio.mean():.3f} in the mean")
-        assert ratio.mean() < 0.97
+        _, metrics = corrected(logps, samples)
+        assert metrics["mean"] < 0.97
+        assert metrics["eff_sample_size"] > 0.9  # which does not show the truncation
 
 
 def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tensor]:
@@ -121,7 +133,8 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head: str | N
     model = AutoModelForCausalLM.from_pretrained(BF16, dtype=torch.bfloat16)
     for name in cases:
         gaps = {}
-        for scorer, logps in scorers(model, sampled[name], CASES[name]["temperature"]).items():
+        scored = scorers(model, sampled[name], CASES[name]["temperature"])
+        for scorer, logps in scored.items():
             gap = of_samples(logps, sampled[name]) - of_engine(sampled[name])
             gaps[scorer] = gap.abs().mean()
             print(
@@ -129,6 +142,9 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head: str | N
                 f"{gap.abs().max():.2f} | {gap.exp().std():.1e} | {len(gap)} |"
             )
         assert gaps["ours"] < 1.05 * gaps["TRL"]  # 0.84 to 1.01 of it
+        bounds = ((0.999, 1.002), (0.97, 1.03))
+        few, most = (corrected(scored["ours"], sampled[name], reject={"seq_mean_ratio": x})[0] for x in bounds)
+        assert few < most / 2  # of completions of at most 64 tokens
 
 
 def trained(kind: str, folder: Path, *options: str) -> dict[str, Any]:
