@@ -19,7 +19,7 @@ from benchmarks.cases import SEED, BenchCase, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
-from grpo_kernels import linear_logprob
+from grpo_kernels import Run, linear_logprob
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, SinglePassRowBackend
 from grpo_kernels.token_loss.record import TokenLoss
@@ -102,10 +102,10 @@ def measure_scoring(device: torch.device, results: Results, *, toy: bool = False
             ids = torch.randint(v, (n,), generator=g, device=device)
             with torch.no_grad():
                 runs: dict[str, Callable[[], Any]] = {
-                    engine: functools.partial(linear_logprob, hidden, weight, ids, engine=engine, backend="triton")
+                    engine: functools.partial(linear_logprob, hidden, weight, ids, run=Run(engine, "triton"))
                     for engine in ("score", "score_dot")
                 }
-                logps = [run()[0] for run in runs.values()]
+                logps = [run().logps for run in runs.values()]
                 results.merge(*top, logp_max_difference=float((logps[0] - logps[1]).abs().max()))
                 for engine, ms in measure_runs(runs, Clock(device), results, top, once=toy).items():
                     results.merge(*top, engine, tflops=round(2.0 * n * h * v / 1e9 / ms, 1))

@@ -28,12 +28,12 @@ def batch() -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
     made = {
         "hidden": torch.randn(B, T, H, generator=g),
-        "weight": torch.randn(V, H, generator=g) * 0.3,
+        "head": torch.randn(V, H, generator=g) * 0.3,
         "completion_ids": torch.randint(V, (B, T), generator=g),
         "completion_mask": torch.rand(B, T, generator=g) < 0.8,
         "advantages": torch.tensor([1.0, -0.5, 0.25, -1.0]),
     }
-    logps, _ = linear_logprob(made["hidden"], made["weight"], made["completion_ids"])
+    logps = linear_logprob(made["hidden"], made["head"], made["completion_ids"]).logps
     return made | {"old_per_token_logps": logps + 3e-3 * torch.randn(B, T, generator=g)}
 
 
@@ -41,20 +41,20 @@ def run(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     loss_fn, given = GRPOLoss(presets.GSPO), batch()
     given["hidden"].requires_grad_()
-    given["weight"].requires_grad_()
+    given["head"].requires_grad_()
     whole = loss_fn(**given)
     whole.loss.backward()
 
     columns = slice(rank * T // RANKS, (rank + 1) * T // RANKS)
-    part = {name: x if name in ("weight", "advantages") else x[:, columns] for name, x in given.items()}
-    part |= {name: part[name].detach().clone().requires_grad_() for name in ("hidden", "weight")}
+    part = {name: x if name in ("head", "advantages") else x[:, columns] for name, x in given.items()}
+    part |= {name: part[name].detach().clone().requires_grad_() for name in ("hidden", "head")}
     out = loss_fn(**part, sequence_group=dist.group.WORLD)
     out.loss.backward()
 
-    loss, d_weight = out.loss.detach().clone(), part["weight"].grad
+    loss, d_head = out.loss.detach().clone(), part["head"].grad
     dist.all_reduce(loss)
-    dist.all_reduce(d_weight)
-    pairs = ((part["hidden"].grad, given["hidden"].grad[:, columns]), (d_weight, given["weight"].grad))
+    dist.all_reduce(d_head)
+    pairs = ((part["hidden"].grad, given["hidden"].grad[:, columns]), (d_head, given["head"].grad))
     worst = torch.tensor([max(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs)])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if rank == 0:

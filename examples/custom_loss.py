@@ -56,7 +56,7 @@ def main() -> None:
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
-            old, _ = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False)
+            old = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False).logps
         for _ in range(2):
             states = hidden_states(model, rollout)
             out = grpo_loss(states, head, ids, mask, advantages, old_per_token_logps=old, objective=asymmetric)

@@ -40,10 +40,10 @@ def of_sampled_tokens(student: Any, hidden: Tensor, teacher: Any, teacher_hidden
     """Policy gradient: log q - log p of each token is its advantage."""
     ids, mask = rollout.completion_ids, rollout.completion_mask
     with torch.no_grad():
-        of_teacher, _ = linear_logprob(teacher_hidden, teacher.lm_head.weight, ids, mask=mask, entropy=False)
-        of_student, _ = linear_logprob(hidden, student.lm_head.weight, ids, mask=mask, entropy=False)
+        of_teacher = linear_logprob(teacher_hidden, teacher.lm_head, ids, mask=mask, entropy=False).logps
+        of_student = linear_logprob(hidden, student.lm_head, ids, mask=mask, entropy=False).logps
     advantages = distillation_advantages(of_teacher, of_student, mask)
-    return grpo_loss(hidden, student.lm_head.weight, ids, mask, advantages, config=LossConfig(loss_type="dapo")).loss
+    return grpo_loss(hidden, student.lm_head, ids, mask, advantages, config=LossConfig(loss_type="dapo")).loss
 
 
 def of_top_k(student: Any, hidden: Tensor, teacher: Any, teacher_hidden: Tensor, rollout: Rollout) -> Tensor:
@@ -51,15 +51,15 @@ def of_top_k(student: Any, hidden: Tensor, teacher: Any, teacher_hidden: Tensor,
     with torch.no_grad():
         likeliest = torch.log_softmax(teacher.lm_head(teacher_hidden), dim=-1).topk(TOP_K)
     mask = rollout.completion_mask
-    values = topk_divergence(hidden, student.lm_head.weight, likeliest.indices, likeliest.values, mask=mask)
-    return values.sum() / mask.sum()
+    scores = topk_divergence(hidden, student.lm_head, likeliest.indices, likeliest.values, mask=mask)
+    return scores.divergence.sum() / mask.sum()
 
 
 def of_the_vocabulary(student: Any, hidden: Tensor, teacher: Any, teacher_hidden: Tensor, rollout: Rollout) -> Tensor:
     """KL(student || teacher) over all tokens."""
-    heads = student.lm_head.weight, teacher.lm_head.weight
     mask = rollout.completion_mask
-    return linear_divergence(hidden, heads[0], teacher_hidden, heads[1], mask=mask).sum() / mask.sum()
+    scores = linear_divergence(hidden, student.lm_head, teacher_hidden, teacher.lm_head, mask=mask)
+    return scores.divergence.sum() / mask.sum()
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {

@@ -1,8 +1,8 @@
 """FSDP2: a model divided over two processes, the GRPO loss computed by its head.
 
-`attach` gives the head a method `loss`, around which FSDP2 makes the head's weight whole and reduces its gradient, as
-for a forward. The claims at the end: the gradients are those of one process that has the whole batch, although the
-ranks hold different numbers of tokens; and the loss falls. On GPUs, torchrun starts the processes.
+The loss takes the head's module, not its weight: FSDP2 then makes the weight whole and reduces its gradient, as for a
+forward. The claims at the end: the gradients are those of one process that has the whole batch, although the ranks hold
+different numbers of tokens; and the loss falls. On GPUs, torchrun starts the processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import start_processes
 
-from grpo_kernels import LossConfig, attach, grpo_loss
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 
 RANKS, STEPS, VOCAB, WIDTH = 2, 30, 101, 32
 CONFIG = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
@@ -53,7 +53,7 @@ def one_process() -> dict[str, Tensor]:
     """Gradients of the plain model for the whole batch."""
     model = Model()
     tokens, ids, mask, advantages = (torch.cat(parts) for parts in zip(*map(batch, range(RANKS)), strict=True))
-    grpo_loss(model(tokens), model.lm_head.weight, ids, mask, advantages, config=CONFIG).loss.backward()
+    grpo_loss(model(tokens), model.lm_head, ids, mask, advantages, config=CONFIG).loss.backward()
     return {name: x.grad for name, x in model.named_parameters()}
 
 
@@ -62,20 +62,19 @@ def train(rank: int, store: str) -> None:
     model = Model()
     for unit in (model.body, model.lm_head, model):
         fully_shard(unit)
-    head = attach(model.lm_head)
 
     tokens, ids, mask, advantages = batch(rank)
     items = mask.sum().double()
     dist.all_reduce(items)
     items /= RANKS  # FSDP2 averages gradients over the ranks
     with torch.no_grad():
-        old, _ = head.logprobs(model(tokens), ids, mask=mask, entropy=False)
+        old = linear_logprob(model(tokens), model.lm_head, ids, mask=mask, entropy=False).logps
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, worst = [], 0.0
     for step in range(STEPS):
         options = {"old_per_token_logps": old, "num_items_in_batch": items, "config": CONFIG}
-        loss = head.loss(model(tokens), ids, mask, advantages, **options).loss
+        loss = grpo_loss(model(tokens), model.lm_head, ids, mask, advantages, **options).loss
         optimizer.zero_grad()
         loss.backward()
         if step == 0:

@@ -79,12 +79,12 @@ def main() -> None:
             given = {}
             with torch.no_grad():
                 for name, model in (("old_per_token_logps", policy), ("ref_per_token_logps", reference)):
-                    states, head = hidden_states(model, rollout), model.lm_head.weight
-                    given[name], _ = linear_logprob(states, head, batch[0], mask=batch[1], entropy=False)
+                    states, head = hidden_states(model, rollout), model.lm_head
+                    given[name] = linear_logprob(states, head, batch[0], mask=batch[1], entropy=False).logps
             scores = reward_model.score(rollout)
             advantages = group_advantages(scores, num_generations=8)
             for _ in range(2):  # mu
-                states, head = hidden_states(policy, rollout), policy.lm_head.weight
+                states, head = hidden_states(policy, rollout), policy.lm_head
                 out = grpo_loss(states, head, *batch, advantages, config=presets.GRPO, **given)
                 take_step(optimizer, out.loss)
             reward_loss = reward_model.train(rollout, steps=4)

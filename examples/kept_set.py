@@ -74,7 +74,7 @@ def main() -> None:
             given = {"old_per_token_logps": sampler, "kept_ids": kept_ids, "config": config}
             out = grpo_loss(states, head, ids, mask, advantages, **given)
             if update == 0:  # nothing has moved since the sampler
-                full, _ = linear_logprob(states.detach(), head.detach(), ids, mask=mask, entropy=False)
+                full = linear_logprob(states.detach(), head.detach(), ids, mask=mask, entropy=False).logps
                 counted = mask.bool()
                 off_kept = max(off_kept, ((out.per_token_logps - sampler).exp() - 1)[counted].abs().max().item())
                 off_full = max(off_full, ((full - sampler).exp() - 1)[counted].abs().mean().item())

@@ -32,7 +32,7 @@ def make_batch() -> Batch:
     torch.manual_seed(0)
     hidden, weight = torch.randn(B, T, H), 0.3 * torch.randn(V, H)
     ids, mask = torch.randint(V, (B, T)), (torch.arange(T) < torch.randint(4, T + 1, (B, 1))).long()
-    logps, _ = linear_logprob(hidden, weight, ids, entropy=False)
+    logps = linear_logprob(hidden, weight, ids, entropy=False).logps
     return {
         "_input": hidden.requires_grad_(),
         "lin_weight": weight.requires_grad_(),

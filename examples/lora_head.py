@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LoRA, grpo_loss
+from grpo_kernels import Head, LoRA, grpo_loss
 
 PROMPTS, GENERATIONS, H, V, RANK = 16, 8, 32, 500, 8
 SCALING = 2.0
@@ -43,7 +43,7 @@ def main() -> None:
         advantages = reward - reward.view(PROMPTS, -1).mean(1).repeat_interleave(GENERATIONS)
         optimizer.zero_grad()
         with FlopCounterMode(display=False) as counter:
-            out = grpo_loss(hidden, weight, ids, None, advantages, lora=LoRA(a, b, SCALING))
+            out = grpo_loss(hidden, Head(weight, lora=LoRA(a, b, SCALING)), ids, None, advantages)
             out.loss.backward()
         logits = hidden @ (weight + SCALING * b @ a).T
         exact = -(advantages * torch.log_softmax(logits, -1).gather(2, ids[..., None])[:, 0, 0]).mean()

@@ -65,7 +65,7 @@ def main() -> None:
         advantages = group_advantages(rewards, num_generations=8, reward_weights=WEIGHTS)
         out = grpo_loss(
             hidden_states(model, rollout),
-            model.lm_head.weight,
+            model.lm_head,
             rollout.completion_ids,
             rollout.completion_mask,
             advantages,

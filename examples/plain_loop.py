@@ -27,7 +27,7 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     model, tokenizer, problems = warm_model()
-    head = model.lm_head.weight
+    head = model.lm_head
     before = evaluate(model, tokenizer, problems * 4)
     loss_function = GRPOLoss(loss_type="dapo", epsilon_high=0.28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -39,7 +39,7 @@ def main() -> None:
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
-            old, _ = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False)
+            old = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False).logps
         for _ in range(2):
             out = loss_function(hidden_states(model, rollout), head, ids, mask, advantages, old_per_token_logps=old)
             optimizer.zero_grad()

@@ -28,8 +28,8 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     model, tokenizer, problems = warm_model()
-    head = model.lm_head.weight
-    value_head = nn.Sequential(nn.Linear(head.shape[1], 64), nn.Tanh(), nn.Linear(64, 1))
+    head = model.lm_head
+    value_head = nn.Sequential(nn.Linear(head.in_features, 64), nn.Tanh(), nn.Linear(64, 1))
     before = evaluate(model, tokenizer, problems * 4)
     groups = [{"params": model.parameters(), "lr": 1e-3}, {"params": value_head.parameters(), "lr": 5e-3}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
@@ -41,7 +41,7 @@ def main() -> None:
         counted = mask.bool()
         with torch.no_grad():
             states = hidden_states(model, rollout)
-            old, _ = linear_logprob(states, head, ids, mask=mask, entropy=False)
+            old = linear_logprob(states, head, ids, mask=mask, entropy=False).logps
             values = value_head(states).squeeze(-1)
         advantages, returns = gae(accuracy(rollout), values, mask, gamma=1.0, lam=0.95, whiten_advantages=True)
         for epoch in range(2):

@@ -55,7 +55,7 @@ def main() -> None:
         rewards, ends = score_steps(rollout)
         advantages = process_advantages(rewards, ends, num_generations=8, completion_mask=mask)  # (B, T)
         states = hidden_states(model, rollout)
-        out = grpo_loss(states, model.lm_head.weight, ids, mask, advantages, config=presets.DAPO)
+        out = grpo_loss(states, model.lm_head, ids, mask, advantages, config=presets.DAPO)
         optimizer.zero_grad()
         out.loss.backward()
         optimizer.step()

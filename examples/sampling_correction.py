@@ -32,7 +32,7 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     model, tokenizer, problems = warm_model()
-    head, parameters = model.lm_head.weight, list(model.parameters())
+    head, parameters = model.lm_head, list(model.parameters())
     before = evaluate(model, tokenizer, problems * 4)
     sampler = copy.deepcopy(model).bfloat16()
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
@@ -43,7 +43,7 @@ def main() -> None:
         rollout = sample(sampler, tokenizer, problems[first : first + 16], num_generations=8)
         ids, mask = rollout.completion_ids, rollout.completion_mask
         with torch.no_grad():  # as an inference engine reports them
-            sampled, _ = linear_logprob(hidden_states(sampler, rollout), sampler.lm_head.weight, ids, mask=mask)
+            sampled = linear_logprob(hidden_states(sampler, rollout), sampler.lm_head, ids, mask=mask).logps
         advantages = group_advantages(accuracy(rollout), num_generations=8)
 
         with FlopCounterMode(display=False) as one_forward:
@@ -59,7 +59,7 @@ def main() -> None:
             inside = torch.autograd.grad(out.loss, parameters)
         with FlopCounterMode(display=False) as two_forwards:
             with torch.no_grad():
-                old, _ = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False)
+                old = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False).logps
             ratio = torch.exp(old - sampled.float()).clamp(max=3.0)
             states = hidden_states(model, rollout)
             given = grpo_loss(states, head, ids, mask, advantages, importance_sampling_ratio=ratio)

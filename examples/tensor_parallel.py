@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import GRPOLoss, Head
 
 B, T, H, V, RANKS = 4, 12, 64, 1000, 2
 
@@ -28,7 +28,7 @@ def batch() -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
     return {
         "hidden": torch.randn(B, T, H, generator=g),
-        "weight": torch.randn(V, H, generator=g) * 0.3,
+        "head": torch.randn(V, H, generator=g) * 0.3,
         "completion_ids": torch.randint(V, (B, T), generator=g),
         "completion_mask": torch.rand(B, T, generator=g) < 0.9,
         "advantages": torch.tensor([1.0, -0.5, 0.25, -1.0]),
@@ -38,7 +38,7 @@ def batch() -> dict[str, Tensor]:
 def run(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     loss_fn, given = GRPOLoss(loss_type="dapo", entropy_coef=0.01), batch()
-    weight = given["weight"].requires_grad_()
+    weight = given["head"].requires_grad_()
     hidden = given["hidden"].requires_grad_()
     loss_fn(**given).loss.backward()
     want_loss, want = loss_fn(**given).loss.detach(), (hidden.grad, weight.grad)
@@ -46,7 +46,7 @@ def run(rank: int, store: str) -> None:
     rows = slice(rank * V // RANKS, (rank + 1) * V // RANKS)
     part = weight.detach()[rows].clone().requires_grad_()
     again = hidden.detach().clone().requires_grad_()
-    out = loss_fn(**{**given, "hidden": again, "weight": part}, process_group=dist.group.WORLD)
+    out = loss_fn(**{**given, "hidden": again, "head": Head(part, process_group=dist.group.WORLD)})
     out.loss.backward()
 
     gaps = [

@@ -138,9 +138,9 @@ def loss(policy: Any, reference: Any, rollout: Rollout, coefficients: Tensor, co
     batch, ref = (rollout.completion_ids, rollout.completion_mask), None
     if config.beta:
         with torch.no_grad():
-            states, head = hidden_states(reference, rollout), reference.lm_head.weight
-            ref, _ = linear_logprob(states, head, batch[0], mask=batch[1], entropy=False)
-    states, head = hidden_states(policy, rollout), policy.lm_head.weight
+            states, head = hidden_states(reference, rollout), reference.lm_head
+            ref = linear_logprob(states, head, batch[0], mask=batch[1], entropy=False).logps
+    states, head = hidden_states(policy, rollout), policy.lm_head
     return grpo_loss(states, head, *batch, coefficients, ref_per_token_logps=ref, config=config).loss
 
 

@@ -9,11 +9,13 @@
       its options      LossConfig; presets: published algorithms
       one of your own  objectives, TokenInputs, token_level
       given log-probs  policy_loss_from_logps
-    log-probabilities  linear_logprob, linear_logprob_with
-      over kept sets   kept_set_logprob, KeptIds
+    log-probabilities  linear_logprob
+      over kept sets   KeptIds
       their gradient   Expectation, policy_expectation
-    distillation       linear_divergence, linear_divergence_with, topk_divergence, topk_divergence_with
-    a model's head     attach, LMHeadLogProb, LoRA, ReferenceHead
+    distillation       linear_divergence, topk_divergence
+    their result       Scores
+    a model's head     Head, LoRA; attach, LMHeadLogProb
+    how it is computed Run
     before the loss    advantages, rewards, rollouts
     trainers           integrations.trl, .verl, .liger, .transformers: imported when first asked for
     annotations        typing
@@ -27,25 +29,27 @@ checks results against float64. All other modules (`backends`, `base`, `batch`, 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Any
 
 from grpo_kernels import advantages, integrations, objectives, presets, report, rewards, rollouts
 from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's module typing
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call import ops as ops  # registers the ops, for graphs that were saved
-from grpo_kernels.call.output import LossOutput
-from grpo_kernels.config import LossConfig
-from grpo_kernels.divergence import linear_divergence, linear_divergence_with
+from grpo_kernels.call.options import Run
+from grpo_kernels.call.output import LossOutput, Scores
+from grpo_kernels.call.public import gone
+from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.from_logps import policy_loss_from_logps
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.lora import LoRA
-from grpo_kernels.head.reference import ReferenceHead
-from grpo_kernels.kept_set import kept_set_logprob
-from grpo_kernels.logprob import Expectation, linear_logprob, linear_logprob_with
+from grpo_kernels.logprob import Expectation, linear_logprob
 from grpo_kernels.loss import GRPOLoss, grpo_loss
 from grpo_kernels.modules import LMHeadLogProb, attach
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.objective.metrics import Metrics
-from grpo_kernels.topk_divergence import topk_divergence, topk_divergence_with
+from grpo_kernels.topk_divergence import topk_divergence
 
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application decides what to show
@@ -53,23 +57,22 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application
 __all__ = [
     "Expectation",
     "GRPOLoss",
+    "Head",
     "KeptIds",
     "LMHeadLogProb",
     "LoRA",
     "LossConfig",
     "LossOutput",
     "Metrics",
-    "ReferenceHead",
+    "Run",
+    "Scores",
     "TokenInputs",
     "advantages",
     "attach",
     "grpo_loss",
     "integrations",
-    "kept_set_logprob",
     "linear_divergence",
-    "linear_divergence_with",
     "linear_logprob",
-    "linear_logprob_with",
     "objectives",
     "policy_expectation",
     "policy_loss_from_logps",
@@ -79,8 +82,14 @@ __all__ = [
     "rollouts",
     "token_level",
     "topk_divergence",
-    "topk_divergence_with",
 ]
+
+
+if not TYPE_CHECKING:  # to a type checker there is no such name
+
+    def __getattr__(name: str) -> Any:
+        """Return, for a name that has gone, a function that raises TypeError and says what to call instead."""
+        return gone(name)
 
 
 def __dir__() -> list[str]:

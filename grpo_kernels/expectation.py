@@ -14,8 +14,8 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.loss import check_loss, expectation_of, make_objective
-from grpo_kernels.config import LossConfig
 from grpo_kernels.objective.checks import check_config
+from grpo_kernels.objective.config import LossConfig
 
 
 def policy_expectation(
@@ -31,7 +31,7 @@ def policy_expectation(
 ) -> Expectation:
     """Return the expected gradient for ids of shape (B, T); arguments as in `grpo_loss`.
 
-    With ``kl_estimator="full"`` pass it to `linear_divergence_with`: the KL term is made of its divergences.
+    With ``kl_estimator="full"`` pass it to `linear_divergence`: the KL term is made of its divergences.
 
     If the trainer computes the importance sampling ratio from the log-probabilities of the call to come, say so in the
     config (``vllm_importance_sampling_correction``) and pass `sampling_per_token_logps`.

@@ -1,7 +1,7 @@
 """The loss of a config, or a custom objective, on log-probabilities that come from elsewhere.
 
 `grpo_loss` scores and differentiates in one go, which saves a product. This is the same loss on log-probabilities that
-were made elsewhere: over kept sets (`kept_set_logprob`), or by a model's own head.
+were made elsewhere: over kept sets (`linear_logprob` with `kept_ids`), or by a model's own head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_shape, check_tensor
@@ -18,9 +17,10 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.given import given_loss
 from grpo_kernels.call.loss import check_loss, counted_tokens, make_objective
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.config import LossConfig
+from grpo_kernels.call.public import breaks_graph
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.objective.checks import config_with
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def policy_loss_from_logps(
     Args:
         logps, entropies: (B, T), or packed (N,), floating, the policy's, with their graph; values at masked positions
             are never read. The loss is computed in fp32 (fp64 if `logps` is fp64).
-        the others: as in `grpo_loss`. The config's `temperature` and head fields have no effect: they are in `logps`
+        the others: as in `grpo_loss`. The config's `temperature` has no effect: it is in `logps`
             already. Old, reference and sampling log-probabilities must be made like `logps`, over the same kept sets.
 
     Returns:
@@ -65,16 +65,13 @@ def policy_loss_from_logps(
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
     config = config_with(config, fields, _OF_CALL, "policy_loss_from_logps")
-    if torch.compiler.is_compiling():
-        from grpo_kernels.call import compiled  # not at import: it loads the compiler
-
-        return compiled.eagerly(_loss_of, logps, entropies, inputs, config, objective)
     return _loss_of(logps, entropies, inputs, config, objective)
 
 
 _OF_CALL = [name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"]
 
 
+@breaks_graph
 def _loss_of(
     logps: Tensor,
     entropies: Tensor,

@@ -29,20 +29,21 @@ from torch import Tensor, nn
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.checks import check_fake, check_gather, is_fake
-from grpo_kernels.base.choices import BackendName, EngineName, WithoutSet
+from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.kept_loss import kept_loss
 from grpo_kernels.call.loss import Custom, plan_loss
-from grpo_kernels.call.options import Execution, check_options
+from grpo_kernels.call.options import Execution, Run, check_run
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.config import LossConfig
+from grpo_kernels.call.public import breaks_graph, refuse_moved, takes_heads
+from grpo_kernels.call.within import whole_reference
 from grpo_kernels.engine.autograd import PolicyLoss
-from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.head.lora import LoRA
-from grpo_kernels.head.reference import ReferenceHead
+from grpo_kernels.head.other_head import OtherHead
 from grpo_kernels.objective.checks import FIELDS, check_config, check_names, check_objective, config_with
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
 
@@ -50,37 +51,35 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from grpo_kernels.call.keywords import LossModuleKeywords
+    from grpo_kernels.call.keywords import LossInputKeywords
     from grpo_kernels.objective.keywords import LossFields
 
 
+@takes_heads
 def grpo_loss(
     hidden: Tensor,  # (B, T, H), or packed (N, H)
-    weight: Tensor,  # (V, H)
+    head: HeadLike,
     completion_ids: Tensor,  # (B, T) or (N,)
     completion_mask: Tensor | None,  # (B, T) or (N,)
     advantages: Tensor,  # (B,) or (B, T) or (N,)
     *,
-    bias: Tensor | None = None,  # (V,)
-    old_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
-    ref_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
-    sampling_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
-    importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
-    num_items_in_batch: float | Tensor | None = None,
     config: LossConfig | None = None,
     objective: Callable[[TokenInputs], Tensor] | None = None,
-    cu_seqlens: Tensor | None = None,  # (B + 1,)
-    engine: EngineName = "auto",
-    backend: BackendName = "auto",
-    workspace_bytes: int | None = None,
-    lora: LoRA | None = None,
-    process_group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    sequence_group: ProcessGroup | None = None,
-    gather: Gather | None = None,
-    reference: ReferenceHead | None = None,
+    # policy terms
+    old_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    ref_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    reference: tuple[Tensor, HeadLike] | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    # the sampler
+    sampling_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K) or (N, K)
     without_set: WithoutSet = "error",
+    # packed and distributed sequences
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+    sequence_group: ProcessGroup | None = None,
+    # how it is computed
+    run: Run | None = None,
     **fields: Unpack[LossFields],
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
@@ -91,49 +90,59 @@ def grpo_loss(
     Args:
         hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids` (aligned: nothing is
             shifted here).
-        weight, bias: (V, H) and (V,), the head.
+        head: a weight (V, H), a `Head`, or the model's head module.
         completion_ids: (B, T) or (N,) integers; those that count must lie in [0, V).
         completion_mask: (B, T) or (N,), bool, int or float. Every value but 0 counts, negative ones too (-inf of an
             additive attention mask, with a warning); NaN is refused. None: every position counts, and the host need
             not wait for the device to count them.
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token; in a packed batch with N = B, one per
             sequence.
+        config: default `LossConfig()`.
+        objective: a per-token loss of your own in place of all of the config's terms, see `TokenInputs`; of `config`
+            only the normaliser and `temperature` then apply. Breaks the graph of torch.compile.
+
+        Policy terms:
+
         old_per_token_logps: (B, T) or (N,), of the policy that generated the tokens; absent: on-policy, the ratio is
             exactly 1.
         ref_per_token_logps: (B, T) or (N,), of the reference model; needed if ``config.beta`` is not 0 and
             ``config.kl_estimator`` is not ``"full"``.
-        sampling_per_token_logps: (B, T) or (N,), the sampler's, for the off-policy mask and, with
-            ``vllm_importance_sampling_correction`` in the config, for an importance sampling ratio that needs no
-            forward beforehand. NaN: the sampler could not score the token, whose difference then counts as 0.
-        importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term that corrects for
-            the sampler; part of the weight w of ``"vespo"``; not used by ``"gmpo"``.
+        reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, constants, for the KL term over
+            the whole vocabulary; needed if ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. Its head
+            is a weight (V, H'), a `Head` or a module, for the ids of the policy's; H' may differ from H. It costs
+            2 N V H' floating point operations, and a second chunk of logits within the same workspace. Breaks the graph
+            of torch.compile.
         num_items_in_batch: a number, or a tensor (): normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted
             tokens of the whole batch, over accumulation steps and ranks, divided by the number of ranks where gradients
             are averaged over them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types, and
             the entropy bonus, are means over this call: divide the loss by the number of accumulation steps, and leave
             this out (a warning says so).
-        config: default `LossConfig()`.
-        objective: a per-token loss of your own in place of all of the config's terms, see `TokenInputs`; of `config`
-            only the normaliser, `temperature` and the head's fields then apply. Breaks the graph of torch.compile.
+
+        The sampler:
+
+        sampling_per_token_logps: (B, T) or (N,), the sampler's, for the off-policy mask and, with
+            ``vllm_importance_sampling_correction`` in the config, for an importance sampling ratio that needs no
+            forward beforehand. NaN: the sampler could not score the token, whose difference then counts as 0.
+        importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term that corrects for
+            the sampler; part of the weight w of ``"vespo"``; not used by ``"gmpo"``.
+        kept_ids, without_set: the ids that a truncating sampler (top-k, top-p, min-p) kept at each position, as in
+            `linear_logprob`: log-probabilities and entropies are taken over these sets, at the cost of the sets. The
+            old, reference and sampling log-probabilities must be, too. Breaks the graph of torch.compile.
+
+        Packed and distributed sequences:
+
         cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). The host
             reads the bounds.
-        engine, backend, workspace_bytes: as in `linear_logprob`. (Under torch.compile ``"auto"`` is never ``"lean"``.)
-        lora, process_group, vocab_size: as in `linear_logprob`. They break the graph of torch.compile.
         sequence_group: process group over whose ranks the tokens of each sequence are split (context parallel,
             Ulysses). Each rank passes its (B, T_local) part of every sequence: parts in the order of the ranks, of any
             length, ids shifted before the split. Per-sequence arguments, (B,), are passed whole. The ranks' losses add
             up to the loss of the whole sequences, their gradients to its gradients; metrics are of the whole sequences.
             Where gradients are averaged over the ranks (DDP, FSDP), multiply the loss by their number. Breaks the graph
             of torch.compile.
-        gather: makes the context in which a backward reads the weight again, as in `linear_logprob_with`.
-            Breaks the graph of torch.compile.
-        reference: hidden states and head of the reference model, for the KL term over the whole vocabulary; needed if
-            ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. It costs 2 N V H' floating point
-            operations, and a second chunk of logits within the same workspace. Breaks the graph of torch.compile.
-        kept_ids: the ids that a truncating sampler (top-k, top-p, min-p) kept at each position, as in
-            `kept_set_logprob`: log-probabilities and entropies are taken over these sets, at the cost of the sets. The
-            old, reference and sampling log-probabilities must be, too. Breaks the graph of torch.compile.
-        without_set: as in `kept_set_logprob`.
+
+        How it is computed:
+
+        run: engine, backend, memory: `Run`.
         fields: fields of `config`, which they replace: ``loss_type="grpo", beta=0.04``.
 
     Returns:
@@ -148,31 +157,38 @@ def grpo_loss(
         completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
-    head = LMHead(hidden, weight, bias, lora, process_group, vocab_size, reference)
-    execution = Execution(engine, backend, workspace_bytes, gather, sequence_group)
+    own = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
+    execution = Execution.of(run, sequence_group=sequence_group)
     if kept_ids is not None:
-        return _kept_loss(inputs, head, execution, config, objective, kept_ids, without_set)
+        return breaks_graph(kept_loss)(inputs, own, execution, config, objective, kept_ids, without_set)
     check_without_set(without_set)
-    if torch.compiler.is_compiling() or is_fake(hidden, weight):
-        return _compiled_loss(inputs, head, execution, config, objective)
-    return _loss(inputs, head, execution, config, objective)
+    if torch.compiler.is_compiling() or is_fake(hidden, own.weight):
+        return _compiled_loss(inputs, own, execution, config, objective)
+    return _loss(inputs, own, execution, config, objective)
 
 
 def _loss(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
 ) -> LossOutput:
     """Plan the call, run one forward, and return its results."""
+    with whole_reference(head) as head:
+        return _loss_of_whole(inputs, head, execution, config, objective)
+
+
+def _loss_of_whole(
+    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
+) -> LossOutput:
     call = plan_loss(inputs, head, execution, config, objective)
     done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 
-    def finish(stats: RowStats) -> Evaluation:
+    def evaluate(stats: RowStats) -> Evaluation:
         done.append((stats, call.evaluate(stats)))
         return done[0][1]
 
     group = None if objective is None else execution.sequence_group
     with check_same("sequence_group", group, "the objective of grpo_loss"):  # it may raise on one rank alone
         operands = call.head.operands(call.request.rows.positions)
-        loss, logps, entropies = PolicyLoss.apply(call.request, finish, operands.teacher, *operands)
+        loss, logps, entropies = PolicyLoss.apply(call.request, evaluate, operands.teacher, *operands)
     shape, request = call.tokens.layout.shape, call.request
     scores, backend = (logps.view(shape), entropies.view(shape)), request.plan.backend.name
     return LossOutput(loss, *scores, call.metrics(*done[0]), request.engine.name, backend)
@@ -191,20 +207,12 @@ def _compiled_loss(
         refused: dict[str, Any] = {"lora": head.lora, "process_group": head.process_group}
         refused |= {"sequence_group": sequence_group, "objective": objective, "reference": head.reference}
         check_fake(head.hidden, head.weight, head.bias, *named, **refused)
-        head, gather = LMHead(head.hidden, head.weight, head.bias), None  # no shape depends on what is left out
+        head, gather = replace(head, vocab_size=None), None  # no shape depends on them
     check_config(config)
+    execution.check()
     if head.is_plain and gather is None and sequence_group is None and objective is None:
         return LossOutput(*compiled.policy_loss(inputs, head, execution, config))
     return compiled.eagerly(_loss, inputs, head, execution, config, objective)
-
-
-def _kept_loss(*arguments: Any) -> LossOutput:
-    """Compute the loss over kept sets, eagerly."""
-    if not torch.compiler.is_compiling():
-        return kept_loss(*arguments)
-    from grpo_kernels.call import compiled  # not at import: it loads the compiler
-
-    return compiled.eagerly(kept_loss, *arguments)
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
@@ -216,7 +224,7 @@ class GRPOLoss(nn.Module):
     Args:
         config: the loss; or its fields as keyword arguments, ``GRPOLoss(loss_type="grpo", beta=0.04)``; given both, the
             fields replace those of `config`.
-        objective, engine, backend, workspace_bytes: as in `grpo_loss`.
+        objective, run: as in `grpo_loss`.
 
     Raises:
         TypeError, ValueError: an unknown field, or a wrong value of a field or an option.
@@ -227,64 +235,47 @@ class GRPOLoss(nn.Module):
         config: LossConfig | None = None,
         *,
         objective: Callable[[TokenInputs], Tensor] | None = None,
-        engine: EngineName = "auto",
-        backend: BackendName = "auto",
-        workspace_bytes: int | None = None,
+        run: Run | None = None,
         **fields: Unpack[LossFields],
     ) -> None:
         super().__init__()
         config = LossConfig() if config is None else config
         check_config(config)
+        refuse_moved("GRPOLoss", fields)
         check_names(fields, "a field of LossConfig", FIELDS, "an argument of the module's call", _OF_CALL)
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
-        check_options(engine, backend, workspace_bytes)
-        self.objective = objective
-        self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
+        Execution.of(run).check()
+        check_run(run or Run())
+        self.objective, self.run = objective, run
 
     def forward(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        head: HeadLike,
         completion_ids: Tensor,
         completion_mask: Tensor | None,
         advantages: Tensor,
-        *,
-        bias: Tensor | None = None,
-        **inputs: Unpack[LossModuleKeywords],
+        **inputs: Unpack[LossInputKeywords],
     ) -> LossOutput:
         """`grpo_loss` with this module's config; shapes, results and errors as there.
 
         `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
         check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS)
-        return grpo_loss(
-            hidden,
-            weight,
-            completion_ids,
-            completion_mask,
-            advantages,
-            bias=bias,
-            config=self.config,
-            objective=self.objective,
-            engine=self.engine,
-            backend=self.backend,
-            workspace_bytes=self.workspace_bytes,
-            **inputs,
-        )
+        own: dict[str, Any] = {"config": self.config, "objective": self.objective, "run": self.run}
+        return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **own, **inputs)
 
     if TYPE_CHECKING:  # the call runs the hooks, then `forward`; `nn.Module` declares that it returns Any
 
         def __call__(
             self,
             hidden: Tensor,
-            weight: Tensor,
+            head: HeadLike,
             completion_ids: Tensor,
             completion_mask: Tensor | None,
             advantages: Tensor,
-            *,
-            bias: Tensor | None = None,
-            **inputs: Unpack[LossModuleKeywords],
+            **inputs: Unpack[LossInputKeywords],
         ) -> LossOutput: ...
 
     def extra_repr(self) -> str:

@@ -5,7 +5,7 @@ A preset fixes the loss only. The caller computes the advantages: `grpo_kernels.
 
 from __future__ import annotations
 
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 
 GRPO = LossConfig(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
 """DeepSeekMath, https://arxiv.org/abs/2402.03300: mean over each sequence, then over sequences, with KL 0.04."""

@@ -15,54 +15,22 @@ computed on them. Products: 6NVH with a head that trains, 4 with a frozen one, 2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor
 
-from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype, TopKDivergenceName, TopKOutput
-from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.call.plan import plan_call
+from grpo_kernels.base.choices import TopKDivergenceName
+from grpo_kernels.call.logprob import score
+from grpo_kernels.call.options import Execution, Run
+from grpo_kernels.call.output import Scores
+from grpo_kernels.call.public import breaks_graph, takes_heads
 from grpo_kernels.call.top_k import TopKInputs
-from grpo_kernels.engine.autograd import LinearLogprob
-from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.head.lora import LoRA
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from typing_extensions import Unpack
-
-    from grpo_kernels.call.keywords import TopKKeywords
 
 
+@takes_heads
 def topk_divergence(
     hidden: Tensor,  # (..., H)
-    weight: Tensor,  # (V, H)
-    teacher_ids: Tensor,  # (..., K)
-    teacher_logps: Tensor,  # (..., K)
-    *,
-    bias: Tensor | None = None,  # (V,)
-    **options: Unpack[TopKKeywords],
-) -> Tensor:
-    """The divergence of each position, (...): the result ``"divergence"`` of `topk_divergence_with`.
-
-    Args:
-        hidden, weight, bias: (..., H), (V, H) and (V,), the student's.
-        teacher_ids, teacher_logps: (..., K), as in `topk_divergence_with`.
-        options: the other arguments of `topk_divergence_with` but `outputs`: mask, divergence, tail, temperature, ...
-
-    Raises:
-        TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done.
-    """
-    if "outputs" in options:
-        raise TypeError("topk_divergence() got an unexpected keyword argument 'outputs'; topk_divergence_with has it")
-    return topk_divergence_with(hidden, weight, teacher_ids, teacher_logps, bias=bias, **options)["divergence"]
-
-
-def topk_divergence_with(
-    hidden: Tensor,  # (..., H)
-    weight: Tensor,  # (V, H)
+    head: HeadLike,
     teacher_ids: Tensor,  # (..., K)
     teacher_logps: Tensor,  # (..., K)
     *,
@@ -72,29 +40,18 @@ def topk_divergence_with(
     log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
     temperature: float | Tensor = 1.0,
-    bias: Tensor | None = None,  # (V,)
-    final_logit_softcapping: float | None = None,
-    logit_scale: float = 1.0,
-    outputs: tuple[TopKOutput, ...] = (),
     expected: Tensor | None = None,  # (...)
-    logits_dtype: LogitsDtype = "float32",
-    engine: EngineName = "auto",
-    backend: BackendName = "auto",
-    workspace_bytes: int | None = None,
-    gather: Gather | None = None,
-    lora: LoRA | None = None,
-    process_group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
-) -> dict[str, Tensor]:
-    """The divergence of each position from the teacher's K ids there, differentiable once, and the `outputs`.
+    # how it is computed
+    run: Run | None = None,
+) -> Scores:
+    """The divergence of each position from the teacher's K ids there, differentiable once.
 
-    The student's logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``. Gradients go to hidden
-    states, weight, bias and adapter. Values at masked positions are never read.
+    The student's logits are the head's (`Head`) divided by the temperature. Gradients go to hidden states, weight, bias
+    and adapter. Values at masked positions are never read.
 
     Args:
-        hidden, weight, bias, mask: (..., H), (V, H), (V,) and (...), the student's, as in `linear_logprob`.
-        temperature, final_logit_softcapping, logit_scale, logits_dtype: as in `linear_logprob_with`.
-        workspace_bytes, gather, lora, process_group, vocab_size: likewise.
+        hidden, head, mask, temperature: (..., H), the student's head, (...) and a number or (...), as in
+            `linear_logprob`.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. A repeated id counts once, with its first
             log-probability.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the teacher's own
@@ -106,14 +63,12 @@ def topk_divergence_with(
         log_prob_min_clamp: lower bound to which both log-probabilities are clamped; an id whose student log-probability
             is below it gives no gradient. Only for the forward KL without a tail.
         loss_max_clamp: bound to which |D| is clamped; a position where it is reached gives no gradient.
-        outputs: ``"student_mass"``, sum_k p_k, without gradient.
         expected: the upstream gradient of each divergence, up to one common factor; None: the same for all. Where it is
             right, it saves the recomputation; the gradient is exact in any case.
-        engine: one of `grpo_kernels.typing.EngineName` but ``"score_dot"``.
-        backend: one of `grpo_kernels.typing.BackendName`.
+        run: engine (but ``"score_dot"``), backend, memory: `Run`.
 
     Returns:
-        ``"divergence"`` and `outputs`, each (...), fp32 (fp64 for fp64 inputs), 0 where masked.
+        `Scores` with `divergence`, and without gradient `student_mass`, sum_k p_k.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done. On a CPU that
@@ -122,31 +77,7 @@ def topk_divergence_with(
     Under torch.compile the graph breaks here.
     """
     inputs = TopKInputs(
-        mask,
-        outputs,
-        teacher_ids,
-        teacher_logps,
-        expected,
-        divergence,
-        tail,
-        log_prob_min_clamp,
+        mask, temperature, (), teacher_ids, teacher_logps, expected, divergence, tail, log_prob_min_clamp,
         loss_max_clamp,
-    )
-    head = LMHead(hidden, weight, bias, lora, process_group, vocab_size)
-    options = HeadOptions(temperature, final_logit_softcapping, logit_scale, logits_dtype)
-    execution = Execution(engine, backend, workspace_bytes, gather)
-    if torch.compiler.is_compiling():
-        from grpo_kernels.call import compiled  # not at import: it loads the compiler
-
-        return compiled.eagerly(_diverge, inputs, head, execution, options)
-    return _diverge(inputs, head, execution, options)
-
-
-def _diverge(inputs: TopKInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """Plan the call, run one forward, and return the results in the shape of the positions."""
-    head, request = plan_call(inputs, head, execution, options)
-    operands = head.operands(request.rows.positions)
-    _, _, divergences, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
-    found = {"divergence": divergences, **dict(zip(request.extras, extras, strict=True))}
-    shape = head.hidden.shape[:-1]
-    return {name: found[name].view(shape) for name in ("divergence", *inputs.outputs)}
+    )  # fmt: skip
+    return breaks_graph(score)(inputs, LMHead.of_call(hidden, Head.of(head)), Execution.of(run))

@@ -5,7 +5,7 @@
     from grpo_kernels.typing import BackendName, LossFields
 
     def make_loss(backend: BackendName, **fields: Unpack[LossFields]) -> GRPOLoss:
-        return GRPOLoss(backend=backend, **fields)
+        return GRPOLoss(run=Run(backend=backend), **fields)
 
 A type checker does not take a plain ``str`` for one of these names. Cast a string that is read at run time, such as
 ``cast(BackendName, arguments.backend)``: `LossConfig` and the calls check it.
@@ -19,44 +19,33 @@ from grpo_kernels.base.choices import (
     CorrectionLevel,
     CorrectionMode,
     DivergenceName,
-    DivergenceOutput,
     EngineName,
+    Extra,
     ImportanceSamplingLevel,
     KLEstimator,
     LogitsDtype,
-    LogprobOutput,
     LossTypeName,
     RewardAggregation,
     SamplingMode,
     TopKDivergenceName,
-    TopKOutput,
     WithoutSet,
     ZeroAdvantage,
 )
 from grpo_kernels.call.expected import Expected
-from grpo_kernels.call.keywords import (
-    DivergenceKeywords,
-    DivergenceWithKeywords,
-    KeptSetKeywords,
-    LogprobKeywords,
-    LossKeywords,
-    LossModuleKeywords,
-    TopKKeywords,
-    TopKWithKeywords,
-)
+from grpo_kernels.call.keywords import LossInputKeywords
+from grpo_kernels.call.options import Projection
 from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.head import HeadLike
 from grpo_kernels.objective.custom import PerTokenLoss
 from grpo_kernels.objective.keywords import LossFields
 
 __all__ = [
     # names
     "AdvantageScale", "AdvantageStd", "BackendName", "BatchLayout", "CorrectionLevel", "CorrectionMode",
-    "DivergenceName", "DivergenceOutput", "EngineName", "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype",
-    "LogprobOutput", "LossTypeName", "RewardAggregation", "SamplingMode", "TopKDivergenceName", "TopKOutput",
-    "WithoutSet", "ZeroAdvantage",
+    "DivergenceName", "EngineName", "Extra", "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LossTypeName",
+    "RewardAggregation", "SamplingMode", "TopKDivergenceName", "WithoutSet", "ZeroAdvantage",
     # keyword arguments
-    "DivergenceKeywords", "DivergenceWithKeywords", "KeptSetKeywords", "LogprobKeywords", "LossFields", "LossKeywords",
-    "LossModuleKeywords", "TopKKeywords", "TopKWithKeywords",
+    "LossFields", "LossInputKeywords",
     # arguments
-    "Expected", "Gather", "PerTokenLoss",
+    "Expected", "Gather", "HeadLike", "PerTokenLoss", "Projection",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES
@@ -66,7 +66,8 @@ def test_any_vocabulary_is_exact(v: int, h: int) -> None:
     ids[:2] = torch.tensor([0, v - 1])
     for dtype, rtol in ((F64, 1e-12), (torch.float32, 3e-5)):
         got, want = two_sets(hidden, weight, dtype=dtype)
-        ours, plain = linear_logprob(*got, ids), eager(*want, ids)
+        scores, plain = linear_logprob(*got, ids), eager(*want, ids)
+        ours = (scores.logps, scores.entropies)
         for outs in (ours, plain):
             (outs[0].sum() + 0.3 * outs[1].sum()).backward()
         for x, y in [*zip(ours, plain, strict=True), *zip((x.grad for x in got), (x.grad for x in want), strict=True)]:
@@ -110,7 +111,8 @@ def test_garbage_at_masked_positions_of_logprob(value: float) -> None:
         h = torch.where(counted[..., None], case.hidden, fill).requires_grad_()
         w = case.weight.clone().requires_grad_()
         ids = torch.where(counted, case.completion_ids, bad_id)
-        outs = linear_logprob(h, w, ids, mask=counted, temperature=put(torch.full(counted.shape, 0.7)))
+        scores = linear_logprob(h, w, ids, mask=counted, temperature=put(torch.full(counted.shape, 0.7)))
+        outs = (scores.logps, scores.entropies)
         torch.autograd.backward(outs, [put(torch.ones(counted.shape)), put(torch.full(counted.shape, 0.2))])
         got.append([*outs, h.grad, w.grad])
         assert not any(x[~counted].any() for x in (*outs, h.grad))
@@ -129,9 +131,9 @@ def test_nothing_to_learn_from(b: int, t: int, loss_type: str, level: str) -> No
     for name in ("hidden", "weight", "bias"):
         assert grads[name] is not None and not grads[name].any() and grads[name].shape == getattr(case, name).shape
     assert all(bool(x.isfinite()) for name, x in out.metrics.items() if not name.endswith(("min", "max")))
-    logps, entropies = linear_logprob(case.hidden.requires_grad_(), case.weight, case.completion_ids)
-    (logps.sum() + entropies.sum()).backward()
-    assert logps.shape == (b, t) and logps.requires_grad
+    scores = linear_logprob(case.hidden.requires_grad_(), case.weight, case.completion_ids)
+    (scores.logps.sum() + scores.entropies.sum()).backward()
+    assert scores.logps.shape == (b, t) and scores.logps.requires_grad
 
 
 def test_packed_of_nothing() -> None:
@@ -270,7 +272,7 @@ def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype
         weight = torch.randn(200, 32, generator=g).to(dtype).requires_grad_()
         ids, advantages = torch.randint(200, (batch, 8), generator=g), torch.randn(batch, generator=g)
         mask = torch.ones(batch, 8)
-        grpo_loss(hidden, weight, ids, mask, advantages, workspace_bytes=64 * 1024).loss.backward()
+        grpo_loss(hidden, weight, ids, mask, advantages, run=Run(workspace_bytes=64 * 1024)).loss.backward()
         exact = weight.detach().double().requires_grad_()
         grpo_loss(hidden.double(), exact, ids, mask, advantages).loss.backward()
         assert exact.grad is not None and weight.grad is not None
@@ -282,8 +284,8 @@ def test_weight_gradient_has_one_rounding_however_many_chunks(dtype: torch.dtype
 def test_logits_beyond_the_range_of_fp16() -> None:
     """Logits of 10^5 from fp16 operands: they are never stored in 16 bits."""
     hidden, weight = torch.full((12, 64), 200.0, dtype=torch.float16), torch.randn(40, 64).half() * 30
-    logps, entropies = linear_logprob(hidden, weight, torch.arange(12))
+    scores = linear_logprob(hidden, weight, torch.arange(12))
     z = hidden.double() @ weight.double().T
     assert z.abs().max() > 65504
-    assert_close(logps.double(), z.log_softmax(-1)[torch.arange(12), torch.arange(12)], atol=0.05, rtol=1e-6)
-    assert entropies is not None and bool(entropies.isfinite().all())
+    assert_close(scores.logps.double(), z.log_softmax(-1)[torch.arange(12), torch.arange(12)], atol=0.05, rtol=1e-6)
+    assert scores.entropies is not None and bool(scores.entropies.isfinite().all())

@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "ppo_gae": (20, "right answers:"),
     "iterative_grpo": (4, "score of right less wrong ones"),
     "custom_loss": (16, "of the largest entry"),
+    "own_loss": (None, "error of the values"),
     "sampling_correction": (8, "FLOPs of a step saved:"),
     "fsdp2": (None, "largest difference from one process"),
     "tensor_parallel": (None, "largest difference of a gradient"),

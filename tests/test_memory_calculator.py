@@ -15,7 +15,7 @@ from benchmarks import peer_memory
 from benchmarks.cases import case, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Step
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.__main__ import main
 from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.diagnostics.memory import GPU, MIB, Need, Size, estimate
@@ -129,7 +129,7 @@ def peak_on_a_gpu(size: Size, engine: str) -> int:
                 linear_logprob(*given[:3], mask=given[3])
             else:
                 options: Any = {"engine": engine, "workspace_bytes": size.workspace_bytes}
-                grpo_loss(*given, OnGPU(torch.ones(b)), **options).loss.backward()
+                grpo_loss(*given, OnGPU(torch.ones(b)), run=Run(**options)).loss.backward()
         return watch.peak
 
 

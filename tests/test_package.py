@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import LossConfig, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call import compiled
 from grpo_kernels.call.logprob import ScoreInputs
-from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.options import Execution
 from grpo_kernels.engine.first_order import _Refusal, _Tie
 from grpo_kernels.head.lm_head import LMHead
 
@@ -64,8 +65,8 @@ REACHES = {
 }
 INNER = {*REACHES, "call"}
 REACHES |= {"call": INNER, "public": INNER, "diagnostics": {*INNER, "public"}, "integrations": {*INNER, "public"}}
-FILES_OF = {"diagnostics": {"__main__", "report"}, "objective": {"config", "objectives", "presets"}}
-PUBLIC = {"divergence", "expectation", "from_logps", "kept_set", "logprob", "loss", "modules", "topk_divergence"}
+FILES_OF = {"diagnostics": {"__main__", "report"}, "objective": {"objectives", "presets"}}
+PUBLIC = {"divergence", "expectation", "from_logps", "logprob", "loss", "modules", "topk_divergence"}
 FILES_OF["public"] = {*PUBLIC, "typing"}
 
 
@@ -144,6 +145,13 @@ def test_dir_is_what_is_public():
     assert all(hasattr(grpo_kernels, name) for name in dir(grpo_kernels))
 
 
+def test_a_name_that_has_gone_says_what_to_call_instead():
+    with pytest.raises(TypeError, match=r"^kept_set_logprob: .* call linear_logprob\(..., kept_ids=...\)$"):
+        grpo_kernels.kept_set_logprob(None, None)
+    with pytest.raises(AttributeError, match=r"^module 'grpo_kernels' has no attribute 'grpo_los'$"):
+        _ = grpo_kernels.grpo_los
+
+
 def test_an_integration_is_imported_when_it_is_first_asked_for():
     name = "grpo_kernels.integrations.liger"
     done = run("-c", f"import grpo_kernels, sys; print({name!r} in sys.modules, {name}.patch_liger.__module__)")
@@ -196,11 +204,13 @@ def test_self_check_sees_a_wrong_result(monkeypatch):
     def raises(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no")
 
+    def off(*args: Any, **kwargs: Any) -> Any:
+        found = linear_divergence(*args, **kwargs)
+        return replace(found, divergence=1.01 * found.divergence)
+
     monkeypatch.setattr(selfcheck, "grpo_loss", half)
     monkeypatch.setattr(selfcheck, "linear_logprob", raises)
-    monkeypatch.setattr(
-        selfcheck, "linear_divergence", lambda *args, **kwargs: 1.01 * linear_divergence(*args, **kwargs)
-    )
+    monkeypatch.setattr(selfcheck, "linear_divergence", off)
     checks = selfcheck.run([torch.device("cpu")])
     assert not any(check.ok for check in checks)
     assert "RuntimeError: no" in selfcheck.render(checks)
@@ -234,19 +244,18 @@ def differentiate_everything() -> None:
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trains)
         b = None if head_bias is None else head_bias.clone().requires_grad_(trains)
         for expected in (None, torch.ones(2, 3), (torch.ones(2, 3), torch.ones(2, 3))):
-            logps, entropy = linear_logprob(h, w, ids, bias=b, mask=mask, expected=expected)
-            (logps + 2 * entropy).sum().backward()
+            scores = linear_logprob(h, Head(w, b), ids, mask=mask, expected=expected)
+            (scores.logps + 2 * scores.entropies).sum().backward()
         of_ours = [(None, {"importance_sampling_level": x, "entropy_coef": 0.01}) for x in ("token", "sequence")]
         for objective, terms in (*of_ours, (rowwise, {}), (whole, {})):
             config = LossConfig(loss_type="grpo", **terms)
             for old_logps in (None, old):
                 out = grpo_loss(
                     h,
-                    w,
+                    Head(w, b),
                     ids,
                     mask,
                     advantages,
-                    bias=b,
                     old_per_token_logps=old_logps,
                     config=config,
                     objective=objective,
@@ -254,23 +263,23 @@ def differentiate_everything() -> None:
                 out.loss.backward()
         differentiate_compiled(h, w, b, (ids, mask, advantages, old))
     kept = torch.arange(7).expand(2, 3, 7)
-    logps, entropies = grpo_kernels.kept_set_logprob(hidden.clone().requires_grad_(), weight, ids, kept, mask=mask)
-    grpo_kernels.policy_loss_from_logps(logps, entropies, mask, advantages).loss.backward()
-    projected, _ = grpo_kernels.linear_logprob(hidden.clone().requires_grad_(), weight, ids, projection="dispatch")
-    projected.sum().backward()
+    scores = linear_logprob(hidden.clone().requires_grad_(), weight, ids, kept_ids=kept, mask=mask)
+    grpo_kernels.policy_loss_from_logps(scores.logps, scores.entropies, mask, advantages).loss.backward()
+    projected = linear_logprob(hidden.clone().requires_grad_(), weight, ids, run=Run(projection="dispatch"))
+    projected.logps.sum().backward()
 
 
 def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any, ...]) -> None:
     """The same for what torch.compile traces, run as it stands."""
     ids, mask, advantages, old = batch
-    head, inputs = LMHead(hidden, weight, bias), LossInputs(ids, mask, advantages, old)
+    head, inputs = LMHead(weight, bias, hidden=hidden), LossInputs(ids, mask, advantages, old)
     for level, bonus in itertools.product(("token", "sequence"), (0.0, 0.1)):
         config = LossConfig(importance_sampling_level=level, entropy_coef=bonus)
         loss, *_ = compiled.policy_loss(inputs, head, Execution(), config)
         loss.backward()
     for outputs in ((), ("entropy",)):
-        found = compiled.linear_logprob(ScoreInputs(mask, outputs, ids), head, Execution(), HeadOptions())
-        sum(found.values()).sum().backward()
+        found = compiled.linear_logprob(ScoreInputs(mask, 1.0, outputs, ids), head, Execution())
+        sum(found.given.values()).sum().backward()
 
 
 def test_backward_returns_a_gradient_for_each_input(monkeypatch):

@@ -17,16 +17,7 @@ from typing import Any
 
 import pytest
 
-from grpo_kernels import (
-    GRPOLoss,
-    LossConfig,
-    grpo_loss,
-    kept_set_logprob,
-    linear_divergence_with,
-    linear_logprob,
-    topk_divergence_with,
-    typing,
-)
+from grpo_kernels import GRPOLoss, LossConfig, grpo_loss, typing
 from grpo_kernels.backends import BACKENDS
 from grpo_kernels.base.choices import choices
 from grpo_kernels.engine.engines import ENGINES
@@ -99,14 +90,7 @@ def annotations_in(keywords: Any) -> dict[str, str]:
 
 OWN = inspect.signature(GRPOLoss.__init__).parameters
 HANDED_ON = {
-    "LossModuleKeywords": annotations_of(grpo_loss, "bias", *OWN),
-    "LossKeywords": annotations_of(grpo_loss, "bias", "config") | {x.name: x.type for x in fields(LossConfig)},
-    "LogprobKeywords": annotations_of(linear_logprob, "bias", "entropy"),
-    "KeptSetKeywords": annotations_of(kept_set_logprob, "entropy"),
-    "DivergenceKeywords": annotations_of(linear_divergence_with, "bias", "teacher_bias", "outputs", "ids"),
-    "DivergenceWithKeywords": annotations_of(linear_divergence_with, "bias", "teacher_bias"),
-    "TopKKeywords": annotations_of(topk_divergence_with, "bias", "outputs"),
-    "TopKWithKeywords": annotations_of(topk_divergence_with, "bias"),
+    "LossInputKeywords": annotations_of(grpo_loss, *OWN),
     "LossFields": {field.name: field.type for field in fields(LossConfig)},
 }
 

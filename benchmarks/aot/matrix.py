@@ -37,8 +37,8 @@ from grpo_kernels.backends.triton_rows.configs import (
     family,
     row_configs,
 )
-from grpo_kernels.config import LossConfig
 from grpo_kernels.objective import losses
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.token_loss.record import TokenLoss
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

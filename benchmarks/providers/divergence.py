@@ -21,7 +21,7 @@ from benchmarks.cases import Absence, Inputs, Teacher, capped, counted_mean
 from benchmarks.memory import MIB
 from benchmarks.providers import Forward, Outcome, without_masked
 from benchmarks.providers.products import gradient_products, project
-from grpo_kernels import linear_divergence
+from grpo_kernels import Head, Run, linear_divergence
 from grpo_kernels.backends import choose_backend
 
 IGNORE = -100
@@ -36,21 +36,19 @@ def ours(inputs: Inputs, *, backend: str = "auto", workspace: str = "") -> Forwa
     except ValueError as error:
         raise Absence(str(error)) from error
     kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    run = Run(backend=name, workspace_bytes=int(workspace) * MIB if workspace else None)
 
     def divergences() -> Tensor:
         return linear_divergence(
             inputs.hidden,
-            inputs.weight,
+            Head(inputs.weight, final_logit_softcapping=case.softcap),
             teacher.hidden,
-            teacher.weight,
+            Head(teacher.weight, final_logit_softcapping=case.softcap),
             mask=inputs.mask,
             divergence=kind,
             beta=beta if kind == "jsd" else None,
-            final_logit_softcapping=case.softcap,
-            teacher_final_logit_softcapping=case.softcap,
-            backend=name,
-            workspace_bytes=int(workspace) * MIB if workspace else None,
-        )
+            run=run,
+        ).divergence
 
     return _from_divergences(inputs, divergences, f"linear_divergence, backend {name}")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from benchmarks.cases import EPSILON, Absence, Inputs
 from benchmarks.memory import MIB
 from benchmarks.providers import Forward, Outcome, from_logps
-from grpo_kernels import GRPOLoss, linear_logprob
+from grpo_kernels import GRPOLoss, Head, Run, linear_logprob
 from grpo_kernels.backends import choose_backend
 
 
@@ -16,20 +16,12 @@ def ours(
 ) -> Forward:
     """The library as it comes, or with one of its engines, a backend, no mask, a workspace in MiB."""
     case, name = inputs.case, _backend(inputs, backend)
-    workspace_bytes = int(workspace) * MIB if workspace else None
+    run = Run(engine, name, int(workspace) * MIB if workspace else None)
     if case.score:
 
         def score() -> tuple[Tensor, Tensor | None]:
-            return linear_logprob(
-                inputs.hidden,
-                inputs.weight,
-                inputs.ids,
-                entropy=case.wants_entropy,
-                engine=engine,
-                backend=name,
-                final_logit_softcapping=case.softcap,
-                workspace_bytes=workspace_bytes,
-            )
+            scores = linear_logprob(inputs.hidden, _head(inputs), inputs.ids, entropy=case.wants_entropy, run=run)
+            return scores.logps, scores.entropies
 
         return from_logps(inputs, score, f"score, backend {name}" if engine == "auto" else engine)
     loss_fn = GRPOLoss(
@@ -38,17 +30,14 @@ def ours(
         use_bias_correction_kl=False,
         importance_sampling_level="sequence" if case.sequence else "token",
         top_entropy_quantile=case.top_entropy,
-        final_logit_softcapping=case.softcap,
-        engine=engine,
-        backend=name,
-        workspace_bytes=workspace_bytes,
+        run=run,
     )
     completion_mask = None if mask == "none" else inputs.mask
 
     def forward() -> Outcome:
         out = loss_fn(
             inputs.hidden,
-            inputs.weight,
+            _head(inputs),
             inputs.ids,
             completion_mask,
             inputs.advantages,
@@ -65,20 +54,17 @@ def expected(inputs: Inputs, *, backend: str = "auto") -> Forward:
     case, name = inputs.case, _backend(inputs, backend)
     if case.score or case.sequence or case.drift or case.beta or case.top_entropy < 1:
         raise Absence("measured on-policy, where the expected gradient is known beforehand")
-    gradient = (inputs.advantages[:, None] * inputs.mask).neg()
+    gradient, run = (inputs.advantages[:, None] * inputs.mask).neg(), Run(backend=name)
 
     def logps() -> tuple[Tensor, Tensor | None]:
-        return linear_logprob(
-            inputs.hidden,
-            inputs.weight,
-            inputs.ids,
-            mask=inputs.mask,
-            expected=gradient,
-            backend=name,
-            final_logit_softcapping=case.softcap,
-        )
+        scores = linear_logprob(inputs.hidden, _head(inputs), inputs.ids, mask=inputs.mask, expected=gradient, run=run)
+        return scores.logps, scores.entropies
 
     return from_logps(inputs, logps, "expected")
+
+
+def _head(inputs: Inputs) -> Head:
+    return Head(inputs.weight, final_logit_softcapping=inputs.case.softcap)
 
 
 def _backend(inputs: Inputs, backend: str) -> str:

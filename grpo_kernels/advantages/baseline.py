@@ -54,7 +54,7 @@ def optimal_token_baseline(
 
     G_t is the sum of the rewards from token t on; W_t = sum_(k <= t) w_k stands for the squared gradient up to t, with
     w_k = rho_k^2 (1 - 2 pi_k + sum_v pi_v^2), pi_k = exp(``old_per_token_logps``), ``sum_pi_squared`` over the
-    vocabulary (the exp of `linear_logprob_with`'s ``"log_sum_sq_probs"``) and rho ``importance_sampling_ratio`` if
+    vocabulary (the exp of `linear_logprob`'s extra ``"log_sum_sq_probs"``) and rho ``importance_sampling_ratio`` if
     given. t counts a row's counted tokens: masked ones (padding, tool output) are jumped over, and 0 in the result.
     Where only one completion of the group reaches t, A_t is G_t with ``handle_zero_tail`` (baseline 0), and 0 without.
     A row with a NaN reward is unscored: it gets 0 and enters no baseline. Groups and ranks as in ``group_advantages``.

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.choices import LogprobOutput, choices
+from grpo_kernels.base.choices import Extra, choices
 from grpo_kernels.token_loss.record import TokenLoss
 
-STATISTICS = tuple(name for name in choices(LogprobOutput) if name != "entropy")
+STATISTICS = choices(Extra)
 
 
 @dataclass(frozen=True)

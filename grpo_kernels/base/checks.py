@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -68,13 +68,12 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         ValueError: a sharded or meta tensor, or one on another device.
     """
     if not isinstance(x, Tensor):
-        hint = "; grpo_kernels.attach(module) computes with a head and its adapters" if isinstance(x, nn.Module) else ""
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}{hint}")
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if is_dtensor(x):
         raise ValueError(
-            f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: use grpo_kernels.attach(lm_head) and its "
-            "methods, or call inside the forward of the module that owns it. Sharded by rows of the vocabulary (tensor "
-            "parallel): pass process_group=, the group over which it is"
+            f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: pass the head's module in the place of its "
+            "weight, or call inside the forward of the module that owns it. Sharded by rows of the vocabulary (tensor "
+            "parallel): pass Head(weight, process_group=...), the group over which it is"
         )
     if floating and x.dtype not in FLOATING:
         raise TypeError(f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}")
@@ -107,8 +106,8 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
     check_tensor("weight", weight, like=hidden, floating=True)
     if weight.numel() == 0:
         raise ValueError(
-            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under DeepSpeed ZeRO-3 use "
-            "grpo_kernels.attach(lm_head) and its methods, or call inside the model's forward, or gather it: with "
+            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under DeepSpeed ZeRO-3 pass "
+            "the head's module in its place, or call inside the model's forward, or gather it: with "
             "deepspeed.zero.GatheredParameters([weight]) around forward and backward"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:

@@ -16,11 +16,9 @@ BackendName = Literal["auto", "torch", "triton", "cpp"]
 ZeroAdvantage = Literal["score", "skip", "train"]
 BatchLayout = Literal["tree", "trim", "padded"]  # the first that is exact, from the one asked for on
 
-LogprobOutput = Literal["entropy", "log_sum_sq_probs", "mean_logits", "is_top1"]
+Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]  # further results of `linear_logprob`
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
-DivergenceOutput = Literal["entropy", "logps"]
 TopKDivergenceName = Literal["forward_kl", "reverse_kl"]
-TopKOutput = Literal["student_mass"]
 WithoutSet = Literal["error", "full"]
 
 AdvantageScale = Literal["group", "batch", "mean", "none"]

@@ -16,7 +16,7 @@ from grpo_kernels.backends.interface import DotRowBackend
 from grpo_kernels.base.agreement import Each
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.call.first_use import log_use
-from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.options import Execution
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -24,8 +24,9 @@ from grpo_kernels.engine.memory import FreeMemory, default_workspace
 from grpo_kernels.engine.records import NeedsGrad, Rows
 from grpo_kernels.engine.request import Coupling, Engine, Situation
 from grpo_kernels.engine.vocab_parallel import Shard, widest_part
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.head.reference import ReferenceHead
+from grpo_kernels.head.other_head import OtherHead
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class CheckedHead:
         return engine
 
 
-def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_beta: float = 1.0) -> CheckedHead:
+def plan_head(head: LMHead, execution: Execution, *, jsd_beta: float = 1.0) -> CheckedHead:
     """Plan how the rows of a checked `head` are projected. Does not wait for the device.
 
     If the head has a reference, `jsd_beta` names the divergence from it (`backends.interface.Teacher`).
@@ -127,9 +128,7 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_b
         backend=backend,
         compute_dtype=dtype,
         workspace_bytes=budget,
-        scale=float(options.logit_scale),
-        softcap=options.final_logit_softcapping,
-        round_logits=options.logits_dtype == "input" and dtype.itemsize < 4,
+        **_constants(head, dtype),
         memory=memory,
     )
     if other is not None:
@@ -137,18 +136,20 @@ def plan_head(head: LMHead, execution: Execution, options: HeadOptions, *, jsd_b
     return CheckedHead(head, plan, needs_grad, execution, why)
 
 
-def _plan_reference(reference: ReferenceHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
+def _plan_reference(reference: OtherHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
     """Plan the reference's projection, given the policy's `plan`, whose products take operands of `dtype`."""
     own, prefix = reference.compute_dtype(dtype), reference.prefix
     _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, own)
-    scale, cap = reference.logit_scale, reference.final_logit_softcapping
-    return replace(
-        plan,
-        compute_dtype=own,
-        scale=plan.scale if isinstance(scale, str) else float(scale),
-        softcap=plan.softcap if isinstance(cap, str) else cap,
-        round_logits=plan.round_logits and own.itemsize < 4,
-    )
+    return replace(plan, compute_dtype=own, **_constants(reference.head, own))
+
+
+def _constants(head: Head, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what makes logits of the product with `head`, whose operands have `dtype`, as fields of a `HeadPlan`."""
+    return {
+        "scale": head.logit_scale,
+        "softcap": head.final_logit_softcapping,
+        "round_logits": head.logits_dtype == "input" and dtype.itemsize < 4,
+    }
 
 
 def _warn_if_promoted(name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype) -> None:

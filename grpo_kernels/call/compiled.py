@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import name_backend
+from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.ops import linear_logprob as logprob_op
 from grpo_kernels.call.ops import policy_loss as loss_op
-from grpo_kernels.call.options import Execution, HeadOptions
-from grpo_kernels.config import LossConfig, config_of
+from grpo_kernels.call.options import Execution
+from grpo_kernels.call.output import Scores
 from grpo_kernels.engine.engines import TWO_PASS, choose_engine
 from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.engine.request import Coupling, Situation, Stored
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.objective.config import LossConfig, config_of
 from grpo_kernels.objective.measure import metric_names
 from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.objective.normaliser import averaged_over
@@ -51,7 +53,7 @@ def policy_loss(
     ids: Any = inputs.completion_ids
     mask, num_items_in_batch = inputs.completion_mask, inputs.num_items_in_batch
     needs_grad, dtype = head.needs_grad(), head.compute_dtype()
-    engine, stores, has_b, options, loss_over, pair_names, extreme_names = _plan_loss(
+    engine, stores, has_b, temperature, loss_over, pair_names, extreme_names = _plan_loss(
         config.key,
         inputs.old_per_token_logps is None,
         inputs.sampling_per_token_logps is not None,
@@ -64,7 +66,7 @@ def policy_loss(
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
         # torch.full would specialise the graph on the number: a new graph for each value
         num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
-    computed = (engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
+    computed = (*_constants(head), engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
     done = loss_op.Results(
         *_POLICY_LOSS(
             hidden.detach(),
@@ -89,7 +91,7 @@ def policy_loss(
             stored = (done.d_hidden, done.d_weight, done.d_bias)
             loss = _Stored.apply(hidden, weight, bias, mask, loss, *stored)
         else:
-            settings = logprob_op.Settings(*(*options, *computed))
+            settings = logprob_op.Settings(temperature, *computed)
             known = (done.logps, done.entropies if has_b else None, done.max_logit, done.log_sum)
             logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, None, *known)
             loss = _Coefficients.apply(logps, entropies, loss, done.d_logps, done.d_entropies if has_b else None)
@@ -99,6 +101,11 @@ def policy_loss(
     metrics = Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
     backend = _plan_backend(execution.backend, hidden.device.type, dtype)
     return loss, done.logps, done.entropies, metrics, engine, backend
+
+
+def _constants(head: LMHead) -> tuple[float | None, float, LogitsDtype]:
+    """Return the constants of `head`, as the ops take them."""
+    return head.final_logit_softcapping, head.logit_scale, head.logits_dtype
 
 
 def _three(needs_grad: NeedsGrad) -> list[bool]:
@@ -116,9 +123,9 @@ def _plan_loss(
     hidden_trains: bool,
     head_trains: bool,
     engine: str,
-) -> tuple[str, bool, bool, tuple[Any, ...], str, tuple[str, ...], tuple[str, ...]]:
-    """Return the engine's name, True if it stores the gradient, True if the loss depends on the entropies, the head's
-    options, `averaged_over`, and the metrics' names (pairs, extremes).
+) -> tuple[str, bool, bool, float, str, tuple[str, ...], tuple[str, ...]]:
+    """Return the engine's name, True if it stores the gradient, True if the loss depends on the entropies, the
+    temperature, `averaged_over`, and the metrics' names (pairs, extremes).
     """
     config = config_of(key)
     known = config.knows_gradient(on_policy=on_policy, sampled=sampled)
@@ -132,9 +139,9 @@ def _plan_loss(
         scores_without_logits=True,  # the op asks the backend
     )
     chosen = choose_engine(situation, engine)
-    head = (config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
     names = metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
-    return chosen.name, chosen.stores_gradient, has_b, head, averaged_over(config, num_items=num_items), *names
+    over = averaged_over(config, num_items=num_items)
+    return chosen.name, chosen.stores_gradient, has_b, config.temperature, over, *names
 
 
 @torch.compiler.assume_constant_result
@@ -143,18 +150,16 @@ def _plan_backend(backend: str, device_type: str, dtype: torch.dtype) -> str:
     return name_backend(backend, torch.device(device_type), dtype)[0]
 
 
-def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> dict[str, Tensor]:
-    """Do `linear_logprob_with` for a head of plain tensors; `inputs.expected` is not used."""
-    hidden, weight, bias, temperature = head.hidden, head.weight, head.bias, options.temperature
+def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution) -> Scores:
+    """Do `linear_logprob` for a head of plain tensors; `inputs.expected` is not used."""
+    hidden, weight, bias, temperature = head.hidden, head.weight, head.bias, inputs.temperature
     ids, mask, outputs, needs_grad = inputs.ids, inputs.mask, inputs.outputs, head.needs_grad()
     entropy = "entropy" in outputs
     engine, stores = _plan_logprob(needs_grad.hidden, needs_grad.head, entropy, execution.engine)
     temperatures = temperature.detach() if isinstance(temperature, Tensor) else None
     settings = logprob_op.Settings(
-        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        final_logit_softcapping=options.final_logit_softcapping,
-        logit_scale=options.logit_scale,
-        logits_dtype=options.logits_dtype,
+        1.0 if isinstance(temperature, Tensor) else temperature,
+        *_constants(head),
         engine=engine,
         backend=execution.backend,
         workspace_bytes=execution.workspace_bytes,
@@ -170,10 +175,8 @@ def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution, opti
         else:
             known = (logps, entropies, done.max_logit, done.log_sum)
             logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, temperatures, *known)
-    results = {"logps": logps, **dict(zip((x for x in outputs if x != "entropy"), done.extras, strict=True))}
-    if entropies is not None:
-        results["entropy"] = entropies
-    return results
+    extras = dict(zip([x for x in outputs if x != "entropy"], done.extras, strict=True))
+    return Scores.of(logps=logps, entropies=entropies, **extras)
 
 
 @torch.compiler.assume_constant_result

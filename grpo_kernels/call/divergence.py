@@ -1,4 +1,4 @@
-"""Per-position arguments of `linear_divergence_with`."""
+"""Per-position arguments of `linear_divergence`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_ids, check_number
-from grpo_kernels.base.choices import DivergenceName, DivergenceOutput, choices
+from grpo_kernels.base.choices import DivergenceName, choices
 from grpo_kernels.call.expected import Expectation, ExpectedRows, even_or_given, read_expected
 from grpo_kernels.call.plan import PositionInputs, no_ids
 from grpo_kernels.engine.records import Rows
@@ -17,7 +17,6 @@ from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.token_loss.record import Coefficients
 
 DIVERGENCES = choices(DivergenceName)
-OUTPUTS = choices(DivergenceOutput)
 
 
 def beta_of(divergence: Any, beta: Any) -> float:
@@ -54,18 +53,16 @@ class DivergenceInputs(PositionInputs):
 
     function = "linear_divergence"
 
+    @property
+    def scores_ids(self) -> bool:
+        """True if there are ids, whose log-probabilities are then found."""
+        return self.ids is not None
+
     def check(self, head: LMHead) -> Tensor:
-        """Check the ids and the outputs; return the ids, or zeros if there are none."""
-        unknown = set(self.outputs) - {*OUTPUTS}
-        if unknown:
-            raise ValueError(f"outputs: expected some of {', '.join(OUTPUTS)}, got {sorted(unknown)}")
+        """Check the ids; return them, or zeros if there are none."""
         if self.ids is None:
-            if "logps" in self.outputs:
-                raise ValueError("ids: expected a tensor since outputs has 'logps', got None")
             return no_ids(head.hidden)
         check_ids("ids", self.ids, head.hidden)
-        if "logps" not in self.outputs:
-            raise ValueError("ids: expected None, since nothing but 'logps' in outputs reads them, got a tensor")
         return self.ids
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
@@ -76,8 +73,8 @@ class DivergenceInputs(PositionInputs):
         if isinstance(expected, Expectation):
             return rows, read_expected(expected, ids, positions, dtype, entropy=self.entropy, divergence=True)
         pair = expected if isinstance(expected, tuple) else (expected,)
-        if len(pair) not in ((1, 2) if "logps" in self.outputs else (1,)):
-            raise ValueError(f"expected: expected a tensor, or with 'logps' in outputs two, got a tuple of {len(pair)}")
+        if len(pair) not in ((1, 2) if self.scores_ids else (1,)):
+            raise ValueError(f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}")
         names = ("expected", "expected[1]")
         found = [even_or_given(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
         return rows, ExpectedRows.of(Coefficients(d_logp=found[1] if len(found) == 2 else None, d_divergence=found[0]))

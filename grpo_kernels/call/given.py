@@ -11,8 +11,8 @@ from grpo_kernels.base.checks import warn_of_ratio
 from grpo_kernels.batch.tokens import Layout, Tokens
 from grpo_kernels.call.loss import Objective
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.first_order import first_order
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.evaluation import Evaluation
 from grpo_kernels.objective.measure import loss_metrics
 

@@ -23,10 +23,11 @@ from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import Expected, ExpectedRows
 from grpo_kernels.call.logprob import ScoreInputs, score
-from grpo_kernels.call.options import Execution, HeadOptions, check_options
+from grpo_kernels.call.options import Execution, check_run
+from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import PositionInputs, check_call
 from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
-from grpo_kernels.engine.records import Head, Rows
+from grpo_kernels.engine.records import Operands, Rows
 from grpo_kernels.head.lm_head import LMHead
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
@@ -45,7 +46,8 @@ class KeptInputs(PositionInputs):
     expected: Expected | None = None  # for them, too
     others: Mapping[str, Tensor | None] = field(default_factory=dict)  # other policies' log-probabilities, (...) each
 
-    function = "kept_set_logprob"
+    function = "linear_logprob with kept_ids"
+    projects = True
 
     @property
     def entropy(self) -> bool:
@@ -64,7 +66,7 @@ class KeptInputs(PositionInputs):
             raise ValueError(f"without_set: expected one of {', '.join(choices(WithoutSet))}, got {self.without_set!r}")
         if not isinstance(self.entropy_over, bool) and self.entropy_over != "full":
             raise ValueError(f"entropy: expected True, False or 'full', got {self.entropy_over!r}")
-        check_options(self.execution.engine, self.execution.backend, self.execution.workspace_bytes)
+        check_run(self.execution)
         assert self.sets is not None  # raises if they do not fit
         return self.ids
 
@@ -88,28 +90,12 @@ class KeptInputs(PositionInputs):
         }
 
 
-class KeptScores(NamedTuple):
-    """Results of a call over kept sets."""
-
-    logps: Tensor  # (...)
-    entropies: Tensor | None  # (...)
-    metrics: dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), 0-d each
+KeptMetrics = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), 0-d each
 
 
-def kept_logprob(inputs: KeptInputs, head: LMHead, options: HeadOptions) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies over kept sets, (...) each, also where a graph is compiled: it breaks."""
-    if torch.compiler.is_compiling():
-        from grpo_kernels.call import compiled  # not at import: it loads the compiler
-
-        found = compiled.eagerly(score_kept, inputs, head, options)
-    else:
-        found = score_kept(inputs, head, options)
-    return found.logps, found.entropies
-
-
-def score_kept(inputs: KeptInputs, head: LMHead, options: HeadOptions) -> KeptScores:
+def score_kept(inputs: KeptInputs, head: LMHead) -> tuple[Scores, KeptMetrics]:
     """Plan the call, look at the sets, and score: the counted positions over their sets, those without one over the
-    whole vocabulary.
+    whole vocabulary. Return metrics of the sets as well.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
@@ -118,7 +104,7 @@ def score_kept(inputs: KeptInputs, head: LMHead, options: HeadOptions) -> KeptSc
     if execution.projection != "library":
         raise ValueError(f"projection: expected 'library' with kept_ids, got {execution.projection!r}")
     of_sets = replace(execution, backend="torch", workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
-    planned, rows, _ = check_call(inputs, head, of_sets, options)
+    planned, rows, _ = check_call(inputs, head, of_sets)
     survey = _survey(inputs, planned, rows)
     operands = planned.head.operands(rows.positions)
     sets, any_without = _plan(inputs, planned, rows, survey, operands)
@@ -129,11 +115,11 @@ def score_kept(inputs: KeptInputs, head: LMHead, options: HeadOptions) -> KeptSc
         without = _grid(survey.without, rows, inputs.ids)
         mask = inputs.mask if inputs.entropy_over == "full" else without
         outputs = ("entropy",) if inputs.entropy_over else ()
-        whole = score(ScoreInputs(mask, outputs, inputs.ids, inputs.expected), head, execution, options)
-        logps = torch.where(without, whole["logps"], logps)
-        if outputs:
-            entropies = whole["entropy"] if entropies is None else torch.where(without, whole["entropy"], entropies)
-    return KeptScores(logps, entropies, survey.metrics(planned.plan.accumulator))
+        whole = score(ScoreInputs(mask, inputs.temperature, outputs, inputs.ids, inputs.expected), head, execution)
+        logps = torch.where(without, whole.logps, logps)
+        if whole.entropies is not None:
+            entropies = whole.entropies if entropies is None else torch.where(without, whole.entropies, entropies)
+    return Scores.of(logps=logps, entropies=entropies), survey.metrics(planned.plan.accumulator)
 
 
 class Survey(NamedTuple):
@@ -144,7 +130,7 @@ class Survey(NamedTuple):
     without: Tensor  # bool: scored over the whole vocabulary
     invalid: Tensor | None  # bool: results are NaN; None: none are
 
-    def metrics(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    def metrics(self, dtype: torch.dtype) -> KeptMetrics:
         """Return the mean size of the sets, and the share of positions without one, as (sum, count) in `dtype`."""
         without, has_set = self.without.to(dtype), (~self.without).to(dtype)
         return {
@@ -216,7 +202,7 @@ def _wrong(inputs: KeptInputs, position: Tensor, size: int, outside: int, vocab:
 
 
 def _plan(
-    inputs: KeptInputs, planned: CheckedHead, rows: Rows, survey: Survey, operands: Head
+    inputs: KeptInputs, planned: CheckedHead, rows: Rows, survey: Survey, operands: Operands
 ) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if a position is without a set. Waits for the device: the work depends on it."""
     sets, plan = inputs.sets, planned.plan

@@ -10,12 +10,12 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.given import given_loss
 from grpo_kernels.call.kept import KeptInputs, score_kept
 from grpo_kernels.call.loss import Custom, check_loss, counted_tokens, expectation_of, make_objective
-from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.options import Execution
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.ranks import options_of_loss, tokens_of_loss
-from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.objective.config import LossConfig
 
 
 def kept_loss(
@@ -27,7 +27,7 @@ def kept_loss(
     kept_ids: Any,  # (B, T, K) or (N, K), or `KeptIds`
     without_set: Any,
 ) -> LossOutput:
-    """Compute the loss over kept sets; `without_set` as in `kept_set_logprob`.
+    """Compute the loss over kept sets; `without_set` as in `linear_logprob`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
@@ -39,6 +39,7 @@ def kept_loss(
         _check_whole(config, execution)
         local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
         check_ids("completion_ids", inputs.completion_ids, local.hidden)
+        execution.check()
         check_gather(execution.gather)
         tokens = counted_tokens(inputs, config, objective, accumulator_of(local.compute_dtype()))
         if head.process_group is not None:
@@ -46,9 +47,10 @@ def kept_loss(
             values |= tokens_of_loss(tokens, {"hidden": local.hidden, **inputs.numbers})
     policy = make_objective(config, objective, tokens, inputs)
     assert inputs.completion_ids is not None
-    scores = score_kept(
+    scores, of_sets = score_kept(
         KeptInputs(
             inputs.completion_mask,
+            config.temperature,
             (),
             inputs.completion_ids,
             kept_ids,
@@ -59,12 +61,10 @@ def kept_loss(
             others=inputs.logps,
         ),
         head,
-        HeadOptions.of(config),
     )
-    assert scores.entropies is not None
     num_items = inputs.num_items_in_batch is not None
     out = given_loss(scores.logps, scores.entropies, config, tokens, policy, num_items=num_items, engine="kept_sets")
-    out.metrics = out.metrics.joined(scores.metrics)
+    out.metrics = out.metrics.joined(of_sets)
     return out
 
 

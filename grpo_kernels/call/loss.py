@@ -17,15 +17,15 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.checked_head import CheckedHead, plan_head
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import fuses
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
-from grpo_kernels.config import LossConfig
 from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Coupling, Engine, Request, Stored
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.evaluation import Evaluation
 from grpo_kernels.objective.measure import loss_metrics
@@ -41,7 +41,7 @@ Custom = Callable[[TokenInputs], Tensor]  # an objective of the user's own
 
 @dataclass(frozen=True)
 class LossCall:
-    """A loss that is ready: `loss_pass(head.operands(...), request, evaluate)`."""
+    """A loss that is ready to run: its request to an engine, and `evaluate` for the statistics that come back."""
 
     config: LossConfig
     tokens: Tokens
@@ -183,8 +183,9 @@ def _checked(
             check_sequence_group(group, inputs.cu_seqlens, objective)
             local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
             check_ids("completion_ids", inputs.completion_ids, local.hidden)
+            execution.check()
             check_gather(execution.gather)
-            planned = plan_head(local, execution, HeadOptions.of(config))
+            planned = plan_head(local, execution)
             tokens = counted_tokens(inputs, config, objective, planned.plan.accumulator)
             rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
             options = (config, objective, inputs.num_items_in_batch, execution.described())

@@ -1,18 +1,17 @@
-"""Options of a call: those that change only time and memory, and those of the head's logits."""
+"""Options of a call that change only how it is computed, and its temperature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend
-from grpo_kernels.base.checks import check_budget, check_shape, check_tensor
-from grpo_kernels.base.choices import LogitsDtype
-from grpo_kernels.config import LossConfig
+from grpo_kernels.base.checks import check_budget, check_number, check_shape, check_tensor
+from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.engine.engines import check_engine
 from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.engine.request import Gather
@@ -25,88 +24,98 @@ Project = Callable[[Tensor, Tensor], Tensor]  # (n, H) and (H, V) -> (n, V)
 Projection = Literal["library", "dispatch"] | Project
 
 
-def check_options(engine: Any, backend: Any, workspace_bytes: Any) -> None:
-    """Check the options' types and ranges; whether an engine can serve a call is checked when it is planned."""
-    check_engine(engine)
-    check_backend(backend)
-    if workspace_bytes is not None:
-        check_budget(workspace_bytes)
+@dataclass(frozen=True, eq=False)
+class Run:
+    """How a call is computed; the results are the same up to rounding.
+
+    Args:
+        engine: one of `grpo_kernels.typing.EngineName`. (Under torch.compile ``"auto"`` is never ``"lean"``.)
+        backend: one of `grpo_kernels.typing.BackendName`.
+        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB, over kept sets 64 MiB;
+            on a GPU up to 3 GiB, by the size of the head and the free memory.
+        gather: makes a context in which the weight is whole (DeepSpeed ZeRO-3), for a backward that reads it again.
+            Breaks the graph of torch.compile.
+        projection: of `linear_logprob` alone: ``"library"``, or whose product with the head to take for the bits of a
+            sampler: ``"dispatch"``, ``torch.mm`` in the operands' dtype, for which a batch-invariant mode may have
+            registered a kernel; or a function of rows (n, H) and the transposed weight (H, V) that returns their
+            product (n, V). Slower; no other option of how the call is computed goes with it but `workspace_bytes`.
+
+    Wrong values raise TypeError or ValueError in the call, before any work is done.
+    """
+
+    engine: EngineName = "auto"
+    backend: BackendName = "auto"
+    workspace_bytes: int | None = None
+    gather: Gather | None = None
+    projection: Projection = "library"
+
+
+_OF_RUN = [x.name for x in fields(Run)]
 
 
 @dataclass(frozen=True, eq=False)
-class Execution:
-    """Options of how a call is computed; as in `grpo_loss`, except where said."""
+class Execution(Run):
+    """A `Run` in a call, with what else decides how it is computed."""
 
-    engine: str = "auto"
-    backend: str = "auto"
-    workspace_bytes: int | None = None
-    gather: Gather | None = None
-    sequence_group: ProcessGroup | None = None
-    needs_grad: NeedsGrad | None = None  # gradients to compute; None: those of the tensors that train
-    dtype: torch.dtype | None = None  # of the products' operands; None: `LMHead.compute_dtype`
-    projection: Projection = "library"  # as in `linear_logprob`, the only call that has it
+    sequence_group: ProcessGroup | None = field(default=None, kw_only=True)  # as in `grpo_loss`
+    needs_grad: NeedsGrad | None = field(default=None, kw_only=True)  # None: of the tensors that train
+    dtype: torch.dtype | None = field(default=None, kw_only=True)  # of the operands; None: `LMHead.compute_dtype`
+    given: Any = field(default=None, kw_only=True)  # as the caller gave it; `check` says if it is no `Run`
+
+    @staticmethod
+    def of(run: Any, *, sequence_group: ProcessGroup | None = None) -> Execution:
+        """Return the options `run` (None: the defaults) of a call; `check` checks them."""
+        own = run if isinstance(run, Run) else Run()
+        return Execution(*[getattr(own, name) for name in _OF_RUN], sequence_group=sequence_group, given=run)
+
+    def check(self, *, projects: bool = False) -> None:
+        """Raise unless the caller gave a `Run` that the call takes; `projects`: it has a `projection`.
+
+        Raises:
+            TypeError: no `Run`. ValueError: a `projection` that the call does not take.
+        """
+        if self.given is not None and not isinstance(self.given, Run):
+            raise TypeError(f"run: expected a Run, got {type(self.given).__name__}")
+        if self.projection != "library" and not projects:
+            raise ValueError(
+                f"projection: expected 'library', since only linear_logprob takes another, got {self.projection!r}"
+            )
 
     def described(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks."""
         return {"engine": self.engine, "backend": self.backend, "workspace_bytes": self.workspace_bytes}
 
 
-@dataclass(frozen=True, eq=False)
-class HeadOptions:
-    """``z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, as in `linear_logprob`."""
+def check_run(run: Run) -> None:
+    """Check the types and ranges of a run's options; whether an engine serves a call is checked when it is planned."""
+    check_engine(run.engine)
+    check_backend(run.backend)
+    if run.workspace_bytes is not None:
+        check_budget(run.workspace_bytes)
 
-    temperature: float | Tensor = 1.0  # a number, or one per position
-    final_logit_softcapping: float | None = None
-    logit_scale: float = 1.0
-    logits_dtype: LogitsDtype = "float32"
 
-    @staticmethod
-    def of(config: LossConfig) -> HeadOptions:
-        """Return the options of a loss."""
-        return HeadOptions(config.temperature, config.final_logit_softcapping, config.logit_scale, config.logits_dtype)
+def inv_temperature(temperature: float | Tensor, ids: Tensor, positions: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """1 / temperature of the rows at `positions` (n,) of `ids`: a number, or (n, 1) if there is one per position.
 
-    def checked(self) -> HeadOptions:
-        """Return these options, checked, in Python's own types.
+    Raises:
+        TypeError, ValueError: a number that is not > 0; a tensor that does not fit the ids, or, on a CPU, has wrong
+            numbers.
+    """
+    if not isinstance(temperature, Tensor):
+        check_number("temperature", temperature, 0.0)
+        return 1.0 / float(temperature)
+    check_tensor("temperature", temperature, like=ids, floating=True)
+    check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
+    rows = temperature.detach().reshape(-1)[positions].to(dtype)
+    bad = ~((rows > 0) & torch.isfinite(rows))
+    if rows.device.type == "cpu" and bool(bad.any()):
+        got = rows[bad][0].item()
+        raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {got}")
+    return (1.0 / rows)[:, None]
 
-        Raises:
-            TypeError, ValueError: as `LossConfig` does for its fields of these names.
-        """
-        per_position = isinstance(self.temperature, Tensor)
-        found = HeadOptions.of(
-            LossConfig(
-                temperature=1.0 if per_position else self.temperature,  # type: ignore[arg-type]
-                final_logit_softcapping=self.final_logit_softcapping,
-                logit_scale=self.logit_scale,
-                logits_dtype=self.logits_dtype,
-            )
-        )
-        return replace(found, temperature=self.temperature) if per_position else found
 
-    def inv_temperature(self, ids: Tensor, positions: Tensor, dtype: torch.dtype) -> float | Tensor:
-        """1 / temperature of the rows at `positions` (n,) of `ids`: a number, or (n, 1).
-
-        Raises:
-            TypeError, ValueError: a tensor that does not fit the ids, or, on a CPU, has wrong numbers.
-        """
-        temperature = self.temperature
-        if not isinstance(temperature, Tensor):
-            return 1.0 / temperature
-        check_tensor("temperature", temperature, like=ids, floating=True)
-        check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
-        rows = temperature.detach().reshape(-1)[positions].to(dtype)
-        bad = ~((rows > 0) & torch.isfinite(rows))
-        if rows.device.type == "cpu" and bool(bad.any()):
-            got = rows[bad][0].item()
-            raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {got}")
-        return (1.0 / rows)[:, None]
-
-    def described(self, inv_temperature: float | Tensor) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks; `inv_temperature` is that of the rows."""
-        one_each = isinstance(inv_temperature, Tensor)
-        return {
-            "temperature": "one per position" if one_each else self.temperature,
-            "final_logit_softcapping": self.final_logit_softcapping,
-            "logit_scale": self.logit_scale,
-            "logits_dtype": self.logits_dtype,
-            **({"temperatures": inv_temperature} if one_each else {}),
-        }
+def described_temperature(temperature: float | Tensor, inverse: float | Tensor) -> dict[str, Any]:
+    """Return what must be equal on all ranks; `inverse` is that of the rows."""
+    if not isinstance(temperature, Tensor):
+        return {"temperature": float(temperature)}
+    return {"temperature": "one per position", "temperatures": inverse}

@@ -1,4 +1,4 @@
-"""Result of a loss, and how torch takes it apart."""
+"""Results of the calls, and how torch takes them apart."""
 
 from __future__ import annotations
 
@@ -33,6 +33,45 @@ class LossOutput:
     backend: str
 
 
+@dataclass
+class Scores:
+    """Results of `linear_logprob`, `linear_divergence` and `topk_divergence`; what was not asked for is None.
+
+    Each has the shape of the positions, fp32 (fp64 for fp64 inputs), and is 0 where masked.
+
+    Attributes:
+        logps: log-probabilities of the ids, differentiable.
+        entropies: of the distributions, differentiable.
+        divergence: from the teacher, differentiable.
+        log_sum_sq_probs: log of sum_v p_v^2.
+        mean_logits: mean of the logits over the vocabulary.
+        is_top1: bool; True where the id has the largest logit.
+        student_mass: the student's probability of the teacher's ids.
+    """
+
+    # typed for those who read what they asked for
+
+    logps: Tensor = None  # type: ignore[assignment]
+    entropies: Tensor = None  # type: ignore[assignment]
+    divergence: Tensor = None  # type: ignore[assignment]
+    log_sum_sq_probs: Tensor = None  # type: ignore[assignment]
+    mean_logits: Tensor = None  # type: ignore[assignment]
+    is_top1: Tensor = None  # type: ignore[assignment]
+    student_mass: Tensor = None  # type: ignore[assignment]
+
+    @staticmethod
+    def of(**found: Tensor | None) -> Scores:
+        """Return results of which some may be None."""
+        return Scores(**{name: x for name, x in found.items() if x is not None})
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """The results that there are, by name."""
+        found = {name: getattr(self, name) for name in _OF_SCORES}
+        return {name: x for name, x in found.items() if x is not None}
+
+
+_OF_SCORES = [x.name for x in fields(Scores)]
 _Context = tuple[str, str]  # engine, backend
 
 
@@ -60,4 +99,25 @@ pytree.register_pytree_node(
     to_dumpable_context=list,
     from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
+)
+
+
+def _flatten_scores(scores: Scores) -> tuple[list[Any], list[str]]:
+    return [*scores.given.values()], [*scores.given]
+
+
+def _flatten_scores_with_keys(scores: Scores) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[str]]:
+    return [(pytree.GetAttrKey(name), x) for name, x in scores.given.items()], [*scores.given]
+
+
+def _unflatten_scores(found: Iterable[Any], names: list[str]) -> Scores:
+    return Scores(**dict(zip(names, found, strict=True)))
+
+
+pytree.register_pytree_node(
+    Scores,
+    _flatten_scores,
+    _unflatten_scores,
+    serialized_type_name="grpo_kernels.Scores",
+    flatten_with_keys_fn=_flatten_scores_with_keys,
 )

@@ -15,7 +15,7 @@ from grpo_kernels.base.checks import check_gather, check_mask
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.checked_head import CheckedHead, plan_head
 from grpo_kernels.call.expected import ExpectedRows
-from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.options import Execution, described_temperature, inv_temperature
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.records import Rows
@@ -32,10 +32,17 @@ class PositionInputs:
     """
 
     mask: Tensor | None  # (...)
+    temperature: float | Tensor  # a number, or one per position
     outputs: tuple[str, ...]
 
     function: ClassVar[str]  # the public function's name
+    projects: ClassVar[bool] = False  # True if the function takes a `projection`
     jsd_beta = 1.0  # the divergence from the head's reference, see `Teacher`
+
+    @property
+    def scores_ids(self) -> bool:
+        """True if the ids' log-probabilities are asked for."""
+        return True
 
     @property
     def entropy(self) -> bool:
@@ -69,12 +76,10 @@ class PositionInputs:
 
     def described(self, rows: Rows) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
-        return {"outputs": self.outputs, "ids": rows.ids}
+        return {"entropy": self.entropy, "extras": self.extras, "ids": rows.ids}
 
 
-def check_call(
-    inputs: PositionInputs, head: LMHead, execution: Execution, options: HeadOptions
-) -> tuple[CheckedHead, Rows, ExpectedRows]:
+def check_call(inputs: PositionInputs, head: LMHead, execution: Execution) -> tuple[CheckedHead, Rows, ExpectedRows]:
     """Check the arguments of a call; return this rank's head, the rows, and their expected upstream gradient.
 
     Raises:
@@ -82,34 +87,33 @@ def check_call(
     """
     head = head.grouped()
     with check_same("process_group", head.process_group, inputs.function) as values:
+        execution.check(projects=inputs.projects)
         check_gather(execution.gather)
-        options, own = options.checked(), head.local()
+        own = head.local()
         own.check()
         ids = inputs.check(own)
         if inputs.mask is not None:
             check_mask("mask", inputs.mask, ids)
-        planned = plan_head(own, execution, options, jsd_beta=inputs.jsd_beta)
+        planned = plan_head(own, execution, jsd_beta=inputs.jsd_beta)
         dtype, positions = planned.plan.accumulator, counted_positions("mask", inputs.mask, ids)
-        inv_temperature = options.inv_temperature(ids, positions, dtype)
-        rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inv_temperature)
+        inverse = inv_temperature(inputs.temperature, ids, positions, dtype)
+        rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
         rows, expected = inputs.read(rows, ids, own.hidden, dtype)
         if head.process_group is not None:
             values |= planned.described_rows() | {"hidden": described(own.hidden)} | execution.described()
             values |= {"mask": positions, **inputs.described(rows), **expected.described()}
-            values |= options.described(inv_temperature)
+            values |= described_temperature(inputs.temperature, inverse)
     planned = planned.divided(values)
     return planned, inputs.check_range(planned, rows), expected
 
 
-def plan_call(
-    inputs: PositionInputs, head: LMHead, execution: Execution, options: HeadOptions
-) -> tuple[LMHead, Request]:
+def plan_call(inputs: PositionInputs, head: LMHead, execution: Execution) -> tuple[LMHead, Request]:
     """Check the arguments of a call and plan it; return this rank's head, and the request.
 
     Raises:
         TypeError, ValueError: as `check_call`.
     """
-    planned, rows, expected = check_call(inputs, head, execution, options)
+    planned, rows, expected = check_call(inputs, head, execution)
     engine = _engine(inputs, planned, expected)
     request = Request(
         rows=rows,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.call.logprob import ScoreInputs
-from grpo_kernels.call.options import Execution, HeadOptions, Project
+from grpo_kernels.call.options import Execution, Project
+from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import check_call
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -132,17 +133,15 @@ class _Sums:
         return [None if x is None or y is None else x.to(y.dtype) for x, y in pairs]
 
 
-def projected_logprob(
-    inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions
-) -> dict[str, Tensor]:
+def projected_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution) -> Scores:
     """Make the call with ``execution.projection``; results as those of `score`.
 
     Raises:
         TypeError, ValueError: a wrong argument, or one that has no use here; the message names it.
     """
-    project = _project(inputs, head, execution, options)
-    planned, rows, _ = check_call(inputs, head, replace(execution, backend="torch"), options)
-    temperature = options.temperature
+    project = _project(inputs, head, execution)
+    planned, rows, _ = check_call(inputs, head, replace(execution, backend="torch"))
+    temperature = inputs.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().reshape(-1)[rows.positions, None].to(planned.plan.accumulator)
     call = _Call(rows, planned.plan, project, temperature, inputs.entropy)
@@ -152,10 +151,10 @@ def projected_logprob(
         found = (found[0].masked_fill(rows.invalid, torch.nan), *found[1:])
     ids = inputs.ids
     whole = [x.new_zeros(ids.numel()).index_put((rows.positions,), x).view(ids.shape) for x in found]
-    return dict(zip(("logps", "entropy"), whole, strict=False))
+    return Scores(*whole)
 
 
-def _project(inputs: ScoreInputs, head: LMHead, execution: Execution, options: HeadOptions) -> Project:
+def _project(inputs: ScoreInputs, head: LMHead, execution: Execution) -> Project:
     projection = execution.projection
     if not callable(projection) and projection != "dispatch":
         raise ValueError(f"projection: expected 'library', 'dispatch' or a function, got {projection!r}")
@@ -164,11 +163,11 @@ def _project(inputs: ScoreInputs, head: LMHead, execution: Execution, options: H
         "lora": head.lora is not None,
         "vocab_size": head.vocab_size is not None,
         "expected": inputs.expected is not None,
-        "outputs": bool(inputs.extras),
+        "extras": bool(inputs.extras),
         "engine": execution.engine != "auto",
         "backend": execution.backend != "auto",
         "gather": execution.gather is not None,
-        "logits_dtype": options.logits_dtype != "float32",
+        "logits_dtype": head.logits_dtype != "float32",
     }
     for name, is_used in used.items():
         if is_used:

@@ -12,7 +12,7 @@ from grpo_kernels.base.agreement import described
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch.sequence_shard import SequenceShard
 from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""Per-position arguments of `topk_divergence_with`."""
+"""Per-position arguments of `topk_divergence`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor
-from grpo_kernels.base.choices import TopKDivergenceName, TopKOutput, choices
+from grpo_kernels.base.choices import TopKDivergenceName, choices
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, even_or_given
 from grpo_kernels.call.plan import PositionInputs, no_ids
@@ -19,7 +19,6 @@ from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.token_loss.record import Coefficients
 
 DIVERGENCES = choices(TopKDivergenceName)
-OUTPUTS = choices(TopKOutput)
 
 
 def measure_of(
@@ -69,12 +68,17 @@ class TopKInputs(PositionInputs):
     function = "topk_divergence"
 
     @property
+    def scores_ids(self) -> bool:
+        """False: the ids are the teacher's."""
+        return False
+
+    @property
     def extras(self) -> tuple[str, ...]:
-        """Return all outputs: they cost nothing."""
-        return OUTPUTS
+        """Return what else there is: it costs nothing."""
+        return ("student_mass",)
 
     def check(self, head: LMHead) -> Tensor:
-        """Check the teacher's tensors and the outputs; return zeros in the place of ids."""
+        """Check the teacher's tensors; return zeros in the place of ids."""
         ids, logps, hidden = self.teacher_ids, self.teacher_logps, head.hidden
         check_tensor("teacher_ids", ids, like=hidden)
         if ids.dtype not in (torch.int64, torch.int32, torch.int16):
@@ -83,9 +87,6 @@ class TopKInputs(PositionInputs):
         check_shape("teacher_ids", ids, ("(*that of hidden without H, K), K > 0", shape))
         check_tensor("teacher_logps", logps, like=hidden, floating=True)
         check_shape("teacher_logps", logps, ("that of teacher_ids", shape))
-        unknown = set(self.outputs) - {*OUTPUTS}
-        if unknown:
-            raise ValueError(f"outputs: expected some of {', '.join(OUTPUTS)}, got {sorted(unknown)}")
         return no_ids(hidden)
 
     def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
@@ -127,7 +128,6 @@ class TopKInputs(PositionInputs):
         teacher = rows.top_k
         assert teacher is not None
         return {
-            "outputs": self.outputs,
             "divergence": teacher.measure,
             "K": teacher.ids.shape[1],
             "teacher_ids": teacher.ids,

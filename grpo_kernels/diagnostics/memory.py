@@ -18,7 +18,7 @@ from grpo_kernels.engine.chunks import planned_bytes
 from grpo_kernels.engine.device import CPU, CUDA, meta_tensors_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import default_workspace
-from grpo_kernels.engine.records import Head, NeedsGrad, Rows
+from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
 from grpo_kernels.engine.slices import plan_slices
 
 MIB = 2**20
@@ -114,7 +114,7 @@ def estimate(size: Size) -> list[Need]:
 def _estimate(size: Size) -> list[Need]:
     shape, wants = size.head, NeedsGrad(hidden=not size.score, weight=not (size.score or size.frozen))
     new = partial(torch.empty, dtype=shape.dtype, device="meta")
-    head = Head(new(size.rows, shape.hidden), new(shape.vocab, shape.hidden))
+    head = Operands(new(size.rows, shape.hidden), new(shape.vocab, shape.hidden))
     indices = new(size.counted, dtype=torch.int64)
     rows = Rows(indices, indices)
     config = HeadPlan(CppRows(), shape.dtype, size.workspace_bytes or default_workspace(head.weight, wants))

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.choices import DivergenceName
-from grpo_kernels.config import LossConfig
 from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
+from grpo_kernels.objective.config import LossConfig
 
 Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 reference)
 
@@ -187,19 +188,16 @@ def _logprob_case(head: HeadShape, device: torch.device) -> Pairs:
     temperature, cap, scale = 0.7, 4.0, 1.5
 
     ours = [_leaf(x, device) for x in (hidden, weight, bias)]
-    logps, entropy = linear_logprob(
-        ours[0], ours[1], ids.to(device), bias=ours[2],
-        temperature=temperature, final_logit_softcapping=cap, logit_scale=scale,
-    )  # fmt: skip
-    assert entropy is not None
-    (torch.stack((logps, entropy)) * upstream.to(device)).sum().backward()
+    head_of_call = Head(ours[1], ours[2], final_logit_softcapping=cap, logit_scale=scale)
+    found = linear_logprob(ours[0], head_of_call, ids.to(device), temperature=temperature)
+    (torch.stack((found.logps, found.entropies)) * upstream.to(device)).sum().backward()
 
     full = [_leaf(x.double()) for x in (hidden, weight, bias)]
     exact = _full_logits(full[0], full[1], ids, temperature, full[2], scale, cap)
     (torch.stack(exact) * upstream).sum().backward()
     names = ("gradient of hidden", "gradient of weight", "gradient of bias")
     pairs = {name: (mine.grad, theirs.grad) for name, mine, theirs in zip(names, ours, full, strict=True)}
-    return {"logps": (logps, exact[0]), "entropy": (entropy, exact[1]), **pairs}
+    return {"logps": (found.logps, exact[0]), "entropy": (found.entropies, exact[1]), **pairs}
 
 
 def _leaf(x: Tensor, device: torch.device | str = "cpu", trains: bool = True) -> Tensor:
@@ -233,7 +231,8 @@ def _divergence_case(name: DivergenceName, head: HeadShape, device: torch.device
         return [change(x.detach()).requires_grad_(i < 2) for i, x in enumerate(given)]
 
     ours = leaves(lambda x: x.to(device))
-    found = linear_divergence(*ours, divergence=name)
+    found = linear_divergence(ours[0], ours[1], ours[2], ours[3], divergence=name).divergence
+    assert found is not None
     found.sum().backward()
     exact = leaves(lambda x: x.double())
     log_p, log_q = ((exact[i] @ exact[i + 1].T).log_softmax(-1) for i in (0, 2))

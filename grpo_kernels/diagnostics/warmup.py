@@ -20,13 +20,14 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base.choices import BackendName, LossTypeName, choices
-from grpo_kernels.config import LossConfig
+from grpo_kernels.call.options import Run
 from grpo_kernels.diagnostics import head_shape
 from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.divergence import linear_divergence
-from grpo_kernels.head.reference import ReferenceHead
+from grpo_kernels.head.head import Head
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
+from grpo_kernels.objective.config import LossConfig
 
 BATCH, TIME = 2, 8
 NAME_WIDTH = 44
@@ -84,33 +85,32 @@ def _tensors(
     return hidden, weight, new(BATCH, TIME, dtype=torch.int64), bias
 
 
-def _constants(head: HeadShape) -> dict[str, Any]:
-    return {"final_logit_softcapping": head.softcap, "logit_scale": head.logit_scale}
+def _head(shape: HeadShape, weight: Tensor, bias: Tensor | None) -> Head:
+    return Head(weight, bias, final_logit_softcapping=shape.softcap, logit_scale=shape.logit_scale)
+
+
+def _constant_head(shape: HeadShape, weight: Tensor, bias: Tensor | None) -> Head:
+    return _head(shape, weight.detach(), None if bias is None else bias.detach())
 
 
 def _logps(head: HeadShape, device: torch.device, backend: BackendName, engine: Any) -> None:
     hidden, weight, ids, bias = _tensors(head, device, trains=False)
     with torch.set_grad_enabled(engine != "score"):
-        logps, _ = linear_logprob(hidden, weight, ids, bias=bias, engine=engine, backend=backend, **_constants(head))
-    if logps.requires_grad:
-        logps.sum().backward()
+        found = linear_logprob(hidden, _head(head, weight, bias), ids, run=Run(engine, backend))
+    if found.logps.requires_grad:
+        found.logps.sum().backward()
 
 
 def _divergence(head: HeadShape, device: torch.device, backend: BackendName) -> None:
     hidden, weight, _, bias = _tensors(head, device)
     found = linear_divergence(
         hidden,
-        weight,
+        _head(head, weight, bias),
         hidden.detach(),
-        weight.detach(),
-        bias=bias,
-        teacher_bias=None if bias is None else bias.detach(),
-        teacher_final_logit_softcapping=head.softcap,
-        teacher_logit_scale=head.logit_scale,
-        backend=backend,
-        **_constants(head),
+        _constant_head(head, weight, bias),
+        run=Run(backend=backend),
     )
-    (found * torch.arange(TIME, device=device)).sum().backward()  # unequal: equal ones would take one pass
+    (found.divergence * torch.arange(TIME, device=device)).sum().backward()  # unequal: equal ones would take one pass
 
 
 def _loss(
@@ -120,23 +120,23 @@ def _loss(
     loss_type: LossTypeName,
     given: tuple[str, ...],
     config: dict[str, Any],
-    **options: Any,
+    engine: Any = "auto",
 ) -> None:
     hidden, weight, ids, bias = _tensors(head, device)
     logps = torch.full((BATCH, TIME), -math.log(head.vocab), device=device)  # those of zero logits: no ratio is clipped
+    options: dict[str, Any] = {}
     if "reference" in given:
-        options["reference"] = ReferenceHead(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+        options["reference"] = hidden.detach(), _constant_head(head, weight, bias)
     out = grpo_loss(
         hidden,
-        weight,
+        _head(head, weight, bias),
         ids,
         None,
         torch.arange(BATCH, dtype=torch.float32, device=device),  # the first sequence has no gradient
-        bias=bias,
         old_per_token_logps=logps if "old" in given else None,
         ref_per_token_logps=logps if "ref" in given else None,
-        config=LossConfig(loss_type=loss_type, **_constants(head), **config),
-        backend=backend,
+        config=LossConfig(loss_type=loss_type, **config),
+        run=Run(engine, backend),
         **options,
     )
     torch.autograd.backward(2.0 * out.loss)  # scaled, as a trainer's loss is

@@ -19,7 +19,7 @@ from grpo_kernels.base.records import map_tensors
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.passes import Differentiated, all_rows, loss_pass, scatter, second_pass
-from grpo_kernels.engine.records import Gradients, Head, HeadTensors
+from grpo_kernels.engine.records import Gradients, HeadTensors, Operands
 from grpo_kernels.engine.remainder import size_of, split_off
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
 from grpo_kernels.token_loss.record import Coefficients
@@ -29,21 +29,21 @@ from grpo_kernels.token_loss.record import Coefficients
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, request, finish, teacher, *own)`` -> loss (), logps (N,), entropies (N,), where `own` are the tensors
-    of a `Head`; only the loss carries gradient. `finish` maps the statistics of all rows to the loss and its
-    coefficients. Engines that recompute save the coefficients for the backward, the others the loss's gradient.
+    ``forward(ctx, request, evaluate, teacher, *own)`` -> loss (), logps (N,), entropies (N,), where `own` are the
+    tensors of `Operands`; only the loss carries gradient. `evaluate` maps the statistics of all rows to the loss and
+    its coefficients. Engines that recompute save the coefficients for the backward, the others the loss's gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         request: Request,
-        finish: Callable[[RowStats], Differentiated],
+        evaluate: Callable[[RowStats], Differentiated],
         teacher: HeadTensors[Tensor] | None,
         *own: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = replace(Head(*own), teacher=teacher)
-        first, done = loss_pass(head, request, finish)
+        head = replace(Operands(*own), teacher=teacher)
+        first, done = loss_pass(head, request, evaluate)
         stats = first.stats
         assert stats is not None
         assert stats.entropies is not None
@@ -71,7 +71,7 @@ class LinearLogprob(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a teacher, all differentiable.
 
     ``forward(ctx, request, teacher, *own)`` -> logps (N,), entropies (N,) or None, divergences (N,) or None, and the
-    extras, where `own` are the tensors of a `Head`. If the gradient for expected coefficients is stored, the backward
+    extras, where `own` are the tensors of `Operands`. If the gradient for expected coefficients is stored, the backward
     scales it by s. A second sweep then adds the gradient of the remainder, upstream less s times the expected, in the
     rows where that is more than rounding (`remainder.py`).
     """
@@ -81,7 +81,7 @@ class LinearLogprob(torch.autograd.Function):
         ctx: Any, request: Request, teacher: HeadTensors[Tensor] | None, *own: Any
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        head = replace(Head(*own), teacher=teacher)
+        head = replace(Operands(*own), teacher=teacher)
         first = request.engine.first_pass(head, request)
         stats = first.stats
         assert stats is not None
@@ -113,7 +113,7 @@ class LinearLogprob(torch.autograd.Function):
             return None, None, *_gradient(ctx.request, ctx.shapes, head, first, upstream)
 
 
-def _save(ctx: Any, head: Head | None, first: ForwardResult) -> None:
+def _save(ctx: Any, head: Operands | None, first: ForwardResult) -> None:
     """Save a head and the result of a first pass, as a flat list, without statistics that no backward reads."""
     tensors: list[Tensor] = []
     place = torch.empty(0)
@@ -128,14 +128,14 @@ def _save(ctx: Any, head: Head | None, first: ForwardResult) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _saved(ctx: Any) -> tuple[Any, Any]:  # Head, ForwardResult
+def _saved(ctx: Any) -> tuple[Any, Any]:  # Operands, ForwardResult
     """Return the head and the result that `_save` saved."""
     tensors = iter(ctx.saved_tensors)
     return map_tensors(lambda _: next(tensors), ctx.kept)
 
 
 def _gradient(
-    request: Request, shapes: GradientShapes, head: Head, first: ForwardResult, upstream: Coefficients
+    request: Request, shapes: GradientShapes, head: Operands, first: ForwardResult, upstream: Coefficients
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the head's tensors, from `upstream`, (N,) each."""
     rows, stats, stored, grad_rows = request.rows, first.stats, first.grads, first.grad_rows

@@ -5,17 +5,17 @@ from __future__ import annotations
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.plan import Costs, Group, plan_groups
-from grpo_kernels.engine.records import Head, NeedsGrad, Rows
+from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
 from grpo_kernels.engine.vocab_parallel import widest_part
 
 
-def plan_chunks(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> list[Group]:
+def plan_chunks(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> list[Group]:
     """Return the groups of a sweep over `rows`."""
     costs, device = costs_of(rows, head, plan, needs_grad), device_of(head.weight.device)
     return plan_groups(len(rows), plan.workspace_bytes, costs, device)
 
 
-def planned_bytes(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> int:
+def planned_bytes(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> int:
     """Return the peak bytes of a sweep's chunks: at most `HeadPlan.workspace_bytes`, if that is enough for a chunk of
     `Device.fewest_rows`. Works on meta tensors too.
     """
@@ -23,7 +23,7 @@ def planned_bytes(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad 
     return max((costs.taken(group) for group in plan_chunks(rows, head, plan, needs_grad)), default=0)
 
 
-def costs_of(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad | None) -> Costs:
+def costs_of(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> Costs:
     """Return the costs of a sweep: a chunk's logits; a group's operands, and its d logits if of another dtype."""
     products, device = plan.products(widest_part(head.weight, plan.shard)), device_of(head.weight.device)
     vocab = products.weight.shape[0]

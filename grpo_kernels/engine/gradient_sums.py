@@ -7,13 +7,13 @@ from torch import Tensor
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.plan import Group
 from grpo_kernels.engine.products import Products
-from grpo_kernels.engine.records import Gradients, Head, NeedsGrad
+from grpo_kernels.engine.records import Gradients, NeedsGrad, Operands
 
 
 class GradientSums:
     """The gradients of the head's tensors, summed over the groups."""
 
-    def __init__(self, head: Head, n: int, groups: list[Group], plan: HeadPlan, needs_grad: NeedsGrad) -> None:
+    def __init__(self, head: Operands, n: int, groups: list[Group], plan: HeadPlan, needs_grad: NeedsGrad) -> None:
         self._head, self._n, self._dtype, self._wants = head, n, plan.accumulator, needs_grad
         self._backend = plan.backend
         self._padded = max((group.start + group.rows for group in groups), default=0)

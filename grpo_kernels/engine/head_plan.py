@@ -11,7 +11,7 @@ from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransfo
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import AMPLE, FreeMemory
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
-from grpo_kernels.engine.records import Head, HeadTensors, Rows
+from grpo_kernels.engine.records import HeadTensors, Operands, Rows
 from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.token_loss.record import Coefficients
 
@@ -56,7 +56,7 @@ class HeadPlan:
     def _slice_bytes(self) -> int:
         return min(SLICE_BYTES, self.workspace_bytes // 8)
 
-    def converted(self, head: Head) -> Head:
+    def converted(self, head: Operands) -> Operands:
         """Return `head` with its weights converted, once, to the dtype of 16-bit products, if memory allows that.
 
         Otherwise each product converts its weight slice by slice.

@@ -24,7 +24,7 @@ from grpo_kernels.base.records import take
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import scatter
-from grpo_kernels.engine.records import Head, HeadTensors, NeedsGrad, Rows
+from grpo_kernels.engine.records import HeadTensors, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.request import Gather
 
 _ROWS = TorchRows()  # sets are short: their row work is little beside the gathering
@@ -130,12 +130,12 @@ class _Block(NamedTuple):
 
 @first_order
 class KeptSetLogprob(torch.autograd.Function):
-    """``forward(ctx, sets, *own)`` -> logps (N,), entropies (N,) or None, where `own` are the tensors of a `Head`."""
+    """``forward(ctx, sets, *own)`` -> logps (N,), entropies (N,) or None, where `own` are the tensors of `Operands`."""
 
     @staticmethod
     def forward(ctx: Any, sets: KeptSets, *own: Any) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        head, shard = Head(*own), sets.plan.shard
+        head, shard = Operands(*own), sets.plan.shard
         stats, blocks = _no_stats(sets), list[_Block]()
         with torch.autocast(head.hidden.device.type, enabled=False):
             factors = _factors(head, sets)
@@ -158,7 +158,7 @@ class KeptSetLogprob(torch.autograd.Function):
         sets: KeptSets = ctx.sets
         with sets.gathered_weight(), torch.autocast(sets.ids.device.type, enabled=False):
             saved = iter(ctx.saved_tensors)
-            head, stats = Head(*itertools.islice(saved, ctx.count)), RowStats(*itertools.islice(saved, 4))
+            head, stats = Operands(*itertools.islice(saved, ctx.count)), RowStats(*itertools.islice(saved, 4))
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
                 return None, *(None for _ in head)
@@ -174,7 +174,7 @@ class KeptSetLogprob(torch.autograd.Function):
         return None, *sums.gradients()
 
 
-def _factors(head: Head, sets: KeptSets) -> list[_Gathered]:
+def _factors(head: Operands, sets: KeptSets) -> list[_Gathered]:
     """Return the gathered rows of each factor, for as many entries at a time as the workspace holds."""
     plan = sets.plan
     largest = max(((span.rows.stop - span.rows.start) * span.width for span in sets.spans), default=0)
@@ -202,7 +202,7 @@ def _write(stats: RowStats, at: Tensor, found: RowStats) -> None:
             x[at] = part
 
 
-def _result(x: Tensor, sets: KeptSets, head: Head) -> Tensor:
+def _result(x: Tensor, sets: KeptSets, head: Operands) -> Tensor:
     """Return a statistic (n,) as a result (N,): 0 where no set is projected, NaN where a row is invalid."""
     x = torch.where(sets.projected, x, 0.0)
     if sets.rows.invalid is not None:
@@ -236,7 +236,7 @@ def _padding(kept: Tensor) -> Tensor:
     return padding
 
 
-def _logits(factors: list[_Gathered], head: Head, sets: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
+def _logits(factors: list[_Gathered], head: Operands, sets: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
     """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
     positions = sets.rows.positions[at]
     z = head.hidden.new_zeros(kept.shape, dtype=sets.plan.accumulator)
@@ -268,7 +268,7 @@ def _chunk(block: _Block, sets: KeptSets, at: Tensor, columns: Tensor) -> Chunk:
 class _Sums:
     """The gradients of the head's tensors, summed over blocks."""
 
-    def __init__(self, head: Head, sets: KeptSets) -> None:
+    def __init__(self, head: Operands, sets: KeptSets) -> None:
         self._head, self._sets, dtype = head, sets, sets.plan.accumulator
         divided = sets.plan.shard is not None  # then d hidden is a sum over the ranks, rounded after it
         self._rows: list[Tensor | None] = []

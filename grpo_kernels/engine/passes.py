@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import DotRowBackend, RowStats
 from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.records import Gradients, Head, Index, NeedsGrad, Rows, row_bias
+from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows, row_bias
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
 from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive, gradient_of_one_result
 from grpo_kernels.engine.slices import sweep_slices
@@ -37,14 +37,14 @@ class Differentiated(Protocol):
 Loss = TypeVar("Loss", bound=Differentiated)
 
 
-def score(head: Head, request: Request) -> ForwardResult:
+def score(head: Operands, request: Request) -> ForwardResult:
     """Find the statistics alone."""
     plan, step = request.plan, _reduce(request)
     sweep(plan.converted(head), request.rows, plan, step)
     return ForwardResult(step.statistics(head.hidden))
 
 
-def score_without_logits(head: Head, request: Request) -> ForwardResult:
+def score_without_logits(head: Operands, request: Request) -> ForwardResult:
     """Find the statistics alone, by a backend that does the projection itself."""
     plan, rows = request.plan, request.rows
     assert isinstance(plan.backend, DotRowBackend)
@@ -59,7 +59,7 @@ def score_without_logits(head: Head, request: Request) -> ForwardResult:
     return ForwardResult(stats)
 
 
-def store(head: Head, request: Request) -> ForwardResult:
+def store(head: Operands, request: Request) -> ForwardResult:
     """Find the statistics of all rows, and on the same logits the gradient of the rows that may have one.
 
     Waits for the device once, to count these rows, unless `may_have_grad` is None.
@@ -93,7 +93,7 @@ def store(head: Head, request: Request) -> ForwardResult:
     return ForwardResult(stats, grads, grad_rows, known.coefficients)
 
 
-def recompute(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
+def recompute(head: Operands, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
     """Find the gradient of all rows of `request`, given their statistics (n,), on logits that are projected again."""
     plan = request.plan
     step = Derive(plan, plan.products(head.weight), coefficients, stats)
@@ -102,16 +102,16 @@ def recompute(head: Head, request: Request, stats: RowStats, coefficients: Coeff
     return grads
 
 
-def recompute_slices(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
+def recompute_slices(head: Operands, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
     """Do the same as `recompute`, one slice of the vocabulary at a time."""
     return sweep_slices(head, request.rows, request.plan, stats, coefficients, request.needs_grad)
 
 
-def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) -> tuple[ForwardResult, Loss]:
-    """Do the first pass, and let `finish` make the loss of its statistics; a stored gradient becomes the loss's."""
+def loss_pass(head: Operands, request: Request, evaluate: Callable[[RowStats], Loss]) -> tuple[ForwardResult, Loss]:
+    """Do the first pass, and let `evaluate` make the loss of its statistics; a stored gradient becomes the loss's."""
     first = request.engine.first_pass(head, request)
     assert first.stats is not None
-    done = finish(first.stats)
+    done = evaluate(first.stats)
     if request.engine.stores is Stored.PER_ROW:
         d_logp, *others = done.coefficients
         assert others == [None, None]
@@ -122,7 +122,9 @@ def loss_pass(head: Head, request: Request, finish: Callable[[RowStats], Loss]) 
     return first, done
 
 
-def second_pass(head: Head, request: Request, stats: RowStats, coefficients: Coefficients) -> tuple[Gradients, Tensor]:
+def second_pass(
+    head: Operands, request: Request, stats: RowStats, coefficients: Coefficients
+) -> tuple[Gradients, Tensor]:
     """Find the gradient of the rows with a coefficient that is not 0, and their indices. Waits for the device once, to
     count these rows.
 

@@ -11,7 +11,7 @@ from grpo_kernels.backends.interface import Chunk, Teacher
 from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.records import Head, HeadTensors, Index, Rows, row_bias
+from grpo_kernels.engine.records import HeadTensors, Index, Operands, Rows, row_bias
 
 
 class Projection:
@@ -22,7 +22,7 @@ class Projection:
         first_id: the id of the first column.
     """
 
-    def __init__(self, head: Head, plan: HeadPlan, columns: slice = slice(None)) -> None:
+    def __init__(self, head: Operands, plan: HeadPlan, columns: slice = slice(None)) -> None:
         self._plan, self.first_id = plan, columns.start or 0
         self._hidden = [x for x, _ in head.factors()]
         self.products, self._bias = plan.all_products(head, columns), _part(head, plan, columns)

@@ -66,7 +66,7 @@ class NeedsGrad(HeadTensors[bool]):
 
 
 @dataclass(frozen=True)
-class Head(HeadTensors[Tensor]):
+class Operands(HeadTensors[Tensor]):
     """The tensors to project with, and if a divergence from a teacher is wanted, the teacher's as constants."""
 
     teacher: HeadTensors[Tensor] | None = None  # hidden (N, H') of the same positions, weight (V, H'), bias (V,)

@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import EngineName
 from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.records import CoefficientsOf, Gradients, Head, NeedsGrad, Rows
+from grpo_kernels.engine.records import CoefficientsOf, Gradients, NeedsGrad, Operands, Rows
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients, TokenLoss
 
 Gather = Callable[[], AbstractContextManager[Any]]
@@ -76,8 +76,8 @@ class Engine:
     stores: Stored
     serves: Callable[[Situation], bool]
     needs: str  # condition of `serves`, in words; {coupling} is replaced by the call's `Coupling.value`
-    first_pass: Callable[[Head, Request], ForwardResult]
-    second_pass: Callable[[Head, Request, RowStats, Coefficients], Gradients]  # on the rows with gradient
+    first_pass: Callable[[Operands, Request], ForwardResult]
+    second_pass: Callable[[Operands, Request, RowStats, Coefficients], Gradients]  # on the rows with gradient
     comes_first: Callable[[Situation], bool] = lambda _: False  # True if "auto" prefers it to all others
 
     @property
@@ -102,7 +102,7 @@ class Request:
     entropy: bool = True
     extras: tuple[str, ...] = ()
     coefficients: CoefficientsOf | None = None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
-    token_loss: TokenLoss | None = None  # the same, as a loss that a backend fuses; its terms reach `finish`
+    token_loss: TokenLoss | None = None  # the same, as a loss that a backend fuses; its terms reach `evaluate`
     may_have_grad: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
     gathered_weight: Gather = nullcontext  # context in which the backward has the whole weight (ZeRO-3)
 

@@ -19,7 +19,7 @@ from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.projection import Projection
-from grpo_kernels.engine.records import Gradients, Head, NeedsGrad, Rows, row_bias
+from grpo_kernels.engine.records import Gradients, NeedsGrad, Operands, Rows, row_bias
 from grpo_kernels.token_loss.record import Coefficients
 
 MOST_ROWS = 8192  # rows at a time; with more, slices would get narrow
@@ -28,7 +28,7 @@ FEATURES_SHARE = 4  # the operands of the rows at a time take at most 1 / FEATUR
 
 
 def sweep_slices(
-    head: Head, rows: Rows, plan: HeadPlan, stats: RowStats, coefficients: Coefficients, needs_grad: NeedsGrad
+    head: Operands, rows: Rows, plan: HeadPlan, stats: RowStats, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """Return the gradient of `rows`, n of them, given their statistics and coefficients (n,).
 
@@ -97,7 +97,7 @@ class _Slice:
 
     def __init__(
         self,
-        head: Head,
+        head: Operands,
         plan: HeadPlan,
         columns: slice,
         d_rows: list[Tensor | None],  # one per factor: (m, K)
@@ -148,7 +148,7 @@ class _Slice:
         return d_logits
 
 
-def plan_slices(rows: Rows, head: Head, plan: HeadPlan, needs_grad: NeedsGrad) -> tuple[int, int, int]:
+def plan_slices(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad) -> tuple[int, int, int]:
     """Return the rows and the columns to take at a time, so that the workspace stays within its budget, and the bytes
     that they take; works on meta tensors too.
 

@@ -15,12 +15,12 @@ from grpo_kernels.engine.gradient_sums import GradientSums
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.plan import Group
 from grpo_kernels.engine.projection import Projection
-from grpo_kernels.engine.records import Gradients, Head, Index, NeedsGrad, Rows
+from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.row_steps import Reduce
 
 
 def sweep(
-    head: Head, rows: Rows, plan: HeadPlan, step: Reduce, needs_grad: NeedsGrad | None = None
+    head: Operands, rows: Rows, plan: HeadPlan, step: Reduce, needs_grad: NeedsGrad | None = None
 ) -> Gradients | None:
     """Call `step` with the logits of all `rows`, a chunk at a time.
 

@@ -7,7 +7,7 @@ the same on every rank, and get their whole gradient there. Padding rows at the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +18,11 @@ from grpo_kernels.base.checks import check_head, first_rows, is_dtensor
 from grpo_kernels.base.distributed import check_group
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import FreeMemory
-from grpo_kernels.engine.records import Head, HeadTensors, NeedsGrad
+from grpo_kernels.engine.records import HeadTensors, NeedsGrad, Operands
 from grpo_kernels.engine.vocab_parallel import Shard
-from grpo_kernels.head.lora import LoRA, check_kind, check_lora
-from grpo_kernels.head.reference import ReferenceHead, check_reference
+from grpo_kernels.head.head import CONSTANTS, Head
+from grpo_kernels.head.lora import check_kind, check_lora
+from grpo_kernels.head.other_head import OtherHead
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,17 +31,20 @@ if TYPE_CHECKING:
 _NAMES = {"lora_u": "lora.a or lora.input", "lora_b": "lora.b"}  # the caller's names for fields of `NeedsGrad`
 
 
-@dataclass(frozen=True, eq=False)
-class LMHead:
-    """Hidden states and head: the arguments that `grpo_loss` and `linear_logprob` share."""
+_OF_HEAD = [x.name for x in fields(Head)]
 
-    hidden: Tensor  # (..., H)
-    weight: Tensor  # (V, H), of a sharded head (V_r, H)
-    bias: Tensor | None = None  # (V,) or (V_r,)
-    lora: LoRA | None = None
-    process_group: ProcessGroup | None = None  # over which the head is divided
-    vocab_size: int | None = None  # of the whole head, without padding; None: all rows
-    reference: ReferenceHead | None = None  # divided over the ranks as `weight` is
+
+@dataclass(frozen=True, eq=False)
+class LMHead(Head):
+    """A `Head` in a call: with the hidden states that it projects, and the head that its logits are compared with."""
+
+    hidden: Tensor = field(kw_only=True)  # (..., H)
+    reference: OtherHead | None = field(default=None, kw_only=True)  # divided over the ranks as `weight` is
+
+    @staticmethod
+    def of_call(hidden: Tensor, head: Head, reference: OtherHead | None = None) -> LMHead:
+        """Return `head` with the hidden states of a call."""
+        return LMHead(*[getattr(head, name) for name in _OF_HEAD], hidden=hidden, reference=reference)
 
     def grouped(self) -> LMHead:
         """Return the head with its process group: the given one, or that of the DTensors hidden and weight.
@@ -70,27 +74,25 @@ class LMHead:
             raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
         if self.lora is not None:
             check_kind(self.lora)
-        if self.reference is not None:
-            check_reference(self.reference)
+        other = None if self.reference is None else self.reference.read(self)
         if group is None:
+            head = replace(self, reference=other)
             if size is None or not isinstance(weight, Tensor) or weight.dim() == 0:
-                return self
+                return head
             if size > weight.shape[0]:
                 raise ValueError(f"vocab_size: expected at most the {weight.shape[0]} rows of weight, got {size}")
-            return self._first_rows(size)
+            return head._first_rows(size)
         lora = self.lora
         if lora is not None:
             a, b = (_local(f"lora.{x}", getattr(lora, x), group, sharded=x == "b") for x in "ab")
             lora = replace(lora, a=a, b=b, input=_local("lora.input", lora.input, group, sharded=False))
         hidden = _local("hidden", self.hidden, group, sharded=False)
         weight, bias = (_local(x, getattr(self, x), group, sharded=True) for x in ("weight", "bias"))
-        other = self.reference
         if other is not None:
-            tensors = {
-                x: _local(f"{other.prefix}{x}", getattr(other, x), group, sharded=x != "hidden")
-                for x in ("hidden", "weight", "bias")
-            }
-            other = replace(other, **tensors)
+            names = ("hidden", "weight", "bias")
+            other = other.with_tensors(
+                *(_local(f"{other.prefix}{x}", getattr(other, x), group, sharded=x != "hidden") for x in names)
+            )
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
             raise ValueError("weight: expected at least one row of the vocabulary on every rank, got none")
         return replace(self, hidden=hidden, weight=weight, bias=bias, lora=lora, reference=other)
@@ -121,7 +123,7 @@ class LMHead:
             return torch.get_autocast_dtype(kind)
         return dtype
 
-    def operands(self, positions: Tensor) -> Head:
+    def operands(self, positions: Tensor) -> Operands:
         """Return the flat tensors for the engines; the adapter's for `positions` (n,)."""
         lora = self.lora
         lora_u = None if lora is None else lora.project(self.hidden, positions)
@@ -131,7 +133,7 @@ class LMHead:
             other = self.reference.hidden
             tensors = HeadTensors(other.reshape(-1, other.shape[-1]), self.reference.weight, self.reference.bias)
             teacher = tensors.map(Tensor.detach)
-        return Head(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher)
+        return Operands(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher)
 
     def described(self, needs_grad: NeedsGrad, plan: HeadPlan, *, own_rows: bool) -> dict[str, Any]:
         """Return facts for ranks to compare: all tensors but `hidden`, which of them train, how rows are projected.
@@ -148,6 +150,7 @@ class LMHead:
             "lora.b": described(None if lora is None else lora.b, own=rows),
             "lora.input": lora is not None and lora.input is not None,
             "lora.scaling": None if lora is None else lora.scaling,
+            **{name: getattr(self, name) for name in CONSTANTS},
             **self._described_reference(rows),
             **{
                 f"gradients wanted of {_NAMES.get(x.name, x.name)}": getattr(needs_grad, x.name)
@@ -162,7 +165,7 @@ class LMHead:
         if other is None:
             return {"reference": None}
         return {
-            "reference": (other.final_logit_softcapping, other.logit_scale),
+            "reference": tuple(getattr(other.head, name) for name in CONSTANTS),
             f"{other.prefix}hidden": (str(other.hidden.dtype), other.hidden.shape[-1]),  # its rows are those of hidden
             f"{other.prefix}weight": described(other.weight, own=own_rows),
             f"{other.prefix}bias": described(other.bias, own=own_rows),

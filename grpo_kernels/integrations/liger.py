@@ -11,33 +11,23 @@ import warnings
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
+from grpo_kernels.call.options import Run, check_run
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.config import LossConfig
-from grpo_kernels.integrations.liger_distillation import (
-    LigerFusedLinearJSD,
-    LigerFusedLinearJSDLoss,
-    LigerModule,
-    liger_fused_linear_jsd,
-)
+from grpo_kernels.head.head import Head
+from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.packages import needed
 from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import loss_of
 
-__all__ = [
-    "LigerFusedLinearGRPOLoss",
-    "LigerFusedLinearJSD",
-    "LigerFusedLinearJSDLoss",
-    "liger_fused_linear_jsd",
-    "patch_liger",
-    "unpatch_liger",
-]
+__all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]
 
 NAME = "LigerFusedLinearGRPOLoss"
 IMPORTERS = ("trl.trainer.grpo_trainer",)  # TRL <= 1.12 copies the class when it is imported
@@ -57,7 +47,7 @@ SAME_NAMES = (  # arguments of Liger's class that are fields of `LossConfig`
 TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")  # losses for which Liger has no sequence-level ratio
 
 
-class LigerFusedLinearGRPOLoss(LigerModule):
+class LigerFusedLinearGRPOLoss(nn.Module):
     """``liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5, computed by `grpo_loss`.
 
     Args:
@@ -104,7 +94,9 @@ class LigerFusedLinearGRPOLoss(LigerModule):
         backend: BackendName = "auto",
         workspace_bytes: int | None = None,
     ) -> None:
-        super().__init__(engine, backend, workspace_bytes)
+        super().__init__()
+        check_run(Run(engine, backend, workspace_bytes))
+        self.engine, self.backend, self.workspace_bytes = engine, backend, workspace_bytes
         self.beta, self.use_ref_model = beta, use_ref_model
         self.compiled, self.chunk_size = compiled, chunk_size
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
@@ -189,19 +181,20 @@ class LigerFusedLinearGRPOLoss(LigerModule):
                 )
         takes_items = loss_of(config).normaliser == "num_items"
         num_items_in_batch = _items_of_a_rank(attention_mask, num_items_in_batch) if takes_items else None
+        # ZeRO-3 partitions the weight again when the trainer's own gathering, around the call, has ended
+        gather = gather_of(x for x in (lin_weight, bias) if x is not None)
         out = grpo_loss(
             _input,
-            lin_weight,
+            Head(lin_weight, bias),
             selected_token_ids,
             attention_mask,
             advantages,
-            bias=bias,
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps if config.beta != 0.0 else None,
             importance_sampling_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,
             config=config,
-            **self.execution(lin_weight, bias),
+            run=Run(self.engine, self.backend, self.workspace_bytes, gather),
         )
         clipped = _clipped_share(config, out, attention_mask, advantages, old_per_token_logps)
         if self.beta == 0.0:
@@ -217,18 +210,16 @@ class LigerFusedLinearGRPOLoss(LigerModule):
                 f"ref_per_token_logps: expected it, or ref_input and ref_weight, since beta = {self.beta}, got None"
             )
         with torch.no_grad():
-            logps, _ = linear_logprob(
+            found = linear_logprob(
                 ref_input,
-                ref_weight,
+                Head(ref_weight, ref_bias),
                 ids,
-                bias=ref_bias,
                 mask=mask,
                 temperature=self.temperature,
                 entropy=False,
-                backend=self.backend,
-                workspace_bytes=self.workspace_bytes,
+                run=Run("auto", self.backend, self.workspace_bytes),
             )
-        return logps
+        return found.logps
 
 
 def _items_of_a_rank(mask: Tensor, num_items_in_batch: float | Tensor | None) -> float | Tensor | None:

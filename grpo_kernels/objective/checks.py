@@ -7,15 +7,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from grpo_kernels.base.checks import did_you_mean, warn_once
-from grpo_kernels.config import LossConfig, preset_hint
+from grpo_kernels.objective.config import LossConfig, preset_hint
 from grpo_kernels.objective.losses import loss_of
 
 FIELDS = tuple(x.name for x in fields(LossConfig))
 _DEFAULT = LossConfig()
-# Fields that a custom objective leaves in force: its normaliser's, and the head's.
-_BESIDE_AN_OBJECTIVE = (
-    "loss_type", "max_completion_length", "temperature", "final_logit_softcapping", "logit_scale", "logits_dtype",
-)  # fmt: skip
+# Fields that a custom objective leaves in force: its normaliser's, and the temperature.
+_BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 
 
 def check_config(config: Any) -> None:
@@ -78,14 +76,14 @@ def check_terms(
     """Raise unless a KL term has its reference, and all terms of the config are off beside a custom `objective`.
 
     Args:
-        has_reference: True if there is a `ReferenceHead`.
+        has_reference: True if there is a `reference`.
     """
     check_objective(config, objective)
     if config.estimates_kl and ref_per_token_logps is None:
         raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
     if config.needs_reference_head and not has_reference:
         raise ValueError(
-            f"reference: expected a ReferenceHead, which grpo_loss takes, since kl_estimator = 'full' and beta = "
+            f"reference: expected (hidden, head), which grpo_loss takes, since kl_estimator = 'full' and beta = "
             f"{config.beta}, got None"
         )
     if has_reference and (objective is not None or config.kl_estimator != "full"):

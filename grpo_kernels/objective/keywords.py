@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from grpo_kernels.base.choices import ImportanceSamplingLevel, KLEstimator, LogitsDtype, LossTypeName, SamplingMode
+from grpo_kernels.base.choices import ImportanceSamplingLevel, KLEstimator, LossTypeName, SamplingMode
 
 
 class LossFields(TypedDict, total=False):
@@ -33,6 +33,3 @@ class LossFields(TypedDict, total=False):
     vespo_lambda_pos: float
     vespo_k_neg: float
     vespo_lambda_neg: float
-    final_logit_softcapping: float | None
-    logit_scale: float
-    logits_dtype: LogitsDtype

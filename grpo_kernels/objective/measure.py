@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch.tokens import Layout, Tokens
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.evaluation import Evaluation, Terms
 from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.metrics import Metrics, extreme

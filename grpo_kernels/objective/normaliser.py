@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_tensor
 from grpo_kernels.batch.tokens import Layout
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import loss_of
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.evaluation import Evaluation, Terms
 from grpo_kernels.objective.log_ratio import LogRatio
 from grpo_kernels.objective.losses import loss_of

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_kernels.base.importance import bounded, scored_difference
 from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 
 
 def check_sampling(config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any) -> None:

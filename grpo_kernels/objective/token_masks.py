@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_kernels.base.quantile import quantile
 from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 
 
 def keep_high_entropy(config: LossConfig, tokens: Tokens, entropies: Tensor) -> Tensor | None:

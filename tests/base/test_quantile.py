@@ -42,7 +42,7 @@ def test_losses_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         leaf = hidden.clone().requires_grad_()
         config = LossConfig(top_entropy_quantile=0.3)
         out = grpo_loss(leaf, weight, ids, None, advantages, config=config)
-        logps, _ = linear_logprob(leaf, weight.clone().requires_grad_(), ids, expected=expected)
+        logps = linear_logprob(leaf, weight.clone().requires_grad_(), ids, expected=expected).logps
         return [out.loss.detach(), *torch.autograd.grad(out.loss + (expected * 3 * logps).sum(), leaf)]
 
     want = results()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, token_level
+from tests.support.flat import flat
 
 N, H, V = 16, 6, 11  # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
 PRODUCT = 2 * N * H * V
@@ -54,9 +55,8 @@ def batch(given: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
 
 
 def both(given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    logps, entropies = linear_logprob(**given, ids=IDS, **options)
-    assert entropies is not None
-    return logps, entropies
+    scores = flat(linear_logprob)(**given, ids=IDS, **options)
+    return scores.logps, scores.entropies
 
 
 def eager(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor = IDS) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def engine_options(engine: str) -> tuple[str, dict[str, Any]]:
 
 
 def losses(engine: str, given: dict[str, Tensor], **changes: Any) -> Tensor:
-    return grpo_loss(**batch(given, **changes), config=LossConfig(loss_type="dapo"), engine=engine).loss
+    return flat(grpo_loss)(**batch(given, **changes), config=LossConfig(loss_type="dapo"), engine=engine).loss
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -186,13 +186,15 @@ def test_frozen(frozen: str, engine: str) -> None:
 def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig) -> None:
     """One product, the same bits, no graph; also where an expectation or an objective is given."""
     given = head(torch.float32)
-    trained = grpo_loss(**batch(given), config=config)
+    trained = flat(grpo_loss)(**batch(given), config=config)
     asked: list[int] = []
     expectation = Expectation(lambda index, logps, entropies: asked.append(1) or logps)
     with mode():
-        flops, out = counted(lambda: grpo_loss(**batch(given), config=config))
+        flops, out = counted(lambda: flat(grpo_loss)(**batch(given), config=config))
         logprob_flops, (logps, _) = counted(lambda: both(given, expected=expectation))
-        custom = grpo_loss(**batch(given), objective=token_level(lambda tokens: -tokens.advantages * tokens.logps))
+        custom = flat(grpo_loss)(
+            **batch(given), objective=token_level(lambda tokens: -tokens.advantages * tokens.logps)
+        )
     assert flops == logprob_flops == 1
     assert not asked
     assert not (out.loss.requires_grad or logps.requires_grad or custom.loss.requires_grad)
@@ -254,8 +256,8 @@ def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
     before = {k: x.detach().clone() for k, x in named.items()}
 
     def run() -> Tensor:
-        loss = grpo_loss(**inputs, engine=engine).loss
-        return loss + linear_logprob(**given, **side, engine=engine)[0].dot(torch.linspace(-1, 2, N))
+        loss = flat(grpo_loss)(**inputs, engine=engine).loss
+        return loss + flat(linear_logprob)(**given, **side, engine=engine).logps.dot(torch.linspace(-1, 2, N))
 
     run().backward()
     want = grads(given)
@@ -295,7 +297,7 @@ def test_double_backward_raises(of: str) -> None:
 def test_what_refuses_to_be_differentiated_keeps_nothing() -> None:
     given = head()
     hidden = given["hidden"] * 1.0
-    loss, seen = grpo_loss(**batch(given | {"hidden": hidden}), engine="one_pass").loss, weakref.ref(hidden)
+    loss, seen = flat(grpo_loss)(**batch(given | {"hidden": hidden}), engine="one_pass").loss, weakref.ref(hidden)
     del hidden
     assert seen() is None
     torch.autograd.grad(loss, given["hidden"], create_graph=True)[0].sum()
@@ -324,7 +326,7 @@ def test_gradients_of_a_kept_graph_share_no_memory(engine: str) -> None:
     """What the caller does to one is no affair of the next, nor of what is stored."""
     given = head(torch.float32, frozen="weight bias" if engine == "frozen" else "")
     leaves = [x for x in given.values() if x.requires_grad]
-    loss = grpo_loss(**batch(given), engine=engine).loss
+    loss = flat(grpo_loss)(**batch(given), engine=engine).loss
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     want = [x.clone() for x in first]
     for x in first:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grpo_kernels import GRPOLoss, LossConfig, LossOutput, grpo_loss, linear_logprob_with
+from grpo_kernels import GRPOLoss, Head, LossConfig, LossOutput, grpo_loss, linear_logprob
+from tests.support.flat import flat
 
 H, V = 8, 19
 BOTH, HIDDEN = (True, True, True), (True, False, False)
@@ -96,17 +98,18 @@ LOSSES: dict[str, tuple[LossConfig, tuple[str, ...], tuple[bool, ...], str]] = {
     "dapo on-policy": (LossConfig(), (), BOTH, "one_pass"),
     "grpo, all terms": (LossConfig(loss_type="grpo", beta=0.1, entropy_coef=0.01), EVERY, BOTH, "one_pass"),
     "cispo": (LossConfig(loss_type="cispo", epsilon_high=5.0, temperature=0.8), EVERY, BOTH, "one_pass"),
-    "sapo, softcap": (LossConfig(loss_type="sapo", final_logit_softcapping=4.0), (OLD,), BOTH, "one_pass"),
+    "sapo, softcap": (LossConfig(loss_type="sapo"), (OLD,), BOTH, "one_pass"),
     "gspo": (LossConfig(loss_type="grpo", importance_sampling_level="sequence"), (OLD, "bias"), BOTH, "two_pass"),
     "vespo": (LossConfig(loss_type="vespo", entropy_coef=0.1, temperature=0.8), EVERY, BOTH, "two_pass"),
     "gmpo": (LossConfig(loss_type="gmpo", beta=0.1), EVERY, BOTH, "two_pass"),
     "top entropy": (LossConfig(top_entropy_quantile=0.5), (OLD,), BOTH, "two_pass"),
     "off-policy mask": (LossConfig(off_policy_mask_threshold=0.1), EVERY, BOTH, "two_pass"),
-    "lean": (LossConfig(loss_type="bnpo", logit_scale=1.5), (OLD, "bias"), BOTH, "lean"),
+    "lean": (LossConfig(loss_type="bnpo"), (OLD, "bias"), BOTH, "lean"),
     "frozen": (LossConfig(loss_type="vespo"), (OLD,), HIDDEN, "frozen"),
     "frozen head, bonus": (LossConfig(loss_type="luspo", entropy_coef=0.1), (OLD,), HIDDEN, "one_pass"),
     "only the bias": (LossConfig(loss_type="dr_grpo"), EVERY, (False, False, True), "one_pass"),
 }
+CONSTANTS = {"sapo, softcap": {"final_logit_softcapping": 4.0}, "lean": {"logit_scale": 1.5}}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -116,7 +119,7 @@ def test_same_bits(name: str) -> None:
     asked = engine if engine == "lean" else "auto"
 
     def loss(**given: Any) -> Any:
-        return grpo_loss(**given, config=config, engine=asked)
+        return flat(grpo_loss)(**given, **CONSTANTS.get(name, {}), config=config, engine=asked)
 
     fast, counter = compiled(loss)
     for upstream in (1.0, -0.3):
@@ -133,7 +136,7 @@ def test_at_most_two_graphs(changing: str, engine: str) -> None:
     config = LossConfig(loss_type="grpo", beta=0.1, entropy_coef=0.01)
 
     def loss(**given: Any) -> Any:
-        return grpo_loss(**given, config=config, engine=engine)
+        return flat(grpo_loss)(**given, config=config, engine=engine)
 
     fast, counter = compiled(loss)
     sizes = {
@@ -150,10 +153,10 @@ def test_at_most_two_graphs(changing: str, engine: str) -> None:
     "values", [(3, 5, 9), (3.0, 4.5, 7.25), tuple(torch.tensor(x) for x in (3, 5, 9))], ids=["int", "float", "tensor"]
 )
 def test_number_of_items_makes_no_graphs(values: tuple[Any, ...]) -> None:
-    fast, counter = compiled(grpo_loss)
+    fast, counter = compiled(flat(grpo_loss))
     for value in values:
         given = {"num_items_in_batch": value, "completion_mask": None}
-        assert_same_bits(results(fast, batch(2, 5, OLD, **given)), results(grpo_loss, batch(2, 5, OLD, **given)))
+        assert_same_bits(results(fast, batch(2, 5, OLD, **given)), results(flat(grpo_loss), batch(2, 5, OLD, **given)))
     assert counter.frame_count <= 2
 
 
@@ -167,8 +170,8 @@ class Policy(nn.Module):
         self.mix = nn.Parameter(torch.randn(H, H, generator=draw))
         self.loss = GRPOLoss(config)
 
-    def forward(self, ids: Tensor, **given: Any) -> Any:
-        return self.loss(self.embedding[ids] @ self.mix, self.embedding, **given)
+    def forward(self, ids: Tensor, bias: Tensor | None = None, **given: Any) -> Any:
+        return self.loss(self.embedding[ids] @ self.mix, Head(self.embedding, bias), **given)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -206,12 +209,12 @@ def logprobs(
     tensors = {name: given[name] for name in names if name in given}
     found = function(**tensors, ids=given["completion_ids"], mask=given["completion_mask"], **options)
     weights = torch.arange(1.0, 1 + given["completion_ids"].numel()).view(given["completion_ids"].shape)
-    total = (found["logps"] * weights).sum() * upstream[0]
+    total = (found.logps * weights).sum() * upstream[0]
     if upstream[1]:
-        total = total + (found["entropy"] * weights).sum() * upstream[1]
+        total = total + (found.entropies * weights).sum() * upstream[1]
     if total.requires_grad:
         total.backward()
-    return {**{name: found[name] for name in sorted(found)}, **{name: x.grad for name, x in tensors.items()}}
+    return {**found.given, **{name: x.grad for name, x in tensors.items()}}
 
 
 ROWS = torch.linspace(0.5, 1.5, 10).view(2, 5)
@@ -221,11 +224,11 @@ LOGPROBS: dict[str, tuple[Case, tuple[bool, ...], tuple[float, float], str]] = {
     "both": ({}, BOTH, (1.0, 0.5), "auto"),
     "entropies not differentiated": ({}, BOTH, (1.0, 0.0), "auto"),
     "head options": (HEAD, BOTH, (1.0, 0.5), "auto"),
-    "temperatures": ({"temperature": ROWS, "outputs": ()}, BOTH, (1.0, 0.0), "auto"),
-    "extras": ({"outputs": ("is_top1", "entropy", "mean_logits")}, BOTH, (1.0, 0.5), "auto"),
+    "temperatures": ({"temperature": ROWS, "entropy": False}, BOTH, (1.0, 0.0), "auto"),
+    "extras": ({"extras": ("is_top1", "mean_logits")}, BOTH, (1.0, 0.5), "auto"),
     "an expectation": ({"expected": ROWS, "engine": "one_pass"}, BOTH, (1.0, 0.5), "two_pass"),
     "lean": ({"engine": "lean"}, BOTH, (1.0, 0.5), "lean"),
-    "frozen": ({"outputs": ()}, HIDDEN, (0.3, 0.0), "auto"),
+    "frozen": ({"entropy": False}, HIDDEN, (0.3, 0.0), "auto"),
     "frozen, entropies": ({}, HIDDEN, (1.0, 0.5), "two_pass"),
     "score": ({}, (False, False, False), (1.0, 0.0), "auto"),
 }
@@ -234,11 +237,11 @@ LOGPROBS: dict[str, tuple[Case, tuple[bool, ...], tuple[float, float], str]] = {
 @pytest.mark.parametrize("name", LOGPROBS)
 def test_linear_logprob(name: str) -> None:
     options, trains, upstream, engine = LOGPROBS[name]
-    fast, counter = compiled(linear_logprob_with)
+    fast, counter = compiled(flat(linear_logprob))
     eager = {key: x for key, x in options.items() if key != "expected"} | {"engine": engine}
     for size, length in [(2, 5)] if "temperature" in options else [(2, 5), (2, 7), (2, 8)]:
         found = logprobs(fast, batch(size, length, "bias", trains=trains), upstream, **options)
-        want = logprobs(linear_logprob_with, batch(size, length, "bias", trains=trains), upstream, **eager)
+        want = logprobs(flat(linear_logprob), batch(size, length, "bias", trains=trains), upstream, **eager)
         assert_same_bits(found, want)
     assert counter.frame_count <= 2
 
@@ -248,7 +251,7 @@ def test_an_upstream_gradient_of_a_loss_that_is_nan(name: str) -> None:
     """It reaches what counts, and no masked position."""
     config, names, trains, _ = LOSSES[name]
     given = batch(2, 5, *names, trains=trains) | {"config": config}
-    found = results(compiled(grpo_loss)[0], given, float("nan"))["hidden"].isnan().any(-1)
+    found = results(compiled(flat(grpo_loss))[0], given, float("nan"))["hidden"].isnan().any(-1)
     assert torch.equal(found, given["completion_mask"])
 
 
@@ -262,10 +265,10 @@ def test_an_upstream_gradient_that_is_nan_where_masked(name: str) -> None:
     def gradients(function: Callable[..., Any], masked: float) -> list[Tensor]:
         found = function(given["hidden"], given["weight"], given["completion_ids"], mask=counted, **options)
         leaves = [x for x in (given["hidden"], given["weight"]) if x.requires_grad]
-        return list(torch.autograd.grad(found["logps"], leaves, torch.where(counted, 1.0, masked)))
+        return list(torch.autograd.grad(found.logps, leaves, torch.where(counted, 1.0, masked)))
 
     for x, y in zip(
-        gradients(compiled(linear_logprob_with)[0], torch.nan), gradients(linear_logprob_with, 0.0), strict=True
+        gradients(compiled(flat(linear_logprob))[0], torch.nan), gradients(linear_logprob, 0.0), strict=True
     ):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
@@ -286,7 +289,7 @@ def test_one_op_in_the_forward_and_none_in_the_backward_of_one_pass() -> None:
     backend = aot_autograd(fw_compiler=lister("forward"), bw_compiler=lister("backward"))
     for name, in_backward in (("grpo, all terms", []), ("gspo", ["grpo_kernels.linear_logprob_backward.default"])):
         config, names, *_ = LOSSES[name]
-        results(torch.compile(grpo_loss, backend=backend, fullgraph=True), batch(2, 5, *names, config=config))
+        results(torch.compile(flat(grpo_loss), backend=backend, fullgraph=True), batch(2, 5, *names, config=config))
         assert ops == {"forward": ["grpo_kernels.policy_loss.default"], "backward": in_backward}
 
 
@@ -294,7 +297,7 @@ def test_packed() -> None:
     config = LossConfig(loss_type="grpo", importance_sampling_level="sequence")
 
     def loss(**given: Any) -> Any:
-        return grpo_loss(**given, config=config)
+        return flat(grpo_loss)(**given, config=config)
 
     def packed(bounds: list[int]) -> Case:
         given = batch(1, bounds[-1], OLD)
@@ -310,23 +313,39 @@ def test_packed() -> None:
 
 def test_a_graph_for_each_config() -> None:
     """And no more: none of its numbers becomes an input."""
-    fast, counter = compiled(grpo_loss)
+    fast, counter = compiled(flat(grpo_loss))
     configs = [LossConfig(loss_type="vespo", temperature=x) for x in (1.0, 0.7, 0.9)]
     for config in (*configs, LossConfig(epsilon=0.1), configs[0]):
         given = {"config": config}
-        assert_same_bits(results(fast, batch(2, 5, OLD, **given)), results(grpo_loss, batch(2, 5, OLD, **given)))
+        assert_same_bits(results(fast, batch(2, 5, OLD, **given)), results(flat(grpo_loss), batch(2, 5, OLD, **given)))
     assert counter.frame_count == 4
+
+
+def test_constants_of_the_head_may_change() -> None:
+    """Of a `Head` that is made outside or inside: whatever graphs that takes, the bits are those of eager calls."""
+
+    def outside(weight: Tensor, **given: Any) -> Any:
+        return grpo_loss(head=head, **given)
+
+    inside, with_head = compiled(flat(grpo_loss))[0], compiled(outside)[0]
+    for constants in ({}, {"logit_scale": 1.5}, {"logit_scale": 0.7}, {"final_logit_softcapping": 2.5}):
+        want = results(flat(grpo_loss), batch(2, 5, OLD) | constants)
+        assert_same_bits(results(inside, batch(2, 5, OLD) | constants), want)
+        given = batch(2, 5, OLD)
+        head = Head(given["weight"], **{name: np.float32(x) for name, x in constants.items()})
+        if "logit_scale" not in constants or constants["logit_scale"] == 1.5:  # 0.7 is another number in float32
+            assert_same_bits(results(with_head, given), want)
 
 
 def test_config_may_be_made_inside() -> None:
     def loss(**given: Any) -> Any:
-        return GRPOLoss(loss_type="grpo", beta=0.1)(**given)
+        return flat(GRPOLoss(loss_type="grpo", beta=0.1))(**given)
 
     assert_same_bits(results(compiled(loss)[0], batch(2, 5, REF)), results(loss, batch(2, 5, REF)))
 
 
 def test_values_raise_as_in_eager_mode() -> None:
-    fast, _ = compiled(grpo_loss)
+    fast, _ = compiled(flat(grpo_loss))
     wrong = batch(2, 5) | {"completion_ids": torch.full((2, 5), V), "completion_mask": None}
     for given, message in (
         (wrong, "expected ids in"),
@@ -342,7 +361,7 @@ def test_custom_objective_breaks_the_graph() -> None:
     """It is the user's function: fullgraph=True refuses it with the reason, else it runs eagerly."""
 
     def loss(**given: Any) -> Any:
-        return grpo_loss(**given, objective=lambda tokens: -tokens.advantages * tokens.logps)
+        return flat(grpo_loss)(**given, objective=lambda tokens: -tokens.advantages * tokens.logps)
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="grpo_kernels: a function of yours"):
         compiled(loss)[0](**batch(2, 5))
@@ -356,7 +375,7 @@ def test_exported_graph_runs() -> None:
 
     class Loss(nn.Module):
         def forward(self, given: Case) -> LossOutput:
-            return grpo_loss(**given, config=LOSSES["gspo"][0])
+            return flat(grpo_loss)(**given, config=LOSSES["gspo"][0])
 
     given = {name: x.detach() for name, x in batch(2, 5, *LOSSES["gspo"][1]).items()}
     file = io.BytesIO()
@@ -369,7 +388,7 @@ def test_exported_graph_runs() -> None:
 def test_an_output_is_a_pytree() -> None:
     """Of its tensors: what maps over them gives an output again, with all of its metrics."""
     config = LOSSES["grpo, all terms"][0]
-    out = grpo_loss(**batch(2, 5, *EVERY), config=config)
+    out = flat(grpo_loss)(**batch(2, 5, *EVERY), config=config)
     leaves, spec = pytree.tree_flatten(out)
     assert len(leaves) == 3 + 2 * len(out.metrics.pairs) + len(out.metrics) - len(out.metrics.pairs)
     assert all(isinstance(x, Tensor) for x in leaves)
@@ -393,7 +412,7 @@ def test_inductor() -> None:
     config = LOSSES["grpo, all terms"][0]
 
     def loss(**given: Any) -> Any:
-        return grpo_loss(**given, config=config)
+        return flat(grpo_loss)(**given, config=config)
 
     fast, counter = compiled(loss, "inductor")
     assert_same_bits(results(fast, batch(2, 5, OLD, REF), 0.3), results(loss, batch(2, 5, OLD, REF), 0.3))

@@ -7,15 +7,17 @@ has its seed: `check(random_case(seed))` replays it.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from grpo_kernels import GRPOLoss, LossConfig
+from grpo_kernels import GRPOLoss
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases, random_case
+from tests.support.flat import flat
 from tests.support.reference import ReferenceResult, reference_loss
-from tests.support.run_case import allowed_engines, arguments, run
+from tests.support.run_case import allowed_engines, arguments, config_of, run
 from tests.support.tolerance import assert_matches, bounds_of, compare
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
@@ -78,8 +80,9 @@ def test_module_equals_function() -> None:
     case = next(case for case in fixed_cases() if case.name == "B/everything/dapo-t")
     given = arguments(case)
     one, _ = run(case)
-    for module in (GRPOLoss(LossConfig(**case.config)), GRPOLoss(**case.config)):
-        other = module(**given)
+    config = config_of(case)
+    for module in (GRPOLoss(config), GRPOLoss(**asdict(config))):
+        other = flat(module)(**given)
         assert torch.equal(one.loss, other.loss)
         assert torch.equal(one.per_token_logps, other.per_token_logps)
         assert {name: float(x) for name, x in one.metrics.items()} == {

@@ -9,19 +9,12 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import (
-    LoRA,
-    LossConfig,
-    ReferenceHead,
-    grpo_loss,
-    linear_divergence,
-    linear_divergence_with,
-    policy_loss_from_logps,
-)
+from grpo_kernels import Head, LoRA, LossConfig, Run, grpo_loss, linear_divergence, policy_loss_from_logps
 from tests.support.case_builder import Case, thinned
 from tests.support.divergence_case import (
     check_divergence,
@@ -36,6 +29,10 @@ from tests.support.reference_terms import divergence
 BETAS = (0.0, 1.0, 0.5, 0.1)
 ENGINES = ("auto", "one_pass", "two_pass", "lean")
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+
+
+def divergence_of(*given: Any, **options: Any) -> torch.Tensor:
+    return linear_divergence(*given, **options).divergence
 
 
 def fixed_cases() -> Iterator[Case]:
@@ -78,7 +75,7 @@ def test_of_equal_heads_value_and_gradient_are_exactly_0(beta: float, every_back
     for dtype in (torch.float32, torch.bfloat16):
         case = divergence_case(f"equal/{beta}", beta=beta, teacher=0.0, dtype=dtype, bias=True, temperature=0.7)
         found, grads = run_divergence(case.but(teacher_hidden=case.hidden))
-        assert not found["divergence"].any()
+        assert not found.divergence.any()
         assert not any(x.any() for x in grads.values())
 
 
@@ -94,7 +91,7 @@ def test_banned_ids_are_infinite_only_where_they_must_be(every_backend: str) -> 
         for beta in BETAS:
             made = case.but(bias=bias, teacher_bias=other, others={"beta_of_divergence": beta})
             found, grads = run_divergence(made)
-            assert bool(found["divergence"].isinf().all()) == (beta in infinite), (student, teacher, beta)
+            assert bool(found.divergence.isinf().all()) == (beta in infinite), (student, teacher, beta)
             if beta not in infinite:
                 assert all(bool(torch.isfinite(x).all()) for x in grads.values())
                 check_divergence(made, ("auto", "two_pass"))
@@ -103,11 +100,13 @@ def test_banned_ids_are_infinite_only_where_they_must_be(every_backend: str) -> 
 def test_only_the_common_ids_count() -> None:
     case = divergence_case("common", v=40, mask="full", bias=True)
     wide = lambda x: torch.cat([x, torch.full_like(x[:7], 3.0)])  # noqa: E731
-    plain = linear_divergence(case.hidden, case.weight, case.teacher_hidden, case.teacher_weight)
+    plain = divergence_of(case.hidden, case.weight, case.teacher_hidden, case.teacher_weight)
     for weight, teacher in ((wide(case.weight), case.teacher_weight), (case.weight, wide(case.teacher_weight))):
-        assert torch.equal(linear_divergence(case.hidden, weight, case.teacher_hidden, teacher), plain)
-    some = linear_divergence(case.hidden, case.weight, case.teacher_hidden, case.teacher_weight, vocab_size=31)
-    cut = linear_divergence(case.hidden, case.weight[:31], case.teacher_hidden, case.teacher_weight[:31])
+        assert torch.equal(divergence_of(case.hidden, weight, case.teacher_hidden, teacher), plain)
+    some = divergence_of(case.hidden, Head(case.weight, vocab_size=31), case.teacher_hidden, case.teacher_weight)
+    theirs = Head(case.teacher_weight, vocab_size=31)
+    assert torch.equal(divergence_of(case.hidden, case.weight, case.teacher_hidden, theirs), some)
+    cut = divergence_of(case.hidden, case.weight[:31], case.teacher_hidden, case.teacher_weight[:31])
     assert torch.equal(some, cut)
 
 
@@ -116,7 +115,7 @@ def test_what_is_expected_changes_no_result(every_backend: str) -> None:
     plain, grads = run_divergence(case)
     for expected in (upstream_of(case)["divergence"], torch.rand(case.completion_mask.shape, dtype=torch.float64)):
         found, same = run_divergence(case, expected=expected)
-        assert torch.equal(found["divergence"], plain["divergence"])
+        assert torch.equal(found.divergence, plain.divergence)
         for name in ("hidden", "weight"):
             torch.testing.assert_close(same[name], grads[name], rtol=1e-9, atol=1e-12)
 
@@ -124,7 +123,7 @@ def test_what_is_expected_changes_no_result(every_backend: str) -> None:
 def test_a_second_derivative_is_refused() -> None:
     case = divergence_case("twice")
     hidden = case.hidden.requires_grad_()
-    value = linear_divergence(hidden, case.weight, case.teacher_hidden, case.teacher_weight)
+    value = divergence_of(hidden, case.weight, case.teacher_hidden, case.teacher_weight)
     (d_hidden,) = torch.autograd.grad(value.sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         torch.autograd.grad(d_hidden.sum(), hidden)
@@ -135,18 +134,14 @@ WRONG = [
     ({"beta": 0.5}, ValueError, "beta: expected None with divergence = 'reverse_kl'"),
     ({"divergence": "jsd", "beta": 1.5}, ValueError, r"beta: expected a number in \[0, 1\]"),
     ({"divergence": "jsd", "beta": "half"}, TypeError, "beta: expected a number"),
-    ({"outputs": ("logps",)}, ValueError, "ids: expected a tensor since"),
-    ({"outputs": ("entropies",)}, ValueError, "outputs: expected some of"),
-    ({"ids": torch.zeros(3, 7, dtype=torch.long)}, ValueError, "ids: expected None"),
-    ({"engine": "score_dot"}, ValueError, "engine"),
+    ({"ids": torch.zeros(3, 8, dtype=torch.long)}, ValueError, "ids: expected shape"),
+    ({"expected": (torch.ones(3, 7), torch.ones(3, 7))}, ValueError, "expected: expected a tensor, or with ids two"),
+    ({"run": Run("score_dot")}, ValueError, "engine"),
+    ({"run": Run(projection="dispatch")}, ValueError, "projection: expected 'library'"),
     ({"temperature": 0.0}, ValueError, "temperature"),
     ({"mask": torch.ones(3, 8)}, ValueError, "mask: expected shape"),
     ({"expected": torch.ones(3, 8)}, ValueError, "expected: expected shape"),
-    ({"teacher_bias": torch.zeros(49)}, ValueError, "teacher_bias: expected shape"),
-    ({"teacher_logit_scale": "big"}, TypeError, "teacher_logit_scale"),
-    ({"teacher_final_logit_softcapping": -1.0}, ValueError, "teacher_final_logit_softcapping"),
-    ({"vocab_size": 51}, ValueError, "vocab_size: expected at most"),
-    ({"workspace_bytes": 0}, ValueError, "workspace_bytes"),
+    ({"run": Run(workspace_bytes=0)}, ValueError, "workspace_bytes"),
 ]
 
 
@@ -154,7 +149,24 @@ WRONG = [
 def test_wrong_arguments_are_named(options: dict, error: type[Exception], match: str) -> None:
     case = divergence_case("wrong")
     with pytest.raises(error, match=match):
-        linear_divergence_with(case.hidden, case.weight, case.teacher_hidden, case.teacher_weight, **options)
+        linear_divergence(case.hidden, case.weight, case.teacher_hidden, case.teacher_weight, **options)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "match"),
+    [
+        ({}, {"bias": torch.zeros(49)}, "teacher_bias: expected shape"),
+        ({"vocab_size": 51}, {}, "vocab_size: expected at most"),
+        ({}, {"lora": LoRA(torch.zeros(2, 16), torch.zeros(50, 2))}, r"teacher_head\.lora: expected None"),
+        ({"logit_scale": 2.0}, None, "teacher_head: expected a Head, which says its own logit_scale, .* 2.0"),
+        ({"final_logit_softcapping": 9.0}, None, "teacher_head: expected a Head, which says its own final_logit_soft"),
+    ],
+)
+def test_wrong_heads_are_named(student: dict, teacher: dict | None, match: str) -> None:
+    case = divergence_case("wrong")
+    other = case.teacher_weight if teacher is None else Head(case.teacher_weight, **teacher)
+    with pytest.raises(ValueError, match=match):
+        linear_divergence(case.hidden, Head(case.weight, **student), case.teacher_hidden, other)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +183,7 @@ def test_wrong_tensors_of_the_teacher_are_named(name, change, match) -> None:
     case = divergence_case("wrong")
     given = {x: getattr(case, x) for x in ("hidden", "weight", "teacher_hidden", "teacher_weight")}
     with pytest.raises((TypeError, ValueError), match=match):
-        linear_divergence(**{**given, name: change(given[name])})
+        linear_divergence(*{**given, name: change(given[name])}.values())
 
 
 def plain_divergence(hidden, weight, teacher_hidden, teacher_weight, temperature=1.0) -> torch.Tensor:
@@ -194,7 +206,8 @@ def test_an_adapter_on_the_student_is_its_dense_head(engine: str, frozen: bool) 
     hidden, weight, teacher_hidden, teacher_weight = given_tensors()
     weight.requires_grad_(not frozen)
     a, b = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 16), (50, 4)))
-    value = linear_divergence(hidden, weight, teacher_hidden, teacher_weight, lora=LoRA(a, b, 0.5), engine=engine)
+    student = Head(weight, lora=LoRA(a, b, 0.5))
+    value = divergence_of(hidden, student, teacher_hidden, teacher_weight, run=Run(engine))
     want = plain_divergence(hidden, weight + 0.5 * b @ a, teacher_hidden, teacher_weight)
     torch.testing.assert_close(value, want)
     leaves = [hidden, a, b, *([] if frozen else [weight])]
@@ -207,14 +220,14 @@ def test_any_leading_shape_and_a_temperature_a_position() -> None:
     for shape in ((11,), (2, 3, 4)):
         given = given_tensors(shape=shape)
         temperature = torch.linspace(0.5, 2.0, math.prod(shape), dtype=torch.float64).view(shape)
-        value = linear_divergence(*given, temperature=temperature)
+        value = divergence_of(*given, temperature=temperature)
         torch.testing.assert_close(value, plain_divergence(*given, temperature=temperature[..., None]))
 
 
 def test_within_autocast_operands_are_rounded_to_its_dtype() -> None:
     given = given_tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        value = linear_divergence(*given)
+        value = divergence_of(*given)
     rounded = [x.detach().bfloat16().float() for x in given]
     torch.testing.assert_close(value, plain_divergence(*rounded), rtol=1e-5, atol=1e-5)
     value.sum().backward()
@@ -223,23 +236,23 @@ def test_within_autocast_operands_are_rounded_to_its_dtype() -> None:
 
 def test_heads_of_different_dtypes_keep_their_own() -> None:
     hidden, weight, teacher_hidden, teacher_weight = given_tensors(torch.float32)
-    value = linear_divergence(hidden, weight, teacher_hidden.bfloat16(), teacher_weight.bfloat16())
+    value = divergence_of(hidden, weight, teacher_hidden.bfloat16(), teacher_weight.bfloat16())
     rounded = [x.bfloat16().float() for x in (teacher_hidden, teacher_weight)]
     torch.testing.assert_close(value, plain_divergence(hidden, weight, *rounded), rtol=1e-5, atol=1e-5)
-    double = linear_divergence(hidden.double(), weight.double(), teacher_hidden, teacher_weight)
+    double = divergence_of(hidden.double(), weight.double(), teacher_hidden, teacher_weight)
     assert double.dtype == torch.float64
 
 
 def test_a_16_bit_student_leaves_its_teacher_in_fp32() -> None:
     hidden, weight, *_ = given_tensors(torch.float32)
     student = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
-    value = linear_divergence(*student, hidden, weight)  # of a teacher with the same numbers, not rounded
+    value = divergence_of(*student, hidden, weight)  # of a teacher with the same numbers, not rounded
     want = plain_divergence(*(x.double() for x in (*student, hidden, weight)))
     torch.testing.assert_close(value.double(), want, rtol=1e-3, atol=1e-8)
     assert want.mean() > 1e-5
 
     config, ids = LossConfig(beta=0.1, kl_estimator="full"), torch.zeros(3, 7, dtype=torch.long)
-    reference = ReferenceHead(hidden, weight)
+    reference = hidden, weight
     out = grpo_loss(*student, ids, None, torch.ones(3), reference=reference, config=config)
     torch.testing.assert_close(out.metrics["kl"].double(), want.mean(), rtol=1e-3, atol=1e-8)
 
@@ -248,27 +261,27 @@ def test_a_teacher_beyond_the_range_of_the_student_s_dtype() -> None:
     *student, teacher_hidden, teacher_weight = given_tensors(torch.float32)
     teacher_hidden.index_fill_(2, torch.tensor(0), 7e4)  # 65504 is the largest fp16
     teacher, student = (teacher_hidden, teacher_weight * 1e-5), [x.half() for x in student]
-    value = linear_divergence(*student, *teacher)
+    value = divergence_of(*student, *teacher)
     want = plain_divergence(*(x.double() for x in (*student, *teacher)))
     torch.testing.assert_close(value.double(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_float64_teacher_of_a_float32_student() -> None:
     given = given_tensors(torch.float32)
-    value = linear_divergence(*given[:2], *(x.double() for x in given[2:]))
+    value = divergence_of(*given[:2], *(x.double() for x in given[2:]))
     assert value.dtype == torch.float32
-    torch.testing.assert_close(value, linear_divergence(*given))
+    torch.testing.assert_close(value, divergence_of(*given))
 
 
 def test_the_teacher_gets_no_gradient() -> None:
     given = [x.requires_grad_() for x in given_tensors()]
-    linear_divergence(*given).sum().backward()
+    divergence_of(*given).sum().backward()
     assert given[0].grad is not None and given[2].grad is None and given[3].grad is None
 
 
 def test_compiled_code_breaks_its_graph_and_has_the_same_bits() -> None:
     def step(*given: torch.Tensor) -> torch.Tensor:
-        return linear_divergence(*given).mean() * 2.0
+        return linear_divergence(*given).divergence.mean() * 2.0
 
     given = given_tensors(torch.float32)
     found = torch.compile(step, backend="eager")(*given)
@@ -283,13 +296,13 @@ def test_compiled_code_breaks_its_graph_and_has_the_same_bits() -> None:
 
 
 LOSS_WRONG = [
-    ({}, {"kl_estimator": "full", "beta": 0.1}, ValueError, "reference: expected a ReferenceHead"),
+    ({}, {"kl_estimator": "full", "beta": 0.1}, ValueError, r"reference: expected \(hidden, head\)"),
     ({"reference": "given"}, {"beta": 0.1}, ValueError, "reference: expected None with kl_estimator = 'k3'"),
     (
         {"reference": 3},
         {"kl_estimator": "full", "beta": 0.1},
         TypeError,
-        "reference: expected a ReferenceHead, got int",
+        r"reference: expected \(hidden, head\), got int",
     ),
     ({"reference": "narrow"}, {"kl_estimator": "full", "beta": 0.1}, ValueError, "reference.weight: expected shape"),
 ]
@@ -300,7 +313,7 @@ def test_a_loss_says_what_reference_it_takes(options, config, error, match) -> N
     case = divergence_case("wrong")
     heads = {"given": case.teacher_weight, "narrow": case.teacher_weight[:40]}
     if options.get("reference") in heads:
-        options = {"reference": ReferenceHead(case.teacher_hidden, heads[options["reference"]])}
+        options = {"reference": (case.teacher_hidden, heads[options["reference"]])}
     given = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
     logps = torch.zeros(3, 7) if config.get("kl_estimator") != "full" else None
     with pytest.raises(error, match=match):
@@ -309,7 +322,7 @@ def test_a_loss_says_what_reference_it_takes(options, config, error, match) -> N
 
 def test_given_log_probabilities_have_no_full_kl() -> None:
     logps = torch.zeros(3, 7)
-    with pytest.raises(ValueError, match="reference: expected a ReferenceHead, which grpo_loss takes"):
+    with pytest.raises(ValueError, match=r"reference: expected \(hidden, head\), which grpo_loss takes"):
         policy_loss_from_logps(
             logps, logps, torch.ones(3, 7), torch.ones(3), config=LossConfig(beta=0.1, kl_estimator="full")
         )
@@ -325,7 +338,7 @@ def test_the_bias_correction_has_nothing_to_correct() -> None:
     torch.testing.assert_close(corrected, divergence(1.0, log_p, log_q))
     plain = {"beta": 0.1, "kl_estimator": "full"}
     one, other = (LossConfig(**plain, use_bias_correction_kl=x) for x in (True, False))
-    reference = ReferenceHead(case.teacher_hidden, case.teacher_weight)
+    reference = case.teacher_hidden, case.teacher_weight
     given = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
     losses = [grpo_loss(*given, config=x, reference=reference).loss for x in (one, other)]
     assert torch.equal(*losses)
@@ -337,4 +350,4 @@ def test_the_examples_of_the_docs_run_as_they_stand() -> None:
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, names)
     assert names["hidden"].grad.abs().sum() > 0
-    assert names["per_token"].shape == names["ids"].shape
+    assert names["scores"].divergence.shape == names["ids"].shape

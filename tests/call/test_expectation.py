@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import Expectation, LossConfig, LossOutput, grpo_loss, linear_logprob, policy_expectation
+from grpo_kernels import Expectation, LossOutput, grpo_loss, linear_logprob, policy_expectation
 from grpo_kernels.engine import autograd
 from grpo_kernels.engine.device import CPU
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
+from tests.support.flat import flat
 from tests.support.reference import evaluate
-from tests.support.run_case import arguments
+from tests.support.run_case import arguments, config_of
 
 N, H, V = 32, 8, 23
 IDS = torch.arange(N) * 5 % V
@@ -42,7 +43,8 @@ def run(g: Tensor | None, h: Tensor | None, frozen: bool = False, **options: Any
     """Products (in those of all rows) and gradients, when g arrives for the logps and h for the entropies."""
     hidden, weight, bias = leaves(frozen)
     with FlopCounterMode(display=False) as counter:
-        outputs = linear_logprob(hidden, weight, IDS, bias=bias, **options)
+        scores = flat(linear_logprob)(hidden, weight, IDS, bias=bias, **options)
+        outputs = scores.logps, scores.entropies
         pairs = [(out, up) for out, up in zip(outputs, (g, h), strict=True) if out is not None and up is not None]
         torch.autograd.backward([out for out, _ in pairs], [up for _, up in pairs])
     return counter.get_total_flops() / (2 * N * H * V), [x.grad for x in (hidden, weight, bias)]
@@ -223,8 +225,8 @@ def test_masked_positions_need_no_expectation(mask: str) -> None:
     got = []
     for options in ({"expected": a}, {"expected": (a, a)}, {"engine": "two_pass"}):
         h, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-        logps, _ = linear_logprob(h, w, case.completion_ids, mask=counted, **options)
-        logps.backward(torch.where(counted, a * 2, float("inf")))
+        scores = flat(linear_logprob)(h, w, case.completion_ids, mask=counted, **options)
+        scores.logps.backward(torch.where(counted, a * 2, float("inf")))
         got.append([h.grad, w.grad])
     assert near(got[0], got[2], 5e-6) and near(got[1], got[2], 5e-6)
 
@@ -239,16 +241,16 @@ KNOWN = [x for x in LOSSES if x[1] == "token" and x[0] not in ("vespo", "gmpo")]
 def test_policy_expectation_foresees_the_loss(loss_type: str, level: str, options: dict[str, Any]) -> None:
     """For every loss without coupled tokens nothing is computed twice, and rows without gradient are only projected."""
     case = make_case(f"foresee/{loss_type}", b=4, t=8, mask="full", zero_adv=True, loss_type=loss_type, **options)
-    config, given = LossConfig(**case.config), arguments(case)
+    config, given = config_of(case), arguments(case)
     inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids", "reference")}
-    out = grpo_loss(**given, config=config)
+    out = flat(grpo_loss)(**given, config=config)
     a, b = d_tokens(case, out)
     expected = policy_expectation(config, **inputs)
     hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
     with FlopCounterMode(display=False) as counter:
-        logps, entropies = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
-        assert entropies is not None
-        torch.autograd.backward([logps, *([] if b is None else [entropies])], [3 * a, *([] if b is None else [3 * b])])
+        scores = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
+        arrives = [(scores.logps, 3 * a), *([] if b is None else [(scores.entropies, 3 * b)])]
+        torch.autograd.backward(*zip(*arrives, strict=True))
     graded = float(out.metrics["rows/gradient"])
     product = 2 * case.completion_ids.numel() * weight.numel()
     assert counter.get_total_flops() == round(product * (1 + 2 * graded))
@@ -275,16 +277,16 @@ def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: b
     """Which rows cannot have a gradient is known: under a frozen head, which needs no more, only the others get one."""
     case = make_case("coupled", b=4, t=8, mask="full", zero_adv=True, **options)
     case = case.but(frozen=frozenset(["weight"] if frozen else []))
-    config, given = LossConfig(**case.config), arguments(case)
+    config, given = config_of(case), arguments(case)
     inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids", "reference")}
-    out = grpo_loss(**given, config=config)
+    out = flat(grpo_loss)(**given, config=config)
     a, _ = d_tokens(case, out)
     expected = policy_expectation(config, **inputs)
     assert expected.coefficients is None
     assert expected.graded is not None and torch.equal(expected.graded, (case.advantages != 0)[:, None].expand(4, 8))
     hidden, weight = given["hidden"].detach().requires_grad_(), given["weight"].detach().requires_grad_(not frozen)
     with FlopCounterMode(display=False) as counter:
-        linear_logprob(hidden, weight, case.completion_ids, expected=expected)[0].backward(3 * a)
+        linear_logprob(hidden, weight, case.completion_ids, expected=expected).logps.backward(3 * a)
     again = 3 * CPU.padded_rows(int((a != 0).sum()))
     assert counter.get_total_flops() == 2 * weight.numel() * (32 + (16 if frozen else again))
     (3 * out.loss).backward()

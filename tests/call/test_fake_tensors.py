@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_kernels import GRPOLoss, LMHeadLogProb, LoRA, LossConfig, grpo_loss, linear_logprob_with, token_level
+from grpo_kernels import GRPOLoss, LMHeadLogProb, LoRA, LossConfig, Run, grpo_loss, linear_logprob, token_level
+from tests.support.flat import flat
 
 B, T, H, V = 2, 5, 8, 19
-OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def inputs(dtype: torch.dtype = torch.float32, frozen: bool = False) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def looks(x: Any) -> Any:
 
 def loss_looks(config: LossConfig, dtype: torch.dtype, frozen: bool, **options: Any) -> Any:
     given = inputs(dtype, frozen)
-    out = GRPOLoss(config)(**given, **options)
+    out = flat(GRPOLoss(config))(**given, **options)
     out.loss.backward()
     tensors = [out.loss, out.per_token_logps, out.entropies, *(x for pair in out.metrics.pairs.values() for x in pair)]
     gradients = [getattr(given[name], "grad", None) for name in ("hidden", "weight", "bias")]
@@ -43,9 +44,9 @@ def loss_looks(config: LossConfig, dtype: torch.dtype, frozen: bool, **options: 
 def logprob_looks(dtype: torch.dtype, frozen: bool, **options: Any) -> Any:
     given = inputs(dtype, frozen)
     head = {name: given[name] for name in ("hidden", "weight", "bias")}
-    found = linear_logprob_with(**head, ids=given["completion_ids"], outputs=OUTPUTS, **options)
-    (found["logps"].sum() - found["entropy"].sum()).backward()
-    return [looks(x) for x in (*found.values(), *(getattr(x, "grad", None) for x in head.values()))]
+    found = flat(linear_logprob)(**head, ids=given["completion_ids"], extras=EXTRAS, **options)
+    (found.logps.sum() - found.entropies.sum()).backward()
+    return [looks(x) for x in (*found.given.values(), *(getattr(x, "grad", None) for x in head.values()))]
 
 
 LOSSES = {
@@ -79,10 +80,9 @@ def test_log_probabilities_look_as_real_ones(dtype: torch.dtype, frozen: bool) -
 
 def test_a_head_and_scores_without_gradient() -> None:
     with FakeTensorMode(), torch.no_grad():
-        logps, entropies = LMHeadLogProb(H, V).logprobs(torch.randn(B, T, H), torch.zeros(B, T, dtype=torch.long))
-        assert entropies is not None
-        assert looks(logps) == looks(entropies) == ((B, T), torch.float32, torch.device("cpu"))
-        assert not logps.requires_grad
+        scores = LMHeadLogProb(H, V).logprobs(torch.randn(B, T, H), torch.zeros(B, T, dtype=torch.long))
+        assert looks(scores.logps) == looks(scores.entropies) == ((B, T), torch.float32, torch.device("cpu"))
+        assert not scores.logps.requires_grad
 
 
 def test_the_fused_head_of_trl() -> None:
@@ -93,7 +93,7 @@ def test_the_fused_head_of_trl() -> None:
 
     def run(op: Any, rows: trl_hook.Rows | None = None) -> Any:
         given = inputs()
-        with trl_hook.rows(rows, {}):
+        with trl_hook.rows(rows, Run()):
             found = op.apply(given["hidden"].view(-1, H), given["weight"], None, torch.zeros(B * T).long(), 1.0, 32)
         (found[0] + found[1]).sum().backward()
         return [looks(x) for x in (*found, given["hidden"].grad, given["weight"].grad)]
@@ -112,8 +112,8 @@ def test_wrong_and_unknown_arguments_are_named() -> None:
             ("objective", token_level(lambda tokens: -tokens.logps)),
         ):
             with pytest.raises(ValueError, match=f"{name}: expected None with fake tensors, which have no data"):
-                grpo_loss(**given, **{name: x})
+                flat(grpo_loss)(**given, **{name: x})
         for name, shape in (("completion_ids", (B, T + 1)), ("completion_mask", (B + 1, T)), ("weight", (V, H + 1))):
             wrong = torch.zeros(shape, dtype=given[name].dtype)
             with pytest.raises(ValueError, match=f"{name}: expected shape"):
-                grpo_loss(**{**given, name: wrong})
+                flat(grpo_loss)(**{**given, name: wrong})

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, token_level
+from grpo_kernels import grpo_loss, linear_logprob, token_level
 from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
-from tests.support.run_case import arguments
+from tests.support.flat import flat
+from tests.support.run_case import arguments, config_of
 
 B, T, H, V = 2, 3, 3, 5
 F64 = torch.float64
@@ -53,9 +54,8 @@ def test_gradcheck_of_linear_logprob(kind: str, expected: str | None) -> None:
     ids = torch.tensor([[0, 4, 2], [1, 3, 2]])
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logps, entropies = linear_logprob(hidden, weight, ids, bias=bias, **options)
-        assert entropies is not None
-        return logps, entropies
+        scores = flat(linear_logprob)(hidden, weight, ids, bias=bias, **options)
+        return scores.logps, scores.entropies
 
     assert gradcheck(call, inputs, fast_mode=False)
     assert gradcheck(lambda *x: torch.stack(call(*x)).sum(), inputs, fast_mode=False)
@@ -73,7 +73,7 @@ def test_gradcheck_of_a_custom_objective(level: str) -> None:
 def run(case: Case, scale: float = 1.0, engine: str = "auto", **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients under the upstream gradient `scale`, divided by it again, in float64."""
     given = arguments(case) | changes
-    out = grpo_loss(**given, config=LossConfig(**case.config), engine=engine)
+    out = flat(grpo_loss)(**given, config=config_of(case), engine=engine)
     (out.loss * scale).backward()
     return out.loss.detach(), {k: given[k].grad.double() / scale for k in HEAD if given[k] is not None}
 
@@ -101,8 +101,8 @@ def test_fp16_gradients_of_logps_survive(expected: Tensor | None) -> None:
     got = []
     for dtype, scale in ((torch.float16, 65536.0), (torch.float32, 1.0)):
         h, w = hidden.half().to(dtype).requires_grad_(), weight.half().to(dtype).requires_grad_()
-        logps, _ = linear_logprob(h, w, torch.arange(64) % 50, expected=expected)
-        logps.backward(torch.linspace(1, 2, 64) * 1e-8 * scale)
+        scores = linear_logprob(h, w, torch.arange(64) % 50, expected=expected)
+        scores.logps.backward(torch.linspace(1, 2, 64) * 1e-8 * scale)
         got.append([x.grad.double() / scale for x in (h, w)])
     assert all(far(x, y) < 1e-3 for x, y in zip(*got, strict=True))
 
@@ -118,18 +118,18 @@ def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: t
     case = make_case("autocast", b=3, bias=True, beta=0.1, entropy_coef=0.01)
     head = {"hidden": case.hidden.to(dtypes[0]), "weight": case.weight.to(dtypes[1])}
     given = arguments(case.but(**head))
-    config = LossConfig(**case.config)
+    config = config_of(case)
     with torch.autocast("cpu", dtype=lower):
-        out = grpo_loss(**given, config=config, engine=engine)
-        logps, _ = linear_logprob(given["hidden"], given["weight"], case.completion_ids)
+        out = flat(grpo_loss)(**given, config=config, engine=engine)
+        logps = linear_logprob(given["hidden"], given["weight"], case.completion_ids).logps
     out.loss.backward()
     cast = arguments(case.but(**{k: x.to(lower) for k, x in head.items()}))
-    want = grpo_loss(**cast, config=config, engine=engine)
+    want = flat(grpo_loss)(**cast, config=config, engine=engine)
     want.loss.backward()
     assert torch.equal(out.loss, want.loss)
     assert out.loss.dtype == logps.dtype == torch.float32
     assert torch.equal(out.per_token_logps, want.per_token_logps)
-    assert torch.equal(logps, linear_logprob(cast["hidden"], cast["weight"], case.completion_ids)[0])
+    assert torch.equal(logps, linear_logprob(cast["hidden"], cast["weight"], case.completion_ids).logps)
     for name in HEAD:
         assert given[name].grad.dtype == given[name].dtype
         coarsest = max(torch.finfo(x.dtype).eps for x in (given[name], cast[name]))

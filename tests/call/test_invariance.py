@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_logprob
 from tests.support.case_builder import PER_TOKEN, make_case
 from tests.support.cases import LOSSES
+from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher
-from tests.support.run_case import arguments, packed, run
+from tests.support.run_case import arguments, config_of, packed, run
 
 NAN = math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -54,7 +55,7 @@ def test_packed_is_padded(loss_type: str, level: str) -> None:
     case = make_case("packed", b=5, mask="ragged", beta=0.1, loss_type=loss_type, importance_sampling_level=level)
     given = arguments(case)
     cut, stays = packed(case, given)
-    out, one = grpo_loss(**cut, config=LossConfig(**case.config)), run(case)
+    out, one = flat(grpo_loss)(**cut, config=config_of(case)), run(case)
     out.loss.backward()
     assert torch.equal(out.per_token_logps, one[0].per_token_logps[stays])
     assert torch.equal(out.entropies, one[0].entropies[stays])
@@ -75,11 +76,11 @@ def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype, 
     hidden, weight = torch.randn(most, h, generator=g).to(dtype), (torch.randn(v, h, generator=g) / h**0.5).to(dtype)
     ids = torch.randint(0, v, (most,), generator=g)
 
-    def same(index: Tensor, **options: int) -> bool:
-        part = linear_logprob(hidden[index], weight, ids[index], **options)
-        return all(torch.equal(x, y[index]) for x, y in zip(part, whole, strict=True))
+    def same(index: Tensor, run: Run | None = None) -> bool:
+        part = linear_logprob(hidden[index], weight, ids[index], run=run).given
+        return all(torch.equal(x, whole[name][index]) for name, x in part.items())
 
-    whole, every = linear_logprob(hidden, weight, ids), torch.arange(most)
+    whole, every = linear_logprob(hidden, weight, ids).given, torch.arange(most)
     sizes = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 15, 16, 17, 31, 33, 63)
     for n in sizes if every_backend == "torch" else (1, 3, 5, 12, 16, 33):
         if n >= most:
@@ -90,7 +91,7 @@ def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype, 
     assert same(every[:5].repeat(3))
     if dtype == torch.float32:  # 16-bit weights are converted in slices whose width depends on the workspace
         for rows in (5, 13, 29):
-            assert same(every, workspace_bytes=rows * v * 8), f"chunks of about {rows} rows"
+            assert same(every, Run(workspace_bytes=rows * v * 8)), f"chunks of about {rows} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,11 +101,11 @@ def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str, ever
     case = make_case("on-policy", b=6, t=9, h=24, v=333, dtype=dtype, loss_type=loss_type, temperature=0.7)
     with torch.no_grad():
         rows = [
-            linear_logprob(case.hidden[i, :n].clone(), case.weight, case.completion_ids[i, :n], temperature=0.7)[0]
+            linear_logprob(case.hidden[i, :n].clone(), case.weight, case.completion_ids[i, :n], temperature=0.7).logps
             for i, n in enumerate((9, 9))
         ]
         rest = linear_logprob(case.hidden[2:].flip(0), case.weight, case.completion_ids[2:].flip(0), temperature=0.7)
-    old = torch.stack([*rows, *rest[0].flip(0)])
+    old = torch.stack([*rows, *rest.logps.flip(0)])
     out, grads = run(case.but(old_per_token_logps=old))
     on_policy, own = run(case.but(old_per_token_logps=None))
     assert float(out.metrics["ratio"]) == 1.0
@@ -136,24 +137,24 @@ def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
         raw = scale * (hidden.double() @ weight.double().T + bias.double())
         z = (raw if cap is None else cap * torch.tanh(raw / cap)) / t[:, None]
         log_probs = torch.log_softmax(z, -1)
-        options = {"bias": bias, "final_logit_softcapping": cap, "logit_scale": scale}
-        logps, entropies = linear_logprob(hidden, weight, ids, temperature=t, **options)
-        assert_close(logps.double(), log_probs[range(13), ids], rtol=1e-5, atol=2e-5)
-        assert_close(entropies.double(), -(log_probs.exp() * log_probs).sum(-1), rtol=1e-5, atol=2e-5)
+        head = Head(weight, bias, final_logit_softcapping=cap, logit_scale=scale)
+        every = linear_logprob(hidden, head, ids, temperature=t)
+        assert_close(every.logps.double(), log_probs[range(13), ids], rtol=1e-5, atol=2e-5)
+        assert_close(every.entropies.double(), -(log_probs.exp() * log_probs).sum(-1), rtol=1e-5, atol=2e-5)
         for i in range(13):
-            one = linear_logprob(hidden[i : i + 1], weight, ids[i : i + 1], temperature=float(t[i]), **options)
-            assert_close(one[0][0], logps[i], rtol=1e-6, atol=1e-6)
-            assert_close(one[1][0], entropies[i], rtol=1e-6, atol=1e-6)
+            one = linear_logprob(hidden[i : i + 1], head, ids[i : i + 1], temperature=float(t[i]))
+            assert_close(one.logps[0], every.logps[i], rtol=1e-6, atol=1e-6)
+            assert_close(one.entropies[0], every.entropies[i], rtol=1e-6, atol=1e-6)
 
 
 def test_loss_and_logprob_take_the_same_temperature() -> None:
     """`config.temperature` is `linear_logprob`'s: the same bits."""
     case = make_case("temperature", temperature=0.6, final_logit_softcapping=4.0, logit_scale=1.3, mask="full")
-    head = {"temperature": 0.6, "final_logit_softcapping": 4.0, "logit_scale": 1.3}
-    logps, entropies = linear_logprob(case.hidden, case.weight, case.completion_ids, **head)
+    head = Head(case.weight, final_logit_softcapping=4.0, logit_scale=1.3)
+    scores = linear_logprob(case.hidden, head, case.completion_ids, temperature=0.6)
     out = run(case)[0]
-    assert torch.equal(out.per_token_logps, logps)
-    assert torch.equal(out.entropies, entropies)
+    assert torch.equal(out.per_token_logps, scores.logps)
+    assert torch.equal(out.entropies, scores.entropies)
 
 
 def test_packed_sequences_of_very_different_lengths_need_no_padding(every_backend: str) -> None:

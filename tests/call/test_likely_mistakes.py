@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import grpo_kernels
 from grpo_kernels import (
     GRPOLoss,
+    Head,
     LoRA,
     LossConfig,
     TokenInputs,
     attach,
     grpo_loss,
-    kept_set_logprob,
     linear_divergence,
     linear_logprob,
     policy_loss_from_logps,
     token_level,
 )
+from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
 BATCH = small_batch()
@@ -33,7 +36,7 @@ HEAD = attach(nn.Linear(*reversed(WEIGHT.shape), bias=False))
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "grpo_loss": lambda hidden, ids: grpo_loss(hidden, WEIGHT, ids, **SHARED),
     "linear_logprob": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids),
-    "kept_set_logprob": lambda hidden, ids: kept_set_logprob(hidden, WEIGHT, ids, ids[..., None]),
+    "kept sets": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids, kept_ids=ids[..., None]),
     "attach": lambda hidden, ids: HEAD.logprobs(hidden, ids),
 }
 
@@ -144,14 +147,14 @@ def test_an_objective_that_reads_what_was_not_given(
 ) -> None:
     read = ", ".join(f"tokens.{name}" for name in absent.split(", "))
     with pytest.raises(ValueError, match=rf"^objective: expected {absent} beside .* since it reads {read}, got None$"):
-        grpo_loss(**BATCH, objective=declare(objective))
+        flat(grpo_loss)(**BATCH, objective=declare(objective))
     with pytest.raises(ValueError, match=rf"^objective: expected {absent} beside"):
         policy_loss_from_logps(-torch.ones(IDS.shape), torch.ones(IDS.shape), **SHARED, objective=declare(objective))
 
 
 def test_an_objective_that_reads_a_reference_which_is_there() -> None:
     given = {"ref_per_token_logps": -torch.ones(IDS.shape)}
-    assert grpo_loss(**BATCH, **given, objective=with_kl).loss.isfinite()
+    assert flat(grpo_loss)(**BATCH, **given, objective=with_kl).loss.isfinite()
 
 
 def test_an_objectives_own_mistake_stays_its_own() -> None:
@@ -159,7 +162,7 @@ def test_an_objectives_own_mistake_stays_its_own() -> None:
         return tokens.logps + None  # type: ignore[operator]
 
     with pytest.raises(TypeError, match="NoneType"):
-        grpo_loss(**BATCH, objective=wrong)
+        flat(grpo_loss)(**BATCH, objective=wrong)
 
 
 @pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"])
@@ -170,11 +173,11 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: st
     given = {**BATCH, "ref_per_token_logps": right, "completion_mask": masked, "config": config}
     for wrong in (-right, right.exp()):
         with pytest.raises(ValueError, match=rf"^{name}: expected log-probabilities, <= 0 .*, got none below 0"):
-            grpo_loss(**{**given, name: wrong})
+            flat(grpo_loss)(**{**given, name: wrong})
     garbage = torch.where(masked == 0, 1e9, right)
     rounded = torch.full((2, 5), 1e-6)  # tokens that are nearly certain
     for fine in (right, garbage, rounded, torch.where(masked == 0, torch.nan, right)):
-        assert grpo_loss(**{**given, name: fine}).loss.isfinite()
+        assert flat(grpo_loss)(**{**given, name: fine}).loss.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -186,13 +189,17 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: st
         ),
         (lambda: GRPOLoss(num_items_in_batch=3), r"^num_items_in_batch: .*; it is an argument of the module's call"),
         (lambda: GRPOLoss(epsilon_hi=0.3), r"^epsilon_hi: .*; did you mean epsilon_high\?"),
-        (lambda: GRPOLoss()(**BATCH, old_logps=IDS), r"^old_logps: .*; did you mean old_per_token_logps\?"),
-        (lambda: GRPOLoss()(**BATCH, beta=0.1), r"^beta: .*; it is a field, as in GRPOLoss"),
+        (lambda: flat(GRPOLoss())(**BATCH, old_logps=IDS), r"^old_logps: .*; did you mean old_per_token_logps\?"),
+        (lambda: flat(GRPOLoss())(**BATCH, beta=0.1), r"^beta: .*; it is a field, as in GRPOLoss"),
         (
             lambda: GRPOLoss("DAPO"),
             r"^config: expected a LossConfig, got str; grpo_kernels\.presets\.DAPO is",
         ),
-        (lambda: grpo_loss(**{**BATCH, "weight": nn.Linear(2, 2)}), r"^weight: .* got Linear; grpo_kernels\.attach"),
+        (lambda: flat(grpo_loss)(**{**BATCH, "weight": WEIGHT.numpy()}), r"^weight: expected a tensor, got ndarray"),
+        (
+            lambda: grpo_loss(HIDDEN, nn.Embedding(9, 4), IDS, **SHARED),
+            r"^lm_head: expected an nn\.Linear .*Embedding",
+        ),
     ],
 )
 def test_names_that_are_almost_right(made: Callable[[], Any], message: str) -> None:
@@ -215,12 +222,39 @@ def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
     with pytest.raises(
         ValueError, match=r"^teacher_bias: expected a row for each of the 40 of weight, got shape \(20,"
     ):
-        linear_divergence(hidden, weight, hidden, longer, teacher_bias=bias)
+        linear_divergence(hidden, weight, hidden, Head(longer, bias))
     with pytest.raises(ValueError, match=r"^bias: expected a row for each of the 40 of weight, got shape \(20,\)"):
-        linear_logprob(hidden, longer, ids, bias=bias, vocab_size=20)
+        linear_logprob(hidden, Head(longer, bias, vocab_size=20), ids)
     with pytest.raises(ValueError, match=r"^lora\.b: expected a row for each of the 40 of weight, got shape \(20, 2\)"):
-        linear_logprob(hidden, longer, ids, lora=adapter, vocab_size=20)
-    linear_logprob(hidden, longer, ids, bias=torch.zeros(40), vocab_size=20)
+        linear_logprob(hidden, Head(longer, lora=adapter, vocab_size=20), ids)
+    linear_logprob(hidden, Head(longer, torch.zeros(40), vocab_size=20), ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: flat(grpo_loss)(**BATCH, outputs=()), "outputs: no argument of grpo_loss any more, but entropy=, "),
+        (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, engine="lean"), "engine: no .*, but run=Run(engine=...)"),
+        (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, bias=None), "bias: no .*, but Head(weight, bias=...), "),
+        (lambda: grpo_loss(**BATCH), "weight: no argument of grpo_loss any more, but the second argument, head: "),
+        (lambda: linear_logprob(HIDDEN, WEIGHT, IDS, gather=None), "gather: no .*, but run=Run(gather=...)"),
+        (
+            lambda: linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, teacher_logit_scale=2.0),
+            "teacher_logit_scale: no .*, but Head(teacher_weight, logit_scale=...), the fourth argument",
+        ),
+        (lambda: GRPOLoss(backend="torch"), "backend: no argument of GRPOLoss any more, but run=Run(backend=...)"),
+        (lambda: GRPOLoss(logit_scale=2.0), "logit_scale: no .*, but Head(weight, logit_scale=...), the second"),
+        (lambda: grpo_kernels.linear_logprob_with(HIDDEN), "linear_logprob_with: no longer .*; call linear_logprob("),
+        (lambda: grpo_kernels.kept_set_logprob(HIDDEN), "kept_set_logprob: .* linear_logprob(..., kept_ids=...)"),
+        (lambda: grpo_kernels.ReferenceHead(HIDDEN, WEIGHT), "ReferenceHead: .* call reference=(hidden, head)"),
+    ],
+)
+def test_names_of_the_first_interface_say_where_they_went(call: Callable[[], Any], message: str) -> None:
+    parts = [re.escape(part) for part in message.split(".*")]
+    with pytest.raises(TypeError, match=f"^{'.*'.join(parts)}"):
+        call()
+    with pytest.raises(AttributeError, match="no attribute 'linear_loss'"):
+        grpo_kernels.linear_loss  # noqa: B018
 
 
 def test_the_calls_take_fields_as_the_module_does() -> None:
@@ -228,7 +262,7 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
     config, logps = LossConfig(loss_type="grpo", beta=0.04), torch.zeros(IDS.shape)
     ref = {"ref_per_token_logps": torch.full(IDS.shape, -2.0)}
     for call in (
-        lambda **more: grpo_loss(**BATCH, **ref, **more),
+        lambda **more: flat(grpo_loss)(**BATCH, **ref, **more),
         lambda **more: HEAD.loss(HIDDEN, IDS, **SHARED, **ref, **more),
         lambda **more: policy_loss_from_logps(logps, logps, **SHARED, **ref, **more),
     ):
@@ -248,7 +282,7 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
 )  # fmt: skip
 def test_names_of_other_libraries_are_answered_with_ours(name: str, meant: str) -> None:
     for call, function in (
-        (lambda **more: grpo_loss(**BATCH, **more), "grpo_loss"),
+        (lambda **more: flat(grpo_loss)(**BATCH, **more), "grpo_loss"),
         (lambda **more: policy_loss_from_logps(torch.zeros(IDS.shape), torch.zeros(IDS.shape), **SHARED, **more),
          "policy_loss_from_logps"),
     ):  # fmt: skip

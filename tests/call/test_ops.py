@@ -14,7 +14,7 @@ from torch.library import opcheck
 
 from grpo_kernels import LossConfig
 from grpo_kernels.call.ops import linear_logprob, policy_loss
-from grpo_kernels.config import config_of
+from grpo_kernels.objective.config import config_of
 
 B, T, H, V = 2, 3, 4, 9
 OPS = {name: getattr(torch.ops.grpo_kernels, name).default for name in ("policy_loss", "linear_logprob")}
@@ -70,7 +70,7 @@ def loss_arguments(
         named["completion_mask"] = torch.zeros_like(MASK)
     config = LossConfig(**(loss or {"loss_type": "grpo"}))
     wants = [wants[0], wants[1], wants[2] and named["bias"] is not None]
-    rest = (config.key, engine, backend, None, compute or dtype, wants)
+    rest = (config.key, None, 1.0, "float32", engine, backend, None, compute or dtype, wants)
     return (
         *policy_loss.Arguments(
             **{"cu_seqlens": None, **named}, **dict(zip(policy_loss.Arguments._fields[12:], rest, strict=True))
@@ -267,8 +267,8 @@ def test_config_survives_its_key() -> None:
     for config in (
         LossConfig(),
         LossConfig(epsilon=numpy.float32(0.1), beta=numpy.float64(0.3), max_completion_length=numpy.int64(7)),
-        LossConfig(importance_sampling_level=Kind.GSPO, delta=3, final_logit_softcapping=30.0),
-        LossConfig(epsilon=random.random(), logits_dtype="input", use_bias_correction_kl=False),
+        LossConfig(importance_sampling_level=Kind.GSPO, delta=3, top_entropy_quantile=0.3),
+        LossConfig(epsilon=random.random(), kl_estimator="k1", use_bias_correction_kl=False),
     ):
         assert config_of(config.key) == config
         assert config_of(config.key).key == config.key

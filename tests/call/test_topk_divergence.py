@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import LoRA, linear_divergence, topk_divergence, topk_divergence_with
+from grpo_kernels import Head, LoRA, Run, linear_divergence, topk_divergence
 from grpo_kernels.base.distributed import gather_uneven
+from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
 from tests.support.ranks import run_ranks
@@ -103,9 +104,14 @@ def by_full_logits(s: Scene, leaves: list[Tensor], least_rest: float) -> Tensor:
 def run(s: Scene, *, head: bool = True, **execution: Any) -> tuple[Tensor, list[Tensor | None]]:
     leaves = s.leaves(head=head)
     hidden, weight, bias = leaves
-    found = topk_divergence(hidden, weight, s.ids, s.logps, bias=bias, mask=s.mask, **s.options, **execution)
+    call = flat(topk_divergence)
+    found = call(hidden, weight, s.ids, s.logps, bias=bias, mask=s.mask, **s.options, **execution).divergence
     found.backward(s.up.to(found.dtype))
     return found, [x.grad for x in leaves]
+
+
+def divergence_of(*given: Any, **options: Any) -> Tensor:
+    return topk_divergence(*given, **options).divergence
 
 
 def assert_exact(s: Scene, found: Tensor, grads: list[Tensor | None], tolerance: float) -> None:
@@ -139,9 +145,9 @@ def test_the_whole_vocabulary_is_linear_divergence() -> None:
     weight, ids = torch.randn(V, H, generator=g).double(), torch.arange(V).expand(6, V)
     logps = (teacher @ weight.t()).log_softmax(-1)
     for name in ("forward_kl", "reverse_kl"):
-        want = linear_divergence(hidden, weight, teacher, weight, divergence=name)
+        want = linear_divergence(hidden, weight, teacher, weight, divergence=name).divergence
         for tail in (None, True):
-            got = topk_divergence(hidden, weight, ids, logps, divergence=name, tail=tail)
+            got = divergence_of(hidden, weight, ids, logps, divergence=name, tail=tail)
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
@@ -157,7 +163,7 @@ def test_small_divergences_do_not_cancel(name: str, distance: float) -> None:
     logp, logq = exact.log_softmax(-1).gather(-1, ids), teacher.gather(-1, ids)
     p, q = ((torch.cat([x.exp(), 1 - x.exp().sum(-1, keepdim=True)], -1)) for x in (logp, logq))
     terms = p * (p / q).log() + q - p if name == "reverse_kl" else q * (q / p).log() + p - q
-    got = topk_divergence(hidden, weight, ids, logq, divergence=name, tail=True)
+    got = divergence_of(hidden, weight, ids, logq, divergence=name, tail=True)
     assert bool((got >= 0).all())
     assert float((got - terms.sum(-1)).abs().max()) < 3e-6 * distance + 1e-13
 
@@ -166,7 +172,7 @@ def test_a_tail_of_nothing_on_both_sides_adds_nothing() -> None:
     hidden, weight = torch.eye(2, 3)[:1].requires_grad_(), torch.tensor([[60.0, 0, 0], [0, 0, 0], [-60.0, 0, 0]])
     ids, logps = torch.tensor([[0]]), torch.tensor([[0.0]])
     for name in ("forward_kl", "reverse_kl"):
-        found = topk_divergence(hidden, weight, ids, logps, divergence=name, tail=True)
+        found = divergence_of(hidden, weight, ids, logps, divergence=name, tail=True)
         (grad,) = torch.autograd.grad(found.sum(), hidden)
         assert float(found.detach()) == 0.0
         assert float(grad.abs().max()) < 1e-20
@@ -175,11 +181,11 @@ def test_a_tail_of_nothing_on_both_sides_adds_nothing() -> None:
 def test_a_student_that_rules_an_id_out() -> None:
     hidden, weight = torch.ones(1, 2, requires_grad=True), torch.randn(4, 2)
     bias, ids, logps = torch.tensor([0.0, -math.inf, 0.0, 0.0]), torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]])
-    found = topk_divergence(hidden, weight, ids, logps, bias=bias, divergence="reverse_kl")
+    found = divergence_of(hidden, Head(weight, bias), ids, logps, divergence="reverse_kl")
     found.sum().backward()
     assert bool(found.isfinite().all())
     assert bool(hidden.grad.isfinite().all())
-    assert float(topk_divergence(hidden, weight, ids, logps, bias=bias)) == math.inf
+    assert float(divergence_of(hidden, Head(weight, bias), ids, logps)) == math.inf
 
 
 def test_repetition_padding_and_order_do_not_matter() -> None:
@@ -227,9 +233,10 @@ def test_a_lora_on_the_head(engine: str) -> None:
         hidden, factors = s.hidden.clone().requires_grad_(), [x.clone().requires_grad_() for x in (a, b)]
         merged = s.weight + 0.5 * factors[1] @ factors[0]
         head = (s.weight, LoRA(*factors, 0.5)) if name == "ours" else (merged, None)
-        found[name] = topk_divergence(
+        scores = flat(topk_divergence)(
             hidden, head[0], s.ids, s.logps, bias=s.bias, mask=s.mask, lora=head[1], engine=engine, **s.options
         )
+        found[name] = scores.divergence
         found[name].backward(s.up)
         grads[name] = [x.grad for x in (hidden, *factors)]
     torch.testing.assert_close(found["ours"], found["merged"], rtol=1e-11, atol=1e-12)
@@ -267,7 +274,7 @@ def test_memory_stays_within_the_workspace() -> None:
     n, vocab, k, budget = 512, 4096, 64, 2**20
     hidden, weight = torch.randn(n, 16, requires_grad=True), torch.randn(vocab, 16)
     ids, logps = torch.rand(n, vocab).topk(k, -1).indices, torch.full((n, k), -5.0)
-    call = {"divergence": "reverse_kl", "workspace_bytes": budget}
+    call = {"divergence": "reverse_kl", "run": Run(workspace_bytes=budget)}
     topk_divergence(hidden, weight, ids, logps, **call)
     with AllocationWatcher() as watcher:
         topk_divergence(hidden, weight, ids, logps, **call)
@@ -302,7 +309,7 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(monkeypatch: pyt
         topk_divergence(s.hidden, s.weight, ids, s.logps)
     with pretended(monkeypatch):
         given = (OnGPU(x.clone()) for x in (s.hidden, s.weight, ids, s.logps))
-        found = topk_divergence(*given, backend="torch")
+        found = divergence_of(*given, run=Run(backend="torch"))
     at = here(found).isnan().nonzero().tolist()
     assert at == [[1, 3]]
 
@@ -315,12 +322,12 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(monkeypatch: pyt
         ({"tail": 1}, TypeError, "tail: expected a bool or None, got 1"),
         ({"tail": True, "log_prob_min_clamp": -9.0}, ValueError, "log_prob_min_clamp: expected None with a tail"),
         ({"loss_max_clamp": 0.0}, ValueError, "loss_max_clamp: expected a finite number > 0"),
-        ({"outputs": ("entropy",)}, ValueError, "outputs: expected some of student_mass"),
+        ({"outputs": ("student_mass",)}, TypeError, "outputs: no argument of topk_divergence any more"),
         ({"expected": torch.ones(3)}, ValueError, "expected: expected shape"),
         ({"teacher_ids": torch.zeros(B, T, K)}, TypeError, "teacher_ids: expected signed integer ids"),
         ({"teacher_ids": torch.zeros(B, T, 0, dtype=torch.long)}, ValueError, "teacher_ids: expected shape"),
         ({"teacher_logps": torch.zeros(B, T)}, ValueError, "teacher_logps: expected shape"),
-        ({"engine": "score_dot"}, ValueError, "engine: expected"),
+        ({"run": Run("score_dot")}, ValueError, "engine: expected"),
     ],
     ids=str,
 )
@@ -328,4 +335,4 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], error: type[Exceptio
     s = scene()
     given = {"teacher_ids": s.ids, "teacher_logps": s.logps, **changes}
     with pytest.raises(error, match=message):
-        topk_divergence_with(*s.leaves()[:2], given.pop("teacher_ids"), given.pop("teacher_logps"), **given)
+        topk_divergence(*s.leaves()[:2], given.pop("teacher_ids"), given.pop("teacher_logps"), **given)

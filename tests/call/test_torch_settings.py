@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LoRA, grpo_loss, linear_logprob
+from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob
 from grpo_kernels.call import checked_head
 from grpo_kernels.diagnostics import report
 from grpo_kernels.engine import probe
+from tests.support.flat import flat
 from tests.support.pretend_gpu import OnGPU, pretended
 
 NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
@@ -38,7 +39,7 @@ def call(hidden: torch.dtype, weight: torch.dtype, *, there: bool = True, **opti
     given = [OnGPU(x) for x in given] if there else given
     for x in given[:2]:
         x.requires_grad_()
-    return linear_logprob(*given, backend="torch", **options)[0]
+    return flat(linear_logprob)(*given, backend="torch", **options).logps
 
 
 # what a process does -> how the report then calls products of fp32 on CUDA, and on the CPU
@@ -152,7 +153,7 @@ def test_a_promotion_to_fp32_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         given = [torch.randn(1, 4, H), torch.randn(V, H).half(), torch.zeros(1, 4, dtype=torch.long)]
         checked_head._warn_of_promotion.cache_clear()
         with pytest.warns(RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"):
-            grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), backend="torch")
+            grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
 
 
 def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:

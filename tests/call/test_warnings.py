@@ -11,6 +11,7 @@ import torch
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps, presets
 from grpo_kernels.base import checks
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
 MASKS = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)
@@ -63,13 +64,13 @@ def _warned_of_nothing() -> None:
 def test_what_is_likely_not_meant_is_warned_of_once(options: Any, config: Any, message: str | None) -> None:
     loss = config if isinstance(config, LossConfig) else LossConfig(**config)
     given = {**small_batch(), **options, "config": loss}
+    weight = given.pop("weight")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            grpo_loss(**given)
-        scores = linear_logprob(given["hidden"], given["weight"], given["completion_ids"])
-        del given["hidden"], given["weight"], given["completion_ids"]
-        policy_loss_from_logps(*scores, **given)
+            grpo_loss(head=weight, **given)
+        scores = linear_logprob(given.pop("hidden"), weight, given.pop("completion_ids"))
+        policy_loss_from_logps(scores.logps, scores.entropies, **given)
     ours = [x for x in caught if "grpo_kernels: " in str(x.message)]
     assert len(ours) == (message is not None)
     for warning in ours:
@@ -82,7 +83,7 @@ def test_a_workspace_of_a_few_bytes_warns_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for size in (64, 512, 2**20):
-            grpo_loss(**small_batch(), workspace_bytes=size)
+            flat(grpo_loss)(**small_batch(), workspace_bytes=size)
     assert [str(x.message)[:50] for x in caught] == ["grpo_kernels: workspace_bytes: less than 1 MiB, so"]
 
 

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_divergence_with, linear_logprob
-from grpo_kernels.config import LossConfig as Config
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels.objective.config import LossConfig as Config
+from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
 
 N, H, H_TEACHER, V = 96, 10, 10, 64
 MIB = 2**20
+ON_TORCH = Run(backend="torch")
 KINDS = ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3})
 
 
@@ -31,7 +33,7 @@ def nvh(head: str, gradient: Any = None, **options: Any) -> float:
     given = tensors(head)
 
     def run() -> None:
-        found = linear_divergence(*given, **options)
+        found = flat(linear_divergence)(*given, **options).divergence
         if found.requires_grad:
             found.backward(torch.full_like(found, 0.3) if gradient is None else gradient)
 
@@ -69,7 +71,7 @@ def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(old: bool, 
             logps = torch.full(shape, -4.0) if old else None
             out = grpo_loss(
                 given[0].view(*shape, H), given[1], torch.zeros(shape, dtype=torch.long), None, torch.ones(8),
-                reference=ReferenceHead(reference[0].view(*shape, H), reference[1]), config=config,
+                reference=(reference[0].view(*shape, H), reference[1]), config=config,
                 old_per_token_logps=logps,
             )  # fmt: skip
             if out.loss.requires_grad:
@@ -82,8 +84,9 @@ def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(old: bool, 
 def test_the_workspace_holds_both_logits(engine: str) -> None:
     n, v, h, workspace = 2048, 30011, 32, 16 * MIB
     given = tensors("trainable", n, v, h)
+    run = Run(engine=engine, workspace_bytes=workspace)
     with AllocationWatcher() as watch:
-        linear_divergence(*given, engine=engine, workspace_bytes=workspace).sum().backward()
+        linear_divergence(*given, run=run).divergence.sum().backward()
     gradients = 2 * 4 * (n * h + v * h)  # in the accumulator, and as they are returned
     assert watch.peak <= workspace + gradients + 60 * n * 4
     assert watch.largest < n * v / 8
@@ -112,7 +115,8 @@ def test_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     trains, engine, arrives, documented = WAITS[name]
     with pretended(monkeypatch) as waits:
         given = on_gpu(trains)
-        found = linear_divergence(*given, mask=OnGPU(torch.arange(N) % 3), engine=engine, backend="torch")
+        mask, run = OnGPU(torch.arange(N) % 3), Run(engine=engine, backend="torch")
+        found = linear_divergence(*given, mask=mask, run=run).divergence
         forward = len(waits)
         if found.requires_grad:
             gradient = torch.full((N,), 0.5) if arrives == "same" else torch.linspace(0.1, 1.0, N)
@@ -122,10 +126,10 @@ def test_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("trains", [(True, True), (True, False), (False, False)])
 def test_without_a_mask_it_can_be_captured(trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = linear_divergence(*tensors("no grad"), backend="torch")
+    plain = linear_divergence(*tensors("no grad"), run=ON_TORCH).divergence
     with pretended(monkeypatch, capturing=True) as waits:
         given = on_gpu(trains)
-        found = linear_divergence(*given, backend="torch")
+        found = linear_divergence(*given, run=ON_TORCH).divergence
         if any(trains):
             torch.autograd.backward(found.sum())
         assert not waits
@@ -136,11 +140,11 @@ def test_an_expectation_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None
     """Two passes are then taken: whether it came true cannot be asked."""
     hidden, weight, *_ = tensors("trainable")
     ids = torch.arange(N) % V
-    want, _ = linear_logprob(hidden, weight, ids, backend="torch")
+    want = linear_logprob(hidden, weight, ids, run=ON_TORCH).logps
     want.sum().backward()
     with pretended(monkeypatch, capturing=True) as waits:
         given = on_gpu((True, True))[:2]
-        found, _ = linear_logprob(*given, OnGPU(ids), expected=OnGPU(torch.ones(N)), backend="torch")
+        found = linear_logprob(*given, OnGPU(ids), expected=OnGPU(torch.ones(N)), run=ON_TORCH).logps
         torch.autograd.backward(found.sum())
         assert not waits
         torch.testing.assert_close(here(given[1].grad), weight.grad, rtol=1e-5, atol=1e-5)
@@ -153,7 +157,7 @@ def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(monkeypatch:
         shape = (8, N // 8)
         out = grpo_loss(
             hidden.view(*shape, H), weight, OnGPU(torch.zeros(shape, dtype=torch.long)), None, OnGPU(torch.ones(8)),
-            reference=ReferenceHead(other.view(*shape, H), other_weight), config=config, backend="torch",
+            reference=(other.view(*shape, H), other_weight), config=config, run=ON_TORCH,
         )  # fmt: skip
         torch.autograd.backward(out.loss)
     assert not waits
@@ -163,13 +167,13 @@ def test_gradients_of_16_bits_are_scaled_into_their_range(monkeypatch: pytest.Mo
     """fp16 on a GPU: d logits carry a power of two, also where the divergence is large."""
     plain = [x.detach().half() for x in tensors("no grad")]
     want = [x.detach().clone().float().requires_grad_(i < 2) for i, x in enumerate(plain)]
-    expected = linear_divergence_with(*want, backend="torch")["divergence"]
+    expected = linear_divergence(*want, run=ON_TORCH).divergence
     (expected.sum() * 1e-6).backward()
     with pretended(monkeypatch):
         given = [OnGPU(x) for x in plain]
         for x in given[:2]:
             x.requires_grad_()
-        found = linear_divergence(*given, backend="torch")
+        found = linear_divergence(*given, run=ON_TORCH).divergence
         torch.autograd.backward(found.sum() * 1e-3)
         for x, y in zip(given[:2], want[:2], strict=True):
             torch.testing.assert_close(here(x.grad).float(), y.grad * 1e3, rtol=2e-2, atol=2e-5)

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels.config import LossConfig
+from grpo_kernels import Run
 from grpo_kernels.engine.engines import ENGINES, choose_engine
 from grpo_kernels.engine.request import Coupling, Situation
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.losses import LOSSES
+from tests.support.flat import flat
 from tests.support.measure import count_flops
 
 B, T, H, V = 8, 12, 10, 64
@@ -42,7 +44,7 @@ def nvh(run_with: dict[str, Any], config: LossConfig, **options: Any) -> tuple[f
 
     def run() -> None:
         nonlocal engine
-        out = grpo_kernels.grpo_loss(**run_with, config=config, **options)
+        out = flat(grpo_kernels.grpo_loss)(**run_with, config=config, **options)
         engine = out.engine
         if out.loss.requires_grad:
             out.loss.backward()
@@ -171,7 +173,7 @@ def test_only_the_head_trains() -> None:
 
 
 def test_rows_metrics() -> None:
-    out = grpo_kernels.grpo_loss(**batch(0.5, "trainable"))
+    out = flat(grpo_kernels.grpo_loss)(**batch(0.5, "trainable"))
     assert out.metrics["rows/projected"] == 9 / 12
     assert out.metrics["rows/gradient"] == 0.5
     assert [x.item() for x in out.metrics.pairs["rows/gradient"]] == [36, 72]
@@ -199,13 +201,13 @@ def test_choose_engine_refuses_what_would_be_wrong() -> None:
 def test_gather_is_asked_for_before_any_work(engine: str) -> None:
     """The backward alone calls it, too late for an error."""
     hidden, weight = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True)
-    ids, options = torch.zeros(1, 3, dtype=torch.long), {"engine": engine}
+    ids = torch.zeros(1, 3, dtype=torch.long)
     calls = {
-        grpo_kernels.linear_logprob_with: ((hidden, weight, ids), {"expected": torch.ones(1, 3)}),
+        grpo_kernels.linear_logprob: ((hidden, weight, ids), {"expected": torch.ones(1, 3)}),
         grpo_kernels.grpo_loss: ((hidden, weight, ids, None, torch.ones(1)), {}),
     }
     for call, (inputs, more) in calls.items():
         with pytest.raises(TypeError, match=r"^gather: expected a function .*, got int"):
-            call(*inputs, **options, **more, gather=5)
-        out = call(*inputs, **options, **more, gather=None)
-        (out["logps"].sum() if isinstance(out, dict) else out.loss).backward()
+            call(*inputs, **more, run=Run(engine=engine, gather=5))
+        out = call(*inputs, **more, run=Run(engine=engine, gather=None))
+        (out.loss if call is grpo_kernels.grpo_loss else out.logps.sum()).backward()

@@ -12,12 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.engine import memory
 from grpo_kernels.engine.device import CUDA
 from grpo_kernels.engine.memory import AMPLE, FreeMemory, default_workspace
 from grpo_kernels.engine.plan import Costs, Group, plan_groups
 from grpo_kernels.engine.records import NeedsGrad
+from tests.support.flat import flat
 from tests.support.gpu_tape import Tape, taped, tensor
 from tests.support.pretend_gpu import OnGPU
 
@@ -54,7 +55,7 @@ def step(
         head.requires_grad_(not frozen)
         advantages = torch.ones(batch)
         advantages[: int(batch * zero_share)] = 0.0
-        torch.autograd.backward(grpo_loss(hidden, head, ids, mask, OnGPU(advantages), **options).loss)
+        torch.autograd.backward(flat(grpo_loss)(hidden, head, ids, mask, OnGPU(advantages), **options).loss)
     return tape
 
 
@@ -265,7 +266,8 @@ def test_memory_is_asked_for_before_any_wait(engine: str) -> None:
         with mock.patch.object(FreeMemory, "of", noted):
             hidden, weight = tensor(2, 4, 8).requires_grad_(), tensor(20, 8).requires_grad_()
             ids = OnGPU(torch.zeros(2, 4, dtype=torch.long))
-            grpo_loss(hidden, weight, ids, OnGPU(torch.ones(2, 4)), OnGPU(torch.ones(2)), engine=engine)
+            mask, advantages = OnGPU(torch.ones(2, 4)), OnGPU(torch.ones(2))
+            grpo_loss(hidden, weight, ids, mask, advantages, run=Run(engine=engine))
     assert seen == [(0, engine == "auto")]
 
 

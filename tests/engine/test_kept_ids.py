@@ -16,16 +16,16 @@ from torch.testing import assert_close
 
 from grpo_kernels import (
     GRPOLoss,
+    Head,
     KeptIds,
     LoRA,
     LossConfig,
-    ReferenceHead,
+    Scores,
     grpo_loss,
-    kept_set_logprob,
     linear_logprob,
-    linear_logprob_with,
     policy_loss_from_logps,
 )
+from tests.support.flat import flat
 from tests.support.kept_scenes import BIG, Scene, assert_near, by_full_logits, compute, scene
 from tests.support.measure import count_flops
 from tests.support.ranks import run_ranks
@@ -124,7 +124,8 @@ def test_counts_of_prime_rl_and_offsets_of_slime() -> None:
     for kept in (prime, slime):
         assert lists(kept) == [ids for rows in WANT for ids in rows]
         ids = torch.tensor([[5, 4, 0, 3], [6, 0, 0, 0]])
-        logps, _ = kept_set_logprob(torch.randn(2, 4, 3), torch.randn(8, 3), ids, kept, mask=SAMPLED)
+        hidden, weight = torch.randn(2, 4, 3), torch.randn(8, 3)
+        logps = linear_logprob(hidden, weight, ids, kept_ids=kept, mask=SAMPLED).logps
         assert logps[0, 1] == 0 and bool((logps[SAMPLED == 0] == 0).all()) and bool((logps[0, [0, 3]] < 0).all())
 
 
@@ -145,27 +146,26 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 def test_wrong_sets(name: str) -> None:
     kept, kind, message = WRONG[name]
     hidden, weight = torch.randn(4, 3), torch.randn(5, 3)
-    kept_set_logprob(hidden, weight, IDS, KeptIds(IDS, torch.arange(5)))
+    linear_logprob(hidden, weight, IDS, kept_ids=KeptIds(IDS, torch.arange(5)))
     with pytest.raises(kind, match=message):
-        kept_set_logprob(hidden, weight, IDS, kept)
+        linear_logprob(hidden, weight, IDS, kept_ids=kept)
 
 
 def test_wrong_options() -> None:
     s = scene()
-    given = {"hidden": s.hidden, "weight": s.weight, "ids": s.ids}
-    for function, options, message in (
-        (kept_set_logprob, {"kept_ids": s.kept, "without_set": "all"}, "without_set: expected one of error, full"),
-        (kept_set_logprob, {"kept_ids": s.kept, "entropy": "set"}, "entropy: expected True, False or 'full'"),
-        (kept_set_logprob, {"kept_ids": s.kept, "engine": "one"}, "engine: expected one of"),
-        (kept_set_logprob, {"kept_ids": s.kept, "backend": "c"}, "backend: expected one of"),
-        (linear_logprob, {"without_set": "full"}, "without_set: expected 'error', the default, without kept_ids"),
-        (linear_logprob_with, {"without_set": "full"}, "without_set: expected 'error', the default, without kept_ids"),
-        (linear_logprob_with, {"kept_ids": s.kept, "outputs": ("is_top1",)}, "outputs: expected no other than"),
+    given = s.hidden, s.weight, s.ids
+    for options, message in (
+        ({"kept_ids": s.kept, "without_set": "all"}, "without_set: expected one of error, full"),
+        ({"kept_ids": s.kept, "entropy": "set"}, "entropy: expected True, False or 'full'"),
+        ({"kept_ids": s.kept, "engine": "one"}, "engine: expected one of"),
+        ({"kept_ids": s.kept, "backend": "c"}, "backend: expected one of"),
+        ({"kept_ids": s.kept, "extras": ("is_top1",)}, r"extras: expected none with kept_ids, got \('is_top1',\)"),
+        ({"without_set": "full"}, "without_set: expected 'error', the default, without kept_ids"),
     ):
         with pytest.raises(ValueError, match=message):
-            function(**given, **options)
+            flat(linear_logprob)(*given, **options)
     with pytest.raises(TypeError, match="entropy: expected a bool without kept_ids, got 'full'"):
-        linear_logprob(**given, entropy="full")
+        linear_logprob(*given, entropy="full")
     with pytest.raises(ValueError, match=r"kept_ids: expected a set .* without_set='full' scores such positions"):
         compute(without_some(s)[0].but(kept=torch.full_like(s.kept, -1)))
 
@@ -191,15 +191,13 @@ def test_the_entropy_of_the_whole_vocabulary(without_set: str) -> None:
     assert_near(compute(s, without_set=without_set, entropy="full"), want, F64, 1e-13)
 
 
-def test_linear_logprob_takes_them() -> None:
+def test_without_the_entropy_the_log_probabilities_are_the_same() -> None:
     s = scene("all")
     given = {"hidden": s.hidden, "weight": s.weight, "ids": s.ids, "bias": s.bias, "mask": s.mask, **s.options}
-    want = kept_set_logprob(**given, kept_ids=s.kept)
-    got = linear_logprob(**given, kept_ids=s.kept)
-    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    found = linear_logprob_with(**given, kept_ids=as_csr(s.kept))
-    assert torch.equal(found["logps"], want[0]) and torch.equal(found["entropy"], want[1])
-    assert linear_logprob(**given, kept_ids=s.kept, entropy=False)[1] is None
+    want = flat(linear_logprob)(**given, kept_ids=s.kept)
+    for kept in (s.kept, as_csr(s.kept)):
+        got = flat(linear_logprob)(**given, kept_ids=kept, entropy=False)
+        assert torch.equal(got.logps, want.logps) and got.entropies is None
 
 
 @pytest.mark.parametrize("own_input", [False, True])
@@ -212,13 +210,14 @@ def test_an_adapter_is_the_merged_head(own_input: bool) -> None:
     inputs = hidden if given is None else given.requires_grad_()
     leaves = [hidden, weight, a, b] + ([] if given is None else [given])
 
-    def gradients(logps: Tensor, entropies: Tensor) -> list[Tensor]:
-        return [logps, entropies, *torch.autograd.grad([logps, entropies], leaves, [x.double() for x in s.up])]
+    def with_gradients(scores: Scores) -> list[Tensor]:
+        found = [*scores.given.values()]
+        return [*found, *torch.autograd.grad(found, leaves, [x.double() for x in s.up])]
 
-    options = {"ids": s.ids, "mask": s.mask, "bias": s.bias, **s.options}
-    got = gradients(*kept_set_logprob(hidden, weight, kept_ids=s.kept, lora=LoRA(a, b, 0.7, given), **options))
+    options = {"ids": s.ids, "kept_ids": s.kept, "mask": s.mask, "bias": s.bias, **s.options}
+    got = with_gradients(flat(linear_logprob)(hidden, weight, lora=LoRA(a, b, 0.7, given), **options))
     wide = torch.cat([hidden, inputs], -1), torch.cat([weight, 0.7 * b @ a], -1)
-    want = gradients(*kept_set_logprob(*wide, kept_ids=s.kept, **options))
+    want = with_gradients(flat(linear_logprob)(*wide, **options))
     for x, y in zip(got, want, strict=True):
         assert_close(x, y, rtol=1e-12, atol=1e-12)
 
@@ -231,8 +230,8 @@ def test_flops_of_an_adapter_and_of_positions_without_a_set() -> None:
     missing = torch.where((torch.arange(n) < 16)[:, None], -1, kept)
 
     def step(kept: Tensor, **options: Any) -> None:
-        logps, _ = kept_set_logprob(hidden, weight, kept[:, 0].clamp(0), kept, **options)
-        logps.sum().backward()
+        scores = flat(linear_logprob)(hidden, weight, kept[:, 0].clamp(0), kept_ids=kept, **options)
+        scores.logps.sum().backward()
 
     assert count_flops(lambda: step(kept, lora=LoRA(a, b))) == 3 * (2 * n * k * (h + r) + 2 * n * r * h)
     of_sets, whole = 6 * 16 * k * h, 2 * 16 * v * h
@@ -247,8 +246,9 @@ def test_rounded_logits() -> None:
     z = (leaves["hidden"] @ leaves["weight"].T).bfloat16().double() / s.options["temperature"]
     inside = torch.zeros(2, 9, 61, dtype=torch.bool).scatter(-1, torch.where(s.kept < 0, 60, s.kept), True)[..., :60]
     want = z.masked_fill(~inside, -math.inf).log_softmax(-1).gather(-1, s.ids[..., None])[..., 0] * (s.mask != 0)
-    got, _ = kept_set_logprob(**s.leaves(), ids=s.ids, kept_ids=s.kept, mask=s.mask, logits_dtype="input", **s.options)
-    exact, _ = kept_set_logprob(**s.leaves(), ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options)
+    given = {**s.leaves(), "ids": s.ids, "kept_ids": s.kept, "mask": s.mask, **s.options}
+    got = flat(linear_logprob)(**given, logits_dtype="input").logps
+    exact = flat(linear_logprob)(**given).logps
     assert_close(got.double(), want, rtol=0, atol=1e-5)
     assert (exact.double() - want).abs().max() > 1e-3
 
@@ -276,17 +276,16 @@ def divided(rank: int, world_size: int) -> None:
         for name, x in want.items():
             x = x[own] if name in ("d_weight", "d_bias") else x
             assert_close(got[name], x, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-        out = grpo_loss(
-            s.hidden, s.weight[own], s.ids, s.mask, torch.tensor([1.0, -1.0], dtype=F64), bias=s.bias[own],
-            kept_ids=kept, without_set="full", process_group=dist.group.WORLD,
-        )  # fmt: skip
+        head = Head(s.weight[own], s.bias[own], process_group=dist.group.WORLD)
+        advantages = torch.tensor([1.0, -1.0], dtype=F64)
+        out = grpo_loss(s.hidden, head, s.ids, s.mask, advantages, kept_ids=kept, without_set="full")
         assert out.metrics["kept/without_set"] == where.sum().double() / s.mask.sum()
     if world_size == 1:
         return
     other = torch.where(s.kept == s.ids[..., None], s.kept, rank)
-    args, options = (s.hidden, s.weight[own], s.ids, other), {"mask": s.mask, "process_group": dist.group.WORLD}
+    head = Head(s.weight[own], process_group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"process_group: .*kept_ids"):
-        kept_set_logprob(*args, without_set="full", **options)
+        linear_logprob(s.hidden, head, s.ids, kept_ids=other, without_set="full", mask=s.mask)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -319,15 +318,16 @@ def test_the_loss_over_kept_sets(config: dict[str, Any], packed: bool) -> None:
     up = torch.autograd.grad(want.loss, scores)
     through = by_full_logits(whole_sets(s, where).but(up=up))
 
-    leaves, options = s.leaves(), s.options
+    leaves, constants = s.leaves(), dict(s.options)
+    temperature = constants.pop("temperature")
     kept, ids, mask, hidden = as_csr(s.kept), s.ids, s.mask, leaves["hidden"]
     if packed:
         hidden, ids, mask = hidden.flatten(0, 1), ids.flatten(), mask.flatten()
         given = {name: x.flatten() if isinstance(x, Tensor) else x for name, x in given.items()}
         given["cu_seqlens"] = torch.tensor([0, 9, 18])
-    out = GRPOLoss(**config, **options)(
-        hidden, leaves["weight"], ids, mask, ADVANTAGES, bias=leaves["bias"], kept_ids=kept, without_set="full", **given
-    )
+    head = Head(leaves["weight"], leaves["bias"], **constants)
+    loss_fn = GRPOLoss(**config, temperature=temperature)
+    out = loss_fn(hidden, head, ids, mask, ADVANTAGES, kept_ids=kept, without_set="full", **given)
     out.loss.backward()
     assert (out.engine, out.backend) == ("kept_sets", "torch")
     assert_close(out.loss.detach(), want.loss.detach(), rtol=1e-12, atol=1e-12)
@@ -362,7 +362,7 @@ def test_refusals_of_the_loss() -> None:
     given: dict[str, Any] = {"kept_ids": s.kept}
     args = s.hidden, s.weight, s.ids, s.mask, ADVANTAGES.float()
     grpo_loss(*args, **given)
-    reference = ReferenceHead(s.hidden, s.weight)
+    reference = s.hidden, s.weight
     of_whole = torch.full((2, 9), -1.0)
     for options, message in (
         ({"config": LossConfig(beta=0.1, kl_estimator="full"), "reference": reference}, "kl_estimator: .*kept_ids"),

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import LossConfig, kept_set_logprob, linear_logprob, policy_loss_from_logps
+from grpo_kernels import LossConfig, linear_logprob, policy_loss_from_logps
 from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import make_case
+from tests.support.flat import flat
 from tests.support.kept_scenes import BIG, HEADS, assert_near, by_full_logits, compute, scene
 from tests.support.measure import count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
@@ -32,14 +33,14 @@ def test_equals_full_softmax_with_the_others_at_minus_infinity(name: str, dtype:
 
 @pytest.mark.parametrize("kind", [torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_whole_vocabulary_is_linear_logprob(dtype: torch.dtype, kind: torch.dtype) -> None:
+def test_the_whole_vocabulary_is_that_without_kept_ids(dtype: torch.dtype, kind: torch.dtype) -> None:
     s = scene("all", dtype)
     s = s.but(kept=torch.randperm(60).to(kind).expand(2, 9, 60))
     leaves = s.leaves()
-    logps, entropies = linear_logprob(**leaves, ids=s.ids, mask=s.mask, **s.options)
-    torch.autograd.backward((logps, entropies), s.up)
-    want = {"logps": logps, "entropies": entropies, **{f"d_{k}": x.grad for k, x in leaves.items()}}
-    got, rounds = compute(s), device_of(s.ids.device).mixed_products(dtype)  # linear_logprob rounds d logits
+    scores = flat(linear_logprob)(**leaves, ids=s.ids, mask=s.mask, **s.options)
+    torch.autograd.backward((scores.logps, scores.entropies), s.up)
+    want = {**scores.given, **{f"d_{k}": x.grad for k, x in leaves.items()}}
+    got, rounds = compute(s), device_of(s.ids.device).mixed_products(dtype)  # without kept_ids it rounds d logits
     for name, x in want.items():
         error = 2.0**-8 if rounds and name.startswith("d_") else 3e-6
         assert_near({name: got[name]}, {name: x.detach().double()}, dtype, error)
@@ -52,8 +53,9 @@ def test_gradcheck() -> None:
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight, bias = leaves
         kept = s.kept[:1, :4]
-        result = kept_set_logprob(hidden, weight, s.ids[:1, :4], kept, bias=bias, **s.options, workspace_bytes=2000)
-        return result[0], result[1]
+        options = {"kept_ids": kept, "bias": bias, "workspace_bytes": 2000, **s.options}
+        scores = flat(linear_logprob)(hidden, weight, s.ids[:1, :4], **options)
+        return scores.logps, scores.entropies
 
     leaves = [args[0][:1, :4].contiguous(), *args[1:]]
     assert torch.autograd.gradcheck(both, [x.detach().requires_grad_() for x in leaves], fast_mode=True)
@@ -117,9 +119,10 @@ def test_an_id_alone_in_its_set_is_certain_and_costs_nothing() -> None:
 def test_entropy_is_optional_and_each_gradient_comes_alone() -> None:
     s = scene("all")
     leaves = s.leaves()
-    logps, nothing = kept_set_logprob(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, entropy=False, **s.options)
-    assert nothing is None
-    logps.backward(s.up[0])
+    given = {"ids": s.ids, "kept_ids": s.kept, "mask": s.mask, **s.options}
+    scores = flat(linear_logprob)(**leaves, **given, entropy=False)
+    assert scores.entropies is None
+    scores.logps.backward(s.up[0])
     first = {f"d_{name}": x.grad for name, x in leaves.items()}
     second = compute(s.but(up=(torch.zeros(2, 9), s.up[1])))
     both = by_full_logits(s)
@@ -132,15 +135,15 @@ def test_frozen_tensors_get_no_gradient(frozen: str) -> None:
     s = scene("all")
     want, leaves = compute(s), s.leaves()
     leaves[frozen].requires_grad_(False)
-    logps, entropies = kept_set_logprob(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options)
-    torch.autograd.backward((logps, entropies), s.up)
+    scores = flat(linear_logprob)(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options)
+    torch.autograd.backward((scores.logps, scores.entropies), s.up)
     for name, x in leaves.items():
         assert x.grad is None if name == frozen else torch.equal(x.grad, want[f"d_{name}"]), name
 
 
 def test_backward_again_gives_the_same_and_differentiating_it_raises() -> None:
     leaves, s = scene().leaves(), scene()
-    logps, _ = kept_set_logprob(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask)
+    logps = flat(linear_logprob)(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask).logps
     wanted = [*leaves.values()]
     first = torch.autograd.grad(logps.sum(), wanted, retain_graph=True)
     again = torch.autograd.grad(logps.sum(), wanted, create_graph=True)
@@ -175,7 +178,8 @@ def test_mixed_dtypes_are_used_as_stored() -> None:
 def test_nothing_to_score_is_an_attached_zero(shape: tuple[int, ...], k: int) -> None:
     hidden, weight = torch.randn(*shape, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
     ids, kept = torch.full(shape, BIG), torch.full((*shape, k), BIG)
-    logps, entropies = kept_set_logprob(hidden, weight, ids, kept, mask=torch.zeros(shape))
+    scores = linear_logprob(hidden, weight, ids, kept_ids=kept, mask=torch.zeros(shape))
+    logps, entropies = scores.logps, scores.entropies
     assert logps.shape == entropies.shape == shape and logps.requires_grad
     (logps.sum() + entropies.sum()).backward()
     assert not hidden.grad.any() and not weight.grad.any()
@@ -230,9 +234,9 @@ def test_wrong_arguments(name: str) -> None:
         "ids": torch.tensor([[1, 2], [3, 4]]),
         "kept_ids": torch.tensor([[[1, 5], [2, -1]], [[3, 3], [4, 6]]]),
     }
-    kept_set_logprob(**good)
+    flat(linear_logprob)(**good)
     with pytest.raises(kind, match=message):
-        kept_set_logprob(**{**good, **changes})
+        flat(linear_logprob)(**{**good, **changes})
 
 
 def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,22 +247,22 @@ def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPa
     kept[1, 1] = torch.where(kept[1, 1] == ids[1, 1], -1, kept[1, 1])
     with pretended(monkeypatch) as waits:
         hidden, weight = OnGPU(s.hidden.clone()).requires_grad_(), OnGPU(s.weight.clone()).requires_grad_()
-        logps, entropies = kept_set_logprob(hidden, weight, OnGPU(ids), OnGPU(kept))
+        scores = linear_logprob(hidden, weight, OnGPU(ids), kept_ids=OnGPU(kept))
         assert waits == ["tolist"]
     wrong = torch.zeros(2, 9, dtype=torch.bool)
     wrong[0, 3] = wrong[1, 1] = wrong[1, 4] = True
-    for x in (logps, entropies):
+    for x in (scores.logps, scores.entropies):
         assert torch.equal(here(x).isnan(), wrong)
-    want, _ = kept_set_logprob(s.hidden, s.weight, s.ids, s.kept, mask=~wrong)
-    assert_close(here(logps).detach()[~wrong], want[~wrong])
+    want = linear_logprob(s.hidden, s.weight, s.ids, kept_ids=s.kept, mask=~wrong).logps
+    assert_close(here(scores.logps).detach()[~wrong], want[~wrong])
 
 
 def test_under_compile_the_graph_breaks_and_the_result_is_the_same() -> None:
     s = scene("all")
 
     def total(hidden: Tensor) -> Tensor:
-        logps, _ = kept_set_logprob(hidden * 2.0, s.weight, s.ids, s.kept, mask=s.mask)
-        return logps.sum() * 3.0
+        scores = linear_logprob(hidden * 2.0, s.weight, s.ids, kept_ids=s.kept, mask=s.mask)
+        return scores.logps.sum() * 3.0
 
     assert_close(torch.compile(total, backend="eager")(s.hidden), total(s.hidden), rtol=0, atol=0)
     torch.compiler.reset()
@@ -291,9 +295,9 @@ def test_grpo_over_kept_sets(config: dict[str, Any]) -> None:
     through = by_full_logits(s.but(up=tuple(torch.zeros(2, 9) if x is None else x for x in up)))
 
     leaves = s.leaves()
-    logps, entropies = kept_set_logprob(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options)
+    scores = flat(linear_logprob)(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options)
     out = policy_loss_from_logps(
-        logps, entropies, s.mask, case.advantages, config=LossConfig(**config),
+        scores.logps, scores.entropies, s.mask, case.advantages, config=LossConfig(**config),
         old_per_token_logps=case.old_per_token_logps, ref_per_token_logps=case.ref_per_token_logps,
     )  # fmt: skip
     out.loss.backward()

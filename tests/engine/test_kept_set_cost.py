@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import kept_set_logprob
+from grpo_kernels import Run, linear_logprob
 from grpo_kernels.call.kept import ENTRY_BYTES, plan_spans
 from tests.support.measure import AllocationWatcher, count_flops
 
@@ -21,7 +21,7 @@ def uniform(n: int = N, k: int = K) -> dict[str, Tensor]:
     kept = torch.rand(n, V, generator=g).argsort(-1)[:, :k].contiguous()
     return {
         "hidden": torch.randn(n, H, generator=g).requires_grad_(),
-        "weight": torch.randn(V, H, generator=g).requires_grad_(),
+        "head": torch.randn(V, H, generator=g).requires_grad_(),
         "ids": kept[:, 0],
         "kept_ids": kept,
     }
@@ -30,7 +30,7 @@ def uniform(n: int = N, k: int = K) -> dict[str, Tensor]:
 def test_flops() -> None:
     """2NKH forward, and 2NKH for each of d hidden and d weight, of the positions that have any gradient."""
     product, given = 2 * N * K * H, uniform()
-    frozen = {**given, "weight": given["weight"].detach()}
+    frozen = {**given, "head": given["head"].detach()}
     up = torch.ones(N)
     half = torch.where(torch.arange(N) < N // 2, 1.0, 0.0)
     for args, upstream, want in (
@@ -42,7 +42,7 @@ def test_flops() -> None:
     ):
 
         def run(args: Any = args, upstream: Tensor | None = upstream) -> None:
-            logps, _ = kept_set_logprob(**args, workspace_bytes=20_000)
+            logps = linear_logprob(**args, run=Run(workspace_bytes=20_000)).logps
             if upstream is not None:
                 logps.backward(upstream)
 
@@ -55,7 +55,7 @@ def test_flops_of_ragged_sets_go_with_their_sizes() -> None:
     sizes = torch.randint(2, 6, (64,), generator=torch.Generator().manual_seed(0))
     sizes[7] = 256
     given["kept_ids"] = torch.where(torch.arange(256) < sizes[:, None], given["kept_ids"], -1)
-    flops = count_flops(lambda: kept_set_logprob(**given))
+    flops = count_flops(lambda: linear_logprob(**given))
     assert 1 <= flops / (2 * H * int(sizes.sum())) <= 2
     assert flops < 2 * 64 * 256 * H / 8
 
@@ -79,19 +79,20 @@ def test_memory(dtype: torch.dtype) -> None:
     kept = torch.randint(0, v, (n, k), dtype=torch.int32)
     hidden, weight = torch.randn(n, h).to(dtype).requires_grad_(), torch.randn(v, h).to(dtype)
     entries, rows, states = 8 * n * k, 60 * n, n * h * dtype.itemsize
+    run = Run(workspace_bytes=budget)
     assert n * k * h * 4 > 6 * budget  # all of the gathered rows would not fit
     for trains in (False, True):
         weight = weight.detach().requires_grad_(trains)
         with AllocationWatcher() as watch:
-            logps, entropies = kept_set_logprob(hidden, weight, kept[:, 0], kept, workspace_bytes=budget)
+            scores = linear_logprob(hidden, weight, kept[:, 0], kept_ids=kept, run=run)
             assert watch.peak <= budget + entries + rows
             assert watch.largest < v * h / 8
-            (logps.sum() + entropies.sum()).backward()
+            (scores.logps.sum() + scores.entropies.sum()).backward()
         head = v * h * (4 + (dtype.itemsize if dtype.itemsize == 2 else 0)) if trains else 0
         assert watch.peak <= budget + entries + rows + 2 * states + head
         assert watch.largest == (v * h if trains else watch.largest)
         if not trains:
             assert watch.largest < v * h / 8
     with torch.no_grad(), AllocationWatcher() as watch:
-        kept_set_logprob(hidden, weight, kept[:, 0], kept, workspace_bytes=budget)
+        linear_logprob(hidden, weight, kept[:, 0], kept_ids=kept, run=run)
     assert watch.peak <= budget + rows  # nothing is kept for a backward that cannot come

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import grpo_kernels
+from grpo_kernels import Run
 from grpo_kernels.engine.device import CPU
 from grpo_kernels.engine.plan import chunk_rows
 from tests.support.measure import AllocationWatcher
@@ -53,7 +54,7 @@ def test_peak_and_largest_allocation(
     args = inputs(n, h, v, dtype, zero)
     size = 8 if dtype == torch.float64 else 4
     with AllocationWatcher() as watch:
-        out = grpo_kernels.grpo_loss(*args, engine=engine, workspace_bytes=workspace)
+        out = grpo_kernels.grpo_loss(*args, run=Run(engine=engine, workspace_bytes=workspace))
         forward_peak = watch.peak
         out.loss.backward()
     assert watch.largest < n * v / 8
@@ -82,13 +83,13 @@ def test_small_budgets_hold(budget: int) -> None:
     """Padding of small chunks included."""
     hidden, weight, ids = torch.randn(64, 8), torch.randn(100_000, 8), torch.randint(100_000, (64,))
     with AllocationWatcher() as watch:
-        grpo_kernels.linear_logprob(hidden, weight, ids, workspace_bytes=budget * MIB)
+        grpo_kernels.linear_logprob(hidden, weight, ids, run=Run(workspace_bytes=budget * MIB))
     assert watch.peak <= budget * MIB + 40 * 64 * 4
 
 
 def test_a_budget_below_one_row_still_works() -> None:
     args = inputs(64, 8, 1000, torch.float32, 0.0)
-    small = grpo_kernels.grpo_loss(*args, workspace_bytes=1)
+    small = grpo_kernels.grpo_loss(*args, run=Run(workspace_bytes=1))
     large = grpo_kernels.grpo_loss(*args)
     torch.testing.assert_close(small.loss, large.loss)
 
@@ -106,7 +107,7 @@ def test_saved_for_backward_is_little() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        grpo_kernels.grpo_loss(*args, engine="two_pass")
+        grpo_kernels.grpo_loss(*args, run=Run(engine="two_pass"))
     assert 0 < sum(saved.values()) <= 8 * 1024 * 8
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import grpo_loss
+from grpo_kernels import Run, grpo_loss
 from grpo_kernels.engine import device, mixed_mm
 
 has_mkl = pytest.mark.skipif(mixed_mm._gemm() is None, reason="torch was built without MKL")
@@ -87,7 +87,7 @@ def test_engines_agree_with_converted_operands(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setitem(device._KINDS, "cpu", replace(device.CPU, mixed_products=lambda dtype, mixed=mixed: mixed))
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         with torch.autocast("cpu", torch.bfloat16):
-            out = grpo_loss(*leaves, ids, None, torch.tensor([1.0, -0.5]), workspace_bytes=2**20)
+            out = grpo_loss(*leaves, ids, None, torch.tensor([1.0, -0.5]), run=Run(workspace_bytes=2**20))
         out.loss.backward()
         found.append((out.per_token_logps, [x.grad.double() for x in leaves]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=2e-5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LoRA, linear_logprob
+from grpo_kernels import Head, LoRA, linear_logprob
 from grpo_kernels.engine import chunks, device, plan, products, sweep
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import make_case
@@ -107,7 +107,7 @@ def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x, *pair = (t.to(dtype) for t in (hidden, a, b))
         leaves = [t.requires_grad_() for t in pair]
-        logps, _ = linear_logprob(hidden, weight, ids, lora=LoRA(*leaves, input=x))
+        logps = linear_logprob(hidden, Head(weight, lora=LoRA(*leaves, input=x)), ids).logps
         logits = hidden.double() @ weight.T + (x @ leaves[0].T).double() @ leaves[1].double().T
         want = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(logps, want)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import Expectation, LoRA, LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import Expectation, Head, LoRA, LossConfig, Run, grpo_loss, linear_logprob
 from grpo_kernels.base import checks
 from tests.support.pretend_gpu import OnGPU, Waits, here, pretended
 
@@ -22,6 +22,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
 OFF_POLICY = LossConfig(loss_type="grpo")
 ALL_TERMS = LossConfig(loss_type="grpo", beta=0.1, entropy_coef=0.01)
 SEQUENCE = LossConfig(loss_type="grpo", importance_sampling_level="sequence")
+ON_TORCH = Run(backend="torch")
 BOTH, HIDDEN, NEITHER = (True, True), (True, False), (False, False)
 # name -> config, what trains (hidden, weight), engine, waits of forward and backward with a mask
 CALLS = {
@@ -55,7 +56,7 @@ def batch(
     draw = torch.Generator().manual_seed(0)
     given = {
         "hidden": torch.randn(B, T, H, generator=draw).to(dtype),
-        "weight": torch.randn(V, H, generator=draw).to(dtype),
+        "head": torch.randn(V, H, generator=draw).to(dtype),
         "completion_ids": torch.randint(V, (B, T), generator=draw),
         "advantages": torch.tensor([1.0, -0.5]),
         "old_per_token_logps": -3 * torch.rand(B, T, generator=draw),
@@ -63,7 +64,7 @@ def batch(
     }
     given = {name: OnGPU(x) if there else x for name, x in given.items()}
     given["hidden"].requires_grad_(trains[0])
-    given["weight"].requires_grad_(trains[1])
+    given["head"].requires_grad_(trains[1])
     return given
 
 
@@ -74,12 +75,12 @@ def call(name: str, waits: Waits, *, there: bool = True, mask: Tensor | None = N
     if name.endswith("on-policy"):
         del given["old_per_token_logps"]
     waits.clear()
-    out = grpo_loss(**given, completion_mask=mask, config=config, engine=engine, backend="torch")
+    out = grpo_loss(**given, completion_mask=mask, config=config, run=Run(engine=engine, backend="torch"))
     assert out.engine == engine
     forward = len(waits)
     if out.loss.requires_grad:
         torch.autograd.backward(out.loss)
-    grads = {x: given[x].grad for x in ("hidden", "weight") if given[x].grad is not None}
+    grads = {x: given[x].grad for x in ("hidden", "head") if given[x].grad is not None}
     results = {"loss": out.loss, "logps": out.per_token_logps, "entropies": out.entropies, **grads}
     values = {key: here(x.detach()) for key, x in {**results, **out.metrics}.items()}
     return {**values, "waits": (forward, len(waits) - forward)}
@@ -122,9 +123,9 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(name: str, monkeypatch: 
             odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
         with pytest.raises(ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"):
             call(name, waits, mask=OnGPU(MASK / MASK))
-        given = [batch()[x].detach() for x in ("hidden", "weight", "completion_ids")]
+        given = [batch()[x].detach() for x in ("hidden", "head", "completion_ids")]
         with pytest.raises(ValueError, match=r"^mask: expected 0 or a number that is not, got nan"):
-            linear_logprob(*given, mask=OnGPU(MASK / MASK), backend="torch")
+            linear_logprob(*given, mask=OnGPU(MASK / MASK), run=ON_TORCH)
     del want["waits"], odd["waits"]
     torch.testing.assert_close(found, want, equal_nan=True)
     torch.testing.assert_close(odd, want, equal_nan=True)
@@ -143,9 +144,9 @@ def test_packed_reads_its_bounds_once(device: str, monkeypatch: pytest.MonkeyPat
     bounds = torch.tensor([0, 4, 10])
     with pretended(monkeypatch) as waits:
         given = {name: x.detach() for name, x in batch().items()}
-        given |= {name: x.flatten(0, 1) for name, x in given.items() if name not in ("weight", "advantages")}
+        given |= {name: x.flatten(0, 1) for name, x in given.items() if name not in ("head", "advantages")}
         bounds = OnGPU(bounds) if device == "cuda" else bounds
-        grpo_loss(**given, completion_mask=None, cu_seqlens=bounds, config=SEQUENCE, backend="torch")
+        grpo_loss(**given, completion_mask=None, cu_seqlens=bounds, config=SEQUENCE, run=ON_TORCH)
     assert waits == (["tolist"] if device == "cuda" else [])
 
 
@@ -155,7 +156,7 @@ def test_num_items(number: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch) as waits:
         number = OnGPU(torch.tensor(7)) if number == "there" else number
         given = batch(trains=NEITHER)
-        grpo_loss(**given, completion_mask=None, num_items_in_batch=number, backend="torch")
+        grpo_loss(**given, completion_mask=None, num_items_in_batch=number, run=ON_TORCH)
     assert len(waits) == 0
 
 
@@ -170,7 +171,7 @@ def test_custom_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     # the first call verifies that tokens are not coupled
     for objective, expected in ((rowwise, (2, 0)), (rowwise, (1, 0)), (whole, (1, 1))):
         with pretended(monkeypatch) as waits:
-            out = grpo_loss(**batch(), completion_mask=OnGPU(MASK), objective=objective, backend="torch")
+            out = grpo_loss(**batch(), completion_mask=OnGPU(MASK), objective=objective, run=ON_TORCH)
             forward = len(waits)
             torch.autograd.backward(out.loss)
             assert (forward, len(waits) - forward) == expected
@@ -203,19 +204,19 @@ def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         given = batch(trains=trains)
         if expected is not None and expected.graded is not None:
             expected = replace(expected, graded=OnGPU(expected.graded))
-        logps, entropies = linear_logprob(
+        scores = linear_logprob(
             given["hidden"],
-            given["weight"],
+            given["head"],
             given["completion_ids"],
             mask=OnGPU(MASK),
             expected=expected,
-            backend="torch",
+            run=ON_TORCH,
         )
-        assert entropies is not None
+        assert scores.logps is not None and scores.entropies is not None
         forward = len(waits)
-        loss = (logps * OnGPU(gradient)).sum()
+        loss = (scores.logps * OnGPU(gradient)).sum()
         if of_entropies:
-            loss = loss + of_entropies * entropies.sum()
+            loss = loss + of_entropies * scores.entropies.sum()
         if loss.requires_grad:
             torch.autograd.backward(loss)
     assert (forward, len(waits) - forward) == documented
@@ -226,16 +227,14 @@ def test_an_adapter_costs_no_wait(mask: Tensor | None, monkeypatch: pytest.Monke
     with pretended(monkeypatch, capturing=mask is None) as waits:
         given = batch(trains=HIDDEN)
         lora = LoRA(OnGPU(torch.randn(3, H)).requires_grad_(), OnGPU(torch.randn(V, 3)))
-        logps, _ = linear_logprob(
+        logps = linear_logprob(
             given["hidden"],
-            given["weight"],
+            Head(given["head"], lora=lora),
             given["completion_ids"],
             mask=None if mask is None else OnGPU(mask),
-            lora=lora,
             entropy=False,
-            engine="two_pass",
-            backend="torch",
-        )
+            run=Run(engine="two_pass", backend="torch"),
+        ).logps
         torch.autograd.backward(logps.sum())
         assert len(waits) == (0 if mask is None else 2)  # as without one
         assert lora.a.grad is not None
@@ -245,11 +244,10 @@ def test_captured_linear_logprob(monkeypatch: pytest.MonkeyPatch) -> None:
     for trains in (BOTH, HIDDEN):
         with pretended(monkeypatch, capturing=True):
             given = batch(trains=trains)
-            logps, entropies = linear_logprob(
-                given["hidden"], given["weight"], given["completion_ids"], backend="torch", engine="two_pass"
-            )
-            assert entropies is not None
-            torch.autograd.backward((logps + entropies).sum())
+            run = Run(engine="two_pass", backend="torch")
+            scores = linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=run)
+            assert scores.logps is not None and scores.entropies is not None
+            torch.autograd.backward((scores.logps + scores.entropies).sum())
 
 
 def test_an_id_that_does_not_exist_makes_its_row_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +255,7 @@ def test_an_id_that_does_not_exist_makes_its_row_nan(monkeypatch: pytest.MonkeyP
     with pretended(monkeypatch) as waits:
         given = batch(trains=NEITHER)
         given["completion_ids"] = OnGPU(torch.tensor([[0, V, 1, 2, 3], [4, 5, -1, 6, 7]]))
-        logps, _ = linear_logprob(given["hidden"], given["weight"], given["completion_ids"], backend="torch")
+        logps = linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=ON_TORCH).logps
     assert waits == []
     assert here(logps).isnan().nonzero().tolist() == [[0, 1], [1, 2]]
 

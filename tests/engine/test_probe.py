@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import linear_logprob
+from grpo_kernels import Run, linear_logprob
 from grpo_kernels.engine import probe
 from grpo_kernels.engine.device import CUDA, ROCM, device_of
 from tests.support import pretend_gpu
@@ -77,7 +77,7 @@ def test_products_that_are_right_are_used(
     assert ROCM.mixed_products(BF16)
     assert len(seen) == tried > 0  # once
     hidden, weight = OnGPU(torch.randn(4, 8).to(BF16)), OnGPU(torch.randn(20, 8).to(BF16))
-    linear_logprob(hidden, weight, OnGPU(torch.zeros(4, dtype=torch.long)), backend="torch")
+    linear_logprob(hidden, weight, OnGPU(torch.zeros(4, dtype=torch.long)), run=Run(backend="torch"))
     assert seen[tried:] == [BF16]
 
 
@@ -100,7 +100,7 @@ def test_products_that_are_wrong_are_not_used(
     tried = len(seen)
     hidden, weight = (torch.randn(n, 8).to(BF16) for n in (4, 20))
     ids = torch.zeros(4, dtype=torch.long)
-    found, _ = linear_logprob(OnGPU(hidden), OnGPU(weight), OnGPU(ids), backend="torch")
+    found = linear_logprob(OnGPU(hidden), OnGPU(weight), OnGPU(ids), run=Run(backend="torch")).logps
     assert len(seen) == tried
     want = (hidden.float() @ weight.float().t()).log_softmax(1)[:, 0]
     assert torch.allclose(found.data_here, want, atol=1e-5)

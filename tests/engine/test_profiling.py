@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_kernels import grpo_loss
+from grpo_kernels import Run, grpo_loss
 from grpo_kernels.base import profiling
 
 CALLS = {"one_pass": ("PolicyLoss",), "two_pass": ("PolicyLoss", "PolicyLossBackward")}
@@ -17,8 +17,8 @@ CALLS |= {"lean": CALLS["two_pass"]}
 
 def step(engine: Any) -> None:
     hidden, weight = torch.randn(2, 9, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
-    ids, mask = torch.randint(33, (2, 9)), torch.ones(2, 9)
-    grpo_loss(hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), engine=engine, backend="torch").loss.backward()
+    ids, mask, run = torch.randint(33, (2, 9)), torch.ones(2, 9), Run(engine=engine, backend="torch")
+    grpo_loss(hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), run=run).loss.backward()
 
 
 @pytest.mark.parametrize("engine", CALLS)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from grpo_kernels import LoRA, linear_logprob
+from grpo_kernels import Head, LoRA, Run, linear_logprob
+from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher
 from tests.support.pretend_gpu import OnGPU, pretended
 
@@ -39,7 +40,8 @@ def head(n: int, h: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 def peak_of_backward(leaves: list[Tensor], ids: Tensor, budget: int, **options: Any) -> int:
     """The most bytes that the backward makes at once, with those it returns."""
     hidden, weight = (x.requires_grad_() for x in leaves)
-    logps, _ = linear_logprob(hidden, weight, ids, engine="lean", workspace_bytes=budget, entropy=False, **options)
+    options = {"engine": "lean", "workspace_bytes": budget, "entropy": False, **options}
+    logps = flat(linear_logprob)(hidden, weight, ids, **options).logps
     upstream = torch.ones_like(logps)
     with AllocationWatcher() as watch:
         torch.autograd.backward(logps, upstream)
@@ -91,11 +93,10 @@ def test_equals_two_passes(budget: int) -> None:
     ids, temperature = torch.randint(v, (n,), generator=g), 0.5 + torch.rand(n, generator=g, dtype=torch.float64)
     found = []
     for engine in ("lean", "two_pass"):
-        logps, entropy = linear_logprob(
-            leaves[0], leaves[1], ids, bias=leaves[2], temperature=temperature, engine=engine, workspace_bytes=budget
-        )
-        assert entropy is not None
-        found.append(torch.autograd.grad((logps * torch.arange(n) + entropy).sum(), leaves))
+        hidden, run = leaves[0], Run(engine=engine, workspace_bytes=budget)
+        scores = linear_logprob(hidden, Head(*leaves[1:]), ids, temperature=temperature, run=run)
+        assert scores.logps is not None and scores.entropies is not None
+        found.append(torch.autograd.grad((scores.logps * torch.arange(n) + scores.entropies).sum(), leaves))
     for lean, two_pass in zip(*found, strict=True):
         torch.testing.assert_close(lean, two_pass, rtol=1e-10, atol=1e-12)
 
@@ -130,9 +131,8 @@ def test_bytes_of_an_element_of_d_weight(dtype: torch.dtype, most: int, monkeypa
     with pretended(monkeypatch):
         hidden, weight, ids = map(OnGPU, head(n, h, v, dtype))
         weight.requires_grad_()
-        logps, _ = linear_logprob(
-            hidden, weight, ids, engine="lean", workspace_bytes=MIB, entropy=False, backend="torch"
-        )
+        run = Run(engine="lean", backend="torch", workspace_bytes=MIB)
+        logps = linear_logprob(hidden, weight, ids, entropy=False, run=run).logps
         upstream = torch.ones_like(logps)
         with Moved(128, h) as moved:
             torch.autograd.backward(logps, upstream)

@@ -13,6 +13,7 @@ from grpo_kernels import Expectation, linear_logprob
 from grpo_kernels.engine.remainder import FAR_TOO_LARGE
 from tests.fuzz.harness import Category, Options
 from tests.support.case_builder import Case, make_case, seeded
+from tests.support.flat import flat
 from tests.support.reference import head, on_grid
 
 # How what is expected comes to be wrong, from what will come; each takes the generator too.
@@ -126,11 +127,12 @@ def check(options: Options) -> None:
     engine = "auto"
     if "one_pass" in options and options.get("form") != "no coefficients":
         engine = "one_pass"
-    logps, entropies = linear_logprob(
+    scores = flat(linear_logprob)(
         leaves["hidden"], leaves["weight"], case.completion_ids, bias=leaves["bias"], mask=case.completion_mask,
         entropy=asks_entropy, expected=expected, engine=engine, backend=options.get("backend", "auto"),
         workspace_bytes=case.workspace_bytes, **config,
     )  # fmt: skip
+    logps, entropies = scores.logps, scores.entropies
     total = (logps * g).sum() + (0.0 if entropies is None or "sent_entropy" not in options else (entropies * h).sum())
     if total.requires_grad:
         total.backward()

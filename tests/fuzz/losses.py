@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import LoRA, LossConfig, grpo_loss
+from grpo_kernels import LoRA, grpo_loss
 from tests.fuzz.harness import Category, Options
 from tests.support.case_builder import Case, make_case, seeded
+from tests.support.flat import flat
 from tests.support.random_cases import case_options, with_garbage
 from tests.support.reference import ReferenceResult, head, on_grid, reference_loss
-from tests.support.run_case import allowed_engines, arguments, packed
+from tests.support.run_case import allowed_engines, arguments, config_of, packed
 from tests.support.sampler_ratio import MODES, PREFIX, given_ratio
 from tests.support.tolerance import Bounds, assert_matches, bounds_of
 
@@ -119,8 +120,8 @@ def check(options: Options) -> None:
     backend = options.get("backend", "auto")
     if backend == "triton" and case.hidden.dtype == torch.float64:
         backend = "torch"  # Triton's kernels have no float64
-    out = grpo_loss(
-        **call, config=LossConfig(**case.config), engine=engine_of(options, case), backend=backend, lora=adapter,
+    out = flat(grpo_loss)(
+        **call, config=config_of(case), engine=engine_of(options, case), backend=backend, lora=adapter,
         workspace_bytes=case.workspace_bytes,
     )  # fmt: skip
     scale = options.get("scale", 1.0)

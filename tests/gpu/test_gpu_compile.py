@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logprob
 from tests.support.on_device import BACKENDS, gradients, leaves, relative, same_bits
 
 MOST_GRAPHS = 2  # the first length by itself, then any
@@ -17,9 +17,10 @@ LENGTHS = range(3, 23)
 
 
 def linear(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
-    logps, entropies = linear_logprob(hidden, weight, ids)
-    assert entropies is not None
-    return (logps * advantages[:, None]).sum() - 0.01 * entropies.sum()
+    scores = linear_logprob(hidden, weight, ids)
+    assert scores.logps is not None
+    assert scores.entropies is not None
+    return (scores.logps * advantages[:, None]).sum() - 0.01 * scores.entropies.sum()
 
 
 def loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
@@ -57,12 +58,12 @@ def test_autocast_to_bf16(device: torch.device, engine: str, backend: str) -> No
     hidden, weight, ids = leaves(device, n, h, v, torch.float32)
     hidden = hidden.detach().view(-1, 8, h).requires_grad_()
     advantages = torch.linspace(-1, 1, n // 8, device=device)
-    options = {"engine": engine, "backend": backend}
+    run = Run(engine, backend)
     with torch.autocast(device.type, torch.bfloat16):
-        out = grpo_loss(hidden, weight, ids.view(-1, 8), None, advantages, **options)
+        out = grpo_loss(hidden, weight, ids.view(-1, 8), None, advantages, run=run)
     out.loss.backward()
     rounded = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
-    want = grpo_loss(*rounded, ids.view(-1, 8), None, advantages, **options)
+    want = grpo_loss(*rounded, ids.view(-1, 8), None, advantages, run=run)
     want.loss.backward()
     assert out.loss.dtype == torch.float32
     assert same_bits((out.loss, out.per_token_logps), (want.loss, want.per_token_logps))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from grpo_kernels import linear_logprob
+from grpo_kernels import Head, Run, linear_logprob
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases, wide_cases
 from tests.support.on_device import BACKENDS, move, report, run_on
 from tests.support.reference import on_grid, reference_loss
 from tests.support.reference_terms import settings
-from tests.support.run_case import allowed_engines
+from tests.support.run_case import allowed_engines, constants_of
 from tests.support.tolerance import assert_matches, bounds_of, compare, computed_in, score_bounds
 
 PARTS = 24
@@ -96,25 +95,19 @@ def check_score_dot(case: Case, device: torch.device) -> None:
     reference, o = reference_loss(case), settings(case)
     e, e_entropy = (on_grid(x, reference.head.counted) for x in score_bounds(case, reference))
     moved = move(case, device)
-    head = {"temperature": o.temperature, "final_logit_softcapping": o.final_logit_softcapping}
     with torch.no_grad():
         found = linear_logprob(
             moved.hidden,
-            moved.weight,
+            Head(moved.weight, moved.bias, **constants_of(case)),
             moved.completion_ids,
             mask=moved.completion_mask,
-            bias=moved.bias,
-            logit_scale=o.logit_scale,
-            logits_dtype=o.logits_dtype,
-            engine="score_dot",
-            backend="triton",
-            **head,
+            temperature=o.temperature,
+            run=Run("score_dot", "triton"),
         )
-    names: tuple[tuple[str, Tensor, Tensor], ...] = (
-        ("logps", reference.logps, e),
-        ("entropies", reference.entropies, e_entropy),
-    )
-    for (name, want, bound), got in zip(names, found, strict=True):
+    for name, got, want, bound in (
+        ("logps", found.logps, reference.logps, e),
+        ("entropies", found.entropies, reference.entropies, e_entropy),
+    ):
         assert got is not None
         compare(name, got.cpu(), want, bound, case)
 
@@ -132,7 +125,7 @@ def test_ids_out_of_range_make_their_rows_nan(device: torch.device) -> None:
     for backend in BACKENDS:
         for engine in ("auto", "score_dot") if backend == "triton" else ("auto",):
             with torch.no_grad():
-                logps, entropies = linear_logprob(hidden, weight, ids, backend=backend, engine=engine)
-            assert torch.equal(torch.isnan(logps), bad), (backend, engine)
-            assert entropies is not None
-            torch.testing.assert_close(logps[~bad], right[0][~bad], rtol=1e-5, atol=1e-5)
+                found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
+            assert torch.equal(torch.isnan(found.logps), bad), (backend, engine)
+            assert found.entropies is not None
+            torch.testing.assert_close(found.logps[~bad], right.logps[~bad], rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
 from tests.support.on_device import BACKENDS, copy_of, gradients, leaves, same_bits
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -25,9 +25,10 @@ CLOSE = 1e-5  # of a log-probability: the order of a sum over H in fp32
 
 def scored(hidden: Tensor, weight: Tensor, ids: Tensor, engine: str, backend: str) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        logps, entropies = linear_logprob(hidden, weight, ids, engine=engine, backend=backend)
-    assert entropies is not None
-    return logps, entropies
+        found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
+    assert found.logps is not None
+    assert found.entropies is not None
+    return found.logps, found.entropies
 
 
 def agrees(got: Any, want: Any, *, dtype: torch.dtype, engine: str, backend: str) -> bool:
@@ -62,7 +63,7 @@ def test_every_run_has_the_same_bits(
     def step() -> Any:
         out = grpo_loss(
             hidden, weight, ids.view(-1, 4), None, torch.linspace(-1, 1, n // 4, device=device), config=config,
-            old_per_token_logps=old, ref_per_token_logps=old, engine=engine, backend=backend,
+            old_per_token_logps=old, ref_per_token_logps=old, run=Run(engine, backend),
         )  # fmt: skip
         return out.loss, out.per_token_logps, out.entropies, *gradients(out.loss, [hidden, weight])
 
@@ -102,11 +103,12 @@ def test_masked_positions_and_padding_change_no_bit(
     hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
     hidden, ids = hidden.view(-1, 8, h), ids.view(-1, 8)
     mask = torch.rand(ids.shape, device=device) > 0.3
-    alone = linear_logprob(hidden[mask], weight, ids[mask], backend=backend)
+    run = Run(backend=backend)
+    alone = linear_logprob(hidden[mask], weight, ids[mask], run=run)
     pad = lambda x, value: torch.cat([x, x.new_full((len(x), 3, *x.shape[2:]), value)], 1)  # noqa: E731
-    wide = linear_logprob(pad(hidden, torch.nan), weight, pad(ids, -100), mask=pad(mask, False), backend=backend)
-    for got, want in zip(wide, alone, strict=True):
-        assert got is not None
+    wide = linear_logprob(pad(hidden, torch.nan), weight, pad(ids, -100), mask=pad(mask, False), run=run)
+    for name in ("logps", "entropies"):
+        got, want = getattr(wide, name), getattr(alone, name)
         assert same_bits(got[:, :8][mask], want)
         assert not got[:, 8:].any()
 
@@ -129,9 +131,8 @@ def test_the_ratio_is_exactly_one_on_policy(
 
     def step(old_per_token_logps: Tensor | None) -> tuple[Any, tuple[Tensor, ...]]:
         out = grpo_loss(
-            hidden, weight, ids, None, advantages, old_per_token_logps=old_per_token_logps, engine=engine,
-            backend=backend,
-        )  # fmt: skip
+            hidden, weight, ids, None, advantages, old_per_token_logps=old_per_token_logps, run=Run(engine, backend)
+        )
         return out, gradients(out.loss, [hidden, weight])
 
     out, grads = step(old)
@@ -154,7 +155,7 @@ def test_rows_are_the_same_in_every_engine(device: torch.device, backend: str, a
     want = scored(hidden, weight, ids, "score", backend)
     for engine in ENGINES["loss"]:
         out = grpo_loss(
-            hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device), engine=engine,
-            backend=backend,
+            hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device),
+            run=Run(engine, backend),
         )  # fmt: skip
         assert same_bits((out.per_token_logps.flatten(), out.entropies.flatten()), want), engine

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.engine.memory import large_workspace
 from grpo_kernels.engine.records import NeedsGrad
 from tests.support.measure import AllocationWatcher
@@ -26,7 +26,7 @@ def step(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, **option
     """One step; the engine that served. Gradients are in the leaves."""
     h = hidden.shape[-1]
     advantages = torch.ones(len(ids) // 8, device=ids.device)
-    out = grpo_loss(hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, advantages, **options)
+    out = grpo_loss(hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, advantages, run=Run(**options))
     out.loss.backward()
     return out.engine
 
@@ -97,7 +97,7 @@ def test_nothing_of_the_size_of_the_logits_is_made(device: torch.device, backend
 def test_scoring_without_logits_needs_no_workspace(device: torch.device, as_in_use: None) -> None:
     n, h, v = (8192, 512, 151_936) if device.type == "cuda" else (64, 16, 300)
     hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, torch.bfloat16))
-    run = lambda: linear_logprob(hidden, weight, ids, engine="score_dot", backend="triton")  # noqa: E731
+    run = lambda: linear_logprob(hidden, weight, ids, run=Run("score_dot", "triton"))  # noqa: E731
     run()
     limit = 64 * MIB if device.type == "cuda" else 4 * n * v
     assert peak_of(run, device) <= limit + 2 * n * h

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from grpo_kernels import LossConfig, grpo_loss
 from tests.support import parallel_cases as cases
 from tests.support.case_builder import Case
+from tests.support.flat import flat
 from tests.support.parallel_cases import LOSSES, SETUPS, Run, relative_error, truth
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss
@@ -74,7 +75,7 @@ def sharded_head(rank: int, world_size: int, name: str, device: torch.device, dt
     part = weight.tensor_split(world_size)[rank].to(device).requires_grad_(not loss.frozen_head)
     moved = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in given.items()}
     options = {"config": LossConfig(**loss.config), "engine": loss.engine, "process_group": dist.group.WORLD}
-    grpo_loss(leaf, part, **moved, **options).loss.backward()
+    flat(grpo_loss)(leaf, part, **moved, **options).loss.backward()
     got, expected = {"hidden": leaf.grad.cpu()}, {"hidden": want.d_hidden}
     if not loss.frozen_head:
         got["weight"], expected["weight"] = part.grad.cpu(), want.d_weight.tensor_split(world_size)[rank]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
 from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.base.records import take
@@ -87,7 +87,7 @@ def test_more_than_2_to_the_31_logits(
         w = weight.detach().requires_grad_()
         out = grpo_loss(
             part, w, ids[rows].view(-1, 8), None, advantages[rows.start // 8 : rows.stop // 8], num_items_in_batch=n,
-            engine=engine, backend=backend, workspace_bytes=workspace,
+            run=Run(engine, backend, workspace),
         )  # fmt: skip
         out.loss.backward()
         assert part.grad is not None
@@ -115,13 +115,14 @@ def test_many_rows_and_many_columns(
         hidden, weight, ids = leaves(device, n, h, v, dtype)
         coefficients = torch.randn(n, device=device)
         logps, d_hidden, d_weight = truth(hidden, weight, ids, coefficients, at_once=2**26 // v)
+        run = Run(engine, backend)
         if engine == "score_dot":
             with torch.no_grad():
-                found, _ = linear_logprob(hidden, weight, ids, engine=engine, backend=backend)
+                found = linear_logprob(hidden, weight, ids, run=run).logps
             torch.testing.assert_close(found.double(), logps, rtol=1e-5, atol=5e-5)
             continue
         expected = coefficients if engine == "one_pass" else None
-        found, _ = linear_logprob(hidden, weight, ids, engine=engine, backend=backend, expected=expected)
+        found = linear_logprob(hidden, weight, ids, expected=expected, run=run).logps
         (found * coefficients).sum().backward()
         limit = 5e-5 if dtype == torch.float32 else BF16_GRADIENT
         torch.testing.assert_close(found.detach().double(), logps, rtol=1e-5, atol=5e-5)

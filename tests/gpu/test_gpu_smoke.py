@@ -27,7 +27,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from benchmarks.timing import Clock
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import choose_backend, triton_rows
 from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
 from grpo_kernels.engine.device import device_of
@@ -246,17 +246,19 @@ def compare_engine(
     logps, entropies = all_logps.gather(-1, ids[..., None])[..., 0], -(all_logps.exp() * all_logps).sum(-1)
     if engine in ("score", "score_dot"):
         with torch.no_grad():
-            found = linear_logprob(hidden, weight, ids, engine=engine, backend="triton")
-        yield "logps", found[0], logps, 1.0 + logps.abs(), STATISTIC
-        yield "entropies", found[1], entropies, 1.0 + entropies, STATISTIC
+            found = linear_logprob(hidden, weight, ids, run=Run(engine, "triton"))
+        assert found.logps is not None
+        assert found.entropies is not None
+        yield "logps", found.logps, logps, 1.0 + logps.abs(), STATISTIC
+        yield "entropies", found.entropies, entropies, 1.0 + entropies, STATISTIC
         return
     mask = torch.ones(b, t, device=device)
     mask[0, t // 2 :] = 0.0
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.5], device=device)  # of one sequence none: nothing to compute
     old = logps.detach().float() + 0.2 * torch.randn(b, t, device=device)
     out = grpo_loss(
-        hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2), old_per_token_logps=old, engine=engine,
-        backend="triton",
+        hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2), old_per_token_logps=old,
+        run=Run(engine, "triton"),
     )  # fmt: skip
     out.loss.backward()
     ratio, gain = (logps - old.double()).exp(), advantages[:, None]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
 from tests.support.on_device import BACKENDS, Graphed, copy_of, gradients, leaves, on_backends, same_bits, waits
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
@@ -27,7 +27,7 @@ def batch(device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int =
     old = torch.rand(n // 8, 8, generator=g, device=device) - 8.0
     return {
         "hidden": hidden.detach().view(-1, 8, h).requires_grad_(),
-        "weight": weight,
+        "head": weight,
         "completion_ids": ids.view(-1, 8),
         "completion_mask": None,
         "advantages": torch.randn(n // 8, generator=g, device=device),
@@ -36,12 +36,14 @@ def batch(device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int =
     }
 
 
-def loss_step(given: dict[str, Any], **options: Any) -> Callable[[], tuple[Tensor, ...]]:
-    """Loss, log-probabilities and both gradients."""
+def loss_step(
+    given: dict[str, Any], config: LossConfig | None = None, **options: Any
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Loss, log-probabilities and both gradients; `options` of `Run`."""
 
     def step() -> tuple[Tensor, ...]:
-        out = grpo_loss(**given, **options)
-        trained = [x for x in (given["hidden"], given["weight"]) if x.requires_grad]
+        out = grpo_loss(**given, config=config, run=Run(**options))
+        trained = [x for x in (given["hidden"], given["head"]) if x.requires_grad]
         return out.loss, out.per_token_logps, *gradients(out.loss, trained)
 
     return step
@@ -135,11 +137,13 @@ def test_a_graph_of_the_log_probabilities_replays(
     device: torch.device, engine: str, backend: str, as_in_use: None
 ) -> None:
     given = batch(device)
-    hidden, weight, ids = (given[name] for name in ("hidden", "weight", "completion_ids"))
+    hidden, weight, ids = (given[name] for name in ("hidden", "head", "completion_ids"))
 
     def step() -> tuple[Tensor, ...]:
         with torch.set_grad_enabled(engine == "two_pass"):
-            logps, entropies = linear_logprob(hidden, weight, ids, engine=engine, backend=backend)
+            found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
+        logps, entropies = found.logps, found.entropies
+        assert logps is not None
         assert entropies is not None
         if engine != "two_pass":
             return logps, entropies
@@ -166,13 +170,13 @@ WAITS = {
 @pytest.mark.parametrize("config", CONFIGS)
 def test_waits_without_a_mask(gpu: torch.device, config: str, head: str, backend: str, as_in_use: None) -> None:
     given = batch(gpu)
-    given["weight"].requires_grad_(head == "trains")
+    given["head"].requires_grad_(head == "trains")
     given["hidden"].requires_grad_(head != "no gradient")
     if config == "on-policy":
         given["old_per_token_logps"] = None
 
     def step() -> None:
-        out = grpo_loss(**given, config=CONFIGS[config], backend=backend)
+        out = grpo_loss(**given, config=CONFIGS[config], run=Run(backend=backend))
         if out.loss.requires_grad:
             out.loss.backward()
 
@@ -193,7 +197,7 @@ def test_scoring_without_a_mask_does_not_wait(gpu: torch.device, backend: str, a
 
     def step() -> None:
         with torch.no_grad():
-            linear_logprob(given["hidden"], given["weight"], given["completion_ids"], backend=backend)
+            linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=Run(backend=backend))
 
     step()
     assert waits(step) == []
@@ -208,7 +212,7 @@ def test_waits_with_a_mask(gpu: torch.device, engine: str, backend: str, as_in_u
     given["completion_mask"] = mask
 
     def step() -> None:
-        grpo_loss(**given, engine=engine, backend=backend).loss.backward()
+        grpo_loss(**given, run=Run(engine, backend)).loss.backward()
 
     step()
     found = waits(step)

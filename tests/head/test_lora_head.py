@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_logprob
 from grpo_kernels.engine.device import device_of
 from tests.support.adapter_case import RANK, SCALING, check_adapter, factors
 from tests.support.cases import LOSSES, fixed_cases
+from tests.support.flat import flat
 from tests.support.ranks import run_ranks
 from tests.support.reference import ReferenceResult, reference_loss
-from tests.support.run_case import allowed_engines, arguments
+from tests.support.run_case import allowed_engines, arguments, config_of
 
 BY_NAME = {case.name: case for case in fixed_cases()}
 NAMES = [f"A/{x}-{level[0]}/off-policy/f32" for x, level in LOSSES] + [
@@ -38,7 +39,7 @@ def check(name: str, dtype: torch.dtype, tolerance: float, frozen: frozenset[str
         given = arguments(case)
         lora = LoRA(*(x.to(dtype).clone().requires_grad_() for x in (a, b)), SCALING)
         options = {"engine": engine, "workspace_bytes": case.workspace_bytes}
-        out = grpo_loss(**given, config=LossConfig(**case.config), **options, lora=lora)
+        out = flat(grpo_loss)(**given, config=config_of(case), **options, lora=lora)
         assert out.engine == engine
         out.loss.backward()
         compare(out, given, lora, want, (a, b), tolerance, frozen)
@@ -106,7 +107,7 @@ def test_what_dropout_left_is_what_the_adapter_sees() -> None:
     hidden.requires_grad_()
     a, b = (x.requires_grad_() for x in factors(50, 16))
     ids = torch.randint(50, (2, 5), generator=g)
-    logps, _ = linear_logprob(hidden, weight, ids, lora=LoRA(a, b, SCALING, input=dropped))
+    logps = linear_logprob(hidden, Head(weight, lora=LoRA(a, b, SCALING, input=dropped)), ids).logps
     want = torch.log_softmax(hidden @ weight.T + SCALING * dropped @ a.T @ b.T, -1).gather(2, ids[..., None])[..., 0]
     torch.testing.assert_close(logps, want)
     leaves = (hidden, dropped, a, b)
@@ -127,13 +128,14 @@ def test_what_is_masked_reaches_no_gradient(engine: str, where: str) -> None:
         a, b = (x.float().requires_grad_() for x in factors(50, 16))
         filled = {where: torch.where(mask[..., None] != 0, states[where], masked)}
         hidden, seen = (x.clone().requires_grad_() for x in (states | filled).values())
-        lora = LoRA(a, b, SCALING, input=seen if where == "input" else None)
+        head = Head(weight, lora=LoRA(a, b, SCALING, input=seen if where == "input" else None))
         if engine == "linear_logprob":
-            logps, entropies = linear_logprob(hidden, weight, ids, mask=mask, lora=lora)
-            assert entropies is not None
-            loss = logps.sum() + entropies.sum()
+            scores = linear_logprob(hidden, head, ids, mask=mask)
+            assert scores.logps is not None and scores.entropies is not None
+            loss = scores.logps.sum() + scores.entropies.sum()
         else:
-            loss = grpo_loss(hidden, weight, ids, mask, torch.tensor([1.0, -0.5]), engine=engine, lora=lora).loss
+            run = Run(engine=engine)
+            loss = grpo_loss(hidden, head, ids, mask, torch.tensor([1.0, -0.5]), run=run).loss
         return list(torch.autograd.grad(loss, (a, b, hidden, seen)[: 4 if where == "input" else 3]))
 
     for x, y in zip(gradients(torch.nan), gradients(0.0), strict=True):
@@ -148,9 +150,8 @@ def test_no_product_of_the_two_factors_is_made(trains_head: bool, products: int)
     weight = torch.randn(vocab, width, requires_grad=trains_head)
     a, b = (x.float().requires_grad_() for x in factors(vocab, width))
     with FlopCounterMode(display=False) as counter:
-        options = {"expected": torch.ones(n), "lora": LoRA(a, b)}
-        logps, _ = linear_logprob(hidden, weight, torch.randint(vocab, (n,)), entropy=False, **options)
-        logps.sum().backward()
+        head, ids = Head(weight, lora=LoRA(a, b)), torch.randint(vocab, (n,))
+        linear_logprob(hidden, head, ids, entropy=False, expected=torch.ones(n)).logps.sum().backward()
     wanted = products * n * vocab * width + 6 * n * RANK * (vocab + width)
     assert counter.get_total_flops() == wanted
 
@@ -168,17 +169,17 @@ def test_an_adapter_that_does_not_fit_is_refused() -> None:
     }
     for says, lora in wrong.items():
         with pytest.raises((TypeError, ValueError), match=says):
-            linear_logprob(hidden, weight, ids, lora=lora)  # type: ignore[arg-type]
-    leaf, lora = hidden.view(1, 3, 8).requires_grad_(), LoRA(a.requires_grad_(), b)
+            linear_logprob(hidden, Head(weight, lora=lora), ids)  # type: ignore[arg-type]
+    leaf, head = hidden.view(1, 3, 8).requires_grad_(), Head(weight, lora=LoRA(a.requires_grad_(), b))
     with pytest.raises(ValueError, match=r"engine: expected one that gives this gradient, got 'frozen', .* lora"):
-        grpo_loss(leaf, weight, ids[None], None, torch.ones(1), engine="frozen", lora=lora)
+        grpo_loss(leaf, head, ids[None], None, torch.ones(1), run=Run(engine="frozen"))
 
 
 def test_two_kinds_of_16_bits() -> None:
     """Hidden states in bf16 may be larger than any number of an adapter in fp16."""
     hidden, weight = torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.bfloat16)
     a, b = (x.to(torch.float16) for x in (torch.tensor([[1e-4, 0.5]]), torch.tensor([[0.25], [0.5], [-1.0]])))
-    logps, _ = linear_logprob(hidden, weight, torch.tensor([1]), lora=LoRA(a, b))
+    logps = linear_logprob(hidden, Head(weight, lora=LoRA(a, b)), torch.tensor([1])).logps
     want = torch.log_softmax(hidden.double() @ a.double().T @ b.double().T, -1)[:, 1]
     torch.testing.assert_close(logps.double(), want, rtol=1e-5, atol=0)
 
@@ -198,8 +199,9 @@ def refused_on_all_ranks(rank: int, world_size: int) -> None:
         r"^lora\.a: expected a tensor, got NoneType": LoRA(None, b),  # type: ignore[arg-type]
     }
     for says, lora in wrong.items():
+        head = Head(weight, lora=lora, process_group=dist.group.WORLD)  # type: ignore[arg-type]
         with pytest.raises((TypeError, ValueError), match=says):
-            linear_logprob(hidden, weight, ids, lora=lora, process_group=dist.group.WORLD)  # type: ignore[arg-type]
+            linear_logprob(hidden, head, ids)
 
 
 def test_ranks_that_disagree_on_the_adapter_do_not_wait_for_each_other() -> None:

@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing import assert_close
 
-from grpo_kernels import LMHeadLogProb, LoRA, LossConfig, attach, grpo_loss, linear_logprob
+from grpo_kernels import (
+    Head,
+    LMHeadLogProb,
+    LoRA,
+    LossConfig,
+    LossOutput,
+    Run,
+    attach,
+    grpo_loss,
+    linear_divergence,
+    linear_logprob,
+    topk_divergence,
+)
 
 B, T, H, V = 3, 5, 8, 19
 IDS = torch.arange(B * T).view(B, T) * 7 % V
@@ -43,25 +55,49 @@ MAKERS: dict[str, Callable[..., Any]] = {"attach": attached, "LMHeadLogProb": mo
 def test_methods_are_the_functions_with_the_heads_own_parameters(maker: str, bias: bool) -> None:
     head, hidden = MAKERS[maker](bias), states()
     config = LossConfig(loss_type="grpo", importance_sampling_level="sequence", temperature=0.8)
-    given = {"config": config, "old_per_token_logps": OLD, "workspace_bytes": 2**20}
+    given = {"config": config, "old_per_token_logps": OLD, "run": Run(workspace_bytes=2**20)}
     ours = head.loss(hidden, IDS, MASK, ADVANTAGES, **given)
-    want = grpo_loss(hidden, head.weight, IDS, MASK, ADVANTAGES, bias=head.bias, **given)
-    logps, entropies = head.logprobs(hidden, IDS, mask=MASK, temperature=0.8)
+    want = grpo_loss(hidden, Head(head.weight, head.bias), IDS, MASK, ADVANTAGES, **given)
+    scores = head.logprobs(hidden, IDS, mask=MASK, temperature=0.8)
     assert_close(ours.loss, want.loss, rtol=0, atol=0)
     assert ours.engine == want.engine == "two_pass"
     assert_close(ours.per_token_logps, want.per_token_logps, rtol=0, atol=0)
-    assert_close(logps.detach(), want.per_token_logps)
-    assert_close(entropies.detach(), want.entropies)
+    assert_close(scores.logps.detach(), want.per_token_logps)
+    assert_close(scores.entropies.detach(), want.entropies)
     leaves = [hidden, *head.parameters()]
-    for got, expected in ((ours.loss, want.loss), (logps.sum(), None)):
+    for got, expected in ((ours.loss, want.loss), (scores.logps.sum(), None)):
         expected = plain_logps(head, hidden, 0.8).mul(MASK).sum() if expected is None else expected
         for x, y in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True):
             assert_close(x, y, rtol=1e-12, atol=1e-13)
-    assert head.logprobs(hidden, IDS, entropy=False)[1] is None
+    assert head.logprobs(hidden, IDS, entropy=False).entropies is None
     with torch.no_grad():
-        scored, _ = head.logprobs(hidden, IDS)
-    assert_close(scored, linear_logprob(hidden, head.weight, IDS, bias=head.bias)[0].detach())
+        scored = head.logprobs(hidden, IDS).logps
+    assert_close(scored, linear_logprob(hidden, Head(head.weight, head.bias), IDS).logps.detach())
     assert not scored.requires_grad
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("constants", [{}, {"final_logit_softcapping": 2.0, "logit_scale": 1.5}])
+def test_every_call_takes_a_module_or_a_head_around_one(constants: dict[str, Any], bias: bool) -> None:
+    head, hidden = attached(bias), states()
+    teacher = torch.randn(V, H, dtype=torch.float64)
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "logprobs": (linear_logprob, (IDS,)),
+        "loss": (grpo_loss, (IDS, MASK, ADVANTAGES)),
+        "divergence": (linear_divergence, (1.3 * hidden.detach(), Head(teacher))),
+        "topk_divergence": (topk_divergence, (IDS[..., None], torch.full((B, T, 1), -1.0, dtype=torch.float64))),
+    }
+
+    def results(out: Any) -> dict[str, Tensor]:
+        return {"loss": out.loss, "logps": out.per_token_logps} if isinstance(out, LossOutput) else out.given
+
+    for name, (call, others) in calls.items():
+        want = results(call(hidden, Head(head.weight, head.bias, **constants), *others))
+        found = [call(hidden, Head(head, **constants), *others)]
+        if not constants:
+            found += [call(hidden, head, *others), getattr(head, name)(hidden, *others)]
+        for got in found:
+            assert_close(results(got), want, rtol=0, atol=0)
 
 
 def plain_logps(head: Any, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -85,7 +121,7 @@ def test_the_head_stays_a_linear_layer_that_can_be_copied_and_saved(maker: str) 
         with torch.no_grad():
             other.weight.zero_()
             other.bias.zero_()
-        logps, _ = other.logprobs(hidden, IDS)  # of the copy's parameters, not of the first's
+        logps = other.logprobs(hidden, IDS).logps  # of the copy's parameters, not of the first's
         assert_close(logps, torch.full((B, T), -torch.log(torch.tensor(float(V))), dtype=torch.float64))
     assert attach(head) is head
 
@@ -166,7 +202,7 @@ def test_what_happens_before_the_forward_happens_before_a_score(case: str) -> No
             for parameter in head.parameters():
                 parameter.mul_(1.3).add_(0.1)
     hidden = states()
-    logps, _ = ours.logprobs(hidden, IDS)
+    logps = ours.logprobs(hidden, IDS).logps
     want = plain_logps(theirs, hidden)
     assert_close(logps, want, rtol=1e-12, atol=1e-12)
     found, expected = (
@@ -180,9 +216,9 @@ def test_parametrizations_can_be_put_on_and_taken_off_around_attach() -> None:
     head, hidden = attach(parametrizations.weight_norm(linear())), states()
     parametrize.remove_parametrizations(head, "weight")
     assert type(head) is LMHeadLogProb
-    assert_close(head.logprobs(hidden, IDS)[0], plain_logps(linear(), hidden))
+    assert_close(head.logprobs(hidden, IDS).logps, plain_logps(linear(), hidden))
     parametrizations.spectral_norm(head).eval()
-    assert_close(head.logprobs(hidden, IDS)[0], plain_logps(head, hidden))
+    assert_close(head.logprobs(hidden, IDS).logps, plain_logps(head, hidden))
 
 
 def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -208,7 +244,7 @@ def test_hooks_that_would_be_handed_logits_are_refused_by_name(maker: str, regis
         with pytest.raises(TypeError, match=message):
             call()
     handle.remove()
-    assert attach(head).logprobs(states(), IDS)[0].requires_grad
+    assert attach(head).logprobs(states(), IDS).logps.requires_grad
 
 
 def test_pre_hooks_that_give_more_than_hidden_states_are_refused() -> None:
@@ -221,7 +257,7 @@ def test_pre_hooks_that_give_more_than_hidden_states_are_refused() -> None:
 def test_a_copy_or_replica_scores_with_its_own_weight(make: Callable[[], Any]) -> None:
     head, hidden = attach(make()), states()
     base = getattr(head, "base_layer", head)
-    before, _ = head.logprobs(hidden, IDS)
+    before = head.logprobs(hidden, IDS).logps
     replica = head._replicate_for_data_parallel()  # as nn.DataParallel makes them
     for other in (copy.copy(head), replica):
         linear_of_other = getattr(other, "base_layer", other)
@@ -231,9 +267,9 @@ def test_a_copy_or_replica_scores_with_its_own_weight(make: Callable[[], Any]) -
         linear_of_other._parameters = dict(linear_of_other._parameters)
         linear_of_other.weight = nn.Parameter(2 * base.weight.detach())
         linear_of_other.bias = base.bias
-        assert_close(other.logprobs(hidden, IDS)[0], plain_logps(other, hidden))
-        assert float((other.logprobs(hidden, IDS)[0] - before).abs().max().detach()) > 0.1
-    assert_close(head.logprobs(hidden, IDS)[0], before)
+        assert_close(other.logprobs(hidden, IDS).logps, plain_logps(other, hidden))
+        assert float((other.logprobs(hidden, IDS).logps - before).abs().max().detach()) > 0.1
+    assert_close(head.logprobs(hidden, IDS).logps, before)
 
 
 def test_pefts_layer_stays_what_it_is_and_can_be_saved() -> None:
@@ -245,7 +281,7 @@ def test_pefts_layer_stays_what_it_is_and_can_be_saved() -> None:
     stream.seek(0)
     loaded = torch.load(stream, weights_only=False)
     assert type(loaded) is type(head)
-    assert_close(loaded.logprobs(hidden, IDS)[0], head.logprobs(hidden, IDS)[0])
+    assert_close(loaded.logprobs(hidden, IDS).logps, head.logprobs(hidden, IDS).logps)
     head.base_layer.register_forward_pre_hook(lambda module, args: args)
     with pytest.raises(TypeError, match=r"lm_head\.base_layer: expected no forward pre-hook, .*lambda"):
         head.logprobs(hidden, IDS)
@@ -266,9 +302,13 @@ def test_wrong_arguments_are_named_as_by_the_functions() -> None:
     with pytest.raises(TypeError, match=r"epsilom: .*; did you mean epsilon\?"):
         head.loss(states(), IDS, MASK, ADVANTAGES, epsilom=0.1)
     with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
+        grpo_loss(states(), Head(head, torch.zeros(V, dtype=torch.float64)), IDS, MASK, ADVANTAGES)
+    with pytest.raises(TypeError, match=r"^bias: no argument of grpo_loss any more, but Head\(weight, bias=\.\.\.\)"):
         head.loss(states(), IDS, MASK, ADVANTAGES, bias=torch.zeros(V, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'outputs'"):
+    with pytest.raises(TypeError, match=r"^outputs: no argument of linear_logprob any more, but .*extras="):
         head.logprobs(states(), IDS, outputs=("log_sum_sq_probs",))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'extra'"):
+        head.logprobs(states(), IDS, extra=("log_sum_sq_probs",))
 
 
 def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:
@@ -309,30 +349,30 @@ def test_peft_adapters_on_the_head_have_the_gradients_of_pefts_own_forward(case:
     torch.manual_seed(9)  # of the dropout
     want = plain_logps(head, hidden)
     torch.manual_seed(9)
-    got, entropies = head.logprobs(hidden, IDS)
-    assert_close(got, want, rtol=1e-12, atol=1e-12)
-    assert entropies is not None
+    scores = head.logprobs(hidden, IDS)
+    assert_close(scores.logps, want, rtol=1e-12, atol=1e-12)
+    assert scores.entropies is not None
     leaves = [hidden, *[x for x in head.parameters() if x.requires_grad]]
     slopes = torch.linspace(-1.0, 1.0, B * T, dtype=torch.float64).view(B, T)
-    found = torch.autograd.grad(got, leaves, slopes)
+    found = torch.autograd.grad(scores.logps, leaves, slopes)
     for x, y in zip(found, torch.autograd.grad(want, leaves, slopes), strict=True):
         assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
 def test_merged_and_disabled_adapters_mean_the_base_weight_alone() -> None:
     head, hidden = attach(peft_head(2, 3)), states()
-    active, _ = head.logprobs(hidden, IDS)
+    active = head.logprobs(hidden, IDS).logps
     head.merge()
-    assert_close(head.logprobs(hidden, IDS)[0], active, rtol=1e-10, atol=1e-11)
+    assert_close(head.logprobs(hidden, IDS).logps, active, rtol=1e-10, atol=1e-11)
     head.enable_adapters(False)
-    off, _ = head.logprobs(hidden, IDS)
+    off = head.logprobs(hidden, IDS).logps
     assert not head.merged
     assert_close(off, plain_logps(head.base_layer, hidden), rtol=1e-10, atol=1e-11)
     assert float((off - active).abs().max().detach()) > 0.1
     head.enable_adapters(True)
-    assert_close(head.logprobs(hidden, IDS)[0], active, rtol=1e-10, atol=1e-11)
+    assert_close(head.logprobs(hidden, IDS).logps, active, rtol=1e-10, atol=1e-11)
     head.set_adapter(["a1"])
-    assert_close(head.logprobs(hidden, IDS)[0], plain_logps(head, hidden), rtol=1e-10, atol=1e-11)
+    assert_close(head.logprobs(hidden, IDS).logps, plain_logps(head, hidden), rtol=1e-10, atol=1e-11)
 
 
 def test_a_loss_trains_the_adapters_of_a_frozen_head_in_one_pass() -> None:
@@ -351,7 +391,7 @@ def test_adapters_that_are_not_plain_lora_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"lm_head: expected one active adapter if there is dropout, got 2"):
         attach(peft_head(2, 2, lora_dropout=0.4)).logprobs(states(), IDS)
     with pytest.raises(ValueError, match=r"lora: expected None, since PEFT's adapters"):
-        attach(peft_head(2)).logprobs(states(), IDS, lora=LoRA(torch.zeros(1, H), torch.zeros(V, 1)))
+        linear_logprob(states(), Head(peft_head(2), lora=LoRA(torch.zeros(1, H), torch.zeros(V, 1))), IDS)
     peft = pytest.importorskip("peft")
     model = nn.ModuleDict({"lm_head": nn.Linear(H, V)})
     peft.inject_adapter_in_model(peft.LoHaConfig(r=2, target_modules=["lm_head"]), model)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from grpo_kernels import linear_logprob_with
+from grpo_kernels import linear_logprob
 from grpo_kernels.integrations.transformers import HeadInputs, completion_logprobs, describe_head, head_inputs
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import last_columns, peft_model, text_batch
@@ -19,7 +19,9 @@ from tests.support.model_checks import last_columns, peft_model, text_batch
 def next_logps(found: HeadInputs, ids: Tensor) -> Tensor:
     """Log-probabilities of all tokens but the first, (B, L - 1)."""
     states = found.hidden[:, :-1]
-    return linear_logprob_with(states, ids=ids[:, 1:], outputs=(), **found.head.options(states))["logps"]
+    logps = linear_logprob(states, found.head(states), ids[:, 1:], entropy=False).logps
+    assert logps is not None
+    return logps
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "granite", "cohere", "gptj", "gpt2", "adapter"])
@@ -39,7 +41,7 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(kind: str, dtype
             output = model(input_ids=ids, attention_mask=attention_mask)
         assert (found.hidden.dtype, found.hidden.shape[-1]) == (dtype, tiny.HIDDEN)
         assert torch.equal(output.logits, found.hidden)
-        assert found.head == describe_head(model)
+        assert vars(found.of_model) == vars(describe_head(model))
         logps = next_logps(found, ids)
         torch.testing.assert_close(logps.double(), plain.double(), rtol=bound, atol=bound)
         if dtype == torch.float64:
@@ -62,8 +64,8 @@ def test_constants_that_the_config_does_not_name_are_measured() -> None:
     for _ in range(2):
         with head_inputs(model) as found:
             model(input_ids=ids)
-        assert found.head.logit_scale == pytest.approx(3 / 0.3)
-        assert describe_head(model) == found.head
+        assert found.of_model.logit_scale == pytest.approx(3 / 0.3)
+        assert vars(describe_head(model)) == vars(found.of_model)
 
 
 def test_no_logits_are_made_once_the_head_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from grpo_kernels import GRPOLoss, KeptIds
-from grpo_kernels.integrations.transformers import HeadSpec, causal_lm_loss, completion_logprobs, describe_head
+from grpo_kernels import GRPOLoss, Head, KeptIds
+from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
+from grpo_kernels.integrations.transformers.head import constants_of
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import assert_as_model, last_columns, text_batch
 
@@ -26,9 +27,9 @@ def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
     ids, attention_mask = text_batch()
     assert_as_model(model, ids, last_columns(attention_mask), attention_mask=attention_mask)
     head = describe_head(model)
-    assert head.weight is model.get_output_embeddings().weight
-    assert (head.bias is not None) == (kind in tiny.BIASED)
-    assert (head.constants != (1.0, None, None)) == (kind in tiny.SCALED)
+    assert head.weight is model.get_output_embeddings()
+    assert (head.weight.bias is not None) == (kind in tiny.BIASED)
+    assert (constants_of(head) != (1.0, None, None)) == (kind in tiny.SCALED)
     anywhere = attention_mask * (torch.rand(ids.shape) < 0.5)  # turns of a conversation, over the whole sequence
     anywhere[2, 1:3], anywhere[:, 0] = 1, 0
     assert_as_model(model, ids, anywhere, attention_mask=attention_mask)
@@ -85,9 +86,8 @@ def test_the_loss_is_that_of_the_hidden_states() -> None:
     ours = {name: x.grad.clone() for name, x in model.named_parameters()}
     model.zero_grad()
     hidden = model.model(input_ids=ids, attention_mask=attention_mask).last_hidden_state[:, -6:-1]
-    same = GRPOLoss(logit_scale=1 / 0.3, **fields)(
-        hidden, model.lm_head.weight, ids[:, -5:], mask, advantages, **inputs
-    )
+    head = Head(model.lm_head.weight, logit_scale=1 / 0.3)
+    same = GRPOLoss(**fields)(hidden, head, ids[:, -5:], mask, advantages, **inputs)
     same.loss.backward()
     torch.testing.assert_close(out.loss, same.loss)
     assert out.engine == same.engine
@@ -177,7 +177,7 @@ def test_a_config_that_is_wrong_or_changes_is_measured() -> None:
     for expected in (2, 3):
         completion_logprobs(model, ids, attention_mask, mask)
         assert len(calls) == expected
-    assert describe_head(model) == HeadSpec(model.lm_head, 3.0)
+    assert vars(describe_head(model)) == vars(Head(model.lm_head, logit_scale=3.0))
     model.config.logits_scaling = 0.4
     assert_as_model(model, ids, mask, attention_mask=attention_mask)
     assert describe_head(model).logit_scale == pytest.approx(0.4)

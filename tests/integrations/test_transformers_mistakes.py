@@ -116,12 +116,14 @@ def test_weights_in_the_place_of_a_completion_mask() -> None:
 def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
     ids, attention_mask, mask = padded()
     model = tiny.text_model("llama")
-    for fields in ({"temperature": 0.7}, {"temperature": 0.7, "logits_dtype": "input"}):
-        loss_fn = GRPOLoss(**fields)
-        old, _ = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn)
+    loss_fn = GRPOLoss(temperature=0.7)
+    for logits_dtype in ("float32", "input"):
+        options = {"logits_dtype": logits_dtype}
+        old, _ = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn, **options)
         plain, _ = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7)
         torch.testing.assert_close(old, plain, rtol=1e-2, atol=1e-2)
-        out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, torch.ones(3), old_per_token_logps=old.detach())
+        given = {"old_per_token_logps": old.detach(), **options}
+        out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, torch.ones(3), **given)
         torch.testing.assert_close(out.metrics["ratio"], torch.ones_like(out.metrics["ratio"]), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match=r"^temperature: expected None beside loss_fn, .* got 1\.0"):
         completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn, temperature=1.0)

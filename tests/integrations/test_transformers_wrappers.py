@@ -219,11 +219,12 @@ def test_wrong_arguments_are_named() -> None:
     assert completion_logprobs(model, ids, attention_mask, mask, logits_to_keep=6)[0].shape == (3, 5)
     with pytest.raises(TypeError, match="loss_fn: expected a GRPOLoss, got LossConfig"):
         causal_lm_loss(model, LossConfig(), ids, attention_mask, mask, advantages)  # type: ignore[arg-type]
-    for name in ("bias", "engine", "cu_seqlens", "process_group"):
+    for name in ("head", "run", "cu_seqlens", "sequence_group"):
         with pytest.raises(ValueError, match=f"{name}: expected none here"):
             causal_lm_loss(model, GRPOLoss(), ids, attention_mask, mask, advantages, **{name: 1})
-    with pytest.raises(ValueError, match=r"loss_fn: expected final_logit_softcapping = 0\.7 as in the model"):
-        causal_lm_loss(model, GRPOLoss(final_logit_softcapping=3.0), ids, attention_mask, mask, advantages)
+    for name in ("bias", "engine", "process_group", "final_logit_softcapping"):  # of `Head` and `Run`
+        with pytest.raises(TypeError, match=f"^{name}: expected an input of Gemma3ForCausalLM or the loss, got"):
+            causal_lm_loss(model, GRPOLoss(), ids, attention_mask, mask, advantages, **{name: 1})
 
 
 def test_names_that_nothing_reads_are_refused_before_the_model_runs() -> None:

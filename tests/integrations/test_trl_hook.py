@@ -17,6 +17,7 @@ import trl.trainer.utils as trl_utils
 from datasets import Dataset
 
 from benchmarks import parity, tiny_run
+from grpo_kernels import Run
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl import hook as trl_hook
 
@@ -121,11 +122,11 @@ OPTIONS: dict[str, Any] = {"engine": "lean", "backend": "torch", "workspace_byte
 
 def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    compute = trl_hook.linear_logprob_with
-    monkeypatch.setattr(trl_hook, "linear_logprob_with", lambda *a, **k: seen.append(k) or compute(*a, **k))
+    compute = trl_hook.linear_logprob
+    monkeypatch.setattr(trl_hook, "linear_logprob", lambda *a, **k: seen.append(k) or compute(*a, **k))
 
     def given() -> list[dict[str, Any]]:
-        found, seen[:] = [{name: call[name] for name in OPTIONS if name in call} for call in seen], []
+        found, seen[:] = [{name: getattr(call["run"], name) for name in OPTIONS} for call in seen], []
         return found
 
     hidden, weight, _, ids = _head_inputs()
@@ -190,7 +191,13 @@ def _head_inputs(rows: int = 9, **options: Any) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize(
     "outputs",
-    [("log_probs",), ("log_probs", "entropy"), trl_hook.OPTIONAL_OUTPUTS, ("is_top1",), ("mean_logits", "entropy")],
+    [
+        ("log_probs",),
+        ("log_probs", "entropy"),
+        ("entropy", *trl_hook.EXTRAS),
+        ("is_top1",),
+        ("mean_logits", "entropy"),
+    ],
     ids="-".join,
 )
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
@@ -280,7 +287,7 @@ def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPat
     assert trl_hook.SEAM.is_known()
     labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
     counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
-    with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted), {}):
+    with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted), Run()):
         positions, mask, expected, fill = trl_hook._known(torch.zeros(3, 4))
     assert positions is not None
     assert positions.tolist() == [0, 1, 3]

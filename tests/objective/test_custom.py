@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import GRPOLoss, TokenInputs, grpo_loss, token_level
+from grpo_kernels import GRPOLoss, Run, TokenInputs, grpo_loss, token_level
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
 
@@ -22,10 +23,10 @@ class Scaled:
 def test_custom_objective_without_gradient() -> None:
     """no_grad and inference_mode give the value, of a coupled function too."""
     inputs = small_batch()
-    want = grpo_loss(**inputs, objective=Scaled().loss).loss
+    want = flat(grpo_loss)(**inputs, objective=Scaled().loss).loss
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            torch.testing.assert_close(grpo_loss(**inputs, objective=Scaled().loss).loss, want)
+            torch.testing.assert_close(flat(grpo_loss)(**inputs, objective=Scaled().loss).loss, want)
 
 
 def test_a_method_can_be_token_level() -> None:
@@ -33,10 +34,10 @@ def test_a_method_can_be_token_level() -> None:
     inputs["hidden"].requires_grad_()
     inputs["weight"].requires_grad_()
     declared = token_level(Scaled().loss)
-    out = grpo_loss(**inputs, objective=declared)
+    out = flat(grpo_loss)(**inputs, objective=declared)
     assert out.engine == "one_pass"
     assert not hasattr(Scaled.loss, "token_level")  # the user's own function is left as it was
-    torch.testing.assert_close(out.loss, grpo_loss(**inputs, objective=Scaled().loss).loss)
+    torch.testing.assert_close(out.loss, flat(grpo_loss)(**inputs, objective=Scaled().loss).loss)
 
 
 def test_a_parameter_of_its_own_is_refused() -> None:
@@ -50,8 +51,8 @@ def test_a_parameter_of_its_own_is_refused() -> None:
     ]
     for function in functions:
         with pytest.raises(ValueError, match=r"objective: expected no tensor that trains but tokens\.logps"):
-            grpo_loss(**inputs, objective=function)
-    grpo_loss(**inputs, objective=lambda tokens: -scale.detach() * tokens.advantages * tokens.logps)
+            flat(grpo_loss)(**inputs, objective=function)
+    flat(grpo_loss)(**inputs, objective=lambda tokens: -scale.detach() * tokens.advantages * tokens.logps)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -135,7 +136,7 @@ def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
     g = torch.Generator().manual_seed(1)
     return {
         "hidden": torch.randn(b, t, 4, generator=g, requires_grad=True),
-        "weight": torch.randn(9, 4, generator=g, requires_grad=True),
+        "head": torch.randn(9, 4, generator=g, requires_grad=True),
         "completion_ids": torch.randint(9, (b, t), generator=g),
         "completion_mask": torch.ones(b, t, dtype=torch.bool),
         "advantages": torch.tensor([1.0, -1.0]).repeat(b // 2),  # as often in each half, or in every other token
@@ -204,7 +205,7 @@ def test_index_is_where_a_token_stands(packed: bool) -> None:
 
     def grads(objective: Any) -> list[torch.Tensor]:
         out = grpo_loss(**inputs, objective=objective)
-        return [out.loss.detach(), *torch.autograd.grad(out.loss, (inputs["hidden"], inputs["weight"]))]
+        return [out.loss.detach(), *torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))]
 
     def plain(tokens: TokenInputs) -> torch.Tensor:
         return -tokens.advantages * tokens.logps
@@ -228,7 +229,7 @@ def test_index_is_where_a_token_stands(packed: bool) -> None:
         (ValueError, "beta: expected 0.0 beside", lambda: GRPOLoss(objective=coupled_by_mean, beta=0.1)),
         *(
             case
-            for loss in (GRPOLoss, LigerFusedLinearGRPOLoss)
+            for loss in (lambda **options: GRPOLoss(run=Run(**options)), LigerFusedLinearGRPOLoss)
             for case in (
                 (ValueError, "engine: expected one of auto, .* got 'bad'", lambda loss=loss: loss(engine="bad")),
                 (ValueError, "backend: expected one of auto, .* got 'bad'", lambda loss=loss: loss(backend="bad")),

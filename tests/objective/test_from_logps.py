@@ -37,9 +37,9 @@ def loss_inputs(case: Case) -> dict[str, Any]:
 def by_two_steps(case: Case, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """Scored by `linear_logprob`, then the loss on that; with the gradients of the head's tensors."""
     leaves = {name: getattr(case, name).detach().clone().requires_grad_() for name in ("hidden", "weight")}
-    logps, entropies = linear_logprob(**leaves, ids=case.completion_ids, mask=case.completion_mask)
+    scores = linear_logprob(leaves["hidden"], leaves["weight"], case.completion_ids, mask=case.completion_mask)
     out = policy_loss_from_logps(
-        logps, entropies, case.completion_mask, case.advantages, **{**loss_inputs(case), **options}
+        scores.logps, scores.entropies, case.completion_mask, case.advantages, **{**loss_inputs(case), **options}
     )
     out.loss.backward()
     return out, {name: x.grad for name, x in leaves.items()}
@@ -90,10 +90,10 @@ def test_packed_is_padded() -> None:
     b, t = case.completion_ids.shape
     packed = {name: x.reshape(-1) for name, x in loss_inputs(case).items() if isinstance(x, Tensor) and x.dim() == 2}
     leaves = [case.hidden.reshape(b * t, -1).clone().requires_grad_(), case.weight]
-    logps, entropies = linear_logprob(*leaves, case.completion_ids.reshape(-1))
+    scores = linear_logprob(*leaves, case.completion_ids.reshape(-1))
     bounds = torch.arange(0, b * t + 1, t)
     out = policy_loss_from_logps(
-        logps, entropies, None, case.advantages, **{**loss_inputs(case), **packed}, cu_seqlens=bounds
+        scores.logps, scores.entropies, None, case.advantages, **{**loss_inputs(case), **packed}, cu_seqlens=bounds
     )
     out.loss.backward()
     assert_close(out.loss, want.loss)

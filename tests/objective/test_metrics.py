@@ -7,6 +7,7 @@ import torch
 
 from grpo_kernels import LossConfig, Metrics, grpo_loss
 from grpo_kernels.objective.losses import LOSSES
+from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
 MERGED = [*((x, None) for x in LOSSES), *((x.name, 17) for x in LOSSES.values() if x.normaliser == "num_items")]
@@ -42,7 +43,7 @@ def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> No
 def test_metrics_of_different_losses_do_not_merge() -> None:
     inputs = small_batch()
     inputs["num_items_in_batch"] = 10
-    dapo, bnpo = (grpo_loss(**inputs, config=LossConfig(loss_type=x)).metrics for x in ("dapo", "bnpo"))
+    dapo, bnpo = (flat(grpo_loss)(**inputs, config=LossConfig(loss_type=x)).metrics for x in ("dapo", "bnpo"))
     for parts in ([dapo, bnpo], []):
         with pytest.raises(ValueError, match=r"^parts: expected the metrics of one loss"):
             Metrics.merge(parts)
@@ -53,7 +54,7 @@ def test_metrics_of_different_losses_do_not_merge() -> None:
 def test_a_metric_that_is_not_there_is_answered_with_those_that_may_be_meant() -> None:
     inputs = small_batch()
     inputs["old_per_token_logps"] = -torch.ones(inputs["completion_ids"].shape)
-    metrics = grpo_loss(**inputs).metrics
+    metrics = flat(grpo_loss)(**inputs).metrics
     for asked, near in {"clip_ratio": "clip_ratio/low_mean", "entropies": "entropy", "kl": "policy_loss"}.items():
         with pytest.raises(KeyError, match=rf"metrics: expected one of .*{near}.*; got '{asked}'"):
             metrics[asked]
@@ -65,6 +66,6 @@ def test_a_metric_that_is_not_there_is_answered_with_those_that_may_be_meant() -
 def test_floats_are_the_values_of_all_metrics() -> None:
     inputs = small_batch()
     inputs["old_per_token_logps"] = -torch.ones(inputs["completion_ids"].shape)
-    metrics = grpo_loss(**inputs).metrics
+    metrics = flat(grpo_loss)(**inputs).metrics
     assert metrics.floats() == {name: value.item() for name, value in metrics.items()}
     assert {"entropy", "clip_ratio/low_min"} <= metrics.floats().keys()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss, LossConfig, grpo_loss, objectives, policy_loss_from_logps, presets
+from grpo_kernels import GRPOLoss, LossConfig, Run, grpo_loss, objectives, policy_loss_from_logps, presets
 from grpo_kernels.objective import named_losses
 
 B, T = 6, 12
@@ -324,7 +324,7 @@ def test_engines_and_gradients_from_hidden_states(trains: bool) -> None:
             old_per_token_logps=garbage(given["old"], mask),
             sampling_per_token_logps=garbage(given["sampling"], mask),
             objective=objective,
-            workspace_bytes=1 << 10,
+            run=Run(workspace_bytes=1 << 10),
         )
         name = type(objective).__name__
         assert out.engine == ("frozen" if not trains else "one_pass" if name in TOKEN_LEVEL else "two_pass")

@@ -33,13 +33,13 @@ EDITS = {  # file -> what is there, and what comes in its place
         ('LossType("sapo",', 'LossType("foo", "foo", lambda c: (c.foo_scale,), "token_mean"), LossType("sapo",')
     ],
     "token_loss/formulas.py": [("\ndef k1(", FORMULA), ("unclipped, constant", "unclipped, foo, constant")],
-    "config.py": [("    vespo_k_pos: float", "    foo_scale: float = 0.5\n    vespo_k_pos: float")],
+    "objective/config.py": [("    vespo_k_pos: float", "    foo_scale: float = 0.5\n    vespo_k_pos: float")],
 }
 USE = """
 from types import SimpleNamespace
 import torch
 from benchmarks import parity
-from grpo_kernels import LossConfig, grpo_loss
+from grpo_kernels import LossConfig, Run, grpo_loss
 from grpo_kernels.objective.losses import LOSSES
 from tests.support import interpreter
 
@@ -59,7 +59,8 @@ for old in (None, logps.detach().float() - 0.3):
     (slope,) = torch.autograd.grad(want, h, retain_graph=True)
     for backend in ("torch", "cpp", "triton"):
         leaf = hidden.clone().requires_grad_()
-        out = grpo_loss(leaf, weight, ids, mask, advantages, old_per_token_logps=old, config=config, backend=backend)
+        given = {"old_per_token_logps": old, "config": config, "run": Run(backend=backend)}
+        out = grpo_loss(leaf, weight, ids, mask, advantages, **given)
         out.loss.backward()
         torch.testing.assert_close(out.loss.detach().double(), want.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(leaf.grad.double(), slope, rtol=1e-4, atol=1e-6)

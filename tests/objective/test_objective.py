@@ -16,6 +16,7 @@ from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.measure import metric_names
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
+from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
 
@@ -119,7 +120,7 @@ def test_rewards_in_the_place_of_advantages_show_in_the_metrics() -> None:
         (rewards - rewards.float().mean(), 0.0, 0.0),
         (rewards[:, None].expand(inputs["completion_ids"].shape).float(), None, None),
     ):
-        metrics = grpo_loss(**{**inputs, "advantages": advantages, "completion_mask": None}).metrics
+        metrics = flat(grpo_loss)(**{**inputs, "advantages": advantages, "completion_mask": None}).metrics
         assert metrics["advantages/mean"] == (0.5 if mean is None else mean)
         assert metrics["advantages/zero"] == (0.5 if zero is None else zero)
 
@@ -129,7 +130,7 @@ def test_unscored_tokens_of_the_sampler_are_counted() -> None:
     sampling = torch.full((2, 5), -2.0)
     sampling[0, :2] = torch.nan
     config = LossConfig(off_policy_mask_threshold=0.1)
-    metrics = grpo_loss(**small_batch(), sampling_per_token_logps=sampling, config=config).metrics
+    metrics = flat(grpo_loss)(**small_batch(), sampling_per_token_logps=sampling, config=config).metrics
     assert metrics["sampling_unscored"] == 0.2
 
 
@@ -137,13 +138,13 @@ def test_unscored_tokens_of_the_sampler_are_counted() -> None:
 def test_num_items_in_whatever_form(items: Any) -> None:
     inputs = small_batch()
     old = torch.full((2, 5), -2.0)
-    got = grpo_loss(**inputs, old_per_token_logps=old, num_items_in_batch=items).loss
+    got = flat(grpo_loss)(**inputs, old_per_token_logps=old, num_items_in_batch=items).loss
     assert got.shape == ()
-    torch.testing.assert_close(got, grpo_loss(**inputs, old_per_token_logps=old).loss / 2)
+    torch.testing.assert_close(got, flat(grpo_loss)(**inputs, old_per_token_logps=old).loss / 2)
 
 
 def test_nan_in_the_mask_is_refused() -> None:
     inputs = small_batch()
     inputs["completion_mask"][0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"^completion_mask: expected .+ got nan"):
-        grpo_loss(**inputs)
+        flat(grpo_loss)(**inputs)

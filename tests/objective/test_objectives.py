@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss, LossConfig, TokenInputs, grpo_loss, objectives
+from grpo_kernels import GRPOLoss, LossConfig, Run, TokenInputs, grpo_loss, objectives
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.objective import named_losses, verl_losses
@@ -317,7 +317,7 @@ def test_from_hidden_states(name: str, trains: bool) -> None:
         importance_sampling_ratio=garbage(given["ratio"], mask),
         objective=ours(name),
         config=LossConfig(loss_type="grpo" if name == "geo_mean" else "bnpo"),
-        workspace_bytes=1 << 10,
+        run=Run(workspace_bytes=1 << 10),
     )
     if trains:
         assert (out.engine == "one_pass") == (name in TOKEN_LEVEL)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_expectation, token_level
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob, policy_expectation, token_level
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES, loss
 from tests.support.reference import head, on_grid, reference_loss
@@ -34,11 +34,19 @@ def unscored(case: Case) -> Case:
     return case.but(sampling_per_token_logps=sampling.masked_fill(nan, math.nan))
 
 
-def run(case: Case, **options: Any) -> tuple[Any, list[Tensor]]:
+def given_of(case: Case) -> dict[str, Any]:
+    """Arguments of `grpo_loss` for a case whose head is a weight."""
     given = arguments(case)
-    out = grpo_loss(**given, config=LossConfig(**case.config), **options)
+    head, bias = given.pop("weight"), given.pop("bias")
+    assert bias is None
+    return {**given, "head": head}
+
+
+def run(case: Case, **options: Any) -> tuple[Any, list[Tensor]]:
+    given = given_of(case)
+    out = grpo_loss(**given, config=LossConfig(**case.config), run=Run(**options))
     out.loss.backward()
-    return out, [x for x in (given["hidden"].grad, given["weight"].grad) if x is not None]
+    return out, [x for x in (given["hidden"].grad, given["head"].grad) if x is not None]
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["on-policy", "off-policy"])
@@ -143,8 +151,8 @@ def test_packed_sequences() -> None:
     for mode in MODES:
         case = make_case(f"packed/{mode}", mask="full", old=False, sampling=True, **correction(mode))
         want, d_want = run(case)
-        given = {k: x.detach() if isinstance(x, Tensor) else x for k, x in arguments(case).items()}
-        rows = {k: x.flatten(0, 1) for k, x in given.items() if isinstance(x, Tensor) and x.dim() > 1 and k != "weight"}
+        given = {k: x.detach() if isinstance(x, Tensor) else x for k, x in given_of(case).items()}
+        rows = {k: x.flatten(0, 1) for k, x in given.items() if isinstance(x, Tensor) and x.dim() > 1 and k != "head"}
         hidden = rows["hidden"].requires_grad_()
         bounds = torch.arange(0, 3 * 7 + 1, 7)
         out = grpo_loss(**given | rows | {"hidden": hidden}, config=LossConfig(**case.config), cu_seqlens=bounds)
@@ -167,7 +175,7 @@ def test_compiled(mode: str, fresh_compiler: None) -> None:
     fast = torch.compile(grpo_loss, backend="aot_eager", fullgraph=True)
     found = []
     for call in (grpo_loss, fast):
-        given = arguments(case)
+        given = given_of(case)
         out = call(**given, config=LossConfig(**case.config))
         out.loss.backward()
         found.append((out.engine, [*out.metrics], [out.loss, *out.metrics.values(), given["hidden"].grad]))
@@ -180,17 +188,17 @@ def test_compiled(mode: str, fresh_compiler: None) -> None:
 def test_a_trainer_can_foresee_it(mode: str) -> None:
     """One pass where the ratio is a token's own; else which rows may carry gradient is all that is known."""
     case = make_case("foreseen", b=4, t=8, mask="full", zero_adv=True, old=False, sampling=True, **correction(mode))
-    config, given = LossConfig(**case.config), arguments(case)
-    of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
+    config, given = LossConfig(**case.config), given_of(case)
+    of_head = ("hidden", "head", "completion_ids", "reference")
     inputs = {k: x for k, x in given.items() if k not in of_head}
     out = grpo_loss(**given, config=config)
     out.loss.backward()
     expected = policy_expectation(config, **inputs)
     assert (expected.coefficients is None) == (mode == "sequence_mask")
-    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
+    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "head"))
     a = -case.advantages[:, None] * trls_ratio(case, out.per_token_logps) / case.completion_mask.sum()
     with FlopCounterMode(display=False) as counter:
-        logps, _ = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
+        logps = linear_logprob(hidden, weight, case.completion_ids, expected=expected).logps
         logps.backward(a.expand_as(logps))
     if expected.coefficients is not None:
         graded = float(policy_expectation(config, **inputs).graded.float().mean())
@@ -200,7 +208,7 @@ def test_a_trainer_can_foresee_it(mode: str) -> None:
 
 def test_wrong_arguments() -> None:
     case = make_case("wrong", sampling=True, ratio="token", **correction("token_mask"))
-    config, given = LossConfig(**case.config), arguments(case)
+    config, given = LossConfig(**case.config), given_of(case)
     with pytest.raises(ValueError, match=r"^importance_sampling_ratio: expected None since vllm_.*_correction = True"):
         grpo_loss(**given, config=config)
     given["importance_sampling_ratio"] = None

@@ -171,7 +171,7 @@ def run_divided(rank: int, world_size: int) -> list[str]:
 def test_a_divided_weight_raises_and_the_message_names_the_fix() -> None:
     for messages in run_ranks(run_divided, 2):
         for message in messages:
-            assert "grpo_kernels.attach(lm_head)" in message
+            assert "pass the head's module in the place of its weight" in message
             assert "process_group=" in message
 
 
@@ -185,10 +185,10 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
     given = cases.arguments(run.loss, run.batch, run.items)
     out = attach(model.lm_head).loss(hidden, config=LossConfig(**run.loss.config), **given)
     with torch.no_grad():
-        logps, entropies = model.lm_head.logprobs(hidden, run.batch.completion_ids, mask=run.batch.completion_mask)
+        scores = model.lm_head.logprobs(hidden, run.batch.completion_ids, mask=run.batch.completion_mask)
     out.loss.backward()
     results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.per_token_logps}
-    scored = {"scored": logps, "entropies": entropies}
+    scored = {"scored": scores.logps, "entropies": scores.entropies}
     return {**results, **scored, "grad": cases.whole(model.lm_head.weight.grad), "given": given}
 
 
@@ -228,10 +228,11 @@ def run_logprobs(rank: int, world_size: int) -> dict[str, Gradients]:
         def then(hidden: Tensor, head: Any = head, run: Run = run, options: Any = options) -> Any:
             return head.logprobs(hidden, run.batch.completion_ids, **options)
 
-        logps, entropies = wrapped(run.batch.tokens, then)
-        logps.mul_(3.0)
-        loss = logps.square().sum()
-        (loss - entropies.sum() if entropy else loss).backward()
+        scores = wrapped(run.batch.tokens, then)
+        scores.logps.mul_(3.0)
+        loss = scores.logps.square().sum()
+        assert (scores.entropies is not None) == entropy
+        (loss - scores.entropies.sum() if entropy else loss).backward()
         found[f"{setup}, {entropy}"] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
     return found
 

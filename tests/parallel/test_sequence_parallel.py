@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import LossConfig, grpo_loss, token_level
+from grpo_kernels import Head, LossConfig, grpo_loss, token_level
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import AMPLE, FreeMemory
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES, loss
+from tests.support.flat import flat
 from tests.support.ranks import run_ranks
-from tests.support.run_case import arguments
+from tests.support.run_case import arguments, config_of
 
 SHAPE = {"b": 3, "t": 8, "h": 6, "v": 20, "dtype": torch.float64}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -79,7 +80,7 @@ def part_of(case: Case, shares: tuple[int, ...], rank: int) -> Case:
 
 def run(case: Case, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     given = arguments(case)
-    out = grpo_loss(**given, config=LossConfig(**case.config), **options)
+    out = flat(grpo_loss)(**given, config=config_of(case), **options)
     if out.loss.requires_grad:
         out.loss.backward()
     return out, {name: given[name].grad for name in ("hidden", "weight") if given[name].grad is not None}
@@ -159,11 +160,11 @@ def _refusals(case: Case, rank: int) -> None:
         ({"engine": "lean" if rank else "auto"}, ValueError, differs + "engine"),
     ):
         with pytest.raises(error, match=message):
-            grpo_loss(**given | change)
+            flat(grpo_loss)(**given | change)
     packed = {name: x.flatten(0, 1) for name, x in given.items() if isinstance(x, Tensor) and x.dim() >= 2}
     packed["weight"], bounds = given["weight"], torch.arange(4) * case.completion_ids.shape[1]
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected None with a sequence_group"):
-        grpo_loss(**given | packed, cu_seqlens=bounds)
+        flat(grpo_loss)(**given | packed, cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -175,6 +176,7 @@ def test_parts_add_up_to_the_whole(world_size: int) -> None:
 def _compiled(rank: int, world_size: int) -> bool:
     case = make_case("compiled", **SHAPE, **loss("grpo", "sequence"))
     given = arguments(part_of(case, (1, 1), rank)) | {"sequence_group": dist.group.WORLD}
+    given["head"] = Head(given.pop("weight"), given.pop("bias"))
     want = grpo_loss(**given).loss
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"grpo_kernels: .* group of ranks"):
         torch.compile(grpo_loss, backend="eager", fullgraph=True)(**given)

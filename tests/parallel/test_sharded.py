@@ -17,17 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from grpo_kernels import LoRA, LossConfig, grpo_loss, linear_divergence, linear_logprob, linear_logprob_with
+from grpo_kernels import Head, LoRA, Run, Scores, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases
+from tests.support.flat import flat
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss
-from tests.support.run_case import allowed_engines, arguments
+from tests.support.run_case import allowed_engines, arguments, config_of
 from tests.support.tolerance import assert_matches, bounds_of
 
 CASES = [case for case in fixed_cases() if case.weight.shape[0] >= 10]
-OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def spans(vocab: int, parts: int, *, uneven: bool = False) -> list[tuple[int, int]]:
@@ -50,11 +51,12 @@ def run_sharded(case: Case, engine: str, start: int, stop: int, **options: Any) 
     for name in ("weight", "bias"):
         if given[name] is not None:
             given[name] = given[name].detach()[start:stop].clone().requires_grad_(name not in case.frozen)
-    if (other := given["reference"]) is not None:
+    if given["reference"] is not None:
+        hidden, other = given["reference"]
         bias = None if other.bias is None else other.bias[start:stop]
-        given["reference"] = replace(other, weight=other.weight[start:stop].clone(), bias=bias)
+        given["reference"] = hidden, replace(other, weight=other.weight[start:stop].clone(), bias=bias)
     options = {"engine": engine, "workspace_bytes": case.workspace_bytes, **options}
-    output = grpo_loss(**given, config=LossConfig(**case.config), **options, process_group=dist.group.WORLD)
+    output = flat(grpo_loss)(**given, config=config_of(case), **options, process_group=dist.group.WORLD)
     if output.loss.requires_grad:
         output.loss.backward()
     grads = {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
@@ -100,18 +102,18 @@ def make_head(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return made | {"ids": torch.randint(19, (9,), generator=g)}
 
 
-def results(head: dict[str, Any], lora: LoRA | None, **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """All outputs of a call, and the gradients of some loss of them in all leaves that are there."""
-    found = linear_logprob_with(
-        head["hidden"], head["weight"], head["ids"], bias=head["bias"], outputs=OUTPUTS, lora=lora, **options
+def results(head: dict[str, Any], lora: LoRA | None, **options: Any) -> tuple[Scores, list[Tensor]]:
+    """All results of a call, and the gradients of some loss of them in all leaves that are there."""
+    found = flat(linear_logprob)(
+        head["hidden"], head["weight"], head["ids"], bias=head["bias"], extras=EXTRAS, lora=lora, **options
     )
-    loss = (found["logps"] * torch.linspace(-1, 1, 9)).sum() + 0.3 * found["entropy"].sum()
+    loss = (found.logps * torch.linspace(-1, 1, 9)).sum() + 0.3 * found.entropies.sum()
     leaves = [head["hidden"], head["weight"], head["bias"], *([] if lora is None else [lora.a, lora.b])]
     return found, list(torch.autograd.grad(loss, leaves))
 
 
 def check_outputs(rank: int, world_size: int) -> None:
-    """All outputs, an adapter, padding rows, a temperature a token: shards against the whole head."""
+    """All results, an adapter, padding rows, a temperature a token: shards against the whole head."""
     temperature = torch.linspace(0.5, 2.0, 9, dtype=torch.float64)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
         for with_lora in (False, True):
@@ -125,9 +127,10 @@ def check_outputs(rank: int, world_size: int) -> None:
                     part[name] = head[name].detach()[start:stop].clone().requires_grad_()
                 lora = LoRA(head["a"], part["b"], 0.7) if with_lora else None
                 got, got_grads = results(part, lora, **options, process_group=dist.group.WORLD)
-                for name in ("logps", *OUTPUTS):
-                    torch.testing.assert_close(got[name], want[name], rtol=bound, atol=bound)
-                    assert same_on_every_rank(got[name].detach()), name
+                for name in ("logps", "entropies", *EXTRAS):
+                    x = getattr(got, name)
+                    torch.testing.assert_close(x, getattr(want, name), rtol=bound, atol=bound)
+                    assert same_on_every_rank(x.detach()), name
                 rows = (slice(None), slice(start, stop), slice(start, stop), slice(None), slice(start, stop))
                 for x, y, row in zip(got_grads, want_grads, rows, strict=False):
                     torch.testing.assert_close(x, y[row], rtol=10 * bound, atol=10 * bound)
@@ -144,23 +147,30 @@ def check_divergences(rank: int, world_size: int) -> None:
     ]
     start, stop = spans(23, world_size, uneven=True)[rank]
     upstream = torch.linspace(0.1, 1.0, 9, dtype=torch.float64)
+    group = dist.group.WORLD
     for kind in ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3}):
         for engine, vocab_size in product(("auto", "two_pass", "lean"), (None, 19)):
             options: dict[str, Any] = {**kind, "engine": engine, "vocab_size": vocab_size}
-            options["teacher_final_logit_softcapping"] = 2.0
-            want = linear_divergence(*whole, **options)
+            want = diverge(*whole, **options)
             want_grads = torch.autograd.grad(want, whole[:2], upstream)
             part = [x.detach()[start:stop].clone().requires_grad_(i == 1) if i % 2 else x for i, x in enumerate(whole)]
-            got = linear_divergence(*part, **options, process_group=dist.group.WORLD)
+            got = diverge(*part, **options, process_group=group)
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
             assert same_on_every_rank(got.detach())
             grads = torch.autograd.grad(got, part[:2], upstream)
             torch.testing.assert_close(grads[0], want_grads[0], rtol=1e-11, atol=1e-13)
             torch.testing.assert_close(grads[1], want_grads[1][start:stop], rtol=1e-11, atol=1e-13)
     with pytest.raises(ValueError, match="teacher_weight"):
-        linear_divergence(*part[:3], part[3][rank:], process_group=dist.group.WORLD)
+        diverge(*part[:3], part[3][rank:], process_group=group)
     with pytest.raises(ValueError, match=r"\bbeta\b"):  # on all ranks
-        linear_divergence(*part, divergence="jsd", beta=0.3 if rank else 0.5, process_group=dist.group.WORLD)
+        diverge(*part, divergence="jsd", beta=0.3 if rank else 0.5, process_group=group)
+
+
+def diverge(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: Any) -> Tensor:
+    """The divergence from a teacher with a soft-cap."""
+    teacher_head = Head(teacher_weight, final_logit_softcapping=2.0)
+    found: Tensor = flat(linear_divergence)(hidden, weight, teacher_hidden, teacher_head, **options).divergence
+    return found
 
 
 def check_edges(rank: int, world_size: int) -> None:
@@ -180,11 +190,11 @@ def check_edges(rank: int, world_size: int) -> None:
         want = exact.gather(1, ids[:, None])[:, 0]
         want_entropy = -(exact.exp() * exact.masked_fill(exact.isinf(), 0.0)).sum(-1)
         part = torch.eye(vocab)[start:stop].requires_grad_()
-        options = {"bias": bias[start:stop], "process_group": dist.group.WORLD, "final_logit_softcapping": cap}
-        logps, entropies = linear_logprob(logits, part, ids, **options)
-        torch.testing.assert_close(logps.double(), want, rtol=3e-6, atol=0)
-        torch.testing.assert_close(entropies.double(), want_entropy, rtol=3e-6, atol=0)
-        entropies.sum().backward()
+        head = Head(part, bias[start:stop], process_group=dist.group.WORLD, final_logit_softcapping=cap)
+        scores = linear_logprob(logits, head, ids)
+        torch.testing.assert_close(scores.logps.double(), want, rtol=3e-6, atol=0)
+        torch.testing.assert_close(scores.entropies.double(), want_entropy, rtol=3e-6, atol=0)
+        scores.entropies.sum().backward()
         assert part.grad.isfinite().all()
 
 
@@ -193,11 +203,12 @@ def check_expectation(rank: int, world_size: int) -> None:
     head = make_head()
     start, stop = spans(23, world_size)[rank]
     upstream = torch.linspace(-1, 1, 9, dtype=torch.float64)
-    want = torch.autograd.grad(linear_logprob(*head_of(head))[0], head_of(head)[:2], upstream)
+    want = torch.autograd.grad(linear_logprob(*head_of(head)).logps, head_of(head)[:2], upstream)
     for expected in (upstream, 2 * upstream, upstream.flip(0), upstream * (torch.arange(9) > 3)):
         part = head["weight"].detach()[start:stop].clone().requires_grad_()
-        logps, _ = linear_logprob(head["hidden"], part, head["ids"], expected=expected, process_group=dist.group.WORLD)
-        got = torch.autograd.grad(logps, (head["hidden"], part), upstream)
+        own = Head(part, process_group=dist.group.WORLD)
+        scores = linear_logprob(head["hidden"], own, head["ids"], expected=expected)
+        got = torch.autograd.grad(scores.logps, (head["hidden"], part), upstream)
         torch.testing.assert_close(got[0], want[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(got[1], want[1][start:stop], rtol=1e-12, atol=1e-12)
 
@@ -209,8 +220,10 @@ def head_of(head: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def check_dtensors(rank: int, world_size: int) -> None:
     """Shard(0) DTensors, of a number of rows that the ranks do not divide, beside plain or replicated hidden states."""
     mesh, head = init_device_mesh("cpu", (world_size,)), make_head()
-    logps, entropies = linear_logprob(*head_of(head), bias=head["bias"])
-    want = torch.autograd.grad(logps.sum() + entropies.sum(), [head[x] for x in ("hidden", "weight", "bias")])
+    scores = linear_logprob(head["hidden"], Head(head["weight"], head["bias"]), head["ids"])
+    want = torch.autograd.grad(
+        scores.logps.sum() + scores.entropies.sum(), [head[x] for x in ("hidden", "weight", "bias")]
+    )
     for hidden_too in (False, True):
         weight, bias = (
             distribute_tensor(head[x].detach(), mesh, [Shard(0)]).requires_grad_() for x in ("weight", "bias")
@@ -218,16 +231,16 @@ def check_dtensors(rank: int, world_size: int) -> None:
         hidden = head["hidden"].detach().clone()
         hidden = (distribute_tensor(hidden, mesh, [Replicate()]) if hidden_too else hidden).requires_grad_()
         group = None if hidden_too else mesh.get_group()
-        logps, entropies = linear_logprob(hidden, weight, head["ids"], bias=bias, process_group=group)
-        (logps.sum() + entropies.sum()).backward()
+        scores = linear_logprob(hidden, Head(weight, bias, process_group=group), head["ids"])
+        (scores.logps.sum() + scores.entropies.sum()).backward()
         for x, y in zip((hidden, weight, bias), want, strict=True):
             got = x.grad if x is hidden and not hidden_too else x.grad.full_tensor()
             torch.testing.assert_close(got, y, rtol=1e-12, atol=1e-12)
-    compiled = torch.compile(linear_logprob, backend="eager")(hidden, weight, head["ids"], bias=bias)
-    torch.testing.assert_close(compiled[0], logps, rtol=0, atol=0)
+    compiled = torch.compile(linear_logprob, backend="eager")(hidden, Head(weight, bias), head["ids"])
+    torch.testing.assert_close(compiled.logps, scores.logps, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"weight: expected a DTensor sharded once, by rows"):
         linear_logprob(hidden, distribute_tensor(head["weight"].detach(), mesh, [Shard(1)]), head["ids"])
-    with pytest.raises(ValueError, match=r"weight: .* got a DTensor.*attach.*process_group="):
+    with pytest.raises(ValueError, match=r"weight: .* got a DTensor.*the head's module.*process_group="):
         linear_logprob(head["hidden"], weight, head["ids"])
 
 
@@ -248,14 +261,14 @@ def check_errors(rank: int, world_size: int) -> None:
     }
     for says, (*given, options) in calls.items():
         with pytest.raises(ValueError, match=says):
-            linear_logprob(*given, **options, process_group=group)
+            flat(linear_logprob)(*given, **options, process_group=group)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
         pytest.raises(ValueError, match="autocast"),
     ):
-        linear_logprob(hidden.float(), part.float(), ids, process_group=group)
+        linear_logprob(hidden.float(), Head(part.float(), process_group=group), ids)
     with pytest.raises(TypeError, match="process_group: expected"):
-        linear_logprob(hidden, part, ids, process_group="tp")
+        linear_logprob(hidden, Head(part, process_group="tp"), ids)
 
 
 def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
@@ -273,8 +286,8 @@ def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
         leaf = hidden.view(4, 16, 8).requires_grad_()
         with wrapped["all_gather"], wrapped["all_reduce"]:
             part = weight[slice(*spans(300, world_size)[rank])].clone().requires_grad_()
-            options = {"engine": engine, "workspace_bytes": 20 * 4 * -(-300 // world_size)}
-            out = grpo_loss(leaf, part, ids, None, advantages, **options, process_group=dist.group.WORLD)
+            run = Run(engine=engine, workspace_bytes=20 * 4 * -(-300 // world_size))
+            out = grpo_loss(leaf, Head(part, process_group=dist.group.WORLD), ids, None, advantages, run=run)
             out.loss.backward()
         sent[engine] = counts
     return sent
@@ -294,22 +307,23 @@ def check_rest(rank: int, world_size: int) -> None:
     hidden, weight = torch.randn(2, 5, 16, generator=g), torch.randn(40, 16, generator=g)
     ids = torch.randint(40, (2, 5), generator=g)
     part = weight[slice(*spans(40, world_size)[rank])].clone().requires_grad_()
-    options = {"process_group": dist.group.WORLD}
+    group = dist.group.WORLD
+    head = Head(part, process_group=group)
     with torch.no_grad():
-        old, entropies = linear_logprob(hidden, part, ids, **options)
-    out = grpo_loss(hidden, part, ids, None, torch.ones(2), old_per_token_logps=old, **options)
-    assert torch.equal(out.per_token_logps, old)
+        old = linear_logprob(hidden, head, ids)
+    out = grpo_loss(hidden, head, ids, None, torch.ones(2), old_per_token_logps=old.logps)
+    assert torch.equal(out.per_token_logps, old.logps)
     assert out.metrics["ratio"] == 1.0
     alone = [dist.new_group([x]) for x in range(world_size)][rank]
-    for x, y in zip(linear_logprob(hidden, weight, ids, process_group=alone), (old, entropies), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+    by_one = linear_logprob(hidden, Head(weight, process_group=alone), ids)
+    torch.testing.assert_close(by_one.given, old.given, rtol=0, atol=5e-6)
     with torch.no_grad():
-        scored = linear_logprob(hidden, part, ids, engine="score_dot", backend="triton", **options)
-    for x, y in zip(scored, (old, entropies), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+        scored = linear_logprob(hidden, head, ids, run=Run(engine="score_dot", backend="triton"))
+    torch.testing.assert_close(scored.given, old.given, rtol=0, atol=5e-6)
     if rank < 2:  # of which each has to trace it
-        compiled = torch.compile(lambda h, w: linear_logprob(h, w, ids, **options)[0], backend="eager")
-        torch.testing.assert_close(compiled(hidden, part), old, rtol=0, atol=0)
+        scores = lambda h, w: linear_logprob(h, Head(w, process_group=group), ids).logps  # noqa: E731
+        compiled = torch.compile(scores, backend="eager")
+        torch.testing.assert_close(compiled(hidden, part), old.logps, rtol=0, atol=0)
 
 
 def check_all(rank: int, world_size: int) -> dict[str, list[int]]:

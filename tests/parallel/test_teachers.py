@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from grpo_kernels import LossConfig, ReferenceHead, attach, grpo_loss
+from grpo_kernels import Head, LossConfig, Run, attach, grpo_loss, linear_divergence
 from tests.support import parallel_cases as cases
 from tests.support.parallel_cases import LOSSES, SETUPS, Batch, TinyModel, relative_error
 from tests.support.ranks import run_ranks
@@ -92,15 +92,12 @@ def score(
 ) -> Tensor:
     if what == "loss":
         given = cases.arguments(LOSSES["off-policy"], batch, items)
-        reference = ReferenceHead(states, teacher_head)
-        out = head.loss(hidden, config=LossConfig(**KL), reference=reference, engine=engine, **given)
+        out = head.loss(hidden, config=LossConfig(**KL), reference=(states, teacher_head), run=Run(engine), **given)
         assert engine in ("auto", out.engine)
         loss: Tensor = out.loss
         return loss
-    divergences = head.divergence(
-        hidden, states, teacher_head, mask=batch.completion_mask, divergence=what, engine=engine
-    )
-    total: Tensor = divergences.sum() / items
+    found = head.divergence(hidden, states, teacher_head, mask=batch.completion_mask, divergence=what, run=Run(engine))
+    total: Tensor = found.divergence.sum() / items
     return total
 
 
@@ -112,12 +109,10 @@ def truth(what: str, tied: bool) -> Gradients:
         batch = make_batch(rank)
         hidden, states = student(batch.tokens), teacher(batch.tokens)
         if what == "loss":
-            reference = ReferenceHead(states, teacher.lm_head.weight, teacher.lm_head.bias)
             given = cases.arguments(LOSSES["off-policy"], batch, items)
-            weight = student.lm_head.weight
-            loss = grpo_loss(
-                hidden, weight, config=LossConfig(**KL), reference=reference, backend="torch", **given
-            ).loss
+            given["reference"] = states, Head(teacher.lm_head.weight, teacher.lm_head.bias)
+            weight, run = student.lm_head.weight, Run(backend="torch")
+            loss = grpo_loss(hidden, weight, config=LossConfig(**KL), run=run, **given).loss
         else:
             log_p, log_q = (model.lm_head(x).log_softmax(-1) for model, x in ((student, hidden), (teacher, states)))
             loss = (plain(what, log_p, log_q) * batch.completion_mask).sum() / items
@@ -216,37 +211,45 @@ def hooked() -> nn.Module:
 def test_a_head_that_cannot_be_compared_with_is_refused(make: Any, error: type[Exception], message: str | None) -> None:
     head, _, hidden = heads()
     ids, states = torch.zeros(2, 3, dtype=torch.long), torch.randn(2, 3, 4)
-    with pytest.raises(error, match=(message or "reference.weight: expected shape").format("reference.weight")):
-        head.loss(hidden, ids, None, torch.ones(2), config=LossConfig(**KL), reference=ReferenceHead(states, make()))
+    with pytest.raises(error, match=(message or "reference.weight: expected shape").format("reference.head")):
+        head.loss(hidden, ids, None, torch.ones(2), config=LossConfig(**KL), reference=(states, make()))
     if message is not None:
         with pytest.raises(error, match=message.format("teacher_head")):
             head.divergence(hidden, states, make())
     else:  # ids that both have count
-        assert head.divergence(hidden, states, make()).shape == (2, 3)
+        assert head.divergence(hidden, states, make()).divergence.shape == (2, 3)
 
 
 def test_an_adapter_that_is_off_and_the_layer_within_are_fine() -> None:
     head, _, hidden = heads()
     states, layer = torch.randn(2, 3, 4), adapted()
     nn.init.normal_(layer.lora_B["default"].weight)
-    within = head.divergence(hidden, states, layer.base_layer)
+    within = head.divergence(hidden, states, layer.base_layer).divergence
     layer.enable_adapters(False)
-    assert torch.equal(head.divergence(hidden, states, layer), within)
+    assert torch.equal(head.divergence(hidden, states, layer).divergence, within)
 
 
 def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
     head, teacher, hidden = heads()
     states, bias = torch.randn(2, 3, 4), torch.zeros(11)
-    for name in ("bias", "teacher_bias"):
-        with pytest.raises(ValueError, match=f"{name}: expected None"):
-            head.divergence(hidden, states, teacher, **{name: bias})
-    with pytest.raises(TypeError, match="divergence_with has"):
+    with pytest.raises(ValueError, match=r"^bias: expected None"):
+        linear_divergence(hidden, Head(head, bias), states, teacher)
+    with pytest.raises(ValueError, match=r"^teacher_bias: expected None"):
+        head.divergence(hidden, states, Head(teacher, bias))
+    with pytest.raises(TypeError, match=r"^outputs: no argument of linear_divergence any more, but entropy="):
         head.divergence(hidden, states, teacher, outputs=("entropy",))
-    found = head.divergence_with(hidden, states, teacher, outputs=("entropy",))
-    assert [*found] == ["divergence", "entropy"]
+    assert {*head.divergence(hidden, states, teacher, entropy=True).given} == {"divergence", "entropies"}
     given = torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
     with pytest.raises(ValueError, match=r"reference\.bias: expected None"):
-        head.loss(hidden, *given, config=LossConfig(**KL), reference=ReferenceHead(states, teacher, bias))
-    reference = ReferenceHead(states, teacher)
-    with pytest.raises(TypeError, match=r"reference\.weight: expected a tensor"):
-        grpo_loss(hidden, head.weight, *given, config=LossConfig(**KL), reference=reference)
+        head.loss(hidden, *given, config=LossConfig(**KL), reference=(states, Head(teacher, bias)))
+
+
+def test_a_plain_weight_takes_a_module_to_compare_with() -> None:
+    head, teacher, hidden = heads()
+    given = hidden, head.weight, torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
+    states, config = torch.randn(2, 3, 4), LossConfig(**KL)
+    module, tensors = (
+        grpo_loss(*given, config=config, reference=(states, x)).loss
+        for x in (teacher, Head(teacher.weight, teacher.bias))
+    )
+    assert torch.equal(module, tensors)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import grpo_kernels
 from grpo_kernels import LossConfig, attach, grpo_loss
 from grpo_kernels.head.module import gather_of
 from tests.support import parallel_cases as cases
@@ -41,10 +42,11 @@ class Zero3:
         self.engine, *_ = self.package.initialize(model=self.model, config=config, optimizer=optimizer)
         assert self.head.weight.numel() == 0
 
-    def call(self, hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    def call(self, hidden: Tensor, weight: Tensor, gather: Any = None) -> Tensor:
         """`grpo_loss` itself."""
         given = cases.arguments(self.run.loss, self.run.batch, self.run.items)
-        return grpo_loss(hidden, weight, config=LossConfig(**self.run.loss.config), **given, **options).loss
+        run = grpo_kernels.Run(gather=gather)
+        return grpo_loss(hidden, weight, config=LossConfig(**self.run.loss.config), run=run, **given).loss
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """After its backward: by name, averaged over the ranks, whole."""
@@ -85,7 +87,7 @@ def gathered_by_hand(loss: str) -> dict[str, Tensor]:
     hidden = zero3.engine(zero3.run.batch.tokens)
     with pytest.raises(ValueError, match=r"weight: .*which is empty; under DeepSpeed ZeRO-3") as raised:
         zero3.call(hidden, zero3.head.weight)
-    assert "grpo_kernels.attach(lm_head)" in str(raised.value)
+    assert "pass the head's module in its place" in str(raised.value)
     with zero3.package.zero.GatheredParameters([zero3.head.weight]):
         zero3.engine.backward(zero3.call(hidden, zero3.head.weight))
     named = [(name, x) for name, x in zero3.model.named_parameters() if x.requires_grad]

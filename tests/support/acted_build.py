@@ -28,12 +28,12 @@ print(load().origin, load().path, sep="\\n")
 """
 LOSS = """
 import json, torch, warnings
-from grpo_kernels import linear_logprob
+from grpo_kernels import Run, linear_logprob
 hidden, weight, ids = torch.ones(5, 3), torch.ones(7, 3), torch.arange(5)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
-        logps, _ = linear_logprob(hidden, weight, ids, backend={backend!r})
+        logps = linear_logprob(hidden, weight, ids, run=Run(backend={backend!r})).logps
 print(json.dumps([[str(x.message) for x in caught if x.category is RuntimeWarning], logps.tolist()]))
 """
 

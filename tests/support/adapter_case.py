@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels import LoRA, grpo_loss, linear_logprob
+from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_logprob
 
 SCALING, RANK = 0.6, 3
 
@@ -26,17 +26,17 @@ def check_adapter(
     hidden, weight = (torch.randn(shape, generator=g).to(device, base) for shape in ((1, n, width), (vocab, width)))
     a, b = (x.to(device, dtype).requires_grad_() for x in factors(vocab, width))
     hidden, ids = hidden.requires_grad_(), torch.randint(vocab, (1, n), generator=g).to(device)
-    lora, advantages = LoRA(a, b, SCALING), torch.ones(1, n, device=device)
+    head, advantages = Head(weight, lora=LoRA(a, b, SCALING)), torch.ones(1, n, device=device)
 
     with torch.no_grad():  # what the adapter's own first product rounds is not the head's affair
         wide = dtype if dtype.itemsize > base.itemsize else base
         u = SCALING * (hidden.to(wide) @ a.to(wide).T)
         logits = hidden.double() @ weight.double().T + u.double() @ b.double().T
         want = torch.log_softmax(logits, -1).gather(2, ids[..., None])[..., 0]
-        logps, _ = linear_logprob(hidden, weight, ids, lora=lora, backend=options.get("backend", "auto"))
-    torch.testing.assert_close(logps.double(), want, rtol=0, atol=3e-6)
+        found = linear_logprob(hidden, head, ids, run=Run(backend=options.get("backend", "auto")))
+    torch.testing.assert_close(found.logps.double(), want, rtol=0, atol=3e-6)
 
-    out = grpo_loss(hidden, weight, ids, None, advantages, old_per_token_logps=want.float(), lora=lora, **options)
+    out = grpo_loss(hidden, head, ids, None, advantages, old_per_token_logps=want.float(), run=Run(**options))
     out.loss.backward()
     leaves = [x.detach().double().requires_grad_() for x in (hidden, a, b)]
     logits = leaves[0] @ (weight.double() + SCALING * leaves[2] @ leaves[1]).T

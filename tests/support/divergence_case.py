@@ -1,4 +1,4 @@
-"""`linear_divergence_with` against the float64 reference: a case with another head, and what arrives at its results."""
+"""`linear_divergence` against the float64 reference: a case with another head, and what arrives at its results."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from grpo_kernels import linear_divergence_with
+from grpo_kernels import Scores, linear_divergence
 from tests.support.case_builder import Case, make_case, seeded
+from tests.support.flat import flat
 from tests.support.random_cases import head_options, teacher_options, with_garbage
 from tests.support.reference import head, on_grid, teacher_log_probs
 from tests.support.reference_terms import divergence, pick, settings
+from tests.support.run_case import constants_of, reference_of
 from tests.support.tolerance import compare, divergence_bounds, head_bounds, logit_bounds, score_bounds
 
-HEAD = ("temperature", "final_logit_softcapping", "logit_scale", "logits_dtype")
-TEACHER = ("teacher_final_logit_softcapping", "teacher_logit_scale")
 KINDS = {1.0: {"divergence": "reverse_kl"}, 0.0: {"divergence": "forward_kl"}}
-UPSTREAM = ("divergence", "entropy", "logps")
+UPSTREAM = ("divergence", "entropies", "logps")
 
 
 def divergence_case(name: str, *, beta: float = 1.0, arrives: str = "same", more: bool = False, **options) -> Case:
@@ -63,34 +63,34 @@ def upstream_of(case: Case) -> dict[str, Tensor]:
         "none": nothing,
     }[arrives]
     more = case.others["more"]
-    return {"divergence": c, "entropy": any_of() if more else nothing, "logps": any_of() if more else nothing}
+    return {"divergence": c, "entropies": any_of() if more else nothing, "logps": any_of() if more else nothing}
 
 
-def run_divergence(case: Case, engine: str = "auto", **options) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+def run_divergence(case: Case, engine: str = "auto", **options) -> tuple[Scores, dict[str, Tensor | None]]:
     """The library's results, and the gradients that `upstream_of` gives."""
     leaf = lambda name: getattr(case, name).detach().requires_grad_(name not in case.frozen)  # noqa: E731
     tensors = {name: None if getattr(case, name) is None else leaf(name) for name in ("hidden", "weight", "bias")}
     beta = case.others["beta_of_divergence"]
-    found = linear_divergence_with(
+    found = flat(linear_divergence)(
         tensors["hidden"],
         tensors["weight"],
-        case.teacher_hidden,
-        case.teacher_weight,
+        *reference_of(case),
         bias=tensors["bias"],
-        teacher_bias=case.teacher_bias,
         mask=case.completion_mask,
         ids=case.completion_ids,
-        outputs=("entropy", "logps"),
+        entropy=True,
         **KINDS.get(beta, {"divergence": "jsd", "beta": beta}),
-        **{name: x for name, x in (case.config | case.others).items() if name in (*HEAD, *TEACHER)},
+        temperature=case.config.get("temperature", 1.0),
+        **constants_of(case),
         engine=engine,
         workspace_bytes=case.workspace_bytes,
         **options,
     )
     upstream = upstream_of(case)
     sent = [name for name in UPSTREAM if name == "divergence" or case.others["more"]]
-    if any(found[name].requires_grad for name in sent):
-        torch.autograd.backward([found[name] for name in sent], [upstream[name] for name in sent])
+    results = [getattr(found, name) for name in sent]
+    if any(x.requires_grad for x in results):
+        torch.autograd.backward(results, [upstream[name] for name in sent])
     return found, {name: None if x is None else x.grad for name, x in tensors.items()}
 
 
@@ -99,23 +99,23 @@ def check_divergence(case: Case, engines: tuple[str, ...]) -> None:
     h, o = head(case), settings(case)
     value = divergence(o.beta_of_divergence, h.log_probs, teacher_log_probs(case))
     sent = {name: pick(x.double(), h.counted) for name, x in upstream_of(case).items()}
-    results = {"divergence": value, "entropy": h.entropies, "logps": h.logps}
+    results = {"divergence": value, "entropies": h.entropies, "logps": h.logps}
     total = sum((sent[name][h.counted] * x).nan_to_num(posinf=0.0).sum() for name, x in results.items())
     leaves = [h.hidden, h.weight, *([] if h.bias is None else [h.bias])]
     d_hidden, d_weight, *d_bias = torch.autograd.grad(total, leaves)
     want = SimpleNamespace(
-        head=h, d_logps=sent["logps"], d_entropies=sent["entropy"], d_divergences=sent["divergence"],
+        head=h, d_logps=sent["logps"], d_entropies=sent["entropies"], d_divergences=sent["divergence"],
         entropies=on_grid(h.entropies.detach(), h.counted), d_hidden=on_grid(d_hidden, h.counted), d_weight=d_weight,
         d_bias=d_bias[0] if d_bias else None,
     )  # fmt: skip
     e, e_entropy = score_bounds(case, want)
     diverging = divergence_bounds(case, h, e)
-    limits = {"divergence": diverging.value, "entropy": e_entropy, "logps": e}
+    limits = {"divergence": diverging.value, "entropies": e_entropy, "logps": e}
     for engine in engines:
         found, grads = run_divergence(case, engine)
         for name, x in results.items():
             wide = case.but(name=f"{case.name}, engine {engine}")
-            compare(name, found[name], on_grid(x.detach(), h.counted), on_grid(limits[name], h.counted), wide)
+            compare(name, getattr(found, name), on_grid(x.detach(), h.counted), on_grid(limits[name], h.counted), wide)
         check_gradients(case.but(name=f"{case.name}, engine {engine}"), want, grads, diverging, (e, e_entropy), engine)
 
 

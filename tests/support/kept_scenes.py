@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import kept_set_logprob
+from grpo_kernels import linear_logprob
+from tests.support.flat import flat
 
 BIG = 10**6  # an id that does not exist
 HEADS: dict[str, dict[str, Any]] = {
@@ -66,8 +67,8 @@ def scene(name: str = "plain", dtype: torch.dtype = torch.float32, *, sets: str 
 def compute(s: Scene, **options: Any) -> dict[str, Tensor]:
     """Results and the gradients of sum(up * results)."""
     leaves = s.leaves()
-    logps, entropies = kept_set_logprob(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options, **options)
-    assert entropies is not None
+    found = flat(linear_logprob)(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options, **options)
+    logps, entropies = found.logps, found.entropies
     torch.autograd.backward((logps, entropies), tuple(x.to(logps.dtype) for x in s.up))
     grads = {f"d_{name}": x.grad for name, x in leaves.items()}
     assert all(grads[f"d_{name}"].dtype == x.dtype for name, x in leaves.items())

@@ -48,7 +48,8 @@ def scores(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
     fused, stock = models
     score, labels = fuse(fused, megatron_peer.TOKENS), ids.roll(-1, 1)
     logits = gather_from_tensor_model_parallel_region(stock(ids, None, None))[..., : megatron_peer.TOKENS]
-    return score(fused(ids, None, None), labels, temperature=TEMPERATURE), scores_of(logits / TEMPERATURE, labels)
+    found = score(fused(ids, None, None), labels, temperature=TEMPERATURE)
+    return found, scores_of(logits / TEMPERATURE, labels)
 
 
 def loss(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:

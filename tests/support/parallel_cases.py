@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import grpo_kernels
 from grpo_kernels import LossConfig, attach
 from tests.support.case_builder import Case, seeded
 from tests.support.reference import reference_loss
@@ -227,7 +228,8 @@ class Run:
         given = arguments(self.loss, batch, self.items)
 
         def then(hidden: Tensor) -> Tensor:
-            out = head.loss(hidden, config=LossConfig(**self.loss.config), engine=self.loss.engine, **given)
+            run = grpo_kernels.Run(engine=self.loss.engine)
+            out = head.loss(hidden, config=LossConfig(**self.loss.config), run=run, **given)
             assert out.engine == self.loss.serves, f"expected {self.loss.serves}, got {out.engine}"
             return out.loss
 

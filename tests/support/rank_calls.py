@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_kernels import Head, Scores, grpo_loss, linear_divergence, linear_logprob, topk_divergence
 from grpo_kernels import advantages as adv
-from grpo_kernels import grpo_loss, linear_divergence_with, linear_logprob_with, topk_divergence_with
+from tests.support.flat import flat
 
 Arguments = dict[str, Any]
 ROWS = (4, 6)  # of the head, on each rank
@@ -48,8 +49,8 @@ def results(output: Any) -> dict[str, Tensor]:
         return {"result": output}
     if isinstance(output, tuple):
         return dict(zip(("advantages", "returns"), output, strict=True))
-    if isinstance(output, dict):
-        return output
+    if isinstance(output, Scores):
+        return output.given
     return {"logps": output.per_token_logps, "loss": output.loss, "policy_loss": output.metrics["policy_loss"]}
 
 
@@ -79,6 +80,15 @@ def _divergence() -> Arguments:
     given, g = _loss(), torch.Generator().manual_seed(4)
     teacher = {"teacher_hidden": torch.randn(2, 3, 5, generator=g), "teacher_weight": torch.randn(10, 5, generator=g)}
     return {"hidden": given["hidden"], "weight": given["weight"], **teacher}
+
+
+def _diverge(
+    hidden: Tensor, weight: Tensor, *, teacher_weight: Tensor, teacher_logit_scale: float = 1.0, **given: Any
+) -> Scores:
+    """`linear_divergence` with the fields of all its records as arguments of its own."""
+    teacher_head = Head(teacher_weight, logit_scale=teacher_logit_scale)
+    found: Scores = flat(linear_divergence)(hidden, weight, teacher_head=teacher_head, **given)
+    return found
 
 
 def _top_k() -> Arguments:
@@ -134,11 +144,11 @@ def _estimator(function: Callable[..., Any], **whole: Any) -> Call:
 
 
 CALLS = {
-    "loss": Call(grpo_loss, _loss, _shard),
-    "logprob": Call(linear_logprob_with, _logprob, _shard),
-    "divergence": Call(linear_divergence_with, _divergence, _shard),
-    "topk": Call(topk_divergence_with, _top_k, _shard),
-    "sequence loss": Call(grpo_loss, _loss, _columns, _own_columns),
+    "loss": Call(flat(grpo_loss), _loss, _shard),
+    "logprob": Call(flat(linear_logprob), _logprob, _shard),
+    "divergence": Call(_diverge, _divergence, _shard),
+    "topk": Call(flat(topk_divergence), _top_k, _shard),
+    "sequence loss": Call(flat(grpo_loss), _loss, _columns, _own_columns),
     "group": _estimator(adv.group_advantages, **PAIRS),
     "rloo": _estimator(adv.rloo_advantages, **PAIRS),
     "passk": _estimator(adv.passk_advantages, **PAIRS),

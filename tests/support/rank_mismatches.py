@@ -67,15 +67,16 @@ def longer(name: str, dim: int) -> Any:
 
 
 CONFIGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.5}, {"final_logit_softcapping": 5.0}, {"logit_scale": 0.5}, {"loss_type": "grpo"},
-    {"loss_type": "vespo"}, {"importance_sampling_level": "sequence"}, {"epsilon": 0.3}, {"entropy_coef": 0.1},
-    {"top_entropy_quantile": 0.5}, {"logits_dtype": "input"}, {"off_policy_mask_threshold": 0.5},
+    {"temperature": 0.5}, {"loss_type": "grpo"}, {"loss_type": "vespo"}, {"importance_sampling_level": "sequence"},
+    {"epsilon": 0.3}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}, {"off_policy_mask_threshold": 0.5},
 )  # fmt: skip
+CONSTANTS: dict[str, Any] = {"final_logit_softcapping": 5.0, "logit_scale": 0.5, "logits_dtype": "input"}  # of a head
 
 
 def of_a_loss(call: str) -> list[Mismatch]:
     """What a loss has, whichever group its ranks share."""
     kinds = [config(call, {}, **fields) for fields in CONFIGS]
+    kinds += [differs(name, call=call, **{name: value}) for name, value in CONSTANTS.items()]
     kinds += [differs(f"presence of {name}", name, call, **{name: ones_like("completion_ids")}) for name in PER_TOKEN]
     kinds += [
         differs("absence of old_per_token_logps", call=call, both=OLD, old_per_token_logps=None),
@@ -126,6 +127,7 @@ def of_a_loss(call: str) -> list[Mismatch]:
         alone("hidden a list", call, hidden=[1.0]),
         alone("weight of integers", call, weight=lambda own: own["weight"].detach().long()),
         alone("weight None", call, weight=None),
+        alone("reference a string", call, reference="x"),
         alone("bias of another shape", call, bias=torch.ones(3)),
         alone("lora a string", call, lora="adapter"),
         alone("advantages of another shape", call, advantages=torch.ones(5)),
@@ -184,8 +186,8 @@ def of_a_sharded_head() -> list[Mismatch]:
             cu_seqlens=torch.tensor([0, 3, 6]),
         ),
         Mismatch("another function", {}, "function|call|linear_logprob|grpo_loss", other_call="logprob"),
-        differs("outputs", call="logprob", outputs=("entropy", "is_top1")),
-        differs("no entropy", "outputs|entropy", "logprob", outputs=()),
+        differs("extras", call="logprob", extras=("is_top1",)),
+        differs("no entropy", "entropy", "logprob", entropy=False),
         differs("mask", "mask|counted", "logprob", mask=torch.tensor([[1, 1, 1], [1, 1, 0]])),
         differs("ids", call="logprob", ids=lambda own: (own["ids"] + 1) % 10),
         differs("expected", call="logprob", expected=torch.ones(2, 3)),
@@ -196,9 +198,9 @@ def of_a_sharded_head() -> list[Mismatch]:
         alone("ids out of range", "logprob", ids=torch.full((2, 3), 99)),
         alone("mask NaN", "logprob", mask=torch.full((2, 3), NAN)),
         alone("temperature 0", "logprob", temperature=0.0),
-        alone("outputs unknown", "logprob", outputs=("surprise",)),
+        alone("extras unknown", "logprob", extras=("surprise",)),
+        alone("projection", "divergence", projection="dispatch"),
         alone("expected of another shape", "logprob", expected=torch.ones(5)),
-        alone("logits_dtype unknown", "logprob", logits_dtype="int4"),
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
-from grpo_kernels.config import LossConfig
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.token_loss.formulas import ESTIMATORS
 from grpo_kernels.token_loss.record import TokenLoss

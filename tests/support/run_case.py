@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, ReferenceHead, grpo_loss
-from grpo_kernels.call.output import LossOutput
+from grpo_kernels import Head, LossConfig, LossOutput, grpo_loss
+from grpo_kernels.head.head import CONSTANTS
 from tests.support.case_builder import PER_TOKEN, Case
+from tests.support.flat import flat
 from tests.support.reference_terms import settings
 
 
+def config_of(case: Case) -> LossConfig:
+    """The case's loss; soft-cap, scale and precision of the logits are the head's."""
+    return LossConfig(**{name: x for name, x in case.config.items() if name not in CONSTANTS})
+
+
+def constants_of(case: Case) -> dict[str, object]:
+    """What the case's head does to its product, as fields of a `Head`."""
+    return {name: x for name, x in case.config.items() if name in CONSTANTS}
+
+
 def arguments(case: Case) -> dict[str, Tensor | float | None]:
-    """Keyword arguments of `grpo_loss`; every head tensor is a leaf that wants a gradient unless it is frozen."""
+    """Keyword arguments of ``flat(grpo_loss)``, to go with `config_of`; every head tensor is a leaf that wants a
+    gradient unless it is frozen.
+    """
     leaf = lambda name: getattr(case, name).detach().requires_grad_(name not in case.frozen)  # noqa: E731
     names = (
         "completion_ids",
@@ -26,16 +37,22 @@ def arguments(case: Case) -> dict[str, Tensor | float | None]:
     )
     head = {"hidden": leaf("hidden"), "weight": leaf("weight"), "bias": None if case.bias is None else leaf("bias")}
     given = head | {name: getattr(case, name) for name in names}
-    return given | {"reference": reference_head(case)}
+    return given | constants_of(case) | {"reference": reference_of(case)}
 
 
-def reference_head(case: Case) -> ReferenceHead | None:
+def reference_of(case: Case) -> tuple[Tensor, Head] | None:
     """The case's other head, as the loss takes it."""
     if case.teacher_hidden is None or case.teacher_weight is None:
         return None
     o = settings(case)
-    options = (o.teacher_final_logit_softcapping, o.teacher_logit_scale)
-    return ReferenceHead(case.teacher_hidden, case.teacher_weight, case.teacher_bias, *options)
+    head = Head(
+        case.teacher_weight,
+        case.teacher_bias,
+        final_logit_softcapping=o.teacher_final_logit_softcapping,
+        logit_scale=o.teacher_logit_scale,
+        logits_dtype=o.logits_dtype,
+    )
+    return case.teacher_hidden, head
 
 
 def run(
@@ -44,7 +61,7 @@ def run(
     """The library's output, and its gradients under the upstream gradient `scale`."""
     given = arguments(case)
     options = {"engine": engine, "backend": backend, "workspace_bytes": case.workspace_bytes}
-    output = grpo_loss(**given, config=LossConfig(**case.config), **options)
+    output = flat(grpo_loss)(**given, config=config_of(case), **options)
     if output.loss.requires_grad:
         (output.loss * scale).backward()
     return output, {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
@@ -78,6 +95,7 @@ def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
     for name, x in given.items():
         if isinstance(x, Tensor) and x.shape[:2] == counted.shape and name != "weight":
             out[name] = x[stays]
-    if isinstance(other := given["reference"], ReferenceHead):
-        out["reference"] = replace(other, hidden=other.hidden[stays])
+    if given["reference"] is not None:
+        hidden, head = given["reference"]
+        out["reference"] = hidden[stays], head
     return out, stays

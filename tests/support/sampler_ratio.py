@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig
 from tests.support.case_builder import Case
+from tests.support.run_case import config_of
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
 PREFIX = "vllm_importance_sampling_"
@@ -17,7 +17,7 @@ PREFIX = "vllm_importance_sampling_"
 def trls_ratio(case: Case, old: Tensor) -> Tensor:
     """As TRL 1.16 writes it: (B, T), 1 where masked, or (B, 1); the last mode as OpenRLHF does."""
     assert case.sampling_per_token_logps is not None
-    config, mask = LossConfig(**case.config), (case.completion_mask != 0).to(old.dtype)
+    config, mask = config_of(case), (case.completion_mask != 0).to(old.dtype)
     difference = torch.nan_to_num((old - case.sampling_per_token_logps.to(old.dtype)) * mask, nan=0.0)
     mode, low, high = (getattr(config, PREFIX + x) for x in ("mode", "clip_min", "clip_max"))
     if mode == "sequence_mean_mask":

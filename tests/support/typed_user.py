@@ -9,37 +9,50 @@ from typing_extensions import Unpack, assert_type
 import grpo_kernels
 from grpo_kernels import (
     GRPOLoss,
+    Head,
     LMHeadLogProb,
     LossConfig,
     LossOutput,
+    Run,
+    Scores,
     TokenInputs,
     advantages,
     attach,
     grpo_loss,
-    kept_set_logprob,
     linear_divergence,
-    linear_divergence_with,
     linear_logprob,
-    linear_logprob_with,
     objectives,
     policy_loss_from_logps,
     presets,
     token_level,
     topk_divergence,
-    topk_divergence_with,
 )
 from grpo_kernels.integrations.transformers import causal_lm_loss
 from grpo_kernels.typing import BackendName, EngineName, LossFields
 
 x, ids, mask, rewards = torch.randn(2, 3, 4), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)
 loss_args = (x, x, ids, mask, rewards)
-flag = bool(mask.all())
+lm_head = nn.Linear(4, 7)
+
+# the head, and how a call is computed
+whole = Head(x, bias=x, vocab_size=5, final_logit_softcapping=30.0, logits_dtype="input")
+assert_type(whole, Head)
+Head(lm_head, logit_scale=0.5)
+Head()  # wrong
+Head(x, logits_dtype=torch.float32)  # wrong
+Head(x, logits_scale=0.5)  # wrong
+run = Run(engine="one_pass", backend="cpp", workspace_bytes=2**20)
+Run(projection="dispatch")
+Run(projection=lambda rows, transposed: rows @ transposed)
+Run(engine="twopass")  # wrong
+Run(backend="cuda")  # wrong
+Run(projection="sampler")  # wrong
 
 # the module
-loss_fn = GRPOLoss(loss_type="grpo", beta=0.04, epsilon_high=None, engine="one_pass")
-out = loss_fn(x, x, ids, None, rewards, bias=None, old_per_token_logps=ids, num_items_in_batch=3.0)
+loss_fn = GRPOLoss(loss_type="grpo", beta=0.04, epsilon_high=None, run=run)
+out = loss_fn(x, whole, ids, None, rewards, old_per_token_logps=ids, num_items_in_batch=3.0)
 assert_type(out, LossOutput)
-assert_type(loss_fn.forward(x, x, ids, None, rewards), LossOutput)
+assert_type(loss_fn.forward(x, lm_head, ids, None, rewards), LossOutput)
 assert_type(GRPOLoss(presets.DAPO, temperature=0.9)(*loss_args), LossOutput)
 assert_type(out.loss, Tensor)
 assert_type(out.metrics["kl"], Tensor)
@@ -49,8 +62,10 @@ GRPOLoss(epsilon_hi=1)  # wrong
 GRPOLoss(loss_type="DAPO")  # wrong
 GRPOLoss(kl_estimator="k4")  # wrong
 GRPOLoss(beta="0.04")  # wrong
-GRPOLoss(engine="twopass")  # wrong
-GRPOLoss(backend="cuda")  # wrong
+GRPOLoss(engine="one_pass")  # wrong
+GRPOLoss(run="one_pass")  # wrong
+GRPOLoss(logit_scale=0.5)  # wrong
+loss_fn(x, [x], ids, None, rewards)  # wrong
 loss_fn(x, x, ids, None)  # wrong
 loss_fn(x, x, ids, None, rewards, old_logps=ids)  # wrong
 print(loss_fn(*loss_args).los)  # wrong
@@ -63,53 +78,51 @@ LossConfig(loss_type="DAPO")  # wrong
 LossConfig(kl_estimator="k4")  # wrong
 LossConfig(importance_sampling_level="sentence")  # wrong
 LossConfig(vllm_importance_sampling_mode="mask")  # wrong
-LossConfig(logits_dtype=torch.float32)  # wrong
+LossConfig(logits_dtype="input")  # wrong
 LossConfig(epsilon_hi=1)  # wrong
 LossConfig.from_trl(object(), epsilon_hi=1)  # wrong
 
 # the functions
-assert_type(grpo_loss(*loss_args, config=config, engine="auto", backend="cpp"), LossOutput)
-grpo_loss(*loss_args, engine="twopass")  # wrong
-grpo_loss(*loss_args, backend="cuda")  # wrong
+assert_type(grpo_loss(*loss_args, config=config, run=run), LossOutput)
+assert_type(grpo_loss(x, whole, ids, None, rewards, reference=(x, lm_head), beta=0.1, kl_estimator="full"), LossOutput)
+grpo_loss(*loss_args, engine="lean")  # wrong
+grpo_loss(*loss_args, run="lean")  # wrong
+grpo_loss(*loss_args, reference=x)  # wrong
+grpo_loss(*loss_args, epsilon_hi=1)  # wrong
+grpo_loss(*loss_args, loss_type="DAPO")  # wrong
 grpo_loss(*loss_args, config={"beta": 0.1})  # wrong
 assert_type(policy_loss_from_logps(ids, ids, mask, rewards, config=config), LossOutput)
 
-assert_type(linear_logprob(x, x, ids), tuple[Tensor, Tensor])
-assert_type(linear_logprob(x, x, ids, bias=x, mask=mask, entropy=True, temperature=0.9), tuple[Tensor, Tensor])
-assert_type(linear_logprob(x, x, ids, entropy=False, backend="torch"), tuple[Tensor, None])
-assert_type(linear_logprob(x, x, ids, entropy=flag), "tuple[Tensor, Tensor | None]")
-linear_logprob(x, x, ids, engine="twopass")  # wrong
-linear_logprob(x, x, ids, entropy=False)[1].sum()  # wrong
-linear_logprob(x, x, ids, outputs=("entropy",))  # wrong
-assert_type(linear_logprob_with(x, x, ids, outputs=("is_top1",)), dict[str, Tensor])
-linear_logprob_with(x, x, ids, outputs=("top1",))  # wrong
+scores = linear_logprob(x, whole, ids, mask=mask, temperature=0.9, extras=("is_top1", "mean_logits"), run=run)
+assert_type(scores, Scores)
+assert_type(scores.logps, Tensor)
+assert_type(scores.given, dict[str, Tensor])
+assert_type(linear_logprob(x, lm_head, ids, kept_ids=ids, without_set="full", entropy="full"), Scores)
+linear_logprob(x, x, ids, bias=x)  # wrong
+linear_logprob(x, x, ids, run=config)  # wrong
+linear_logprob(x, x, ids, entropy="whole")  # wrong
+linear_logprob(x, x, ids, extras=("top1",))  # wrong
+linear_logprob(x, x, ids, extras="is_top1")  # wrong
+linear_logprob(x, [x], ids)  # wrong
 
-assert_type(kept_set_logprob(x, x, ids, x), tuple[Tensor, Tensor])
-assert_type(kept_set_logprob(x, x, ids, x, entropy=False, workspace_bytes=2**20), tuple[Tensor, None])
-kept_set_logprob(x, x, ids, x, engine="one")  # wrong
-
-assert_type(linear_divergence(x, x, x, x, divergence="jsd", beta=0.5, bias=x, teacher_bias=x), Tensor)
+assert_type(linear_divergence(x, whole, x, lm_head, divergence="jsd", beta=0.5, entropy=True, ids=ids), Scores)
 linear_divergence(x, x, x, x, divergence="js")  # wrong
-linear_divergence(x, x, x, x, outputs=("entropy",))  # wrong
-assert_type(linear_divergence_with(x, x, x, x, outputs=("entropy",)), dict[str, Tensor])
-linear_divergence_with(x, x, x, x, outputs=("entropies",))  # wrong
-assert_type(topk_divergence(x, x, ids, ids, tail=True, bias=x), Tensor)
+linear_divergence(x, x, x, x, teacher_bias=x)  # wrong
+linear_divergence(x, x, x)  # wrong
+assert_type(topk_divergence(x, whole, ids, ids, tail=True), Scores)
 topk_divergence(x, x, ids, ids, divergence="jsd")  # wrong
-assert_type(topk_divergence_with(x, x, ids, ids, outputs=("student_mass",)), dict[str, Tensor])
 
 # a head of the model's own
-head = attach(nn.Linear(4, 7))
+head = attach(lm_head)
 assert_type(head, LMHeadLogProb)
-assert_type(head.loss(x, ids, mask, rewards, config=config, workspace_bytes=2**20), LossOutput)
-assert_type(head.logprobs(x, ids), tuple[Tensor, Tensor])
-assert_type(head.logprobs(x, ids, entropy=False, mask=mask), tuple[Tensor, None])
-assert_type(head.divergence(x, x, nn.Linear(4, 7), divergence="forward_kl"), Tensor)
-assert_type(head.divergence_with(x, x, nn.Linear(4, 7), outputs=("logps",), ids=ids), dict[str, Tensor])
-assert_type(head.topk_divergence(x, ids, ids, outputs=("student_mass",)), dict[str, Tensor])
-head.loss(x, ids, mask, rewards, engine="twopass")  # wrong
+assert_type(head.loss(x, ids, mask, rewards, config=config, run=run), LossOutput)
+assert_type(head.logprobs(x, ids, entropy=False, mask=mask), Scores)
+assert_type(head.divergence(x, x, lm_head, divergence="forward_kl", ids=ids), Scores)
+assert_type(head.topk_divergence(x, ids, ids), Scores)
+head.loss(x, ids, mask, rewards, engine="lean")  # wrong
 head.loss(x, ids, mask, rewards, bias=x)  # wrong
-head.logprobs(x, ids, backend="cuda")  # wrong
-head.divergence(x, x, nn.Linear(4, 7), divergence="js")  # wrong
+head.logprobs(x, ids, run="lean")  # wrong
+head.divergence(x, x, lm_head, divergence="js")  # wrong
 attach(x)  # wrong
 
 
@@ -124,11 +137,11 @@ def kl(tokens: TokenInputs) -> Tensor:
 
 
 def make_loss(backend: BackendName, engine: EngineName, **fields: Unpack[LossFields]) -> GRPOLoss:
-    return GRPOLoss(backend=backend, engine=engine, **fields)
+    return GRPOLoss(run=Run(engine, backend), **fields)
 
 
 def read_name(backend: str) -> GRPOLoss:
-    return GRPOLoss(backend=backend)  # wrong
+    return GRPOLoss(run=Run(backend=backend))  # wrong
 
 
 assert_type(GRPOLoss(objective=reinforce)(*loss_args), LossOutput)
@@ -142,6 +155,7 @@ grpo_kernels.grpo_los(*loss_args)  # wrong
 print(grpo_kernels.integration)  # wrong
 grpo_kernels.integrations.trl.patch_trl()
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="trim", zero_advantage="skip")
+causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, logits_dtype="input")
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="pack")  # wrong
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, zero_advantage="drop")  # wrong
 engine_name: grpo_kernels.typing.EngineName = "lean"

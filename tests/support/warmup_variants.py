@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.aot.launches import Launch, caught
-from grpo_kernels import LossConfig, ReferenceHead, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.backends import triton_rows
 from grpo_kernels.diagnostics import warmup
 from grpo_kernels.diagnostics.head_shape import HeadShape
@@ -59,7 +59,9 @@ def batches(vocab: int, softcap: float | None, *, teacher: bool) -> None:
     logps = torch.randn(2 * b * t + 3)
     old, ref = logps[1 : b * t + 1].view(b, t), logps[b * t + 3 :].view(b, t)
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, 2.0, -0.1])
-    options: dict[str, Any] = {"backend": "triton", "workspace_bytes": 2**20}
+    constants: dict[str, Any] = {"final_logit_softcapping": softcap}
+    head, scaled = Head(weight, **constants), Head(weight, logit_scale=1.5, **constants)
+    run = Run(backend="triton", workspace_bytes=2**20)
     calls: tuple[tuple[dict[str, Any], dict[str, Any], Any], ...] = (
         ({}, {}, "auto"),
         ({"epsilon": 0.1, "temperature": 0.7}, {"old_per_token_logps": old}, "auto"),
@@ -70,24 +72,21 @@ def batches(vocab: int, softcap: float | None, *, teacher: bool) -> None:
         *([({}, {"old_per_token_logps": old}, "lean")] if vocab % 128 == 0 else []),  # else its slices differ
     )
     for config, given, engine in calls:
-        fields = LossConfig(final_logit_softcapping=softcap, logit_scale=1.5, **config)
-        out = grpo_loss(hidden, weight, ids, mask, advantages, config=fields, engine=engine, **given, **options)
+        options = {"config": LossConfig(**config), "run": replace(run, engine=engine), **given}
+        out = grpo_loss(hidden, scaled, ids, mask, advantages, **options)
         torch.autograd.backward(out.loss * 0.3)
     with torch.no_grad():
-        linear_logprob(hidden, weight, ids, mask=mask, final_logit_softcapping=softcap, **options)
-    found, _ = linear_logprob(hidden, weight.detach(), ids, final_logit_softcapping=softcap, **options)
-    found.sum().backward()
+        linear_logprob(hidden, head, ids, mask=mask, run=run)
+    linear_logprob(hidden, Head(weight.detach(), **constants), ids, run=run).logps.sum().backward()
     if not teacher:
         return
-    other = torch.randn(b, t, 2 * H).bfloat16(), torch.randn(vocab, 2 * H).bfloat16()
-    caps: dict[str, Any] = {"final_logit_softcapping": softcap, "teacher_final_logit_softcapping": softcap}
-    (linear_divergence(hidden, weight, *other, **caps, **options) * torch.randn(b, t)).sum().backward()
-    given = {"old_per_token_logps": old, "reference": ReferenceHead(*other)}
+    other = torch.randn(b, t, 2 * H).bfloat16(), Head(torch.randn(vocab, 2 * H).bfloat16(), **constants)
+    found = linear_divergence(hidden, head, *other, run=run)
+    (found.divergence * torch.randn(b, t)).sum().backward()
+    options = {"old_per_token_logps": old, "reference": other, "run": run}
     for level in ("token", "sequence"):
-        exact = LossConfig(
-            final_logit_softcapping=softcap, beta=0.1, kl_estimator="full", importance_sampling_level=level
-        )
-        (2.0 * grpo_loss(hidden, weight, ids, mask, advantages, config=exact, **given, **options).loss).backward()
+        exact = LossConfig(beta=0.1, kl_estimator="full", importance_sampling_level=level)
+        (2.0 * grpo_loss(hidden, head, ids, mask, advantages, config=exact, **options).loss).backward()
 
 
 def compared(vocab: int, softcap: float | None, *, teacher: bool) -> dict[str, Any]:

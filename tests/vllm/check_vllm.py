@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import _ChunkedLogProbFunction
 
-from grpo_kernels import GRPOLoss, KeptIds, linear_logprob, rollouts
+from grpo_kernels import GRPOLoss, Head, KeptIds, Run, linear_logprob, rollouts
 from grpo_kernels.integrations.transformers import completion_logprobs, head_inputs
 from tests.vllm.engine import CASES
 
@@ -104,15 +104,15 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
         with head_inputs(model) as found:
             model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
         hidden, ids = found.hidden[:, -columns - 1 : -1], given["input_ids"][:, -columns:]
-        weight = found.head.module.weight
+        weight = found.of_model.weight.weight
+        ways = {
+            "ours": (Head(weight), Run()),
+            'ours, `logits_dtype="input"`': (Head(weight, logits_dtype="input"), Run()),
+            'ours, `projection="dispatch"`': (Head(weight), Run(projection="dispatch")),
+        }
         ours = {
-            "ours": linear_logprob(hidden, weight, ids, temperature=temperature, entropy=False)[0],
-            'ours, `logits_dtype="input"`': linear_logprob(
-                hidden, weight, ids, temperature=temperature, entropy=False, logits_dtype="input"
-            )[0],
-            'ours, `projection="dispatch"`': linear_logprob(
-                hidden, weight, ids, temperature=temperature, entropy=False, projection="dispatch"
-            )[0],
+            name: linear_logprob(hidden, head, ids, temperature=temperature, entropy=False, run=run).logps
+            for name, (head, run) in ways.items()
         }
         flat = hidden.reshape(-1, hidden.shape[-1])
         theirs = _ChunkedLogProbFunction.apply(
@@ -193,9 +193,10 @@ def test_a_loss_of_ones_own_takes_the_sets(sampled: dict[str, Samples]) -> None:
     mask, columns = given["completion_mask"], given["completion_mask"].shape[1]
     sampler = torch.zeros(mask.shape)
     sampler[mask != 0] = of_engine(samples).float()
+    states = found.hidden[:, -columns - 1 : -1]
     out = GRPOLoss(loss_type="grpo")(
-        found.hidden[:, -columns - 1 : -1],
-        found.head.module.weight,
+        states,
+        found.head(states),
         given["input_ids"][:, -columns:],
         mask,
         torch.ones(len(mask)),

@@ -14,14 +14,14 @@ import torch
 
 from grpo_kernels.call.ops import linear_logprob, policy_loss
 
-SETTINGS = """float temperature, float? final_logit_softcapping, float logit_scale, str logits_dtype, str engine,
-    str backend, int? workspace_bytes, ScalarType dtype, bool[3] wants"""
+SETTINGS = """float? final_logit_softcapping, float logit_scale, str logits_dtype, str engine, str backend,
+    int? workspace_bytes, ScalarType dtype, bool[3] wants"""
 SCHEMAS = {
-    "policy_loss": """(
+    "policy_loss": f"""(
         Tensor hidden, Tensor weight, Tensor? bias, Tensor completion_ids, Tensor? completion_mask, Tensor advantages,
         Tensor? old_per_token_logps, Tensor? ref_per_token_logps, Tensor? sampling_per_token_logps,
         Tensor? importance_sampling_ratio, Tensor? num_items_in_batch, Tensor? cu_seqlens,
-        str config, str engine, str backend, int? workspace_bytes, ScalarType dtype, bool[3] wants
+        str config, {SETTINGS}
     ) -> (
         Tensor loss, Tensor logps, Tensor entropies, Tensor pairs, Tensor extremes,
         Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor d_logps, Tensor d_entropies,
@@ -29,12 +29,12 @@ SCHEMAS = {
     )""",
     "linear_logprob": f"""(
         Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor? temperatures, str[] outputs,
-        {SETTINGS}
+        float temperature, {SETTINGS}
     ) -> (Tensor logps, Tensor entropies, Tensor max_logit, Tensor log_sum, Tensor d_hidden, Tensor[] extras)""",
     "linear_logprob_backward": f"""(
         Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? mask, Tensor? temperatures,
         Tensor d_logps, Tensor? d_entropies, Tensor logps, Tensor? entropies, Tensor max_logit, Tensor log_sum,
-        {SETTINGS}
+        float temperature, {SETTINGS}
     ) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)""",
 }
 

@@ -17,7 +17,7 @@ from grpo_kernels.call.checked_head import plan_head
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.ops.results import Empty
-from grpo_kernels.call.options import Execution, HeadOptions
+from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import plan_call
 from grpo_kernels.engine.autograd import returned, shape_and_dtype
 from grpo_kernels.engine.engines import engine_named
@@ -41,15 +41,16 @@ class Settings(NamedTuple):
     dtype: torch.dtype  # of the products' operands
     wants: list[bool]  # gradients of hidden, weight, bias
 
-    def options(self, temperatures: Tensor | None) -> HeadOptions:
-        """Options that turn the projection into logits."""
-        temperature = self.temperature if temperatures is None else temperatures
-        return HeadOptions(temperature, self.final_logit_softcapping, self.logit_scale, self.logits_dtype)
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LMHead:
+        """The head of a call."""
+        constants = (self.final_logit_softcapping, self.logit_scale, self.logits_dtype)
+        return LMHead(weight, bias, None, None, None, *constants, hidden=hidden)
 
     def execution(self) -> Execution:
         """Options of how the call is computed."""
         needs_grad = NeedsGrad(*self.wants)
-        return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
+        computed: Any = (self.engine, self.backend, self.workspace_bytes)
+        return Execution(*computed, needs_grad=needs_grad, dtype=self.dtype)
 
 
 class Results(NamedTuple):
@@ -77,10 +78,9 @@ def run(
     """The forward on real tensors."""
     settings, recomputes = Settings(*others), engine_named(Settings(*others).engine).recomputes
     expected = Expectation(None, has_entropy_gradient="entropy" in outputs)
-    inputs = ScoreInputs(mask, (*outputs,), ids, expected)
-    head, request = plan_call(
-        inputs, LMHead(hidden, weight, bias), settings.execution(), settings.options(temperatures)
-    )
+    temperature = settings.temperature if temperatures is None else temperatures
+    inputs = ScoreInputs(mask, temperature, (*outputs,), ids, expected)
+    head, request = plan_call(inputs, settings.head(hidden, weight, bias), settings.execution())
     rows = request.rows
     first = request.engine.first_pass(head.operands(rows.positions), request)
     new, stats, grads = Empty(hidden, settings.dtype), first.stats, first.grads
@@ -142,8 +142,8 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The second pass, over the positions whose upstream gradient is not 0: gradients in the dtypes of the head."""
     settings, count = Settings(*others), ids.numel()
-    head = LMHead(hidden, weight, bias)
-    planned = plan_head(head, settings.execution(), settings.options(temperatures))
+    head = settings.head(hidden, weight, bias)
+    planned = plan_head(head, settings.execution())
     plan = planned.plan
 
     def upstream(x: Tensor) -> Tensor:

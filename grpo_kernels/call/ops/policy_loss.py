@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import plan_loss
 from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution
-from grpo_kernels.config import config_of
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, loss_pass, scatter
 from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.objective.config import config_of
 from grpo_kernels.objective.measure import metric_names
 
 
@@ -42,6 +43,9 @@ class Arguments(NamedTuple):
     num_items_in_batch: Tensor | None  # a number would specialise the graph on its value
     cu_seqlens: Tensor | None
     config: str  # LossConfig.key
+    final_logit_softcapping: float | None
+    logit_scale: float
+    logits_dtype: LogitsDtype
     engine: str  # not "auto"
     backend: str
     workspace_bytes: int | None
@@ -54,8 +58,8 @@ class Arguments(NamedTuple):
 
     def execution(self) -> Execution:
         """Options of how the loss is computed."""
-        needs_grad = NeedsGrad(*self.wants)
-        return Execution(self.engine, self.backend, self.workspace_bytes, needs_grad=needs_grad, dtype=self.dtype)
+        computed: Any = (self.engine, self.backend, self.workspace_bytes)
+        return Execution(*computed, needs_grad=NeedsGrad(*self.wants), dtype=self.dtype)
 
 
 class Results(NamedTuple):
@@ -79,7 +83,9 @@ class Results(NamedTuple):
 def run(*arguments: Any) -> Results:
     """The op on real tensors."""
     given = Arguments(*arguments)
-    head, config = LMHead(given.hidden, given.weight, given.bias), config_of(given.config)
+    constants = (given.final_logit_softcapping, given.logit_scale, given.logits_dtype)
+    head = LMHead(given.weight, given.bias, None, None, None, *constants, hidden=given.hidden)
+    config = config_of(given.config)
     call = plan_loss(given.inputs(), head, given.execution(), config, None)
     new, rows, n = Empty(given.hidden, given.dtype), call.request.rows, given.completion_ids.numel()
     first, done = loss_pass(call.head.operands(rows.positions), call.request, call.evaluate)

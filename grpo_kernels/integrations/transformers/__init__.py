@@ -6,6 +6,6 @@ with needed("transformers", "transformers"):
     from grpo_kernels.integrations.transformers.causal_lm import causal_lm_loss
     from grpo_kernels.integrations.transformers.completion import completion_logprobs
     from grpo_kernels.integrations.transformers.handed import HeadInputs, head_inputs
-    from grpo_kernels.integrations.transformers.head import HeadSpec, describe_head
+    from grpo_kernels.integrations.transformers.head import describe_head
 
-__all__ = ["HeadInputs", "HeadSpec", "causal_lm_loss", "completion_logprobs", "describe_head", "head_inputs"]
+__all__ = ["HeadInputs", "causal_lm_loss", "completion_logprobs", "describe_head", "head_inputs"]

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
+from grpo_kernels.head.within import within_forwards
 from grpo_kernels.integrations.transformers import head as heads
-from grpo_kernels.integrations.transformers.head import HeadSpec
 from grpo_kernels.integrations.transformers.head_check import HeadCheck
 from grpo_kernels.integrations.transformers.inputs import Batch, check_attended, check_attention_mask
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.trunk import live_trunk
 from grpo_kernels.integrations.transformers.within import forward_name, replaced
-from grpo_kernels.modules import within_forwards
 
 PADDED = TrunkOptions(zero_advantage="train", layout="padded")
 _read_all_cells: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with outputs that are of the whole batch
-Score = Callable[[Tensor, HeadSpec], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results, attached
+Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results, attached
 
 
 def run_scored(
@@ -60,7 +60,7 @@ def run_scored(
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
-    def run(head: HeadSpec, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], ModelOutput, TokenCount]:
+    def run(head: Head, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], ModelOutput, TokenCount]:
         parts = (PADDED, None) if base in _read_all_cells else (trunk, live)
         call, count = HeadCall(head, score, check), TokenCount()
         around = live_trunk(model, parts[0], needed=needed, live=parts[1], count=count)
@@ -79,12 +79,14 @@ def run_scored(
         check = HeadCheck(head, batch.counted_state)
         results = run(head, check)
         found = check.verified(base)
-        if found == head:
+        if heads.constants_of(found) == heads.constants_of(head):
             # All ranks measure the same, so all run the model equally often; logits of a row of padding may be NaN
             heads.remember(model, head, compared=check.is_finite)
             return results
         head = found
-    raise ValueError(f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {head}")
+    raise ValueError(
+        f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {heads.constants_of(head)}"
+    )
 
 
 def _without_left_out(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
@@ -108,9 +110,9 @@ class HeadCall:
     `check`, its two rows come first.
     """
 
-    def __init__(self, head: HeadSpec, score: Score, check: HeadCheck | None) -> None:
+    def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
         self.head, self.score, self.check = head, score, check
-        self.project: Callable[..., Tensor] = head.module.forward
+        self.project: Callable[..., Tensor] = head.weight.forward
         self.scores: list[tuple[torch.Size, torch.dtype]] = []
         self.rows = torch.empty(0)  # output of the head, (R, V)
         self.results: tuple[Tensor, ...] | None = None
@@ -119,7 +121,7 @@ class HeadCall:
     @contextmanager
     def within(self, base: nn.Module) -> Iterator[None]:
         """Inside, this call replaces the head of `base`, and `base` returns its results."""
-        head, forward = self.head.module, base.forward
+        head, forward = self.head.weight, base.forward
         name = forward_name(head)
         self.project = getattr(head, name)
         if isinstance(getattr(self.project, "__self__", None), HeadCall):
@@ -153,10 +155,10 @@ class HeadCall:
                 self.check.score()
             return self.score(hidden, self.head)
 
-        inner = [x for x in divided_modules(self.head.module) if x is not self.head.module]  # adapters, under ZeRO-3
+        inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]  # adapters, under ZeRO-3
         scores = within_forwards(inner, compute, hidden)
         self.scores = [(x.shape, x.dtype) for x in scores]
-        flat, vocab = torch.cat([x.reshape(-1) for x in scores]), linear_of(self.head.module).out_features
+        flat, vocab = torch.cat([x.reshape(-1) for x in scores]), linear_of(self.head.weight).out_features
         rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
         if self.check:
             rows = torch.cat([self.check.rows.to(rows.dtype), rows])
@@ -200,4 +202,4 @@ class HeadCall:
                 )
 
     def _name(self) -> str:
-        return type(self.head.module).__name__
+        return type(self.head.weight).__name__

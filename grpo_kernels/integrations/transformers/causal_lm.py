@@ -28,15 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage
+from grpo_kernels.base.choices import BatchLayout, LogitsDtype, ZeroAdvantage
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.config import LossConfig
 from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.head.head import Head
+from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import run_scored
-from grpo_kernels.integrations.transformers.head import HeadSpec, causal_lm
+from grpo_kernels.integrations.transformers.head import causal_lm
 from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved
 from grpo_kernels.integrations.transformers.options import TrunkOptions, check_loss_fn, check_skip
 from grpo_kernels.loss import GRPOLoss, grpo_loss
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.normaliser import averaged_over
 
 
@@ -51,6 +53,7 @@ def causal_lm_loss(
     router_aux_loss_coef: float | None = None,
     zero_advantage: ZeroAdvantage = "score",
     layout: BatchLayout = "tree",
+    logits_dtype: LogitsDtype = "float32",
     **inputs: Any,
 ) -> LossOutput:
     """Compute `loss_fn` of a model on a batch, in one forward of the model, whose head computes the loss.
@@ -60,7 +63,7 @@ def causal_lm_loss(
 
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
-        loss_fn: the loss. The model's soft-cap and logit scale apply, and need not be given.
+        loss_fn: the loss. The model's soft-cap and logit scale apply.
         advantages: (B,), one per sequence, or (B, T), one per token.
         router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added where the model
             computes one (``output_router_logits=True`` in its config or here); None: the config's weight.
@@ -72,6 +75,7 @@ def causal_lm_loss(
             prompts that several completions share do, and padding does not run; ``"trim"``: sequences side by side,
             without the columns of padding before and after them; ``"padded"``: as given. If a model is not exact in
             one, a warning names the reason, and the next serves.
+        logits_dtype: as in `grpo_kernels.Head`.
         inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...) and of the
             model's forward (pixel_values, position_ids, ...); told apart by name.
 
@@ -86,8 +90,7 @@ def causal_lm_loss(
     for name in loss_inputs.keys() - _LOSS_INPUTS:
         raise ValueError(f"{name}: expected none here, where the model and loss_fn decide it, got one")
     trunk = TrunkOptions(zero_advantage, layout)
-    named = ("completion_mask", "advantages", "router_aux_loss_coef", *_LOSS_INPUTS, *TrunkOptions.NAMES)
-    check_names(model, inputs, named, " or the loss")
+    check_names(model, inputs, _NAMED, " or the loss")
     batch = Batch.of(input_ids, completion_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
@@ -96,20 +99,13 @@ def causal_lm_loss(
         batch = replace(batch, completion_mask=counted)
     done: list[LossOutput] = []
 
-    def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
+    def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
         given = {name: moved(x, states) for name, x in loss_inputs.items()}
-        done[:] = [
-            _with_head(loss_fn, head)(
-                states,
-                completion_ids=ids,
-                completion_mask=mask,
-                advantages=moved(advantages, states),
-                vocab_size=head.vocab_size,
-                **head.tensors(states),
-                **given,
-            )
-        ]
+        loss = copy.copy(loss_fn)
+        loss.run = heads.gathering(head, loss_fn.run)
+        whole = replace(heads.read(head, states), logits_dtype=logits_dtype)
+        done[:] = [loss(states, whole, ids, mask, moved(advantages, states), **given)]
         return (done[0].loss,)
 
     model_inputs = {"attention_mask": attention_mask, **inputs}
@@ -127,6 +123,7 @@ _OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
 _LOSS_INPUTS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
 _OF_EXPECTATION = _LOSS_INPUTS | {"importance_sampling_ratio", "num_items_in_batch"}
 _LOSS_INPUTS = _OF_EXPECTATION | {"kept_ids", "without_set"}
+_NAMED = ("completion_mask", "advantages", "router_aux_loss_coef", "logits_dtype", *_LOSS_INPUTS, *TrunkOptions.NAMES)
 
 
 def _live(loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict[str, Any]) -> Tensor | None:
@@ -148,15 +145,3 @@ def _check_skip(config: LossConfig, loss_inputs: dict[str, Any]) -> None:
             f"{config.loss_type!r}, got 'skip'; or pass num_items_in_batch=completion_mask.sum(), with which 'dapo' is "
             "'bnpo' too"
         )
-
-
-def _with_head(loss_fn: GRPOLoss, head: HeadSpec) -> GRPOLoss:
-    """Return a copy of `loss_fn` with the soft-cap and the logit scale of `head`."""
-    config = loss_fn.config
-    for name in ("final_logit_softcapping", "logit_scale"):
-        given, found = getattr(config, name), getattr(head, name)
-        if given != getattr(type(config), name) and given != found:
-            raise ValueError(f"loss_fn: expected {name} = {found} as in the model, or the default, got {given}")
-    same = copy.copy(loss_fn)
-    same.config = replace(config, final_logit_softcapping=head.final_logit_softcapping, logit_scale=head.logit_scale)
-    return same

@@ -5,18 +5,20 @@ How the forward goes: `grpo_kernels.integrations.transformers.causal_lm`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.choices import BatchLayout, WithoutSet
+from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.head.head import Head
+from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import run_scored
-from grpo_kernels.integrations.transformers.head import HeadSpec
 from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved
-from grpo_kernels.integrations.transformers.options import TrunkOptions, scoring_options
-from grpo_kernels.logprob import linear_logprob_with
+from grpo_kernels.integrations.transformers.options import TrunkOptions, temperature_of
+from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import GRPOLoss
 
 
@@ -29,6 +31,7 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = ...,
     temperature: float | None = ...,
+    logits_dtype: LogitsDtype = ...,
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: Literal[True] = ...,
@@ -47,6 +50,7 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = ...,
     temperature: float | None = ...,
+    logits_dtype: LogitsDtype = ...,
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: Literal[False],
@@ -65,6 +69,7 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = ...,
     temperature: float | None = ...,
+    logits_dtype: LogitsDtype = ...,
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: bool,
@@ -83,6 +88,7 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = ...,
     temperature: float | None = ...,
+    logits_dtype: LogitsDtype = ...,
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
     entropy: bool = ...,
@@ -100,6 +106,7 @@ def completion_logprobs(
     *,
     loss_fn: GRPOLoss | None = None,
     temperature: float | None = None,
+    logits_dtype: LogitsDtype = "float32",
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K)
     without_set: WithoutSet = "error",
     entropy: bool = True,
@@ -118,9 +125,10 @@ def completion_logprobs(
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts. T may be the
             longest completion, as in TRL, or L, with completions anywhere. The token in column t is predicted from
             column t - 1, so column 0 of `input_ids` never counts.
-        loss_fn: the loss that the log-probabilities are for; its temperature and `logits_dtype` apply.
+        loss_fn: the loss that the log-probabilities are for; its temperature applies.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
-        kept_ids, without_set: as in `kept_set_logprob`: the ids that a truncating sampler kept, at the columns of
+        logits_dtype: as in `grpo_kernels.Head`.
+        kept_ids, without_set: as in `linear_logprob`: the ids that a truncating sampler kept, at the columns of
             `completion_mask`.
         entropy: True to compute entropies.
         layout: arrangement of the batch below the head, as in `causal_lm_loss`.
@@ -142,21 +150,22 @@ def completion_logprobs(
     """
     trunk = TrunkOptions(layout=layout)
     check_names(model, model_inputs, _OF_SCORING, "")
-    options, batch = scoring_options(loss_fn, temperature), Batch.of(input_ids, completion_mask)
+    divisor, batch = temperature_of(loss_fn, temperature), Batch.of(input_ids, completion_mask)
 
-    def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
+    def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
-        found = linear_logprob_with(
+        found = linear_logprob(
             states,
-            ids=ids,
+            replace(heads.read(head, states), logits_dtype=logits_dtype),
+            ids,
             mask=mask,
-            outputs=("entropy",) if entropy else (),
+            temperature=divisor,
+            entropy=entropy,
             kept_ids=moved(kept_ids, states),
             without_set=without_set,
-            **options,
-            **head.options(states),
+            run=heads.gathering(head),
         )
-        return tuple(found.values())
+        return tuple(found.given.values())
 
     results, output, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
     scores = results[0], results[1] if entropy else None
@@ -167,6 +176,7 @@ _OF_SCORING = (
     "completion_mask",
     "loss_fn",
     "temperature",
+    "logits_dtype",
     "kept_ids",
     "without_set",
     "entropy",

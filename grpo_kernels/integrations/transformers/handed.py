@@ -9,23 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import HeadCall
-from grpo_kernels.integrations.transformers.head import HeadSpec
 from grpo_kernels.integrations.transformers.head_check import HeadCheck
 
 
 class HeadInputs:
-    """Input of a head in one forward of its model; both attributes are there after `head_inputs`.
+    """Input of a head in one forward of its model, and the head; both are there after `head_inputs`.
 
     Attributes:
         hidden: (B, L, H), with the graph of the model; position t predicts token t + 1.
-        head: the head, with the constants that its model's logits have; ``head.options(hidden)`` are the arguments of
-            `linear_logprob_with`.
+        of_model: the head, its `weight` the module, with the constants that its model's logits have.
     """
 
     hidden: Tensor
-    head: HeadSpec
+    of_model: Head
+
+    def head(self, states: Tensor) -> Head:
+        """Return the head with the tensors that its module has for `states` (..., H), some of the hidden states."""
+        return heads.read(self.of_model, states)
 
 
 @contextmanager
@@ -37,7 +40,7 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         with head_inputs(model) as found:
             model(input_ids=ids, attention_mask=attention_mask)
         states = found.hidden[:, :-1]
-        scores = linear_logprob_with(states, ids=ids[:, 1:], **found.head.options(states))
+        scores = linear_logprob(states, found.head(states), ids[:, 1:])
 
     For losses that `completion_logprobs` and `causal_lm_loss` do not have, and for the hidden states of a teacher. In
     the model's output these hidden states (B, L, H) take the place of the logits; all else in it is the model's.
@@ -69,19 +72,20 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
             last.remove()
     if call.results is None:
         raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
-    found.head = head if check is None else check.verified(base)
+    found.of_model = head if check is None else check.verified(base)
     if check is not None:
-        heads.remember(model, found.head, compared=check.is_finite and found.head == head)
+        as_expected = heads.constants_of(found.of_model) == heads.constants_of(head)
+        heads.remember(model, found.of_model, compared=check.is_finite and as_expected)
 
 
 class _Handing(HeadCall):
     """A `HeadCall` whose one score is the head's input, and takes the place of the logits in the model's output."""
 
-    def __init__(self, head: HeadSpec, check: HeadCheck | None) -> None:
+    def __init__(self, head: Head, check: HeadCheck | None) -> None:
         super().__init__(head, self._keep, check)
         self.dtype = torch.float32
 
-    def _keep(self, hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
+    def _keep(self, hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         self.dtype = hidden.dtype
         return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)  # beside the rows of the check
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_kernels.call.options import Run
 from grpo_kernels.head.config_numbers import scale_and_cap
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
 
 # Names under which wrappers hold the model: torch.compile, Lightning's Fabric, DDP, PEFT
@@ -28,64 +30,41 @@ Constants = tuple[float, float | None, int | None]
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Constants, Constants, bool]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class HeadSpec:
-    """Description of how a model turns its head's hidden states into logits.
-
-    ``softcap(logit_scale * (hidden @ weight.T + bias + lora))[:vocab_size]``, ``softcap(x) = cap * tanh(x / cap)``.
-    Whatever the model does to the hidden states before its head stays the model's: the head is given the result.
-
-    Attributes:
-        module: the head. Its parameters are read at each use; sharded ones are whole only within its forward.
-        logit_scale: factor on the logits.
-        final_logit_softcapping: the cap, or None.
-        vocab_size: number of the head's rows that are tokens, or None for all.
-    """
-
-    module: nn.Module
-    logit_scale: float = 1.0
-    final_logit_softcapping: float | None = None
-    vocab_size: int | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """(V, H)."""
-        return linear_of(self.module).weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """(V,), or None."""
-        return linear_of(self.module).bias
-
-    @property
-    def constants(self) -> Constants:
-        """Return the constants that turn the projection into logits."""
-        return self.logit_scale, self.final_logit_softcapping, self.vocab_size
-
-    @property
-    def constant_options(self) -> dict[str, Any]:
-        """Return the constants as keyword arguments of `linear_logprob`."""
-        scale, cap, vocab_size = self.constants
-        return {"logit_scale": scale, "final_logit_softcapping": cap, "vocab_size": vocab_size}
-
-    def logits(self, projected: Tensor) -> Tensor:
-        """The logits (..., vocab_size) of a projection (..., V)."""
-        scaled, cap = self.logit_scale * projected[..., : self.vocab_size], self.final_logit_softcapping
-        return scaled if cap is None else cap * torch.tanh(scaled / cap)
-
-    def tensors(self, hidden: Tensor) -> dict[str, Any]:
-        """Return the tensors as `linear_logprob_with` and `grpo_loss` take them; call it in the head's forward."""
-        weight, bias, lora = parameters_of(self.module, hidden)
-        gather = gather_of(self.module.parameters())  # for the backward
-        return {"weight": weight, "bias": bias, "lora": lora, **({} if gather is None else {"gather": gather})}
-
-    def options(self, hidden: Tensor) -> dict[str, Any]:
-        """Return the tensors for `hidden` (..., H) and the constants, as keyword arguments of `linear_logprob_with`."""
-        return {**self.tensors(hidden), **self.constant_options}
+def constants_of(head: Head) -> Constants:
+    """Return what a model does to the product with its `head`: scale, soft-cap, number of ids (None: all rows)."""
+    return head.logit_scale, head.final_logit_softcapping, head.vocab_size
 
 
-def describe_head(model: nn.Module) -> HeadSpec:
-    """Describe the head of a causal language model: text or vision-language, wrapped (PEFT, DDP, FSDP2) or not.
+def with_constants(module: nn.Module, constants: Constants) -> Head:
+    """Return the head of a model: its module, and what the model makes of the product."""
+    scale, cap, vocab_size = constants
+    return Head(module, vocab_size=vocab_size, final_logit_softcapping=cap, logit_scale=scale)
+
+
+def logits_of(head: Head, projected: Tensor) -> Tensor:
+    """The logits (..., vocab_size) of a projection (..., V)."""
+    scaled, cap = head.logit_scale * projected[..., : head.vocab_size], head.final_logit_softcapping
+    return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+
+def read(head: Head, hidden: Tensor) -> Head:
+    """Return `head` with the tensors of its module for `hidden` (..., H); call it in the module's forward."""
+    weight, bias, lora = parameters_of(head.weight, hidden)
+    return replace(head, weight=weight, bias=bias, lora=lora)
+
+
+def gathering(head: Head, run: Run | None = None) -> Run:
+    """Return `run` with what gathers the weight for the backward, if ZeRO-3 has divided the module of `head`."""
+    run = Run() if run is None else run
+    gather = gather_of(head.weight.parameters())
+    return run if gather is None else replace(run, gather=gather)
+
+
+def describe_head(model: nn.Module) -> Head:
+    """The head of a causal language model: text or vision-language, wrapped (PEFT, DDP, FSDP2) or not.
+
+    Its `weight` is the module; scale, soft-cap and number of ids are what the model makes of the product. Whatever the
+    model does to the hidden states before its head stays the model's: the head is given the result.
 
     Before this library has run the model, the constants are the config's; afterwards they are those measured.
 
@@ -96,7 +75,7 @@ def describe_head(model: nn.Module) -> HeadSpec:
     return known_head(model)[0]
 
 
-def known_head(model: nn.Module) -> tuple[HeadSpec, bool]:
+def known_head(model: nn.Module) -> tuple[Head, bool]:
     """Return `describe_head`'s head, and True if it was compared with the model's logits under its present config."""
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
@@ -109,14 +88,14 @@ def known_head(model: nn.Module) -> tuple[HeadSpec, bool]:
         raise TypeError(f"model: expected a causal language model, got {type(base).__name__}, which names no head")
     head = inner_head(head)
     linear_of(head)
-    guess = _from_config(base, head)
-    at_the_time, found, compared = _known.get(head, (None, guess.constants, False))
-    return (HeadSpec(head, *found), compared) if at_the_time == guess.constants else (guess, False)
+    guess = _from_config(base)
+    at_the_time, found, compared = _known.get(head, (None, guess, False))
+    return with_constants(head, found if at_the_time == guess else guess), compared and at_the_time == guess
 
 
-def remember(model: nn.Module, head: HeadSpec, compared: bool) -> None:
+def remember(model: nn.Module, head: Head, compared: bool) -> None:
     """Let `describe_head` return `head` from now on; `compared` as in `known_head`."""
-    _known[head.module] = _from_config(causal_lm(model), head.module).constants, head.constants, compared
+    _known[head.weight] = _from_config(causal_lm(model)), constants_of(head), compared
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -155,6 +134,6 @@ def inner_head(head: nn.Module) -> nn.Module:
     return copies[active[0]] if active else wrapper.original_module
 
 
-def _from_config(base: PreTrainedModel, head: nn.Module) -> HeadSpec:
+def _from_config(base: PreTrainedModel) -> Constants:
     config = base.config.get_text_config(decoder=True)
-    return HeadSpec(head, *scale_and_cap(lambda name: getattr(config, name, None)))
+    return *scale_and_cap(lambda name: getattr(config, name, None)), None

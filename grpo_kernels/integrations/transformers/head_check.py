@@ -2,7 +2,7 @@
 
 Beside the scores the model is given two rows in place of logits: real logits, which its own head has projected from
 one hidden state; and a ladder of known numbers, which shows every scale, soft-cap and cut. If the ladder comes back
-otherwise than the constants of `HeadSpec` predict, they are measured from it. The real logits give the model's own
+otherwise than the constants of `Head` predict, they are measured from it. The real logits give the model's own
 log-probabilities, and ours are compared with them.
 """
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.modes import evaluating
-from grpo_kernels.integrations.transformers.head import HeadSpec
-from grpo_kernels.logprob import linear_logprob_with
+from grpo_kernels.head.head import Head
+from grpo_kernels.integrations.transformers import head as heads
+from grpo_kernels.logprob import linear_logprob
 
 
 class HeadCheck:
@@ -27,7 +28,7 @@ class HeadCheck:
     output; `verified`.
     """
 
-    def __init__(self, head: HeadSpec, state_of: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, head: Head, state_of: Callable[[Tensor], Tensor]) -> None:
         """`state_of` chooses the state (H,) to compare at, of the head's input (B, L, H)."""
         self._head, self._state_of = head, state_of
 
@@ -35,7 +36,7 @@ class HeadCheck:
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
         """Compute, by the head's own `forward`, the logits of one state of `hidden` (B, L, H)."""
         self._state = self._state_of(hidden).detach()  # (H,)
-        with evaluating(self._head.module):
+        with evaluating(self._head.weight):
             self._logits = forward(self._state.view(1, 1, -1)).view(-1)  # (V,)
         self._eps = torch.finfo(self._logits.dtype).eps
 
@@ -47,8 +48,9 @@ class HeadCheck:
         ids = torch.linspace(0, count - 1, 8, device=logits.device).long()
         ids[0] = logits[:count].argmax()
         states = self._state.expand(ids.shape[0], -1)
-        with evaluating(self._head.module):
-            self._logps = linear_logprob_with(states, ids=ids, outputs=(), **self._head.options(states))["logps"]
+        with evaluating(self._head.weight):
+            found = linear_logprob(states, heads.read(self._head, states), ids, entropy=False)
+        self._logps = found.logps
         self._ids, self._logits = ids, logits.to(self._logps.dtype)
         self._rungs = _ladder(logits.shape[0], self._logits)
 
@@ -69,11 +71,11 @@ class HeadCheck:
         """True if the row's logits are finite, so that they can be compared."""
         return bool(self._logits.isfinite().all())
 
-    def verified(self, model: nn.Module) -> HeadSpec:
+    def verified(self, model: nn.Module) -> Head:
         """Return the head as `model` really uses it: the checked one, or the same with measured constants.
 
         Raises:
-            ValueError: no `HeadSpec` describes it.
+            ValueError: no `Head` describes it.
         """
         (own, climbed), rungs, name = self._made, self._rungs, type(model).__name__
         if not _agrees(self._head, rungs, climbed):
@@ -91,7 +93,7 @@ class HeadCheck:
         if self.is_finite and not gap <= allowed:
             raise ValueError(
                 f"model: expected the logits of one linear layer, {name}'s own log-probabilities differ from it by "
-                f"{gap:.3g}; {type(self._head.module).__name__} does something else"
+                f"{gap:.3g}; {type(self._head.weight).__name__} does something else"
             )
         return self._head
 
@@ -102,16 +104,16 @@ def _ladder(vocab: int, like: Tensor) -> Tensor:
     return torch.stack([steps, -steps], dim=1).reshape(-1).repeat(vocab // 22 + 1)[:vocab]
 
 
-def _agrees(head: HeadSpec, rungs: Tensor, logits: Tensor) -> bool:
+def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
     """Return True if `head` turns `rungs` (V,) into the model's own logits, up to rounding."""
-    expected = head.logits(rungs.double())
+    expected = heads.logits_of(head, rungs.double())
     if expected.shape != logits.shape:
         return False
     tolerance = 16 * torch.finfo(logits.dtype).eps
     return bool(((logits.double() - expected).abs() <= tolerance * expected.abs()).all())
 
 
-def _measured(head: HeadSpec, rungs: Tensor, logits: Tensor) -> HeadSpec | None:
+def _measured(head: Head, rungs: Tensor, logits: Tensor) -> Head | None:
     """Return `head` with the constants that turn `rungs` (V,) into `logits` (v,), or None if they cannot be measured.
 
     ``logits = cap tanh(scale x / cap)`` is the cap for large x and ``scale x`` near 0.

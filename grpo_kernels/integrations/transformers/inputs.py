@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, warn_once
 from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.transformers.head import unwrapped
+from grpo_kernels.objective.config import LossConfig
 
 # Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have fewer, or none), and
 # names that transformers' decorators of a forward read. num_items_in_batch is the loss's: read only with labels.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
-from grpo_kernels.config import LossConfig
 from grpo_kernels.loss import GRPOLoss
+from grpo_kernels.objective.config import LossConfig
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ def check_loss_fn(loss_fn: Any) -> None:
         raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
 
 
-def scoring_options(loss_fn: GRPOLoss | None, temperature: float | None) -> dict[str, Any]:
-    """Return the options of `linear_logprob` that give the log-probabilities of the loss.
+def temperature_of(loss_fn: GRPOLoss | None, temperature: float | None) -> float:
+    """Return the temperature of the log-probabilities that the loss has.
 
     Raises:
         TypeError, ValueError: `loss_fn` is no `GRPOLoss`; or it is given together with a `temperature`.
     """
     if loss_fn is None:
-        return {"temperature": 1.0 if temperature is None else temperature}
+        return 1.0 if temperature is None else temperature
     check_loss_fn(loss_fn)
     if temperature is not None:
         raise ValueError(f"temperature: expected None beside loss_fn, whose temperature serves, got {temperature}")
-    return {"temperature": loss_fn.config.temperature, "logits_dtype": loss_fn.config.logits_dtype}
+    return loss_fn.config.temperature

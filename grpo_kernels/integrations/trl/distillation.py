@@ -17,7 +17,9 @@ from trl import DistillationTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.divergence import linear_divergence_with
+from grpo_kernels.call.options import Run
+from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant
 from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.seam import Seam
@@ -57,28 +59,32 @@ def divergence_loss(
     if num_items_in_batch is not None:
         expected = (torch.ones((), device=valid.device) / num_items_in_batch).expand(valid.shape)
     with maybe_gather_lm_head_ctx(*student, *teacher):  # ZeRO-3
-        found = linear_divergence_with(
+        found = linear_divergence(
             student_hidden_states,
-            weight,
+            Head(
+                weight,
+                bias,
+                final_logit_softcapping=student_final_logit_softcapping,
+                logit_scale=student_logit_scale,
+            ),
             teacher_hidden_states,
-            teacher_weight,
+            Head(
+                teacher_weight,
+                teacher_bias,
+                final_logit_softcapping=teacher_final_logit_softcapping,
+                logit_scale=teacher_logit_scale,
+            ),
             mask=valid,
             divergence="jsd",
             beta=beta,
             temperature=temperature,
-            bias=bias,
-            teacher_bias=teacher_bias,
-            final_logit_softcapping=student_final_logit_softcapping,
-            logit_scale=student_logit_scale,
-            teacher_final_logit_softcapping=teacher_final_logit_softcapping,
-            teacher_logit_scale=teacher_logit_scale,
-            outputs=("entropy",),
+            entropy=True,
             expected=expected,
-            gather=lambda: maybe_gather_lm_head_ctx(*student),  # again for the backward; the teacher's is kept
+            run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),  # for the backward; the teacher's is kept
         )
-    row_count.current().add(valid.numel(), valid, (found["divergence"],))
+    row_count.current().add(valid.numel(), valid, (found.divergence,))
     count = valid.sum()
-    total, entropy = found["divergence"].sum(), found["entropy"].detach().sum()
+    total, entropy = found.divergence.sum(), found.entropies.detach().sum()
     return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch), entropy, count
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import read_tokens
-from grpo_kernels.config import LossConfig
-from grpo_kernels.divergence import linear_divergence_with
+from grpo_kernels.call.output import Scores
+from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import active_adapters, linear_of, whole_constant
 from grpo_kernels.integrations.transformers.head import inner_head
 from grpo_kernels.integrations.trl.step import counted_tokens
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.normaliser import token_weights
 
@@ -43,33 +45,33 @@ class Kept:
                 "kl_estimator: expected 'k3' where the reference is an adapter of its own and has a part on lm_head, "
                 "got 'full'"
             )
-        self.logit_scale: float = 1.0
-        self.final_logit_softcapping: float | None = None
+        self.constants = Head(None)
         self._shape, self._hidden = labelled.shape, torch.empty(0)
 
     def take(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        head: Head,
         positions: Tensor | None,
         *,
-        logit_scale: float,
-        final_logit_softcapping: float | None,
-        outputs: Sequence[str],
+        extras: Sequence[str],
         **_: Any,
-    ) -> dict[str, Tensor]:
-        """Keep `hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside, and the logits' constants.
+    ) -> Scores:
+        """Keep `hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside, and what makes logits of its
+        product with `head`.
 
         The results are 0, (n,) each: nobody reads them.
         """
-        self.logit_scale, self.final_logit_softcapping = logit_scale, final_logit_softcapping
+        self.constants = replace(head, weight=None, bias=None, lora=None)
         if positions is None:
             raise RuntimeError("kl_estimator: expected TRL's reference to be scored at (B, T) positions, got others")
         if self._hidden.numel() == 0:
             self._hidden = hidden.new_zeros(self._shape.numel(), hidden.shape[-1])
         inside = positions >= 0
         self._hidden[positions[inside]] = hidden.detach()[inside]
-        return dict.fromkeys(("logps", *outputs), hidden.new_zeros(len(hidden), dtype=torch.float32))
+        return Scores(
+            **dict.fromkeys(("logps", "entropies", *extras), hidden.new_zeros(len(hidden), dtype=torch.float32))
+        )
 
     def give(self) -> Tensor:
         """Return the hidden states (B, T, H'), 0 at padding, and release them."""
@@ -86,33 +88,26 @@ class Reference:
     divergences: Tensor | None = None  # (B, T), 0 where no token counts; set by `compare`
 
     def compare(
-        self, hidden: Tensor, weight: Tensor, positions: Tensor | None, *, outputs: Sequence[Any], **options: Any
-    ) -> dict[str, Tensor]:
-        """Return `outputs` and ``"logps"`` of the rows `hidden` (n, H), and keep their divergences.
+        self, hidden: Tensor, head: Head, positions: Tensor | None, *, extras: Sequence[Any], **options: Any
+    ) -> Scores:
+        """Return the log-probabilities of the rows `hidden` (n, H), and keep their divergences.
 
-        Options are those of `linear_divergence_with`, with `ids` and `mask`.
+        Options are those of `linear_divergence`, with `ids` and `mask`.
         """
+        assert not extras  # TRL's loss reads none
         if positions is None:
             raise RuntimeError("kl_estimator: expected TRL's loss to score (B, T) positions, got others")
         other = self.head
         linear = other.linear  # read now: under FSDP2 the weight is another tensor within a forward than outside
         states = self.hidden.reshape(-1, self.hidden.shape[-1]).to(hidden.device)
         with maybe_gather_lm_head_ctx(linear.weight, linear.bias):
-            found = linear_divergence_with(
-                hidden,
-                weight,
-                states[positions.clamp(min=0)],
-                whole_constant(linear.weight),
-                teacher_bias=None if linear.bias is None else whole_constant(linear.bias),
-                teacher_final_logit_softcapping=other.final_logit_softcapping,
-                teacher_logit_scale=other.logit_scale,
-                outputs=("logps", *outputs),
-                **options,
-            )
+            bias = None if linear.bias is None else whole_constant(linear.bias)
+            reference = replace(other.constants, weight=whole_constant(linear.weight), bias=bias)
+            found = linear_divergence(hidden, head, states[positions.clamp(min=0)], reference, **options)
         inside, shape = positions >= 0, self.hidden.shape[:-1]
-        every = hidden.new_zeros(shape.numel(), dtype=found["divergence"].dtype)
-        self.divergences = every.index_put((positions[inside],), found.pop("divergence")[inside]).view(shape)
-        return found
+        every = hidden.new_zeros(shape.numel(), dtype=found.divergence.dtype)
+        self.divergences = every.index_put((positions[inside],), found.divergence[inside]).view(shape)
+        return Scores.of(logps=found.logps, entropies=found.entropies)
 
 
 def check_estimator(name: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.integrations.trl import sampling
 from grpo_kernels.integrations.trl.hook import Rows
 from grpo_kernels.integrations.trl.step import counted_tokens
+from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.losses import loss_of
 
 

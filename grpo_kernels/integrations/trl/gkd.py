@@ -6,17 +6,19 @@ teacher's forward gives the input of its head, and the student's head, in its ow
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
 
-from grpo_kernels.divergence import linear_divergence_with
+from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import constants_of
+from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import PADDED, run_scored
 from grpo_kernels.integrations.transformers.handed import HeadInputs, head_inputs
-from grpo_kernels.integrations.transformers.head import HeadSpec
 from grpo_kernels.integrations.transformers.inputs import Batch
 from grpo_kernels.integrations.trl import row_count
 
@@ -48,7 +50,7 @@ class FusedGKDTrainer(row_count.LogsRows, GKDTrainer):
         with torch.no_grad(), head_inputs(self.teacher_model) as teacher:
             self.teacher_model(input_ids=batch.input_ids, attention_mask=attention_mask)
 
-        def score(hidden: Tensor, head: HeadSpec) -> tuple[Tensor, ...]:
+        def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
             return (_divergences(batch, hidden, head, teacher, self.beta),)
 
         (divergences,), *_ = run_scored(model, batch, score, {"attention_mask": attention_mask}, PADDED)
@@ -59,21 +61,19 @@ class FusedGKDTrainer(row_count.LogsRows, GKDTrainer):
         return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
 
-def _divergences(batch: Batch, hidden: Tensor, head: HeadSpec, teacher: HeadInputs, beta: float) -> Tensor:
+def _divergences(batch: Batch, hidden: Tensor, head: Head, teacher: HeadInputs, beta: float) -> Tensor:
     """(B, L), each at the token that is predicted; `hidden` (B, L, H) is the student's."""
     states, _, mask = batch.aligned(hidden)
     teacher_states, *_ = batch.aligned(teacher.hidden.to(hidden.device))
-    cuts = [x.vocab_size for x in (head, teacher.head) if x.vocab_size is not None]
-    with constants_of(teacher.head.module, "teacher_model") as (weight, bias):
-        return linear_divergence_with(
+    with constants_of(teacher.of_model.weight, "teacher_model") as (weight, bias):
+        found = linear_divergence(
             states,
-            teacher_hidden=teacher_states,
-            teacher_weight=weight,
-            teacher_bias=bias,
-            teacher_logit_scale=teacher.head.logit_scale,
-            teacher_final_logit_softcapping=teacher.head.final_logit_softcapping,
+            heads.read(head, states),
+            teacher_states,
+            replace(teacher.of_model, weight=weight, bias=bias),
             mask=mask,
             divergence="jsd",
             beta=beta,
-            **{**head.options(states), "vocab_size": min(cuts, default=None)},
-        )["divergence"]
+            run=heads.gathering(head),
+        )
+    return found.divergence

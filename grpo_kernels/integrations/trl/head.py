@@ -3,7 +3,7 @@
 TRL's forward asks the model for its head and passes on ``lm_head.weight``. For a head with LoRA that is the base weight
 alone, and TRL refuses such models. For a head that is an FSDP2 unit of its own it is a shard, which TRL gathers by
 ``full_tensor()``: a copy whose gradient is not summed over ranks. Here the model returns a `ModelHead` instead, and
-TRL's computation with it runs in place of the head's own forward (`grpo_kernels.modules.within_head`).
+TRL's computation with it runs in place of the head's own forward (`grpo_kernels.head.within`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from torch import Tensor, nn
 
+from grpo_kernels.call.output import Scores
+from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import check_hooks
 from grpo_kernels.head.module import active_adapters, divided_modules, gather_of, linear_of, parameters_of
+from grpo_kernels.head.within import is_fsdp_unit, within_head
 from grpo_kernels.integrations.patching import Patches
 from grpo_kernels.integrations.transformers.head import causal_lm, inner_head
-from grpo_kernels.modules import is_fsdp_unit, within_head
 
 _TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
 
@@ -48,8 +51,8 @@ class ModelHead:
 
         return ZeroParamStatus.AVAILABLE
 
-    def score(self, hidden: Tensor, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Call ``compute(hidden, weight, bias, lora=, gather=)`` with the head's parameters, which are whole inside."""
+    def score(self, hidden: Tensor, compute: Callable[[Tensor, Head, Gather | None], Scores]) -> Scores:
+        """Call ``compute(hidden, head, gather)`` with the head's parameters, which are whole inside."""
         head = inner_head(self._module)
         unit = self._module if is_fsdp_unit(self._module) else head
         check_hooks(unit)
@@ -57,11 +60,11 @@ class ModelHead:
 
         def whole(hidden: Tensor) -> tuple[Tensor, ...]:
             weight, bias, lora = parameters_of(head, hidden)
-            found = compute(hidden, weight, bias, lora=lora, gather=gather_of(head.parameters()))
+            found = compute(hidden, Head(weight, bias, lora), gather_of(head.parameters())).given
             names[:] = found
             return tuple(x.clone() for x in found.values())  # no views: FSDP2 may lose its hooks on them
 
-        return dict(zip(names, within_head(unit, whole, hidden), strict=False))
+        return Scores(**dict(zip(names, within_head(unit, whole, hidden), strict=False)))
 
 
 @contextmanager

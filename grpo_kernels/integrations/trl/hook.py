@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +19,24 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from grpo_kernels.base.checks import is_fake
-from grpo_kernels.base.choices import LogprobOutput
-from grpo_kernels.call.options import Execution
-from grpo_kernels.config import LossConfig
+from grpo_kernels.base.choices import Extra, LogitsDtype, choices
+from grpo_kernels.call.options import Run
+from grpo_kernels.call.output import Scores
+from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.head import ModelHead
 from grpo_kernels.integrations.trl.seam import Seam
-from grpo_kernels.logprob import Expectation, linear_logprob_with
+from grpo_kernels.logprob import Expectation, linear_logprob
 
-OPTIONAL_OUTPUTS: tuple[LogprobOutput, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+EXTRAS: tuple[Extra, ...] = choices(Extra)  # type: ignore[assignment]
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _scored(hidden: Tensor, weight: Tensor, positions: Tensor | None, **options: Any) -> dict[str, Tensor]:
-    """Compute a head call with `linear_logprob_with`."""
-    return linear_logprob_with(hidden, weight, **options)
+def _scored(hidden: Tensor, head: Head, positions: Tensor | None, **options: Any) -> Scores:
+    """Compute a head call with `linear_logprob`."""
+    return linear_logprob(hidden, head, **options)
 
 
 @dataclass
@@ -48,8 +49,8 @@ class Rows:
         counted: the labelled tokens that the loss reads, or None for all of them. The others are not projected.
         fill: log-probability reported where a labelled token is not counted, so that a ratio there stays finite.
         expected: the gradient to expect, for ids of shape (B, T).
-        compute: function that computes a head call, from hidden states, weight, positions in the flattened (B, T) and
-            the options of `linear_logprob_with`; it returns results by name, like `linear_logprob_with`.
+        compute: function that computes a head call, from hidden states, head, positions in the flattened (B, T) and
+            the options of `linear_logprob`; it returns `Scores`.
     """
 
     labelled: Tensor
@@ -57,7 +58,7 @@ class Rows:
     counted: Tensor | None = None
     fill: Tensor | None = None
     expected: Expectation | None = None
-    compute: Callable[..., dict[str, Tensor]] = _scored
+    compute: Callable[..., Scores] = _scored
     start: int = 0  # first sequence of the next call
     last_positions: int = 0  # completion positions of the sequences of the last call
 
@@ -81,10 +82,10 @@ class Rows:
 
 
 _rows: ContextVar[Rows | None] = ContextVar("grpo_kernels_trl_rows", default=None)
-_execution: ContextVar[dict[str, Any] | None] = ContextVar("grpo_kernels_trl_execution", default=None)
+_run: ContextVar[Run | None] = ContextVar("grpo_kernels_trl_run", default=None)
 # `patch_trl` sets these two
-logits_dtype = LossConfig.logits_dtype
-execution = Execution().described()  # engine, backend and workspace_bytes of trainers that have none of their own
+logits_dtype: LogitsDtype = "float32"
+run = Run()  # of trainers that have none of their own
 
 
 class FusedHead:
@@ -101,48 +102,48 @@ class FusedHead:
         chunk_size: int,
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
-        outputs: tuple[LogprobOutput, ...] = OPTIONAL_OUTPUTS,
+        outputs: tuple[str, ...] = ("entropy", *EXTRAS),
     ) -> Results:
         """(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None where `outputs` lacks the name.
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        own = _execution.get()
         options: dict[str, Any] = {
             "ids": targets,
-            "outputs": tuple(name for name in OPTIONAL_OUTPUTS if name in outputs),
+            "entropy": "entropy" in outputs,
+            "extras": tuple(name for name in EXTRAS if name in outputs),
             "temperature": temperature,
-            "final_logit_softcapping": final_logit_softcapping,
-            "logit_scale": logit_scale,
-            "logits_dtype": logits_dtype,
-            **(execution if own is None else own),
         }
-        compute: Callable[..., dict[str, Tensor]] = partial(_score, **options)
+        run_of_call = _run.get() or run
+
+        def score(hidden: Tensor, head: Head, gather: Gather | None) -> Scores:
+            head = replace(
+                head,
+                final_logit_softcapping=final_logit_softcapping,
+                logit_scale=logit_scale,
+                logits_dtype=logits_dtype,
+            )
+            return _score(hidden, head, run=replace(run_of_call, gather=gather), **options)
+
         if isinstance(weight, ModelHead):
-            found = weight.score(hidden, compute)
+            found = weight.score(hidden, score)
         else:
             # ZeRO-3 partitions the weight again after the forward
-            found = compute(hidden, weight, bias, gather=lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias))
-        entropy, log_sum_sq, mean_logits, is_top1 = (found.get(name) for name in OPTIONAL_OUTPUTS)
-        return found["logps"], entropy, log_sum_sq, mean_logits, is_top1
+            found = score(hidden, Head(weight, bias), lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias))
+        return found.logps, found.entropies, found.log_sum_sq_probs, found.mean_logits, found.is_top1
 
 
-def _score(
-    hidden: Tensor,  # (N, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    **options: Any,
-) -> dict[str, Tensor]:
-    """The results (N,) of one head call by their names; `options` are those of `linear_logprob_with`."""
+def _score(hidden: Tensor, head: Head, **options: Any) -> Scores:
+    """The results (N,) of one head call on `hidden` (N, H); `options` are those of `linear_logprob`."""
     rows, (positions, mask, expected, fill) = _rows.get(), _known(hidden)
     compute = rows.compute if rows else _scored
     with _operands_as_trls(hidden):
-        found = compute(hidden, weight, positions, bias=bias, mask=mask, expected=expected, **options)
+        found = compute(hidden, head, positions, mask=mask, expected=expected, **options)
     if mask is not None and fill is not None:
-        found["logps"] = torch.where(mask, found["logps"], fill)
+        found.logps = torch.where(mask, found.logps, fill)
     if not is_fake(hidden):
         places = rows.last_positions if rows and mask is not None else len(hidden)
-        row_count.current().add(places, mask, (found["logps"], found.get("entropy")))
+        row_count.current().add(places, mask, (found.logps, found.entropies))
     return found
 
 
@@ -185,14 +186,14 @@ def _at(expected: Expectation | None, positions: Tensor) -> Expectation | None:
 
 
 @contextmanager
-def rows(known: Rows | None, execution: dict[str, Any]) -> Iterator[None]:
-    """Inside, head calls use the facts in `known` about their rows, and the options of `execution`."""
-    token, other = _rows.set(known), _execution.set(execution)
+def rows(known: Rows | None, run: Run) -> Iterator[None]:
+    """Inside, head calls use the facts in `known` about their rows, and are computed as `run` says."""
+    token, other = _rows.set(known), _run.set(run)
     try:
         yield
     finally:
         _rows.reset(token)
-        _execution.reset(other)
+        _run.reset(other)
 
 
 SEAM = Seam(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
-from grpo_kernels.call.options import Execution, check_options
-from grpo_kernels.config import LossConfig
+from grpo_kernels.call.options import Run, check_run
+from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.patching import Patches
 from grpo_kernels.integrations.trl import distillation, hook, row_count
 
@@ -40,10 +40,10 @@ def patch_trl(
     warns once. Calling `patch_trl` again changes nothing.
 
     Args:
-        logits_dtype: as in `linear_logprob`: ``"float32"``, unrounded logits; or ``"input"``: with 16-bit hidden states
+        logits_dtype: as in `Head`: ``"float32"``, unrounded logits; or ``"input"``: with 16-bit hidden states
             an fp32 head is rounded to 16 bits first, then the logits, as in TRL. It applies to `FusedGRPOTrainer` too
             while patched, but not to distillation, whose logits TRL does not round.
-        engine, backend, workspace_bytes: as in `linear_logprob`, of every call of a fused head; `FusedGRPOTrainer` has
+        engine, backend, workspace_bytes: as in `Run`, of every call of a fused head; `FusedGRPOTrainer` has
             its own. They do not apply to distillation.
 
     Returns:
@@ -53,22 +53,24 @@ def patch_trl(
     Raises:
         ValueError: an unknown `logits_dtype`, `engine` or `backend`, or another than that of the patch in force.
     """
-    LossConfig(logits_dtype=logits_dtype)  # raises for an unknown one
-    check_options(engine, backend, workspace_bytes)
-    execution = Execution(engine, backend, workspace_bytes).described()
+    Head(None, logits_dtype=logits_dtype)  # raises for an unknown one
+    run = Run(engine, backend, workspace_bytes)
+    check_run(run)
     if hook.SEAM.is_filled():
-        in_force = {"logits_dtype": hook.logits_dtype, **hook.execution}
-        for name, value in {"logits_dtype": logits_dtype, **execution}.items():
-            if value != in_force[name]:
+        pairs = [
+            (name, getattr(hook.run, name), getattr(run, name)) for name in ("engine", "backend", "workspace_bytes")
+        ]
+        for name, in_force, value in [("logits_dtype", hook.logits_dtype, logits_dtype), *pairs]:
+            if value != in_force:
                 raise ValueError(
-                    f"{name}: expected {in_force[name]!r}, that of the patch in force, got {value!r}; "
+                    f"{name}: expected {in_force!r}, that of the patch in force, got {value!r}; "
                     "unpatch_trl() comes first"
                 )
         return Patch(True)
     if not hook.SEAM.is_known():
         hook.SEAM.warn_unknown()
         return Patch(False)
-    hook.logits_dtype, hook.execution = logits_dtype, execution
+    hook.logits_dtype, hook.run = logits_dtype, run
     hook.SEAM.fill(_patches)
     if not distillation.SEAM.is_known():
         distillation.SEAM.warn_unknown()
@@ -83,4 +85,4 @@ def unpatch_trl() -> None:
     """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     _patches.restore()
     row_count.PATCHED.reset()
-    hook.logits_dtype, hook.execution = LossConfig.logits_dtype, Execution().described()
+    hook.logits_dtype, hook.run = "float32", Run()

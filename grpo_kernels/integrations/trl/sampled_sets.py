@@ -18,8 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import WithoutSet, choices
 from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
+from grpo_kernels.call.output import Scores
+from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.trl import sampling
-from grpo_kernels.logprob import linear_logprob_with
+from grpo_kernels.logprob import linear_logprob
 
 KEY = "sampling_mask"  # of the rollout's output and of TRL's batch
 
@@ -107,7 +109,7 @@ def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
 
 def scoring_over(
     sets: Sequence[SampledSets], labelled: Tensor, without_set: WithoutSet
-) -> tuple[Callable[..., dict[str, Tensor]], Tensor]:
+) -> tuple[Callable[..., Scores], Tensor]:
     """Return the function that computes head calls over the sets of a batch, for `hook.Rows`, and the mask (B, T) of
     the drawn tokens; `labelled` (B, T).
     """
@@ -121,9 +123,9 @@ def scoring_over(
 
 
 def _score(
-    kept: KeptIds, without_set: WithoutSet, hidden: Tensor, weight: Tensor, positions: Tensor | None, **options: Any
-) -> dict[str, Tensor]:
+    kept: KeptIds, without_set: WithoutSet, hidden: Tensor, head: Head, positions: Tensor | None, **options: Any
+) -> Scores:
     """Compute a head call over the sets `kept` of the batch, at `positions` (n,) of the flattened (B, T)."""
     if positions is None:
         raise RuntimeError("sampling_mask: expected TRL to score (B, T) positions, got others")
-    return linear_logprob_with(hidden, weight, kept_ids=kept.at(positions), without_set=without_set, **options)
+    return linear_logprob(hidden, head, kept_ids=kept.at(positions), without_set=without_set, **options)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.importance import scored_difference
-from grpo_kernels.config import LossConfig
 from grpo_kernels.integrations.trl.step import counted_tokens
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.sampler_correction import bounded_ratio
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

@@ -11,8 +11,8 @@ import torch
 import trl
 from torch import Tensor
 
-from grpo_kernels.config import LossConfig, config_of_trainer
 from grpo_kernels.integrations.transformers.options import check_skip
+from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.normaliser import averaged_over
 
 # Losses whose optimizer step is the same sum over samples however they are divided into micro-batches.

@@ -19,8 +19,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
-from grpo_kernels.call.options import Execution, check_options
-from grpo_kernels.config import LossConfig, config_of_trainer
+from grpo_kernels.call.options import Run, check_run
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.token_count import TokenCount
@@ -28,6 +27,7 @@ from grpo_kernels.integrations.transformers.trunk import live_trunk, trunk_of
 from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, old_scoring, sampled_sets, sampling, step
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.row_count import RowCount, counting
+from grpo_kernels.objective.config import LossConfig, config_of_trainer
 
 
 class FusedLossMixin:
@@ -53,9 +53,9 @@ class FusedLossMixin:
             padded micro-batch has. More of them is faster and takes more memory.
         sampling_mask: ``"error"`` or ``"full"``: a `rollout_func` returns the ids that a truncating sampler kept
             (``"sampling_mask"``), and all log-probabilities and entropies are taken over these sets; the value is
-            `without_set` of `grpo_kernels.kept_set_logprob`. None: over the whole vocabulary, as in TRL. Logged:
+            `without_set` of `grpo_kernels.linear_logprob`. None: over the whole vocabulary, as in TRL. Logged:
             ``kept/size``, the mean number of ids in a set, and ``kept/without_set``, the share of tokens without one.
-        engine, backend, workspace_bytes: as in `grpo_kernels.linear_logprob`, of every call of the head: `engine` and
+        engine, backend, workspace_bytes: as in `grpo_kernels.Run`, of every call of the head: `engine` and
             `backend` choose how it is computed, `workspace_bytes` bounds its temporary memory.
         args, kwargs: the trainer's own.
     """
@@ -79,8 +79,8 @@ class FusedLossMixin:
         workspace_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
-        check_options(engine, backend, workspace_bytes)
-        self._execution = Execution(engine, backend, workspace_bytes).described()
+        self._run = Run(engine, backend, workspace_bytes)
+        check_run(self._run)
         exact_kl.check_estimator(kl_estimator)
         self.trunk_options = TrunkOptions(zero_advantage, layout)
         if not isinstance(regroup, bool):
@@ -241,7 +241,7 @@ class FusedLossMixin:
         rows = self._rows_of_call(given)
         whole = heads.whole_heads(given["model"]) if hook.SEAM.is_known() else nullcontext()
         trunk = self._trunk(given, rows) if rows is not None and hook.SEAM.is_known() else nullcontext()
-        with hook.SEAM.filled(), hook.rows(rows, self._execution), counting(self._row_count), whole, trunk:
+        with hook.SEAM.filled(), hook.rows(rows, self._run), counting(self._row_count), whole, trunk:
             results = score(*args, **kwargs)
         if self._unscored is not None:
             inputs, self._unscored = self._unscored, None

@@ -24,7 +24,7 @@ class TeacherLogprobs:
 
     Attributes:
         ids, logps: (1, N, K), for the packed tokens of this rank.
-        log_prob_min_clamp: as in `topk_divergence_with`.
+        log_prob_min_clamp: as in `topk_divergence`.
         alone: True if only the divergence is wanted, without log-probabilities and entropies.
     """
 

@@ -3,8 +3,8 @@
 verl puts a forward of its own on the model's class, which returns log-probabilities and entropies instead of logits.
 Ours runs the same body and takes the same labels, in the order `shift_labels`, rolled `labels`, rolled `input_ids`.
 The head differs. verl reads ``lm_head.weight``: under FSDP2 that is a shard if the head is a unit of its own (as verl
-wraps it), or its ``full_tensor()``, whose gradient is never summed over the ranks. We call a method of the head
-(`grpo_kernels.modules.attach`): FSDP2 runs it with the weight whole, and reduces its gradient. Our head also applies
+wraps it), or its ``full_tensor()``, whose gradient is never summed over the ranks. We hand the module
+to `linear_logprob`: FSDP2 runs it with the weight whole, and reduces its gradient. Our head also applies
 the bias, soft-cap and scale of the logits, which verl's fused heads leave out.
 """
 
@@ -21,11 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.head.head import Head
+from grpo_kernels.head.within import check_module
 from grpo_kernels.integrations.patching import Patches, function_of
 from grpo_kernels.integrations.verl.distillation import TeacherLogprobs, aux_of, with_aux
 from grpo_kernels.integrations.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask
 from grpo_kernels.integrations.verl.rows import HeadRows
-from grpo_kernels.modules import attach
+from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.topk_divergence import topk_divergence
 
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")  # of verl's patch_forward_with_backends
 NOT_THE_BODYS = ("self", "labels", "temperature", "shift_labels", "logits_to_keep")
@@ -117,7 +120,7 @@ def use(model: Any) -> None:
 
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
-    attach(describe_head(model).module)  # an unknown kind of head is refused here, not within the first step
+    check_module(describe_head(model).weight)  # an unknown kind of head is refused here, not within the first step
     setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
     print(f"Using {BACKEND} backend for fused kernels in {type(model).__name__}")  # where verl says the same
@@ -151,14 +154,13 @@ def _forward(family: Family) -> Callable[..., Any]:
             outputs = body(self, **of_body)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
-        head = describe_head(self)
-        ours, options = attach(head.module), {"temperature": given.get("temperature", 1.0), **head.constant_options}
+        head, temperature = describe_head(self), given.get("temperature", 1.0)
         results = {key: getattr(outputs, key, None) for key in KEPT}
         teacher = task.teacher
         if not (teacher and teacher.alone):
-            results["log_probs"], results["entropy"] = _logprobs(ours, hidden, ids, task.rows, options)
+            results["log_probs"], results["entropy"] = _logprobs(head, hidden, ids, task.rows, temperature)
         if teacher:
-            distilled = _distilled(ours, hidden, teacher, task.rows, options)
+            distilled = _distilled(head, hidden, teacher, task.rows, temperature)
             return with_aux(output)(fused_linear_aux=distilled, **results)
         return output(**results)
 
@@ -180,7 +182,7 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
 
 
 def _logprobs(
-    head: Any, hidden: Tensor, ids: Tensor, rows: HeadRows | None, options: dict[str, Any]
+    head: Head, hidden: Tensor, ids: Tensor, rows: HeadRows | None, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities and entropies, each shaped like the ids, in fp32 (fp64 for fp64 models).
 
@@ -189,16 +191,14 @@ def _logprobs(
     """
     if ids.shape != hidden.shape[:-1]:
         raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")
-    if rows is None:
-        found: tuple[Tensor, Tensor] = head.logprobs(hidden, ids, **options)
-        return found
-    logps, entropy = head.logprobs(hidden, ids, mask=rows.mask, expected=rows.expected, entropy=rows.entropy, **options)
-    return rows.filled(logps), entropy
+    options: dict[str, Any] = {}
+    if rows is not None:
+        options = {"mask": rows.mask, "expected": rows.expected, "entropy": rows.entropy}
+    found = linear_logprob(hidden, head, ids, temperature=temperature, **options)
+    return found.logps if rows is None else rows.filled(found.logps), found.entropies
 
 
-def _distilled(
-    head: Any, hidden: Tensor, teacher: TeacherLogprobs, rows: HeadRows | None, options: dict[str, Any]
-) -> Any:
+def _distilled(head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: HeadRows | None, temperature: Any) -> Any:
     """Return the forward KL on the teacher's ids, and both models' mass on them, (1, N) each; of `rows`, else 0.
 
     Raises:
@@ -207,13 +207,13 @@ def _distilled(
     if teacher.ids.shape[:-1] != hidden.shape[:-1]:
         got = tuple(teacher.ids.shape)
         raise ValueError(f"teacher_ids: expected {(*hidden.shape[:-1], 'K')}, K a position, got {got}")
-    found = head.topk_divergence(
+    found = topk_divergence(
         hidden,
+        head,
         teacher.ids,
         teacher.logps,
         log_prob_min_clamp=teacher.log_prob_min_clamp,
-        outputs=("student_mass",),
         mask=None if rows is None else rows.mask,
-        **options,
+        temperature=temperature,
     )
-    return aux_of(found["divergence"], found["student_mass"], teacher)
+    return aux_of(found.divergence, found.student_mass, teacher)

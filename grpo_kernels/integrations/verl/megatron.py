@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.patching import function_of, parameters_of
 from grpo_kernels.integrations.verl import zero_advantage
 from grpo_kernels.integrations.verl.engine import BACKEND
 from grpo_kernels.integrations.verl.rows import HeadRows, PackedRows, flag, packed_rows
-from grpo_kernels.logprob import linear_logprob_with
+from grpo_kernels.logprob import linear_logprob
 
 DIVIDE = (
     "input_ids",
@@ -221,15 +222,13 @@ def score(
         vocab_size = None
     micro_batch = _micro_batch.get()
     rows = None if micro_batch is None else micro_batch.here()
-    found = linear_logprob_with(
+    found = linear_logprob(
         hidden.reshape(-1, hidden.size(-1)),
-        weight,
+        Head(weight, process_group=process_group, vocab_size=vocab_size),
         labels.reshape(-1),
         mask=None if rows is None else rows.mask,
         expected=None if rows is None else rows.expected,
-        outputs=("entropy",) if rows is None or rows.entropy else (),
+        entropy=rows is None or rows.entropy,
         temperature=temperature,
-        process_group=process_group,
-        vocab_size=vocab_size,
     )
-    return (found["logps"] if rows is None else rows.filled(found["logps"])), found.get("entropy")
+    return (found.logps if rows is None else rows.filled(found.logps)), found.entropies

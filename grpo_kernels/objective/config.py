@@ -16,7 +16,6 @@ from grpo_kernels.base.choices import (
     PRESETS,
     ImportanceSamplingLevel,
     KLEstimator,
-    LogitsDtype,
     LossTypeName,
     SamplingMode,
     choices,
@@ -67,7 +66,7 @@ class LossConfig:
             correction: over the old policy's tokens the expectation of the corrected estimate, sum_v old_v
             (p_v / old_v) log(p_v / q_v), is the full KL itself.
         kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 / 2, ``"k1"`` -d.
-            ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, with q from a `ReferenceHead`.
+            ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
         temperature: the logits are divided by it.
         top_entropy_quantile: share of the tokens that carry the policy loss, those of highest entropy; 1 means all.
         entropy_coef: weight of the entropy bonus, the mean entropy of the tokens that `top_entropy_quantile` keeps,
@@ -85,10 +84,8 @@ class LossConfig:
         max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
         sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape
             of the SAPO and VESPO surrogates for positive and negative advantages.
-        final_logit_softcapping: *head*; cap of ``cap * tanh(x / cap)`` on the logits, after `logit_scale`.
-        logit_scale: *head*; the logits are multiplied by it.
-        logits_dtype: *ours*; ``"float32"``: logits straight from the product's fp32 accumulator; ``"input"``: rounded
-            to the dtype of the product's operands first, as a sampler with a 16-bit head does.
+
+    Soft-cap, scale and precision of the logits are the head's: `grpo_kernels.Head`.
 
     Raises:
         TypeError, ValueError: a field of the wrong type, or out of its range; the message names it.
@@ -119,9 +116,6 @@ class LossConfig:
     vespo_lambda_pos: float = field(default=3.0, metadata=_at_least(0.0))
     vespo_k_neg: float = field(default=3.0, metadata=_at_least(0.0))
     vespo_lambda_neg: float = field(default=2.0, metadata=_at_least(0.0))
-    final_logit_softcapping: float | None = field(default=None, metadata=_above(0.0))
-    logit_scale: float = 1.0
-    logits_dtype: LogitsDtype = field(default="float32", metadata=_one_of(LogitsDtype))
 
     def __post_init__(self) -> None:
         for option in fields(self):  # stored in Python's own types, whether numpy's or enums were given
@@ -226,8 +220,8 @@ class LossConfig:
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
         """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.
 
-        Fields that `args` does not have keep their default; `overrides` win, such as the head's
-        ``final_logit_softcapping``, which TRL reads from the model. ``vllm_importance_sampling_correction`` is not
+        Fields that `args` does not have keep their default; `overrides` win. Soft-cap and scale, which TRL reads from
+        the model, are the head's: `Head`. ``vllm_importance_sampling_correction`` is not
         taken over: TRL's trainer makes the ratio beforehand, and a second one would be wrong. To pass only
         `sampling_per_token_logps`, turn it on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
         deprecated ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in TRL.

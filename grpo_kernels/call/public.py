@@ -1,0 +1,96 @@
+"""What the public calls share: the forms in which they take a head, and errors that say where arguments went."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from grpo_kernels.call.within import within_module
+from grpo_kernels.head.head import Head
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HEAD = "the second argument, head: a weight, a Head or a module"
+# Arguments of 0.1.0.dev, and where they are now (docs/from-0.1.0.dev.md)
+MOVED = {
+    "weight": _HEAD,
+    **{
+        name: f"Head(weight, {name}=...), the second argument"
+        for name in (
+            "bias", "lora", "process_group", "vocab_size", "final_logit_softcapping", "logit_scale", "logits_dtype",
+        )
+    },
+    **{
+        name: f"run=Run({name}=...)" for name in ("engine", "backend", "workspace_bytes", "gather", "projection")
+    },
+    "teacher_weight": "the fourth argument, teacher_head: a weight, a Head or a module",
+    **{
+        f"teacher_{name}": f"Head(teacher_weight, {name}=...), the fourth argument"
+        for name in ("bias", "final_logit_softcapping", "logit_scale")
+    },
+    "outputs": "entropy=, extras= and ids=; what a call returns has a name for each",
+}  # fmt: skip
+
+
+# Names of 0.1.0.dev that have gone, and what is called instead
+_GONE = {
+    "linear_logprob_with": "linear_logprob(..., extras=...)",
+    "linear_divergence_with": "linear_divergence(..., entropy=True, ids=...)",
+    "topk_divergence_with": "topk_divergence, whose result has student_mass",
+    "kept_set_logprob": "linear_logprob(..., kept_ids=...)",
+    "ReferenceHead": "reference=(hidden, head)",
+}
+
+
+def gone(name: str) -> Callable[..., Any]:
+    """Return a function that raises TypeError, with what to call instead of `name`.
+
+    Raises:
+        AttributeError: there was never such a name.
+    """
+    if name not in _GONE:
+        raise AttributeError(f"module 'grpo_kernels' has no attribute {name!r}")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise TypeError(f"{name}: no longer in grpo_kernels; call {_GONE[name]}")
+
+    return refuse
+
+
+def refuse_moved(function: str, given: Any) -> None:
+    """Raise TypeError if a name `given` is that of an argument which has moved."""
+    for name in given:
+        if name in MOVED:
+            raise TypeError(f"{name}: no argument of {function} any more, but {MOVED[name]}")
+
+
+def takes_heads(function: F) -> F:
+    """Let a function of hidden states and a `Head` of tensors take a plain weight or a module too."""
+
+    @functools.wraps(function)
+    def call(hidden: Any, head: Any = None, *args: Any, **options: Any) -> Any:
+        refuse_moved(function.__name__, options)
+        head = Head.of(head)
+        if not isinstance(head.weight, nn.Module):
+            return function(hidden, head, *args, **options)
+        return within_module(lambda states, whole: function(states, whole, *args, **options), hidden, head)
+
+    return cast(Any, call)
+
+
+def breaks_graph(function: F) -> F:
+    """Let a function run eagerly, outside any graph that torch.compile is making."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **options)
+        from grpo_kernels.call import compiled  # not at import: it loads the compiler
+
+        return compiled.eagerly(function, *args, **options)
+
+    return cast(Any, call)

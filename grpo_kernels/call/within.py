@@ -1,0 +1,68 @@
+"""Calls whose head, or reference, is a module: with its parameters, made whole for the length of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.call.output import LossOutput, Scores
+from grpo_kernels.head.head import Head
+from grpo_kernels.head.hooks import run_pre_hooks
+from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.head.module import constants_of, divided_modules, parameters_of
+from grpo_kernels.head.within import check_module, check_present, is_fsdp_unit, within_head
+
+
+def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
+    """Return ``call(hidden, head)``, whose head has the module's parameters in place of the module.
+
+    Raises:
+        TypeError, ValueError: a module that cannot score, or a bias or an adapter beside the module's own.
+    """
+    module: nn.Module = head.weight
+    check_module(module)
+    check_present(module)
+    if head.bias is not None:
+        raise ValueError("bias: expected None, since it is lm_head's own, got another")
+    done: list[Any] = []
+
+    def compute(hidden: Tensor) -> tuple[Tensor, ...]:
+        if not hooks_have_run:
+            hidden = run_pre_hooks(module, hidden)
+        weight, bias, lora = parameters_of(module, hidden)
+        if lora is not None and head.lora is not None:
+            raise ValueError("lora: expected None, since PEFT's adapters are taken from lm_head, got a LoRA")
+        found = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
+        done.append(found)
+        if isinstance(found, LossOutput):
+            return (found.loss,)
+        return tuple(x.clone() for x in found.given.values())  # no views: FSDP2 warns of them
+
+    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)  # `within_forwards` calls it
+    results, found = within_head(module, compute, hidden), done[0]
+    if isinstance(found, LossOutput):
+        return replace(found, loss=results[0])
+    return Scores(**dict(zip(found.given, results, strict=True)))
+
+
+@contextmanager
+def whole_reference(head: LMHead) -> Iterator[LMHead]:
+    """Yield `head`, with the whole weight and bias of its reference where that is a module."""
+    other = head.reference
+    if other is None or not isinstance(Head.of(other.head).weight, nn.Module):
+        yield head
+        return
+    other = other.read(head)
+    module, name = other.weight, f"{other.prefix}head"
+    if other.bias is not None:
+        raise ValueError(f"{other.prefix}bias: expected None, since it is that of the module, got another")
+    check_module(module, name)
+    check_present(module, name)
+    sharded = head.process_group is not None or is_dtensor(head.hidden)
+    with constants_of(module, name, sharded=sharded) as (weight, bias):
+        yield replace(head, reference=other.with_tensors(other.hidden, weight, bias))

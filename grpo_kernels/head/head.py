@@ -1,0 +1,84 @@
+"""A language model's head, as every call takes it: the tensors, and what makes logits of their product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.base.checks import check_number
+from grpo_kernels.base.choices import LogitsDtype, choices
+from grpo_kernels.head.lora import LoRA
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A language model's head: its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))`` with
+    ``softcap(x) = cap * tanh(x / cap)``.
+
+    Every call takes one in its second place, for the policy, a reference or a teacher. A plain weight, or the model's
+    own module, may stand there instead: it means ``Head(weight)``.
+
+    Args:
+        weight: (V, H). Or the head's module: an ``nn.Linear``, or PEFT's LoRA layer around one. The call then reads its
+            weight, bias and active adapters, within the hooks by which FSDP2 and DeepSpeed ZeRO-3 make parameters
+            whole; `bias` and `lora` stay None. Forward and backward hooks, which would be handed logits, are refused.
+        bias: (V,), or None.
+        lora: a low-rank adapter on the head, `LoRA`. It breaks the graph of torch.compile, as do the next two.
+        process_group: the group over which the head is sharded by rows of the vocabulary, in rank order; the shards may
+            be uneven. Arguments other than the head are the same on every rank, and so are the results; each rank gets
+            the gradient of its own rows of the head and the whole gradient of the hidden states. Not needed if weight
+            and hidden states are DTensors, `Shard(0)` and replicated. The ranks send each other three numbers per row,
+            four with the entropy, and sum d hidden; nothing that they send has the size of the vocabulary.
+        vocab_size: number of ids, at most V (of all shards together); the head's rows from there on are padding.
+        final_logit_softcapping: the cap, > 0, or None.
+        logit_scale: factor on the logits.
+        logits_dtype: ``"float32"``: logits straight from the product's fp32 accumulator; ``"input"``: rounded to the
+            dtype of the product's operands first, as a sampler with a 16-bit head does.
+
+    Raises:
+        TypeError, ValueError: a constant of the wrong type, or out of its range. The tensors are checked by the call.
+    """
+
+    weight: Any
+    bias: Tensor | None = None
+    lora: LoRA | None = None
+    process_group: ProcessGroup | None = None
+    vocab_size: int | None = None
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+    logits_dtype: LogitsDtype = "float32"
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():  # a number may be an input of the graph; the op makes a head, and checks it
+            return
+        cap, scale, allowed = self.final_logit_softcapping, self.logit_scale, choices(LogitsDtype)
+        if cap is not None:
+            check_number("final_logit_softcapping", cap, 0.0)
+        check_number("logit_scale", scale)
+        if self.logits_dtype not in allowed:
+            raise ValueError(f"logits_dtype: expected one of {', '.join(allowed)}, got {self.logits_dtype!r}")
+        # in Python's own types, whether numpy's or enums were given
+        object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
+        object.__setattr__(self, "logit_scale", float(scale))
+        object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])
+
+    @staticmethod
+    def of(head: HeadLike) -> Head:
+        """Return `head`, or the head of a plain weight or a module."""
+        return head if isinstance(head, Head) else Head(head)
+
+    @property
+    def own_constants(self) -> list[str]:
+        """Return the names of the constants that are not their defaults."""
+        return [x.name for x in fields(Head) if x.name in CONSTANTS and getattr(self, x.name) != x.default]
+
+
+HeadLike = Head | Tensor | nn.Module
