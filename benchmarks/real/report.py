@@ -130,7 +130,7 @@ def _errors(data: dict[str, Any]) -> list[str]:
         [
             name,
             "fp32, LoRA" if case["precision"] == "lora" else case["precision"],
-            *(small(case.get("found", {}).get(x)) for x in names),
+            *(_error(case.get("found", {}).get(x)) for x in names),
             case.get("reason", ""),
         ]
         for name, case in found.items()
@@ -139,10 +139,19 @@ def _errors(data: dict[str, Any]) -> list[str]:
         "",
         f"Errors of the gradient of one batch ({data['errors']['sequences']} sequences, "
         f"{data['errors']['with_gradient']} with an advantage) against TRL's loss in float64: the norm of the "
-        "difference over the norm of the gradient.",
+        "difference over the norm of the gradient; in bf16 the mean and the range of several draws of the old "
+        "log-probabilities, since most of it comes from a few tokens on the other side of their clip bound.",
         "",
         *markdown(["loss", "precision", *names, "failed"], cells),
     ]
+
+
+def _error(draws: list[float] | None) -> str:
+    """The mean of an error over draws, and its range."""
+    if not draws:
+        return ""
+    spread = f" ({small(min(draws))} to {small(max(draws))})" if len(draws) > 1 else ""
+    return small(statistics.fmean(draws)) + spread
 
 
 class Expected(NamedTuple):
