@@ -21,13 +21,14 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.base.choices import DivergenceName
-from grpo_kernels.call.divergence import DivergenceInputs, beta_of
+from grpo_kernels.call.divergence import DivergenceCall, beta_of
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.logprob import score
 from grpo_kernels.call.options import Execution, Run
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.public import breaks_graph, takes_heads
+from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.scores import score
 from grpo_kernels.call.within import whole_reference
+from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.other_head import OtherHead
@@ -86,16 +87,16 @@ def linear_divergence(
     takes two passes.
     """
     outputs = ("entropy",) if entropy else ()
-    inputs = DivergenceInputs(mask, temperature, outputs, ids, expected, beta_of(divergence, beta))
+    call = DivergenceCall(mask, temperature, outputs, ids, expected, beta_of(divergence, beta))
     own = LMHead.of_call(hidden, Head.of(head), OtherHead(teacher_hidden, teacher_head, "teacher_"))
-    return _diverge(inputs, own, Execution.of(run))
+    return _diverge(call, own, Execution.of(run))
 
 
 @breaks_graph
-def _diverge(inputs: DivergenceInputs, head: LMHead, execution: Execution) -> Scores:
+def _diverge(call: DivergenceCall, head: LMHead, execution: Execution) -> Scores:
     """Make the call over the ids that both heads have."""
     with whole_reference(head) as whole:
-        return score(inputs, whole if whole.process_group is not None else _over_common_ids(whole), execution)
+        return score(call, whole if whole.process_group is not None else _over_common_ids(whole), execution)
 
 
 def _over_common_ids(head: LMHead) -> LMHead:

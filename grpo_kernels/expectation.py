@@ -13,7 +13,7 @@ from grpo_kernels.base.checks import check_tensor
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.loss import check_loss, expectation_of, make_objective
+from grpo_kernels.call.loss import Loss, check_loss
 from grpo_kernels.objective.checks import check_config
 from grpo_kernels.objective.config import LossConfig
 
@@ -53,4 +53,4 @@ def policy_expectation(
     if completion_mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
     tokens = read_tokens(inputs.with_blank_ids(completion_mask), torch.float32)
-    return expectation_of(make_objective(config, None, tokens, inputs), tokens)
+    return Loss.of(inputs, tokens, config).expectation()

@@ -15,9 +15,9 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.given import given_loss
-from grpo_kernels.call.loss import check_loss, counted_tokens, make_objective
+from grpo_kernels.call.loss import Loss, check_loss, counted_tokens
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.call.public import breaks_graph
+from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.objective.checks import config_with
 from grpo_kernels.objective.config import LossConfig
@@ -89,6 +89,4 @@ def _loss_of(
     check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
     dtype = accumulator_of(logps.dtype)
     tokens = counted_tokens(inputs.with_blank_ids(logps), config, objective, dtype)
-    policy = make_objective(config, objective, tokens, inputs)
-    num_items = inputs.num_items_in_batch is not None
-    return given_loss(logps, entropies, config, tokens, policy, num_items=num_items)
+    return given_loss(Loss.of(inputs, tokens, config, objective), logps, entropies)

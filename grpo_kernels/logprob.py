@@ -19,23 +19,19 @@ costs nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_fake, is_fake
 from grpo_kernels.base.choices import Extra, WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.expected import Expectation, Expected
-from grpo_kernels.call.kept import KeptInputs, score_kept
-from grpo_kernels.call.logprob import ScoreInputs, score
+from grpo_kernels.call.kept import KeptCall, score_kept
 from grpo_kernels.call.options import Execution, Run
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.projected import projected_logprob
-from grpo_kernels.call.public import breaks_graph, takes_heads
-from grpo_kernels.engine.engines import ONE_PASS
+from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.scores import ScoreCall, score
+from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
 
@@ -107,35 +103,12 @@ def linear_logprob(
     if kept_ids is not None:
         if extras:
             raise ValueError(f"extras: expected none with kept_ids, got {extras}")
-        sets = KeptInputs(mask, temperature, (), ids, kept_ids, without_set, entropy, execution, expected)
-        scores, _ = breaks_graph(score_kept)(sets, own)
-        return scores
+        sets = KeptCall(
+            mask, temperature, (), ids, expected, kept_ids=kept_ids, without_set=without_set, entropy_over=entropy
+        )
+        return breaks_graph(score_kept)(sets, own, execution)
     check_without_set(without_set)
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     outputs = (*(("entropy",) if entropy else ()), *extras)
-    return _score(ScoreInputs(mask, temperature, outputs, ids, expected), own, execution)
-
-
-def _score(inputs: ScoreInputs, head: LMHead, execution: Execution) -> Scores:
-    """Make the call: eagerly, while a graph is compiled, or with fake tensors."""
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        execution.check(projects=True)
-    if execution.projection != "library":
-        return breaks_graph(projected_logprob)(inputs, head, execution)
-    if not compiling and not is_fake(head.hidden, head.weight):
-        return score(inputs, head, execution)
-    from grpo_kernels.call import compiled  # not at import: it loads the compiler
-
-    engine, gather = execution.engine, execution.gather
-    if inputs.expected is not None and engine == ONE_PASS.name:  # an expectation only buys speed
-        engine = "auto"
-    if not compiling:
-        named = ("ids", inputs.ids), ("mask", inputs.mask)
-        check_fake(head.hidden, head.weight, head.bias, *named, lora=head.lora, process_group=head.process_group)
-        head, gather = replace(head, vocab_size=None), None  # no shape depends on them
-    execution = replace(execution, engine=engine, gather=gather)
-    if gather is None and head.is_plain:
-        return compiled.linear_logprob(inputs, head, execution)
-    return compiled.eagerly(score, inputs, head, execution)
+    return has_op("linear_logprob")(score)(ScoreCall(mask, temperature, outputs, ids, expected), own, execution)

@@ -2,7 +2,7 @@
 
 ::
 
-    call    = the arguments checked, and the engine chosen                       call/loss.py
+    request = the arguments checked, alike on all ranks, and the engine chosen   call/plan.py, call/loss.py
     tokens  = the positions that count                                           batch/tokens.py
     weights = the loss type's normaliser, one weight per token                   objective/normaliser.py
     logps, entropies = hidden @ weight.T, a chunk of rows at a time              engine/sweep.py, backends/
@@ -23,21 +23,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import check_same
-from grpo_kernels.base.checks import check_fake, check_gather, is_fake
 from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
-from grpo_kernels.call.kept_loss import kept_loss
-from grpo_kernels.call.loss import Custom, plan_loss
+from grpo_kernels.call.kept_loss import KeptLossCall, kept_loss
+from grpo_kernels.call.loss import LossCall
 from grpo_kernels.call.options import Execution, Run, check_run
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.call.public import breaks_graph, refuse_moved, takes_heads
+from grpo_kernels.call.plan import plan_call
+from grpo_kernels.call.public import refuse_moved, takes_heads
 from grpo_kernels.call.within import whole_reference
+from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
@@ -157,62 +157,35 @@ def grpo_loss(
         completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
+    call = LossCall(inputs, config, objective)
     own = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
     execution = Execution.of(run, sequence_group=sequence_group)
     if kept_ids is not None:
-        return breaks_graph(kept_loss)(inputs, own, execution, config, objective, kept_ids, without_set)
+        return breaks_graph(kept_loss)(KeptLossCall.of(call, kept_ids, without_set), own, execution)
     check_without_set(without_set)
-    if torch.compiler.is_compiling() or is_fake(hidden, own.weight):
-        return _compiled_loss(inputs, own, execution, config, objective)
-    return _loss(inputs, own, execution, config, objective)
+    return _loss(call, own, execution)
 
 
-def _loss(
-    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
-) -> LossOutput:
+@has_op("policy_loss")
+def _loss(call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
     """Plan the call, run one forward, and return its results."""
-    with whole_reference(head) as head:
-        return _loss_of_whole(inputs, head, execution, config, objective)
+    with whole_reference(head) as whole:
+        head, request, loss = plan_call(call, whole, execution)
+        done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
 
+        def evaluate(stats: RowStats) -> Evaluation:
+            done.append((stats, loss.evaluate(request, stats)))
+            return done[0][1]
 
-def _loss_of_whole(
-    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
-) -> LossOutput:
-    call = plan_loss(inputs, head, execution, config, objective)
-    done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
-
-    def evaluate(stats: RowStats) -> Evaluation:
-        done.append((stats, call.evaluate(stats)))
-        return done[0][1]
-
-    group = None if objective is None else execution.sequence_group
-    with check_same("sequence_group", group, "the objective of grpo_loss"):  # it may raise on one rank alone
-        operands = call.head.operands(call.request.rows.positions)
-        loss, logps, entropies = PolicyLoss.apply(call.request, evaluate, operands.teacher, *operands)
-    shape, request = call.tokens.layout.shape, call.request
+        group = None if call.objective is None else execution.sequence_group
+        with check_same("sequence_group", group, "the objective of grpo_loss"):  # it may raise on one rank alone
+            operands = head.operands(request.rows.positions)
+            value, logps, entropies = PolicyLoss.apply(request, evaluate, operands.teacher, *operands)
+    shape, (stats, evaluation) = loss.tokens.layout.shape, done[0]
+    assert stats.entropies is not None
+    metrics = loss.metrics(stats.entropies, evaluation, request)
     scores, backend = (logps.view(shape), entropies.view(shape)), request.plan.backend.name
-    return LossOutput(loss, *scores, call.metrics(*done[0]), request.engine.name, backend)
-
-
-def _compiled_loss(
-    inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig, objective: Custom | None
-) -> LossOutput:
-    """Compute the loss under the compiler or with fake tensors: by one op, or eagerly if a graph cannot hold it."""
-    from grpo_kernels.call import compiled  # not at import: it loads the compiler
-
-    gather, sequence_group = execution.gather, execution.sequence_group
-    if not torch.compiler.is_compiling():
-        check_gather(gather)
-        named = ("completion_ids", inputs.completion_ids), ("completion_mask", inputs.completion_mask)
-        refused: dict[str, Any] = {"lora": head.lora, "process_group": head.process_group}
-        refused |= {"sequence_group": sequence_group, "objective": objective, "reference": head.reference}
-        check_fake(head.hidden, head.weight, head.bias, *named, **refused)
-        head, gather = replace(head, vocab_size=None), None  # no shape depends on them
-    check_config(config)
-    execution.check()
-    if head.is_plain and gather is None and sequence_group is None and objective is None:
-        return LossOutput(*compiled.policy_loss(inputs, head, execution, config))
-    return compiled.eagerly(_loss, inputs, head, execution, config, objective)
+    return LossOutput(value, *scores, metrics, request.engine.name, backend)
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]

@@ -18,11 +18,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_kernels.base.choices import TopKDivergenceName
-from grpo_kernels.call.logprob import score
 from grpo_kernels.call.options import Execution, Run
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.public import breaks_graph, takes_heads
-from grpo_kernels.call.top_k import TopKInputs
+from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.scores import score
+from grpo_kernels.call.top_k import TopKCall
+from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
 
@@ -76,8 +77,17 @@ def topk_divergence(
 
     Under torch.compile the graph breaks here.
     """
-    inputs = TopKInputs(
-        mask, temperature, (), teacher_ids, teacher_logps, expected, divergence, tail, log_prob_min_clamp,
-        loss_max_clamp,
-    )  # fmt: skip
-    return breaks_graph(score)(inputs, LMHead.of_call(hidden, Head.of(head)), Execution.of(run))
+    call = TopKCall(
+        mask,
+        temperature,
+        (),
+        None,
+        expected,
+        teacher_ids=teacher_ids,
+        teacher_logps=teacher_logps,
+        divergence=divergence,
+        tail=tail,
+        log_prob_min_clamp=log_prob_min_clamp,
+        loss_max_clamp=loss_max_clamp,
+    )
+    return breaks_graph(score)(call, LMHead.of_call(hidden, Head.of(head)), Execution.of(run))

@@ -33,7 +33,6 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.call.expected import Expected
 from grpo_kernels.call.keywords import LossInputKeywords
-from grpo_kernels.call.options import Projection
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.objective.custom import PerTokenLoss
@@ -47,5 +46,5 @@ __all__ = [
     # keyword arguments
     "LossFields", "LossInputKeywords",
     # arguments
-    "Expected", "Gather", "HeadLike", "PerTokenLoss", "Projection",
+    "Expected", "Gather", "HeadLike", "PerTokenLoss",
 ]  # fmt: skip

@@ -42,6 +42,7 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "causal_lm": (24, "from the models' own log-probabilities"),
     "liger_module": (None, "largest difference from Liger"),
     "kept_set": (16, "ratio to the sampler:"),
+    "sampler_product": (None, "sampler's bits: 192 of 192"),
     "distillation": (28, "nats from the teacher:"),
 }
 APART = {"fsdp2", "tensor_parallel", "context_parallel", "verl_plugin"}  # start processes, or change what is imported

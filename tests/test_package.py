@@ -22,11 +22,11 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Head, LossConfig, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call import compiled
-from grpo_kernels.call.logprob import ScoreInputs
 from grpo_kernels.call.options import Execution
+from grpo_kernels.call.scores import ScoreCall
+from grpo_kernels.compiled import calls
 from grpo_kernels.engine.first_order import _Refusal, _Tie
 from grpo_kernels.head.lm_head import LMHead
 
@@ -63,8 +63,10 @@ REACHES = {
     "objective": {"base", "token_loss", "batch"},  # the policy, and no vocabulary
     "head": {"base", "token_loss", "backends", "engine"},
 }
-INNER = {*REACHES, "call"}
-REACHES |= {"call": INNER, "public": INNER, "diagnostics": {*INNER, "public"}, "integrations": {*INNER, "public"}}
+REACHES["call"] = {*REACHES}
+REACHES["compiled"] = {*REACHES}
+REACHES["public"] = INNER = {*REACHES}
+REACHES |= {name: {*INNER, "public"} for name in ("diagnostics", "integrations")}
 FILES_OF = {"diagnostics": {"__main__", "report"}, "objective": {"objectives", "presets"}}
 PUBLIC = {"divergence", "expectation", "from_logps", "logprob", "loss", "modules", "topk_divergence"}
 FILES_OF["public"] = {*PUBLIC, "typing"}
@@ -265,8 +267,6 @@ def differentiate_everything() -> None:
     kept = torch.arange(7).expand(2, 3, 7)
     scores = linear_logprob(hidden.clone().requires_grad_(), weight, ids, kept_ids=kept, mask=mask)
     grpo_kernels.policy_loss_from_logps(scores.logps, scores.entropies, mask, advantages).loss.backward()
-    projected = linear_logprob(hidden.clone().requires_grad_(), weight, ids, run=Run(projection="dispatch"))
-    projected.logps.sum().backward()
 
 
 def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any, ...]) -> None:
@@ -275,10 +275,9 @@ def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any
     head, inputs = LMHead(weight, bias, hidden=hidden), LossInputs(ids, mask, advantages, old)
     for level, bonus in itertools.product(("token", "sequence"), (0.0, 0.1)):
         config = LossConfig(importance_sampling_level=level, entropy_coef=bonus)
-        loss, *_ = compiled.policy_loss(inputs, head, Execution(), config)
-        loss.backward()
+        calls._policy_loss(inputs, head, Execution(), config)[0].backward()
     for outputs in ((), ("entropy",)):
-        found = compiled.linear_logprob(ScoreInputs(mask, 1.0, outputs, ids), head, Execution())
+        found = calls._linear_logprob(ScoreCall(mask, 1.0, outputs, ids), head, Execution())
         sum(found.given.values()).sum().backward()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import DotRowBackend
 from grpo_kernels.base.agreement import Each
 from grpo_kernels.base.checks import check_budget, check_counted_ids
+from grpo_kernels.base.choices import BackendName
+from grpo_kernels.call.expected import RowGradient
 from grpo_kernels.call.first_use import log_use
 from grpo_kernels.call.options import Execution
 from grpo_kernels.engine.device import device_of
@@ -22,7 +25,7 @@ from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import FreeMemory, default_workspace
 from grpo_kernels.engine.records import NeedsGrad, Rows
-from grpo_kernels.engine.request import Coupling, Engine, Situation
+from grpo_kernels.engine.request import Engine, Request, Situation, Stored
 from grpo_kernels.engine.vocab_parallel import Shard, widest_part
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.lm_head import LMHead
@@ -82,30 +85,54 @@ class CheckedHead:
             ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
         return replace(rows, ids=ids - start if start else ids, invalid=invalid, marked=marked)
 
-    def choose_engine(
-        self, coupling: Coupling, *, entropy_gradient: bool, mixed_gradient: bool = False, only_logps: bool = True
-    ) -> Engine:
+    def choose_engine(self, gradient: RowGradient, *, only_logps: bool) -> Engine:
         """Return the engine asked for, or the cheapest; `only_logps`: no output but log-probability and entropy."""
-        plain = self.head.lora is None and self.head.reference is None
-        can_dot = plain and isinstance(self.plan.backend, DotRowBackend)
+        plain, needs_grad = self.head.lora is None and self.head.reference is None, self.needs_grad
+        asks_entropy = needs_grad.hidden and not needs_grad.head  # only then: the answer may evaluate an objective
         situation = Situation(
-            coupling,
-            hidden_trains=self.needs_grad.hidden,
-            head_trains=self.needs_grad.head,
-            entropy_gradient=entropy_gradient,
-            mixed_gradient=mixed_gradient,
+            gradient.coupling,
+            hidden_trains=needs_grad.hidden,
+            head_trains=needs_grad.head,
+            entropy_gradient=asks_entropy and gradient.of_entropy,
+            mixed_gradient=self.plan.teacher is not None and gradient.of_logps,
             tight_memory=self.plan.memory.tight,
-            scores_without_logits=only_logps and can_dot,
+            scores_without_logits=only_logps and plain and isinstance(self.plan.backend, DotRowBackend),
         )
         engine = choose_engine(situation, self.execution.engine)
         log_use(self.head.hidden.device, self.plan.backend.name, self.why_backend, engine, situation, self.execution)
         return engine
 
+    def with_backend(self) -> CheckedHead:
+        """Return the same head with the backend that its execution asks for."""
+        backend, why = choose_backend(self.execution.backend, self.head.hidden.device, self.plan.compute_dtype)
+        return replace(self, plan=replace(self.plan, backend=backend), why_backend=why)
 
-def plan_head(head: LMHead, execution: Execution, *, jsd_beta: float = 1.0) -> CheckedHead:
+    def request(
+        self, rows: Rows, gradient: RowGradient, engine: Engine, *, entropy: bool = True, extras: tuple[str, ...] = ()
+    ) -> Request:
+        """Return the request for `rows`, and as much of their gradient as `engine` computes in its first pass."""
+        return Request(
+            rows=rows,
+            plan=self.plan,
+            needs_grad=self.needs_grad,
+            engine=engine,
+            entropy=entropy,
+            extras=extras,
+            coefficients=gradient.coefficients,
+            may_have_grad=gradient.may_have_grad if engine.stores_gradient else None,
+            token_loss=gradient.token_loss(self.plan) if engine.stores is Stored.GRADIENT else None,
+            gathered_weight=self.execution.gather or nullcontext,
+        )
+
+
+def plan_head(
+    head: LMHead, execution: Execution, *, backend: BackendName | None = None, jsd_beta: float = 1.0
+) -> CheckedHead:
     """Plan how the rows of a checked `head` are projected. Does not wait for the device.
 
-    If the head has a reference, `jsd_beta` names the divergence from it (`backends.interface.Teacher`).
+    Args:
+        backend: the one that serves, whatever the execution says; None: as it says.
+        jsd_beta: the divergence from the head's reference, if it has one (`backends.interface.Teacher`).
 
     Raises:
         TypeError, ValueError: a wrong budget or backend.
@@ -123,9 +150,9 @@ def plan_head(head: LMHead, execution: Execution, *, jsd_beta: float = 1.0) -> C
     )
     if budget is None:
         budget = default_workspace(weight, needs_grad, memory, heads=1 if other is None else 2)
-    backend, why = choose_backend(execution.backend, head.hidden.device, dtype)
+    row_backend, why = choose_backend(backend or execution.backend, head.hidden.device, dtype)
     plan = HeadPlan(
-        backend=backend,
+        backend=row_backend,
         compute_dtype=dtype,
         workspace_bytes=budget,
         **_constants(head, dtype),

@@ -1,4 +1,4 @@
-"""Per-position arguments of `linear_divergence`."""
+"""A call of `linear_divergence`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_ids, check_number
+from grpo_kernels.base.checks import check_number
 from grpo_kernels.base.choices import DivergenceName, choices
 from grpo_kernels.call.expected import Expectation, ExpectedRows, even_or_given, read_expected
-from grpo_kernels.call.plan import PositionInputs, no_ids
+from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.engine.records import Rows
-from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.token_loss.record import Coefficients
 
 DIVERGENCES = choices(DivergenceName)
@@ -44,41 +43,29 @@ def check_beta(name: str, beta: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class DivergenceInputs(PositionInputs):
+class DivergenceCall(ScoreCall):
     """The divergence asked for, from the head's reference, and the ids (...) to score, if any."""
 
-    ids: Tensor | None
-    expected: Tensor | tuple[Tensor, Tensor] | Expectation | None  # (...)
+    expected: Tensor | tuple[Tensor, Tensor] | Expectation | None = None  # (...)
     jsd_beta: float = 1.0
 
     function = "linear_divergence"
 
-    @property
-    def scores_ids(self) -> bool:
-        """True if there are ids, whose log-probabilities are then found."""
-        return self.ids is not None
-
-    def check(self, head: LMHead) -> Tensor:
-        """Check the ids; return them, or zeros if there are none."""
-        if self.ids is None:
-            return no_ids(head.hidden)
-        check_ids("ids", self.ids, head.hidden)
-        return self.ids
-
-    def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, and their expected upstream gradient, up to one factor: of divergences and
-        log-probabilities, or, from an `Expectation`, of entropies too.
+    def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
+        """Return the gradient that is expected, up to one factor: of divergences and log-probabilities, or, from an
+        `Expectation`, of entropies too.
         """
-        expected, positions = self.expected, rows.positions
+        expected = self.expected
         if isinstance(expected, Expectation):
-            return rows, read_expected(expected, ids, positions, dtype, entropy=self.entropy, divergence=True)
+            ids = self.ids_of(hidden)
+            return read_expected(expected, ids, positions, dtype, entropy=self.entropy, divergence=True)
         pair = expected if isinstance(expected, tuple) else (expected,)
         if len(pair) not in ((1, 2) if self.scores_ids else (1,)):
             raise ValueError(f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}")
         names = ("expected", "expected[1]")
-        found = [even_or_given(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
-        return rows, ExpectedRows.of(Coefficients(d_logp=found[1] if len(found) == 2 else None, d_divergence=found[0]))
+        weights = [even_or_given(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
+        return ExpectedRows.of(Coefficients(d_logp=weights[1] if len(weights) == 2 else None, d_divergence=weights[0]))
 
-    def described(self, rows: Rows) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks of a divided head."""
-        return {"beta": self.jsd_beta, "whether there are ids": self.ids is not None, **super().described(rows)}
+    def asked(self, rows: Rows) -> dict[str, Any]:
+        """Return what is asked for, by name."""
+        return {"beta": self.jsd_beta, "whether there are ids": self.ids is not None, **super().asked(rows)}

@@ -1,19 +1,21 @@
-"""The upstream gradient that a caller expects, read into coefficients per row."""
+"""What a call knows of its rows' gradient before the forward; and of scores, the gradient that its caller expects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.base.records import take
+from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.records import CoefficientsOf
-from grpo_kernels.token_loss.record import Coefficients
+from grpo_kernels.engine.request import Coupling
+from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,49 @@ Expected = Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tenso
 KIND = "expected (coefficients, graded, of the entropy)"  # the name under which ranks compare it
 
 
+class RowGradient(Protocol):
+    """What a call knows, before its forward, of the gradient that its rows will get."""
+
+    @property
+    def coupling(self) -> Coupling:
+        """When the coefficients of a row are known."""
+        ...
+
+    @property
+    def coefficients(self) -> CoefficientsOf | None:
+        """The coefficients by index among the rows, from their statistics; None: not known row by row."""
+        ...
+
+    @property
+    def may_have_grad(self) -> Tensor | None:
+        """(n,) bool: rows that may have a coefficient other than 0; None: all."""
+        ...
+
+    @property
+    def of_entropy(self) -> bool:
+        """True if entropies may have coefficients."""
+        ...
+
+    @property
+    def of_logps(self) -> bool:
+        """True if log-probabilities may have coefficients."""
+        ...
+
+    def token_loss(self, plan: HeadPlan) -> TokenLoss | None:
+        """Return the coefficients as a loss that a fusing backend computes; None if it cannot."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpectedRows:
-    """An expected gradient, read for the rows of a call."""
+    """An expected gradient, read for the rows of a call: a `RowGradient`."""
 
-    coefficients: CoefficientsOf | None = None  # by index among the rows
-    may_have_grad: Tensor | None = None  # (n,) bool: rows that may have a coefficient other than 0; None: all
-    of_entropy: bool = False  # True if entropies may have coefficients
-    of_logps: bool = True  # True if log-probabilities may have coefficients
+    coefficients: CoefficientsOf | None = None
+    may_have_grad: Tensor | None = None
+    of_entropy: bool = False
+    of_logps: bool = True
     given: Coefficients | None = None  # (n,) the coefficients, if they are known before the forward
+    is_captured: bool = False  # True in a CUDA graph: comparing with the gradient that comes would wait
 
     @staticmethod
     def of(given: Coefficients) -> ExpectedRows:
@@ -62,6 +98,40 @@ class ExpectedRows:
         kind = self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
         nonzero = {} if self.may_have_grad is None else {"expected: where it is not 0": self.may_have_grad}
         return {KIND: kind, **nonzero}
+
+    @property
+    def coupling(self) -> Coupling:
+        """When the coefficients of a row are known."""
+        if self.coefficients is None and self.may_have_grad is None and not self.is_captured:
+            return Coupling.UNKNOWN
+        unknown = self.coefficients is None or self.is_captured
+        return Coupling.of(known=self.given is not None and not unknown, coupled=unknown)
+
+    def token_loss(self, plan: HeadPlan) -> TokenLoss | None:
+        """Return the gradient of divergences from another head as a loss, for a backend that fuses."""
+        if not fuses(plan) or plan.teacher is None or self.given is None:
+            return None
+        weights = self.given.d_divergence
+        assert weights is not None
+        return TokenLoss(
+            surrogate="constant",
+            constants=(),
+            kl="full",
+            corrects_kl=False,
+            advantages=None,
+            d_logps=torch.zeros_like(weights) if self.given.d_logp is None else self.given.d_logp,
+            weights=weights,
+            old=None,
+            ref=None,
+            gate=None,
+            beta=1.0,
+            d_entropy=0.0,
+        )
+
+
+def fuses(plan: HeadPlan) -> bool:
+    """Return True if one kernel can do a whole loss; a divided head's ranks meet between statistics and gradient."""
+    return isinstance(plan.backend, FusedRowBackend) and plan.shard is None
 
 
 def even_or_given(name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,41 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import warn_of_ratio
-from grpo_kernels.batch.tokens import Layout, Tokens
-from grpo_kernels.call.loss import Objective
+from grpo_kernels.batch.tokens import Layout
+from grpo_kernels.call.loss import Loss
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.evaluation import Evaluation
-from grpo_kernels.objective.measure import loss_metrics
 
 
-def given_loss(
-    logps: Tensor,
-    entropies: Tensor,
-    config: LossConfig,
-    tokens: Tokens,
-    policy: Objective,
-    *,
-    num_items: bool,
-    engine: str = "given",
-) -> LossOutput:
-    """Return the loss `policy` of the `tokens`, with its gradient in `logps` and `entropies`, both (B, T) or (N,).
+def given_loss(loss: Loss, logps: Tensor, entropies: Tensor, *, engine: str = "given") -> LossOutput:
+    """Return the value of `loss`, with its gradient in `logps` and `entropies`, both (B, T) or (N,).
 
     Args:
-        num_items: True if ``num_items_in_batch`` was given.
         engine: name to report.
     """
-    dtype = tokens.advantages.dtype
-    rows = [x.detach().reshape(-1)[tokens.layout.positions].to(dtype) for x in (logps, entropies)]
-    done = policy.evaluate(*rows)
-    loss = _GivenLoss.apply(logps, entropies, done, tokens.layout)
-    if tokens.old_per_token_logps is not None:
-        warn_of_ratio(done.terms.token_log_ratio)
-    metrics = loss_metrics(config, tokens, rows[1], done, done.has_gradient.sum(), num_items=num_items)
-    scores = [tokens.layout.scatter(x) for x in rows]
-    return LossOutput(loss, scores[0], scores[1], metrics, engine, "torch")
+    layout, dtype = loss.tokens.layout, loss.tokens.advantages.dtype
+    rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
+    evaluation = loss.objective.evaluate(*rows)
+    value = _GivenLoss.apply(logps, entropies, evaluation, layout)
+    scores = [layout.scatter(x) for x in rows]
+    return LossOutput(value, scores[0], scores[1], loss.metrics(rows[1], evaluation), engine, "torch")
 
 
 @first_order

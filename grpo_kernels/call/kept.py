@@ -1,6 +1,6 @@
-"""A call over kept sets: its per-position arguments, the survey of the sets, and the plan of the work.
+"""A call over kept sets: its arguments, the survey of the sets, and the plan of the work.
 
-Positions without a set, and entropies of the whole vocabulary, are an ordinary call beside it (`call.logprob`).
+Positions without a set, and entropies of the whole vocabulary, are an ordinary request beside it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import HIGHEST_LOGP, check_ids
+from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import WithoutSet, choices
+from grpo_kernels.base.records import take
 from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.call.checked_head import CheckedHead
-from grpo_kernels.call.expected import Expected, ExpectedRows
-from grpo_kernels.call.logprob import ScoreInputs, score
+from grpo_kernels.call.expected import Expected, read_expected
 from grpo_kernels.call.options import Execution, check_run
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.plan import PositionInputs, check_call
+from grpo_kernels.call.plan import check_call
+from grpo_kernels.call.scores import ScoreCall, scored
+from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
+from grpo_kernels.engine.passes import scatter
 from grpo_kernels.engine.records import Operands, Rows
+from grpo_kernels.engine.request import Request
 from grpo_kernels.head.lm_head import LMHead
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
@@ -35,91 +39,116 @@ ENTRY_BYTES = 64  # of one entry, besides its row of the head, while sets are su
 
 
 @dataclass(frozen=True, eq=False)
-class KeptInputs(PositionInputs):
-    """The ids to score, (...), and the sets to score them over."""
+class KeptCall(ScoreCall):
+    """The ids to score, (...), and the sets to score them over.
+
+    What is expected is the gradient of the positions that are scored over the whole vocabulary.
+    """
 
     ids: Tensor
-    kept_ids: Tensor | KeptIds
-    without_set: WithoutSet
-    entropy_over: bool | str  # True: the sets, "full": the whole vocabulary, False: no entropy
-    execution: Execution  # its engine and backend for the positions scored over the whole vocabulary
-    expected: Expected | None = None  # for them, too
+    kept_ids: Tensor | KeptIds = field(kw_only=True)
+    without_set: WithoutSet = field(kw_only=True)
+    entropy_over: bool | str = field(kw_only=True)  # True: the sets, "full": the whole vocabulary, False: no entropy
     others: Mapping[str, Tensor | None] = field(default_factory=dict)  # other policies' log-probabilities, (...) each
 
     function = "linear_logprob with kept_ids"
-    projects = True
+    backend = "torch"
 
     @property
     def entropy(self) -> bool:
-        """True if the entropy over the sets is asked for."""
-        return self.entropy_over is True
+        """True if an entropy is asked for."""
+        return bool(self.entropy_over)
 
     @cached_property
     def sets(self) -> KeptIds:
         """The sets, as int64 bounds and ids."""
         return read_kept_ids(self.kept_ids, self.ids)
 
-    def check(self, head: LMHead) -> Tensor:
-        """Check ids, sets and options; return the ids."""
-        check_ids("ids", self.ids, head.hidden)
+    def check(self, head: LMHead, execution: Execution) -> LMHead:
+        """Raise unless ids, sets and options fit the head; return it as it is."""
+        super().check(head, execution)
+        self.check_sets(execution)
+        return head
+
+    def check_sets(self, execution: Execution) -> None:
+        """Raise unless the sets fit the ids, and the options are some that there are."""
         if self.without_set not in choices(WithoutSet):
             raise ValueError(f"without_set: expected one of {', '.join(choices(WithoutSet))}, got {self.without_set!r}")
         if not isinstance(self.entropy_over, bool) and self.entropy_over != "full":
             raise ValueError(f"entropy: expected True, False or 'full', got {self.entropy_over!r}")
-        check_run(self.execution)
+        check_run(execution)
         assert self.sets is not None  # raises if they do not fit
-        return self.ids
 
-    def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows as they are."""
-        return rows, ExpectedRows()
-
-    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
-        """Return the rows with ids counted from this rank's first; `_survey` checks that they are in their sets."""
-        shard = planned.plan.shard
-        return rows if shard is None else replace(rows, ids=rows.ids - shard.start)
-
-    def described(self, rows: Rows) -> dict[str, Any]:
+    def described(self, planned: CheckedHead, rows: Rows, read: Any) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
+        return {**super().described(planned, rows, read), "entropy": self.entropy_over, **self.described_sets(planned)}
+
+    def described_sets(self, planned: CheckedHead) -> dict[str, Any]:
+        """Return the values of the sets that must be equal on all ranks of a divided head."""
         return {
-            **super().described(rows),
-            "entropy": self.entropy_over,
             "without_set": self.without_set,
             "kept_ids": self.sets.ids,
             "kept_ids.offsets": self.sets.offsets,
+            "the backend without a set": planned.with_backend().plan.backend.name,
         }
+
+    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
+        """Return the rows as they are: `_survey` checks that their ids are in their sets."""
+        return rows
 
 
 KeptMetrics = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), 0-d each
 
 
-def score_kept(inputs: KeptInputs, head: LMHead) -> tuple[Scores, KeptMetrics]:
-    """Plan the call, look at the sets, and score: the counted positions over their sets, those without one over the
-    whole vocabulary. Return metrics of the sets as well.
+def score_kept(call: KeptCall, head: LMHead, execution: Execution) -> Scores:
+    """Plan the call, look at the sets, and score.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
-    execution, budget = inputs.execution, inputs.execution.workspace_bytes
-    if execution.projection != "library":
-        raise ValueError(f"projection: expected 'library' with kept_ids, got {execution.projection!r}")
-    of_sets = replace(execution, backend="torch", workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
-    planned, rows, _ = check_call(inputs, head, of_sets)
-    survey = _survey(inputs, planned, rows)
+    planned, rows, _ = check_call(call, head, execution)
+    return scored_kept(call, planned, rows, call.expected)[0]
+
+
+def scored_kept(
+    call: KeptCall, planned: CheckedHead, rows: Rows, expected: Expected | None
+) -> tuple[Scores, KeptMetrics]:
+    """Score the rows of a checked call over their sets, those without one over the whole vocabulary; return metrics of
+    the sets, too.
+
+    Args:
+        expected: the gradient to expect where there is no set.
+
+    Raises:
+        ValueError: on a CPU, a set does not exist, or lacks the sampled id.
+    """
+    budget = planned.execution.workspace_bytes
+    plan = replace(planned.plan, workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
+    survey = _survey(call, planned.head, plan, rows)
     operands = planned.head.operands(rows.positions)
-    sets, any_without = _plan(inputs, planned, rows, survey, operands)
-    found = KeptSetLogprob.apply(sets, *operands)
-    shape = inputs.ids.shape
-    logps, entropies = found[0].view(shape), None if found[1] is None else found[1].view(shape)
-    if any_without or inputs.entropy_over == "full":
-        without = _grid(survey.without, rows, inputs.ids)
-        mask = inputs.mask if inputs.entropy_over == "full" else without
-        outputs = ("entropy",) if inputs.entropy_over else ()
-        whole = score(ScoreInputs(mask, inputs.temperature, outputs, inputs.ids, inputs.expected), head, execution)
-        logps = torch.where(without, whole.logps, logps)
-        if whole.entropies is not None:
-            entropies = whole.entropies if entropies is None else torch.where(without, whole.entropies, entropies)
-    return Scores.of(logps=logps, entropies=entropies), survey.metrics(planned.plan.accumulator)
+    sets, any_without = _plan(call, planned, plan, rows, survey, operands)
+    in_full, whole = call.entropy_over == "full", None
+    if any_without or in_full:
+        others = rows if in_full else take(rows, survey.without.nonzero()[:, 0])
+        whole = _plan_whole(call, planned.with_backend(), others, expected)
+    shape = planned.head.hidden.shape[:-1]
+    logps, entropies = KeptSetLogprob.apply(sets, *operands)
+    logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
+    if whole is not None:
+        without = scatter(survey.without, rows, shape.numel()).view(shape)
+        full = scored(call, planned.head, whole)
+        logps = torch.where(without, full.logps, logps)
+        if call.entropy:
+            entropies = full.entropies if entropies is None else torch.where(without, full.entropies, entropies)
+    return Scores.of(logps=logps, entropies=entropies), survey.metrics(plan.accumulator)
+
+
+def _plan_whole(call: KeptCall, planned: CheckedHead, rows: Rows, expected: Expected | None) -> Request:
+    """Return the request that scores `rows` over the whole vocabulary."""
+    dtype = planned.plan.accumulator
+    gradient = read_expected(expected, call.ids, rows.positions, dtype, entropy=call.entropy)
+    engine = planned.choose_engine(gradient, only_logps=True)
+    return planned.request(planned.check_range("ids", rows), gradient, engine, entropy=call.entropy)
 
 
 class Survey(NamedTuple):
@@ -139,18 +168,18 @@ class Survey(NamedTuple):
         }
 
 
-def _survey(inputs: KeptInputs, planned: CheckedHead, rows: Rows) -> Survey:
+def _survey(call: KeptCall, head: LMHead, plan: HeadPlan, rows: Rows) -> Survey:
     """Look at the entries of all positions, some at a time. Does not wait for a device other than a CPU.
 
     Raises:
         ValueError: on a CPU, at a counted position: an id that does not exist, no set, or a sampled id outside of it.
     """
-    sets, shard = inputs.sets, planned.plan.shard
-    first, local = (0 if shard is None else shard.start), planned.head.weight.shape[0]
-    vocab, sampled = local if shard is None else shard.vocab, inputs.ids.detach().reshape(-1)
+    sets, shard = call.sets, plan.shard
+    first, local = (0 if shard is None else shard.start), head.weight.shape[0]
+    vocab, sampled = local if shard is None else shard.vocab, call.ids.detach().reshape(-1)
     # of each position: ids, those among this rank's rows, those that do not exist, those that are the sampled one
     counts = sets.offsets.new_zeros(4, sampled.shape[0])
-    step = max(1, planned.plan.workspace_bytes // ENTRY_BYTES)
+    step = max(1, plan.workspace_bytes // ENTRY_BYTES)
     for start in range(0, sets.ids.shape[0], step):
         some = sets.ids[start : start + step]
         place = torch.arange(start, start + some.shape[0], device=some.device)
@@ -161,24 +190,24 @@ def _survey(inputs: KeptInputs, planned: CheckedHead, rows: Rows) -> Survey:
             count.index_add_(0, owner, flag.long())
     sizes, own, outside, hits = counts[:, rows.positions]
     missing = hits == 0
-    invalid = (outside > 0) if inputs.without_set == "full" else (outside > 0) | missing
+    invalid = (outside > 0) if call.without_set == "full" else (outside > 0) | missing
     if invalid.device.type != "cpu":
         without = missing & ~invalid
         return Survey(sizes, own, without, invalid)
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
-        raise ValueError(_wrong(inputs, rows.positions[i], int(sizes[i]), int(outside[i]), vocab))
-    _check_others(inputs, rows.positions[(sizes == 1) & ~missing])
+        raise ValueError(_wrong(call, rows.positions[i], int(sizes[i]), int(outside[i]), vocab))
+    _check_others(call, rows.positions[(sizes == 1) & ~missing])
     return Survey(sizes, own, missing, None)
 
 
-def _check_others(inputs: KeptInputs, alone: Tensor) -> None:
+def _check_others(call: KeptCall, alone: Tensor) -> None:
     """Raise unless log-probabilities of other policies are 0 at the positions `alone`, whose set is one id.
 
     Raises:
         ValueError: they are not, so they were made over other sets.
     """
-    for name, x in inputs.others.items():
+    for name, x in call.others.items():
         some = None if x is None else x.detach().reshape(-1)[alone]
         if some is not None and bool((some.abs() > HIGHEST_LOGP).any()):
             raise ValueError(
@@ -187,9 +216,9 @@ def _check_others(inputs: KeptInputs, alone: Tensor) -> None:
             )
 
 
-def _wrong(inputs: KeptInputs, position: Tensor, size: int, outside: int, vocab: int) -> str:
+def _wrong(call: KeptCall, position: Tensor, size: int, outside: int, vocab: int) -> str:
     """Return what is wrong with the set at a position, in words."""
-    sets, at = inputs.sets, tuple(int(x) for x in torch.unravel_index(position, inputs.ids.shape))
+    sets, at = call.sets, tuple(int(x) for x in torch.unravel_index(position, call.ids.shape))
     if outside:
         entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
         bad = entries[(entries < -1) | (entries >= vocab)][0].item()
@@ -197,15 +226,15 @@ def _wrong(inputs: KeptInputs, position: Tensor, size: int, outside: int, vocab:
     way_out = "; without_set='full' scores such positions over the whole vocabulary"
     if size == 0:
         return f"kept_ids: expected a set where the mask counts, got none at position {at}{way_out}"
-    got = inputs.ids.reshape(-1)[position].item()
+    got = call.ids.reshape(-1)[position].item()
     return f"ids: expected an id of the position's kept set, got {got} at position {at}{way_out}"
 
 
 def _plan(
-    inputs: KeptInputs, planned: CheckedHead, rows: Rows, survey: Survey, operands: Operands
+    call: KeptCall, planned: CheckedHead, plan: HeadPlan, rows: Rows, survey: Survey, operands: Operands
 ) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if a position is without a set. Waits for the device: the work depends on it."""
-    sets, plan = inputs.sets, planned.plan
+    sets, first_id = call.sets, 0 if plan.shard is None else plan.shard.start
     projected = (survey.sizes > 1) & ~survey.without
     own, order = torch.where(projected, survey.own, 0).sort(descending=True, stable=True)
     longest = sets.offsets.diff()[rows.positions][order]
@@ -214,7 +243,7 @@ def _plan(
     row_bytes = 2 * plan.accumulator.itemsize * sum(matrix.shape[1] for _, matrix in operands.factors())
     head_bytes = entry_bytes(operands, plan)
     found = KeptSets(
-        rows=replace(rows, invalid=survey.invalid),
+        rows=replace(rows, ids=rows.ids - first_id, invalid=survey.invalid),
         ids=sets.ids,
         offsets=sets.offsets,
         projected=projected,
@@ -222,8 +251,8 @@ def _plan(
         spans=plan_spans(sizes[:count], lists[:count], plan.workspace_bytes, head_bytes, row_bytes),
         plan=plan,
         needs_grad=planned.needs_grad,
-        entropy=inputs.entropy,
-        gathered_weight=inputs.execution.gather or nullcontext,
+        entropy=call.entropy_over is True,
+        gathered_weight=planned.execution.gather or nullcontext,
     )
     return found, any(without)
 
@@ -248,10 +277,3 @@ def plan_spans(sizes: list[int], longest: list[int], budget: int, head_bytes: in
         spans.append(Span(slice(start, stop), width, max(longest[start:stop])))
         start = stop
     return spans
-
-
-def _grid(x: Tensor, rows: Rows, ids: Tensor) -> Tensor:
-    """(n,) bool -> bool in the shape of the ids, False where masked."""
-    full = x.new_zeros(ids.numel())
-    full[rows.positions] = x
-    return full.view(ids.shape)

@@ -2,78 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_kernels.base.agreement import check_same
-from grpo_kernels.base.checks import check_gather, check_ids
 from grpo_kernels.batch.inputs import LossInputs
+from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.given import given_loss
-from grpo_kernels.call.kept import KeptInputs, score_kept
-from grpo_kernels.call.loss import Custom, check_loss, counted_tokens, expectation_of, make_objective
+from grpo_kernels.call.kept import KeptCall, scored_kept
+from grpo_kernels.call.loss import Loss, LossCall
 from grpo_kernels.call.options import Execution
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.call.ranks import options_of_loss, tokens_of_loss
-from grpo_kernels.engine.products import accumulator_of
+from grpo_kernels.call.plan import check_call
+from grpo_kernels.engine.records import Rows
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.objective.config import LossConfig
 
 
-def kept_loss(
-    inputs: LossInputs,
-    head: LMHead,
-    execution: Execution,
-    config: LossConfig,
-    objective: Custom | None,
-    kept_ids: Any,  # (B, T, K) or (N, K), or `KeptIds`
-    without_set: Any,
-) -> LossOutput:
-    """Compute the loss over kept sets; `without_set` as in `linear_logprob`.
+@dataclass(frozen=True, eq=False)
+class KeptLossCall(KeptCall):
+    """A loss, and the sets that its tokens are scored over."""
+
+    loss: LossCall = field(kw_only=True)
+
+    function = "grpo_loss"
+
+    @staticmethod
+    def of(loss: LossCall, kept_ids: Any, without_set: Any) -> KeptLossCall:
+        """Return the call of `loss` with the arguments `kept_ids` and `without_set`."""
+        inputs: LossInputs = loss.inputs
+        return KeptLossCall(
+            inputs.completion_mask,
+            loss.config.temperature,
+            (),
+            inputs.completion_ids,  # type: ignore[arg-type]  # checked before it is read
+            kept_ids=kept_ids,
+            without_set=without_set,
+            entropy_over=True,
+            others=inputs.logps,
+            loss=loss,
+        )
+
+    def check(self, head: LMHead, execution: Execution) -> LMHead:
+        """Check what the loss needs, then the sets."""
+        if self.loss.config.needs_reference_head:
+            raise ValueError(
+                "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the policy, got 'full', the "
+                "divergence over the whole vocabulary"
+            )
+        if execution.sequence_group is not None:
+            raise ValueError("sequence_group: expected None with kept_ids, got a process group")
+        head = self.loss.check(head, execution)
+        self.check_sets(execution)
+        return head
+
+    def read(self, planned: CheckedHead) -> tuple[Rows, Any]:
+        """Return the rows, and the tokens that count."""
+        return self.loss.read(planned)
+
+    def described(self, planned: CheckedHead, rows: Rows, read: Any) -> dict[str, Any]:
+        """Return the values that must be equal on all ranks of a divided head."""
+        return {**self.loss.described(planned, rows, read), **self.described_sets(planned)}
+
+
+def kept_loss(call: KeptLossCall, head: LMHead, execution: Execution) -> LossOutput:
+    """Compute the loss over kept sets.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
-    head = head.grouped()
-    with check_same("process_group", head.process_group, "grpo_loss") as values:
-        local = head.local()
-        check_loss(inputs, config, objective, has_reference=head.reference is not None)
-        _check_whole(config, execution)
-        local.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
-        check_ids("completion_ids", inputs.completion_ids, local.hidden)
-        execution.check()
-        check_gather(execution.gather)
-        tokens = counted_tokens(inputs, config, objective, accumulator_of(local.compute_dtype()))
-        if head.process_group is not None:
-            values |= options_of_loss(config, objective, inputs.num_items_in_batch, execution.described())
-            values |= tokens_of_loss(tokens, {"hidden": local.hidden, **inputs.numbers})
-    policy = make_objective(config, objective, tokens, inputs)
-    assert inputs.completion_ids is not None
-    scores, of_sets = score_kept(
-        KeptInputs(
-            inputs.completion_mask,
-            config.temperature,
-            (),
-            inputs.completion_ids,
-            kept_ids,
-            without_set,
-            entropy_over=True,
-            execution=execution,
-            expected=expectation_of(policy, tokens) if without_set == "full" else None,
-            others=inputs.logps,
-        ),
-        head,
-    )
-    num_items = inputs.num_items_in_batch is not None
-    out = given_loss(scores.logps, scores.entropies, config, tokens, policy, num_items=num_items, engine="kept_sets")
+    tokens: Any  # `KeptLossCall.read` returns `Tokens`
+    planned, rows, tokens = check_call(call, head, execution)
+    loss = Loss.of(call.loss.inputs, tokens, call.loss.config, call.loss.objective)
+    expected = loss.expectation() if call.without_set == "full" else None
+    scores, of_sets = scored_kept(call, planned, rows, expected)
+    out = given_loss(loss, scores.logps, scores.entropies, engine="kept_sets")
     out.metrics = out.metrics.joined(of_sets)
     return out
-
-
-def _check_whole(config: LossConfig, execution: Execution) -> None:
-    """Raise if the loss needs the whole vocabulary, or the ranks of whole sequences."""
-    if config.needs_reference_head:
-        raise ValueError(
-            "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the policy, got 'full', the "
-            "divergence over the whole vocabulary"
-        )
-    if execution.sequence_group is not None:
-        raise ValueError("sequence_group: expected None with kept_ids, got a process group")

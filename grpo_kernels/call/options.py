@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend
-from grpo_kernels.base.checks import check_budget, check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import check_budget, check_gather, check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.engine.engines import check_engine
 from grpo_kernels.engine.records import NeedsGrad
@@ -18,10 +17,6 @@ from grpo_kernels.engine.request import Gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-Project = Callable[[Tensor, Tensor], Tensor]  # (n, H) and (H, V) -> (n, V)
-Projection = Literal["library", "dispatch"] | Project
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +30,6 @@ class Run:
             on a GPU up to 3 GiB, by the size of the head and the free memory.
         gather: makes a context in which the weight is whole (DeepSpeed ZeRO-3), for a backward that reads it again.
             Breaks the graph of torch.compile.
-        projection: of `linear_logprob` alone: ``"library"``, or whose product with the head to take for the bits of a
-            sampler: ``"dispatch"``, ``torch.mm`` in the operands' dtype, for which a batch-invariant mode may have
-            registered a kernel; or a function of rows (n, H) and the transposed weight (H, V) that returns their
-            product (n, V). Slower; no other option of how the call is computed goes with it but `workspace_bytes`.
 
     Wrong values raise TypeError or ValueError in the call, before any work is done.
     """
@@ -47,7 +38,6 @@ class Run:
     backend: BackendName = "auto"
     workspace_bytes: int | None = None
     gather: Gather | None = None
-    projection: Projection = "library"
 
 
 _OF_RUN = [x.name for x in fields(Run)]
@@ -68,18 +58,15 @@ class Execution(Run):
         own = run if isinstance(run, Run) else Run()
         return Execution(*[getattr(own, name) for name in _OF_RUN], sequence_group=sequence_group, given=run)
 
-    def check(self, *, projects: bool = False) -> None:
-        """Raise unless the caller gave a `Run` that the call takes; `projects`: it has a `projection`.
+    def check(self) -> None:
+        """Raise unless the caller gave a `Run` whose `gather` is a function.
 
         Raises:
-            TypeError: no `Run`. ValueError: a `projection` that the call does not take.
+            TypeError: it is none.
         """
         if self.given is not None and not isinstance(self.given, Run):
             raise TypeError(f"run: expected a Run, got {type(self.given).__name__}")
-        if self.projection != "library" and not projects:
-            raise ValueError(
-                f"projection: expected 'library', since only linear_logprob takes another, got {self.projection!r}"
-            )
+        check_gather(self.gather)
 
     def described(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks."""

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from grpo_kernels.call.within import within_module
@@ -25,8 +24,9 @@ MOVED = {
         )
     },
     **{
-        name: f"run=Run({name}=...)" for name in ("engine", "backend", "workspace_bytes", "gather", "projection")
+        name: f"run=Run({name}=...)" for name in ("engine", "backend", "workspace_bytes", "gather")
     },
+    "projection": "a recipe, examples/sampler_product.py",
     "teacher_weight": "the fourth argument, teacher_head: a weight, a Head or a module",
     **{
         f"teacher_{name}": f"Head(teacher_weight, {name}=...), the fourth argument"
@@ -78,19 +78,5 @@ def takes_heads(function: F) -> F:
         if not isinstance(head.weight, nn.Module):
             return function(hidden, head, *args, **options)
         return within_module(lambda states, whole: function(states, whole, *args, **options), hidden, head)
-
-    return cast(Any, call)
-
-
-def breaks_graph(function: F) -> F:
-    """Let a function run eagerly, outside any graph that torch.compile is making."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(*args, **options)
-        from grpo_kernels.call import compiled  # not at import: it loads the compiler
-
-        return compiled.eagerly(function, *args, **options)
 
     return cast(Any, call)

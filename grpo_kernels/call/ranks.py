@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 
 
 def options_of_loss(
-    config: LossConfig,
-    objective: Callable[..., Any] | None,
-    num_items_in_batch: float | Tensor | None,
-    asked: Mapping[str, Any],
+    config: LossConfig, objective: Callable[..., Any] | None, num_items_in_batch: float | Tensor | None
 ) -> dict[str, Any]:
-    """Return the options of a loss by name; `asked` are those of how it is computed."""
-    found = {**asked, **{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)}
+    """Return the options of a loss by name."""
+    options = {**{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)}
     count, name = num_items_in_batch, "num_items_in_batch"
     if isinstance(count, Tensor):
-        return {**found, name: "a tensor", f"{name}, the tensor": count.double()}
-    return {**found, name: None if count is None else float(count)}
+        return {**options, name: "a tensor", f"{name}, the tensor": count.double()}
+    return {**options, name: None if count is None else float(count)}
 
 
 def tokens_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Per-position arguments of `topk_divergence`."""
+"""A call of `topk_divergence`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import TopKDivergenceName, choices
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, even_or_given
-from grpo_kernels.call.plan import PositionInputs, no_ids
+from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.top_k import Measure, TopKTeacher
-from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.token_loss.record import Coefficients
 
 DIVERGENCES = choices(TopKDivergenceName)
@@ -54,32 +53,26 @@ def measure_of(
 
 
 @dataclass(frozen=True, eq=False)
-class TopKInputs(PositionInputs):
+class TopKCall(ScoreCall):
     """The teacher's ids and their log-probabilities, (..., K), and the divergence from them that is asked for."""
 
-    teacher_ids: Tensor
-    teacher_logps: Tensor
-    expected: Tensor | None  # (...)
-    divergence: str
-    tail: bool | None
-    log_prob_min_clamp: float | None
-    loss_max_clamp: float | None
+    teacher_ids: Tensor = field(kw_only=True)
+    teacher_logps: Tensor = field(kw_only=True)
+    divergence: str = field(kw_only=True)
+    tail: bool | None = field(kw_only=True)
+    log_prob_min_clamp: float | None = field(kw_only=True)
+    loss_max_clamp: float | None = field(kw_only=True)
 
     function = "topk_divergence"
 
     @property
-    def scores_ids(self) -> bool:
-        """False: the ids are the teacher's."""
-        return False
-
-    @property
     def extras(self) -> tuple[str, ...]:
-        """Return what else there is: it costs nothing."""
+        """What else there is: it costs nothing."""
         return ("student_mass",)
 
-    def check(self, head: LMHead) -> Tensor:
-        """Check the teacher's tensors; return zeros in the place of ids."""
-        ids, logps, hidden = self.teacher_ids, self.teacher_logps, head.hidden
+    def check_positions(self, hidden: Tensor) -> None:
+        """Raise unless the teacher's tensors fit the hidden states."""
+        ids, logps = self.teacher_ids, self.teacher_logps
         check_tensor("teacher_ids", ids, like=hidden)
         if ids.dtype not in (torch.int64, torch.int32, torch.int16):
             raise TypeError(f"teacher_ids: expected signed integer ids of 16, 32 or 64 bits, got {ids.dtype}")
@@ -87,16 +80,22 @@ class TopKInputs(PositionInputs):
         check_shape("teacher_ids", ids, ("(*that of hidden without H, K), K > 0", shape))
         check_tensor("teacher_logps", logps, like=hidden, floating=True)
         check_shape("teacher_logps", logps, ("that of teacher_ids", shape))
-        return no_ids(hidden)
 
-    def read(self, rows: Rows, ids: Tensor, hidden: Tensor, dtype: torch.dtype) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, with the teacher's ids as they came, and their expected upstream gradient."""
-        clamps, dtypes = (self.log_prob_min_clamp, self.loss_max_clamp), (dtype, self.teacher_logps.dtype)
+    def read(self, planned: CheckedHead) -> tuple[Rows, ExpectedRows]:
+        """Return the rows, with the teacher's ids as they came, and the gradient that is expected of them."""
+        rows, expected = super().read(planned)
+        clamps, dtypes = (
+            (self.log_prob_min_clamp, self.loss_max_clamp),
+            (planned.plan.accumulator, self.teacher_logps.dtype),
+        )
         measure = measure_of(self.divergence, self.tail, *clamps, dtypes)
-        tensors = (x.detach().flatten(0, -2)[rows.positions] for x in (self.teacher_ids, self.teacher_logps))
-        teacher = TopKTeacher(next(tensors).long(), next(tensors).double(), measure)
-        weights = even_or_given("expected", self.expected, hidden, rows.positions, dtype)
-        return replace(rows, top_k=teacher), ExpectedRows.of(Coefficients(d_divergence=weights))
+        ids, logps = (x.detach().flatten(0, -2)[rows.positions] for x in (self.teacher_ids, self.teacher_logps))
+        return replace(rows, top_k=TopKTeacher(ids.long(), logps.double(), measure)), expected
+
+    def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
+        """Return the gradient that is expected of the divergences."""
+        weights = even_or_given("expected", self.expected, hidden, positions, dtype)
+        return ExpectedRows.of(Coefficients(d_divergence=weights))
 
     def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
         """Return the rows with the teacher's ids sorted; padding and repeated ids get the log-probability -inf.
@@ -123,8 +122,8 @@ class TopKInputs(PositionInputs):
         logps = logps.masked_fill(padding, -torch.inf).masked_fill(outside.any(dim=1, keepdim=True), torch.nan)
         return replace(rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, teacher.measure))
 
-    def described(self, rows: Rows) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks of a divided head."""
+    def asked(self, rows: Rows) -> dict[str, Any]:
+        """Return what is asked for, by name."""
         teacher = rows.top_k
         assert teacher is not None
         return {

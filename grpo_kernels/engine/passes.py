@@ -1,6 +1,6 @@
 """Passes of a call, without autograd: a first one over its rows, and a second one if the gradient needs it.
 
-The autograd Functions (`autograd.py`) and the ops for torch.compile (`grpo_kernels.call.ops`) both call these. Each
+The autograd Functions (`autograd.py`) and the ops for torch.compile (`grpo_kernels.compiled.ops`) both call these. Each
 engine names its passes (`engines.py`).
 """
 

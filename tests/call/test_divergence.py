@@ -137,7 +137,6 @@ WRONG = [
     ({"ids": torch.zeros(3, 8, dtype=torch.long)}, ValueError, "ids: expected shape"),
     ({"expected": (torch.ones(3, 7), torch.ones(3, 7))}, ValueError, "expected: expected a tensor, or with ids two"),
     ({"run": Run("score_dot")}, ValueError, "engine"),
-    ({"run": Run(projection="dispatch")}, ValueError, "projection: expected 'library'"),
     ({"temperature": 0.0}, ValueError, "temperature"),
     ({"mask": torch.ones(3, 8)}, ValueError, "mask: expected shape"),
     ({"expected": torch.ones(3, 8)}, ValueError, "expected: expected shape"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels import LossConfig
-from grpo_kernels.call.ops import linear_logprob, policy_loss
+from grpo_kernels.compiled.ops import linear_logprob, policy_loss
 from grpo_kernels.objective.config import config_of
 
 B, T, H, V = 2, 3, 4, 9

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from grpo_kernels import (
     linear_logprob,
     policy_loss_from_logps,
 )
+from grpo_kernels.base import agreement
 from tests.support.flat import flat
 from tests.support.kept_scenes import BIG, Scene, assert_near, by_full_logits, compute, scene
 from tests.support.measure import count_flops
@@ -278,7 +280,9 @@ def divided(rank: int, world_size: int) -> None:
             assert_close(got[name], x, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
         head = Head(s.weight[own], s.bias[own], process_group=dist.group.WORLD)
         advantages = torch.tensor([1.0, -1.0], dtype=F64)
-        out = grpo_loss(s.hidden, head, s.ids, s.mask, advantages, kept_ids=kept, without_set="full")
+        with patch.object(agreement, "gather_stacked", wraps=agreement.gather_stacked) as asked:
+            out = grpo_loss(s.hidden, head, s.ids, s.mask, advantages, kept_ids=kept, without_set="full")
+        assert asked.call_count == 1  # the ranks compare the sets and the loss at once
         assert out.metrics["kept/without_set"] == where.sum().double() / s.mask.sum()
     if world_size == 1:
         return

@@ -199,7 +199,6 @@ def of_a_sharded_head() -> list[Mismatch]:
         alone("mask NaN", "logprob", mask=torch.full((2, 3), NAN)),
         alone("temperature 0", "logprob", temperature=0.0),
         alone("extras unknown", "logprob", extras=("surprise",)),
-        alone("projection", "divergence", projection="dispatch"),
         alone("expected of another shape", "logprob", expected=torch.ones(5)),
     ]
 

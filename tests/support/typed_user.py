@@ -42,11 +42,8 @@ Head()  # wrong
 Head(x, logits_dtype=torch.float32)  # wrong
 Head(x, logits_scale=0.5)  # wrong
 run = Run(engine="one_pass", backend="cpp", workspace_bytes=2**20)
-Run(projection="dispatch")
-Run(projection=lambda rows, transposed: rows @ transposed)
 Run(engine="twopass")  # wrong
 Run(backend="cuda")  # wrong
-Run(projection="sampler")  # wrong
 
 # the module
 loss_fn = GRPOLoss(loss_type="grpo", beta=0.04, epsilon_high=None, run=run)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import _ChunkedLogProbFunction
 
-from grpo_kernels import GRPOLoss, Head, KeptIds, Run, linear_logprob, rollouts
+from grpo_kernels import GRPOLoss, Head, KeptIds, linear_logprob, rollouts
 from grpo_kernels.integrations.transformers import completion_logprobs, head_inputs
 from tests.vllm.engine import CASES
 
@@ -105,20 +105,18 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
             model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
         hidden, ids = found.hidden[:, -columns - 1 : -1], given["input_ids"][:, -columns:]
         weight = found.of_model.weight.weight
-        ways = {
-            "ours": (Head(weight), Run()),
-            'ours, `logits_dtype="input"`': (Head(weight, logits_dtype="input"), Run()),
-            'ours, `projection="dispatch"`': (Head(weight), Run(projection="dispatch")),
-        }
+        heads = {"ours": Head(weight), 'ours, `logits_dtype="input"`': Head(weight, logits_dtype="input")}
         ours = {
-            name: linear_logprob(hidden, head, ids, temperature=temperature, entropy=False, run=run).logps
-            for name, (head, run) in ways.items()
+            name: linear_logprob(hidden, head, ids, temperature=temperature, entropy=False).logps
+            for name, head in heads.items()
         }
         flat = hidden.reshape(-1, hidden.shape[-1])
+        logits = (hidden @ weight.t()).float() / temperature
+        product = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
         theirs = _ChunkedLogProbFunction.apply(
             flat, weight, None, ids.reshape(-1), temperature, 2048, None, 1.0, ("log_probs",)
         )
-        return {**ours, "TRL": theirs[0].view_as(ids)}
+        return {**ours, "the sampler's own product": product, "TRL": theirs[0].view_as(ids)}
 
 
 @pytest.mark.parametrize("head", [None, "float32"])

@@ -9,6 +9,7 @@ statistics that `linear_logprob_backward` takes.
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.loss import plan_loss
-from grpo_kernels.call.ops.results import Empty
+from grpo_kernels.call.loss import LossCall
 from grpo_kernels.call.options import Execution
+from grpo_kernels.call.plan import plan_call
+from grpo_kernels.compiled.ops.results import Empty
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, loss_pass, scatter
 from grpo_kernels.engine.records import NeedsGrad
@@ -85,13 +87,14 @@ def run(*arguments: Any) -> Results:
     given = Arguments(*arguments)
     constants = (given.final_logit_softcapping, given.logit_scale, given.logits_dtype)
     head = LMHead(given.weight, given.bias, None, None, None, *constants, hidden=given.hidden)
-    config = config_of(given.config)
-    call = plan_loss(given.inputs(), head, given.execution(), config, None)
-    new, rows, n = Empty(given.hidden, given.dtype), call.request.rows, given.completion_ids.numel()
-    first, done = loss_pass(call.head.operands(rows.positions), call.request, call.evaluate)
+    call = LossCall(given.inputs(), config_of(given.config))
+    head, request, loss = plan_call(call, head, given.execution())
+    new, rows, n = Empty(given.hidden, given.dtype), request.rows, given.completion_ids.numel()
+    first, done = loss_pass(head.operands(rows.positions), request, partial(loss.evaluate, request))
     stats, grads = first.stats, first.grads
     assert stats is not None
-    pairs, extremes = call.metrics(stats, done).stacked()
+    assert stats.entropies is not None
+    pairs, extremes = loss.metrics(stats.entropies, done, request).stacked()
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
         return new() if x is None or not wanted else scatter(x, rows, n).view(given.completion_ids.shape)
@@ -100,7 +103,7 @@ def run(*arguments: Any) -> Results:
     if d_hidden is not None:
         assert first.grad_rows is not None
         d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(given.hidden.shape)
-    recomputes = call.request.engine.recomputes
+    recomputes = request.engine.recomputes
     return Results(
         loss=done.loss,
         logps=per_token(stats.logps),

@@ -7,23 +7,27 @@ for bit. Imported only while something is compiled, since the decorators of `tor
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import name_backend
+from grpo_kernels.base.checks import check_fake
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.logprob import ScoreInputs
-from grpo_kernels.call.ops import linear_logprob as logprob_op
-from grpo_kernels.call.ops import policy_loss as loss_op
+from grpo_kernels.call.loss import LossCall
 from grpo_kernels.call.options import Execution
-from grpo_kernels.call.output import Scores
-from grpo_kernels.engine.engines import TWO_PASS, choose_engine
+from grpo_kernels.call.output import LossOutput, Scores
+from grpo_kernels.call.scores import ScoreCall
+from grpo_kernels.compiled.ops import linear_logprob as logprob_op
+from grpo_kernels.compiled.ops import policy_loss as loss_op
+from grpo_kernels.engine.engines import ONE_PASS, TWO_PASS, choose_engine
 from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.engine.request import Coupling, Situation, Stored
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.objective.checks import check_config
 from grpo_kernels.objective.config import LossConfig, config_of
 from grpo_kernels.objective.measure import metric_names
 from grpo_kernels.objective.metrics import Metrics
@@ -45,7 +49,49 @@ def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     return function(*arguments, **options)
 
 
-def policy_loss(
+def policy_loss(eager: Callable[..., LossOutput], call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
+    """Compute the loss by one op, or by `eager` if a graph cannot hold the call."""
+    check_config(call.config)
+    execution.check()
+    group, ids, mask = execution.sequence_group, call.inputs.completion_ids, call.inputs.completion_mask
+    head, execution = _for_fakes(
+        head,
+        execution,
+        ("completion_ids", ids),
+        ("completion_mask", mask),
+        sequence_group=group,
+        objective=call.objective,
+        reference=head.reference,
+    )
+    if head.is_plain and execution.gather is None and group is None and call.objective is None:
+        return LossOutput(*_policy_loss(call.inputs, head, execution, call.config))
+    return eagerly(eager, call, head, execution)
+
+
+def linear_logprob(eager: Callable[..., Scores], call: ScoreCall, head: LMHead, execution: Execution) -> Scores:
+    """Compute log-probabilities by one op, which has no use for an expectation; or by `eager`."""
+    execution.check()
+    if call.expected is not None and execution.engine == ONE_PASS.name:  # an expectation only buys speed
+        execution = replace(execution, engine="auto")
+    head, execution = _for_fakes(head, execution, ("ids", call.ids), ("mask", call.mask))
+    if head.is_plain and execution.gather is None:
+        return _linear_logprob(call, head, execution)
+    return eagerly(eager, call, head, execution)
+
+
+def _for_fakes(
+    head: LMHead, execution: Execution, ids: tuple[str, Any], mask: tuple[str, Any], **refused: Any
+) -> tuple[LMHead, Execution]:
+    """With fake tensors, check what shapes tell, and leave out what no shape depends on."""
+    if torch.compiler.is_compiling():
+        return head, execution
+    check_fake(
+        head.hidden, head.weight, head.bias, ids, mask, lora=head.lora, process_group=head.process_group, **refused
+    )
+    return replace(head, vocab_size=None), replace(execution, gather=None)
+
+
+def _policy_loss(
     inputs: LossInputs, head: LMHead, execution: Execution, config: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor, Metrics, str, str]:
     """Return the fields of the `LossOutput` of `grpo_loss`, for a head of plain tensors."""
@@ -150,10 +196,10 @@ def _plan_backend(backend: str, device_type: str, dtype: torch.dtype) -> str:
     return name_backend(backend, torch.device(device_type), dtype)[0]
 
 
-def linear_logprob(inputs: ScoreInputs, head: LMHead, execution: Execution) -> Scores:
-    """Do `linear_logprob` for a head of plain tensors; `inputs.expected` is not used."""
-    hidden, weight, bias, temperature = head.hidden, head.weight, head.bias, inputs.temperature
-    ids, mask, outputs, needs_grad = inputs.ids, inputs.mask, inputs.outputs, head.needs_grad()
+def _linear_logprob(call: ScoreCall, head: LMHead, execution: Execution) -> Scores:
+    """Return the scores of `linear_logprob`, for a head of plain tensors."""
+    hidden, weight, bias, temperature = head.hidden, head.weight, head.bias, call.temperature
+    ids, mask, outputs, needs_grad = call.ids, call.mask, call.outputs, head.needs_grad()
     entropy = "entropy" in outputs
     engine, stores = _plan_logprob(needs_grad.hidden, needs_grad.head, entropy, execution.engine)
     temperatures = temperature.detach() if isinstance(temperature, Tensor) else None

@@ -1,6 +1,6 @@
 """The calls as ops for torch.compile and torch.export: opaque, on real tensors, without autograd.
 
-Each runs the code of the eager call (`call/loss.py`, `call/plan.py`, `engine/passes.py`); `call/compiled.py` puts
+Each runs the code of the eager call (`call/loss.py`, `call/plan.py`, `engine/passes.py`); `compiled/calls.py` puts
 autograd around them. Values are checked inside, so that a graph has no branch on them. A tensor that is not wanted
 comes back empty. No argument is written to, and results share no memory.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.call.ops import linear_logprob, policy_loss
+from grpo_kernels.compiled.ops import linear_logprob, policy_loss
 
 SETTINGS = """float? final_logit_softcapping, float logit_scale, str logits_dtype, str engine, str backend,
     int? workspace_bytes, ScalarType dtype, bool[3] wants"""

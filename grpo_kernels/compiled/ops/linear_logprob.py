@@ -15,10 +15,10 @@ from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.checked_head import plan_head
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.logprob import ScoreInputs
-from grpo_kernels.call.ops.results import Empty
 from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import plan_call
+from grpo_kernels.call.scores import ScoreCall
+from grpo_kernels.compiled.ops.results import Empty
 from grpo_kernels.engine.autograd import returned, shape_and_dtype
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
@@ -79,8 +79,8 @@ def run(
     settings, recomputes = Settings(*others), engine_named(Settings(*others).engine).recomputes
     expected = Expectation(None, has_entropy_gradient="entropy" in outputs)
     temperature = settings.temperature if temperatures is None else temperatures
-    inputs = ScoreInputs(mask, temperature, (*outputs,), ids, expected)
-    head, request = plan_call(inputs, settings.head(hidden, weight, bias), settings.execution())
+    call = ScoreCall(mask, temperature, (*outputs,), ids, expected)
+    head, request, _ = plan_call(call, settings.head(hidden, weight, bias), settings.execution())
     rows = request.rows
     first = request.engine.first_pass(head.operands(rows.positions), request)
     new, stats, grads = Empty(hidden, settings.dtype), first.stats, first.grads
@@ -96,7 +96,7 @@ def run(
         max_logit=per_token(stats.max_logit, wanted=recomputes),
         log_sum=per_token(stats.log_sum, wanted=recomputes),
         d_hidden=new() if d_hidden is None else all_rows(d_hidden, rows.positions, ids.numel()).view(hidden.shape),
-        extras=[per_token(stats.extras[name]) for name in inputs.extras],
+        extras=[per_token(stats.extras[name]) for name in call.extras],
     )
 
 

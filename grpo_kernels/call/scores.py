@@ -1,0 +1,129 @@
+"""Calls whose results are numbers of each position, log-probabilities first of all, and their forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import STATISTICS
+from grpo_kernels.base.agreement import described
+from grpo_kernels.base.checks import check_ids, check_mask
+from grpo_kernels.batch.tokens import counted_positions
+from grpo_kernels.call.checked_head import CheckedHead
+from grpo_kernels.call.expected import ExpectedRows, read_expected
+from grpo_kernels.call.options import Execution, described_temperature, inv_temperature
+from grpo_kernels.call.output import Scores
+from grpo_kernels.call.plan import Call, plan_call
+from grpo_kernels.call.within import whole_reference
+from grpo_kernels.engine.autograd import LinearLogprob
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.records import Rows
+from grpo_kernels.engine.request import Request
+from grpo_kernels.head.lm_head import LMHead
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreCall(Call[ExpectedRows, ExpectedRows]):
+    """A call whose results are numbers of each position; by itself, that of `linear_logprob`.
+
+    Others override what is about their ids, and about the gradient that they expect.
+    """
+
+    mask: Tensor | None  # (...)
+    temperature: float | Tensor  # a number, or one per position
+    outputs: tuple[str, ...]
+    ids: Tensor | None  # (...)
+    expected: Any = None  # here `Expected`
+
+    function = "linear_logprob"
+
+    @property
+    def scores_ids(self) -> bool:
+        """True if the ids' log-probabilities are asked for."""
+        return self.ids is not None
+
+    @property
+    def entropy(self) -> bool:
+        """True if the entropy is asked for."""
+        return "entropy" in self.outputs
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The outputs other than the entropy, in their order."""
+        return tuple(name for name in self.outputs if name != "entropy")
+
+    def check(self, head: LMHead, execution: Execution) -> LMHead:
+        """Raise unless the tensors fit each other; return the head as it is."""
+        head.check()
+        self.check_positions(head.hidden)
+        if self.mask is not None:
+            check_mask("mask", self.mask, self.ids_of(head.hidden))
+        return head
+
+    def check_positions(self, hidden: Tensor) -> None:
+        """Raise unless ids and outputs fit the hidden states."""
+        if self.ids is not None:
+            check_ids("ids", self.ids, hidden)
+        unknown = set(self.outputs) - {"entropy", *STATISTICS}
+        if unknown:
+            raise ValueError(f"extras: expected some of {', '.join(STATISTICS)}, got {sorted(unknown)}")
+
+    def ids_of(self, hidden: Tensor) -> Tensor:
+        """Return the ids, or zeros in their place for the positions of hidden states (..., H)."""
+        if self.ids is not None:
+            return self.ids
+        return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
+
+    def read(self, planned: CheckedHead) -> tuple[Rows, ExpectedRows]:
+        """Return the rows, and the gradient that is expected of them."""
+        ids, dtype = self.ids_of(planned.head.hidden), planned.plan.accumulator
+        positions = counted_positions("mask", self.mask, ids)
+        inverse = inv_temperature(self.temperature, ids, positions, dtype)
+        rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
+        expected = self.expectation(planned.head.hidden, positions, dtype)
+        return rows, replace(expected, is_captured=device_of(positions.device).is_capturing())
+
+    def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
+        """Return the gradient that is expected at `positions` (n,)."""
+        return read_expected(self.expected, self.ids_of(hidden), positions, dtype, entropy=self.entropy)
+
+    def asked(self, rows: Rows) -> dict[str, Any]:
+        """Return what is asked for, by name."""
+        return {"entropy": self.entropy, "extras": self.extras, "ids": rows.ids}
+
+    def described(self, planned: CheckedHead, rows: Rows, read: ExpectedRows) -> dict[str, Any]:
+        """Return the values that must be equal on all ranks of a divided head."""
+        return {
+            "hidden": described(planned.head.hidden),
+            "mask": rows.positions,
+            **self.asked(rows),
+            **read.described(),
+            **described_temperature(self.temperature, rows.inv_temperature),
+        }
+
+    def gradient(self, planned: CheckedHead, read: ExpectedRows) -> ExpectedRows:
+        """Return what has been read."""
+        return read
+
+
+def score(call: ScoreCall, head: LMHead, execution: Execution) -> Scores:
+    """Plan the call, run one forward, and return the results in the shape of the positions.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
+    """
+    with whole_reference(head) as whole:
+        return scored(call, *plan_call(call, whole, execution)[:2])
+
+
+def scored(call: ScoreCall, head: LMHead, request: Request) -> Scores:
+    """Run one forward of a planned call."""
+    operands = head.operands(request.rows.positions)
+    logps, entropies, divergence, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
+    results = {"logps": logps if call.scores_ids else None, "entropies": entropies, "divergence": divergence}
+    results |= dict(zip(request.extras, extras, strict=True))
+    shape = head.hidden.shape[:-1]
+    return Scores(**{name: x.view(shape) for name, x in results.items() if x is not None})
