@@ -41,6 +41,31 @@ from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 class PolicyObjective:
     """The built-in losses.
 
+    `evaluate` computes the loss below and its gradient, as one number per token. The code is for the loss types "grpo",
+    "bnpo", "dapo" and "dr_grpo" with the estimator k3 and without the off-policy mask; tensors are (B, T), of all
+    tokens, and `advantages` are (B, 1) or (B, T)::
+
+        def plain_loss(config, mask, logps, entropies, advantages, old=None, ref=None, importance_ratio=1.0):
+            lengths, sequences = mask.sum(1, keepdim=True).clamp(min=1), len(mask)
+            old = logps.detach() if old is None else old
+            log_ratio = torch.where(mask, logps - old, 0.0)
+            if config.importance_sampling_level == "sequence":
+                log_ratio = (log_ratio.sum(1, keepdim=True) / lengths).expand_as(mask)
+            ratio = log_ratio.exp()
+            free = ratio if config.delta is None else ratio.clamp(max=config.delta)
+            bounded = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
+            policy = -torch.min(free * advantages, bounded * advantages) * importance_ratio
+            keep = mask & (entropies >= torch.quantile(entropies[mask], 1 - config.top_entropy_quantile))
+            per_token = torch.where(keep, policy, 0.0)
+            if config.beta != 0:
+                kl = torch.exp(ref - logps) - (ref - logps) - 1
+                per_token = per_token + config.beta * (kl * ratio if config.use_bias_correction_kl else kl)
+            count = {"grpo": lengths * sequences, "dr_grpo": sequences * config.max_completion_length}
+            count = count.get(config.loss_type, mask.sum())  # "bnpo", "dapo"
+            return (per_token / count)[mask].sum() - config.entropy_coef * entropies[keep].mean()
+
+    `tests/objective/test_plain_loss.py` runs this code and compares.
+
     Args:
         config: the loss.
         tokens: the tokens that count.
