@@ -6,10 +6,10 @@ On-policy distillation (https://arxiv.org/abs/2306.13649) moves a student toward
     forward_kl    D = KL(q || p)
     jsd           D = (1 - beta) KL(p || m) + beta KL(q || m)           m = (1 - beta) p + beta q
 
-Both heads' logits of a chunk of rows are in memory once. The gradient of D, which is linear in the upstream gradient,
-is computed on them for the expected one, and scaled in the backward. Products: 8NVH with a head that trains (TRL's
-kernel: 12, and 16 for "jsd" with 0 < beta < 1), 6 with a frozen one, 4 without gradients. How the sums are written so
-that nothing cancels where p and q nearly agree: `grpo_kernels.backends.divergence`.
+Both heads' logits of a chunk of rows are computed once. The gradient of D, which is linear in the upstream gradient, is
+computed from them for the expected one, and scaled in the backward. So each row takes two products for the logits, and
+one each for d hidden and d weight. `grpo_kernels.backends.divergence` says how the sums are written so that nothing
+cancels where p and q nearly agree.
 """
 
 from __future__ import annotations
@@ -59,17 +59,18 @@ def linear_divergence(
 
     Args:
         hidden, head, mask: (..., H), the student's head and (...), as in `linear_logprob`.
-        teacher_hidden: (..., H'), the teacher's, at the same positions. H' may differ from H.
-        teacher_head: the teacher's: a weight (V', H'), a `Head` without adapter, or a module without active adapters,
-            which is gathered for this call if FSDP2 or ZeRO-3 has divided it: all ranks that share it must then make
-            the call. V' may differ from V, and the heads' ``vocab_size``: both distributions are then over the ids that
-            both heads have, the first ones, alone. A process group divides both heads, into the same ids on each rank;
-            its ranks do not see whole heads, so that both must have the same number of ids, or the same ``vocab_size``.
+        teacher_hidden: (..., H'), the teacher's hidden states at the same positions. H' may differ from H.
+        teacher_head: the teacher's head: a weight (V', H'), a `Head` without adapter, or a module without active
+            adapters, which is gathered for this call if FSDP2 or ZeRO-3 has divided it: all ranks that share it must
+            then make the call. V' may differ from V, and the heads' ``vocab_size``: both distributions are then over
+            the ids that both heads have, the first ones, alone. A process group divides both heads, into the same ids
+            on each rank; its ranks do not see whole heads, so that both must have the same number of ids, or the same
+            ``vocab_size``.
         divergence: ``"reverse_kl"``, ``"forward_kl"`` or ``"jsd"``.
         beta: for ``"jsd"``: TRL's beta, in [0, 1], by default 0.5; 0 is the forward and 1 the reverse KL.
         temperature: a number, or one per position.
-        entropy: whether to compute that of the student's distribution.
-        ids: (...) whose log-probabilities under the student to compute; None: none.
+        entropy: True to compute the entropy of the student's distribution.
+        ids: (...) tokens whose log-probabilities under the student to compute; None: none.
         expected: the upstream gradient of each divergence, up to one common factor; None: the same for all, as from a
             sum or a mean. Where it is right, it saves the recomputation; the gradient is exact in any case. With `ids`
             it may be a pair, of the divergences and of the log-probabilities. It may also be an `Expectation`, which

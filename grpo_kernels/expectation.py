@@ -1,7 +1,8 @@
 """Expected gradient of a policy loss in the log-probabilities, for a trainer that computes its own loss.
 
-`linear_logprob(..., expected=policy_expectation(...))` gives such a trainer the one-pass engine. The expectation does
-not have to be right: it only decides how much is recomputed.
+With `linear_logprob(..., expected=policy_expectation(...))` such a trainer takes one pass: the gradient is computed
+from the same logits as the log-probabilities. The expectation does not have to be right; it only decides how much is
+recomputed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def policy_expectation(
 ) -> Expectation:
     """Return the expected gradient for ids of shape (B, T); arguments as in `grpo_loss`.
 
-    With ``kl_estimator="full"`` pass it to `linear_divergence`: the KL term is made of its divergences.
+    With ``kl_estimator="full"`` pass it to `linear_divergence`, whose divergences are the KL term.
 
     If the trainer computes the importance sampling ratio from the log-probabilities of the call to come, say so in the
     config (``vllm_importance_sampling_correction``) and pass `sampling_per_token_logps`.

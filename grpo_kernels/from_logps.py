@@ -1,7 +1,8 @@
 """The loss of a config, or a custom objective, on log-probabilities that come from elsewhere.
 
-`grpo_loss` scores and differentiates in one go, which saves a product. This is the same loss on log-probabilities that
-were made elsewhere: over kept sets (`linear_logprob` with `kept_ids`), or by a model's own head.
+`grpo_loss` scores and differentiates in one pass, which saves a product. This is the same loss on log-probabilities
+from elsewhere: over kept sets (the ids that a truncating sampler did not cut: `linear_logprob` with `kept_ids`), or by
+a model's own head.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def policy_loss_from_logps(
     Args:
         logps, entropies: (B, T), or packed (N,), floating, the policy's, with their graph; values at masked positions
             are never read. The loss is computed in fp32 (fp64 if `logps` is fp64).
-        the others: as in `grpo_loss`. The config's `temperature` has no effect: it is in `logps`
-            already. Old, reference and sampling log-probabilities must be made like `logps`, over the same kept sets.
+        the others: as in `grpo_loss`. The config's `temperature` has no effect: it is in `logps` already. Old,
+            reference and sampling log-probabilities must be computed like `logps`, over the same kept sets.
 
     Returns:
         `LossOutput`, its `engine` ``"given"`` and its `backend` ``"torch"``; ``rows/gradient`` is the share of the

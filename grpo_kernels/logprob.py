@@ -1,6 +1,6 @@
 """Log-probabilities and entropies straight from hidden states, both differentiable, for other losses to build on.
 
-If the upstream gradient is expected, d hidden and d weight are computed in the forward, on logits that are there
+With an expected upstream gradient, d hidden and d weight are computed in the forward, from logits that are there
 anyway. The backward finds the scale c between the expected gradient and the one that came, and recomputes only the rows
 where they do not fit. So the gradient is always exact, and a right expectation saves the recomputation.
 
@@ -8,13 +8,13 @@ where they do not fit. So the gradient is always exact, and a right expectation 
 the ids that it did not cut. The policy trained on y has the same support only if its own log-probabilities are taken
 over S too (https://arxiv.org/abs/2512.02556, keep sampling mask)::
 
-    logp = z_y - log sum_{j in S} exp z_j        d logp / d z_j = 1[j = y] - p_j        j in S
+    logp = z_y - log sum_{j in S} exp z_j
 
-Only the head's rows of S are read: they are gathered for some positions at a time and multiplied with those positions'
-hidden states. With N positions of K ids, a product is 2NKH floating point operations: one forward, one for d hidden,
-one for d weight; with an adapter of rank r on the head 2NK(H + r). Positions are sorted by falling size of their sets,
-so that short sets get little padding. An id that is alone in its set has log-probability 0 whatever its logit is, and
-costs nothing.
+Only the head's rows of S are read. They are gathered for some positions at a time and multiplied with the hidden states
+of these positions. There are three products: one in the forward, one for d hidden, one for d weight. With N positions
+of K ids each takes 2NKH floating point operations; with an adapter of rank r on the head 2NK(H + r). Positions are
+sorted by falling size of their sets, so that short sets get little padding. An id that is alone in its set has
+log-probability 0 whatever its logit is, and costs nothing.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def linear_logprob(
     Args:
         hidden: (..., H) hidden states, aligned with `ids`: the library never shifts.
         head: a weight (V, H), a `Head`, or the model's head module.
-        ids: (...) integers; read only where the mask counts.
+        ids: (...) integers, the tokens to score; read only where the mask counts. (A loss calls them `completion_ids`,
+            and their mask `completion_mask`.)
         mask: (...) bool, int or float; non-zero counts, NaN is refused. None: every position counts.
         temperature: a number, or one per position, shaped like `ids`; a constant, without gradient.
-        entropy: whether to compute the entropy at all. With `kept_ids` it is over the set; ``"full"``: over the whole
-            vocabulary, 2NVH floating point operations more.
+        entropy: False to leave out the entropy. With `kept_ids` it is over the set; ``"full"``: over the whole
+            vocabulary, for one more product with the head.
         extras: further results of the same pass, without gradient: ``"log_sum_sq_probs"``, ``"mean_logits"``,
             ``"is_top1"``, see `Scores`. Not with `kept_ids`.
         expected: the upstream gradient that will arrive, up to one common factor: a = d loss / d logp shaped like
@@ -77,15 +78,17 @@ def linear_logprob(
 
         The sampler:
 
-        kept_ids: the sets of a truncating sampler: `KeptIds`; or (..., K) signed integers, the ids that it kept, padded
-            with -1. They are read only where the mask counts. Their order does not matter, and a repeated id counts
-            once. Operands are used as stored (under autocast rounded to its dtype), products are fp32. Of the
-            vocabulary's size there is only the accumulator for the gradient of a weight that trains: V x H in fp32
-            (fp64), once per backward (and V for the bias). Besides the workspace, 8 bytes for each (position, kept id)
-            stay from forward to backward (12 in fp64). The host reads the sizes of the sets. Under torch.compile the
-            graph breaks. With a divided head the sets, too, are the same on every rank.
-        without_set: ``"error"``: each set must hold the sampled id. ``"full"``: a position whose set is empty, or lacks
-            the sampled id, is scored over the whole vocabulary, as in prime-rl, and costs as without sets.
+        kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k, top-p, min-p) did not
+            cut: `KeptIds`; or (..., K) signed integers padded with -1. They are read only where the mask counts. Their
+            order does not matter, and a repeated id counts once. Operands are used as stored (under autocast rounded to
+            its dtype), products are fp32. Of the vocabulary's size there is only the accumulator for the gradient of a
+            weight that trains: V x H in fp32 (fp64), once per backward (and V for the bias). Besides the workspace, 8
+            bytes for each (position, kept id) stay from forward to backward (12 in fp64). The host reads the sizes of
+            the sets. Under torch.compile the graph breaks. With a divided head the sets, too, are the same on every
+            rank.
+        without_set: treatment of a position without a set. ``"error"``: each set must hold the sampled id. ``"full"``:
+            a position whose set is empty, or lacks the sampled id, is scored over the whole vocabulary, as in prime-rl,
+            and costs as without sets.
 
         How it is computed:
 

@@ -84,8 +84,10 @@ def grpo_loss(
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
 
-    Values at masked positions are never read, in any argument. Hidden states, weight, bias and adapter get exact
-    gradients, all other arguments are constants; a batch without a counted token gives an attached loss of 0.
+    Losses name the policy's tokens as TRL does, `completion_ids` and `completion_mask`; scores, which take any tokens,
+    call them `ids` and `mask`. Values at masked positions are never read, in any argument. Hidden states, weight, bias
+    and adapter get exact gradients, all other arguments are constants; a batch without a counted token gives an
+    attached loss of 0.
 
     Args:
         hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids` (aligned: nothing is
@@ -98,8 +100,9 @@ def grpo_loss(
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token; in a packed batch with N = B, one per
             sequence.
         config: default `LossConfig()`.
-        objective: a per-token loss of your own in place of all of the config's terms, see `TokenInputs`; of `config`
-            only the normaliser and `temperature` then apply. Breaks the graph of torch.compile.
+        objective: a per-token loss of your own in place of all of the config's terms (surrogate, KL term, masks,
+            entropy bonus), see `TokenInputs`; of `config` only the normaliser and `temperature` then apply. Breaks the
+            graph of torch.compile.
 
         Policy terms:
 
@@ -109,9 +112,9 @@ def grpo_loss(
             ``config.kl_estimator`` is not ``"full"``.
         reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, constants, for the KL term over
             the whole vocabulary; needed if ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. Its head
-            is a weight (V, H'), a `Head` or a module, for the ids of the policy's; H' may differ from H. It costs
-            2 N V H' floating point operations, and a second chunk of logits within the same workspace. Breaks the graph
-            of torch.compile.
+            is a weight (V, H'), a `Head` or a module, for the ids of the policy's; H' may differ from H. It costs one
+            more product with a head, and a second chunk of logits within the same workspace. Breaks the graph of
+            torch.compile.
         num_items_in_batch: a number, or a tensor (): normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted
             tokens of the whole batch, over accumulation steps and ranks, divided by the number of ranks where gradients
             are averaged over them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types, and
@@ -125,9 +128,11 @@ def grpo_loss(
             forward beforehand. NaN: the sampler could not score the token, whose difference then counts as 0.
         importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term that corrects for
             the sampler; part of the weight w of ``"vespo"``; not used by ``"gmpo"``.
-        kept_ids, without_set: the ids that a truncating sampler (top-k, top-p, min-p) kept at each position, as in
-            `linear_logprob`: log-probabilities and entropies are taken over these sets, at the cost of the sets. The
-            old, reference and sampling log-probabilities must be, too. Breaks the graph of torch.compile.
+        kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k, top-p, min-p) did not
+            cut, as in `linear_logprob`. Log-probabilities and entropies are taken over these sets, at the cost of the
+            sets. The old, reference and sampling log-probabilities must be, too. Breaks the graph of torch.compile.
+        without_set: treatment of a position whose set is empty or lacks the sampled id: ``"error"`` refuses it,
+            ``"full"`` scores it over the whole vocabulary.
 
         Packed and distributed sequences:
 

@@ -9,8 +9,8 @@ p_r = 1 - sum_k p_k what is left for the other ids, the tail::
     reverse_kl with a tail   D = sum_k p_k log(p_k / q_k) + p_r log(p_r / q_r)
 
 With a tail D is a divergence of two distributions over K + 1 outcomes: never negative, and 0 only where they agree.
-Without one the forward KL has no such bound. The logits of a chunk of rows are in memory once, and the gradient of D is
-computed on them. Products: 6NVH with a head that trains, 4 with a frozen one, 2 without gradients, whatever K is.
+Without one the forward KL has no such bound. The logits of a chunk of rows are computed once, and the gradient of D
+from them: the products of one head in one pass, whatever K is.
 """
 
 from __future__ import annotations

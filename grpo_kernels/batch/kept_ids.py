@@ -1,4 +1,4 @@
-"""The ids that a truncating sampler kept at each position, as one list with bounds."""
+"""Kept sets, the ids that a truncating sampler (top-k, top-p, min-p) did not cut at each position, as one list."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """The kept ids of N positions, those of position i in ``ids[offsets[i] : offsets[i + 1]]`` (CSR).
+    """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) did not cut there.
 
-    The positions are those of the call's `ids` argument, flattened. Within a position the order does not matter, a
+    The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Positions are those of the call's `ids` (or
+    `completion_ids`), flattened. Within a position the order does not matter, a
     repeated id counts once, and -1 is padding. A position without ids has no set.
 
     Args:

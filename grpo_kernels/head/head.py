@@ -23,8 +23,9 @@ class Head:
     """A language model's head: its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))`` with
     ``softcap(x) = cap * tanh(x / cap)``.
 
-    Every call takes one in its second place, for the policy, a reference or a teacher. A plain weight, or the model's
-    own module, may stand there instead: it means ``Head(weight)``.
+    Every call takes one in its second place, and for the second model that some calls compare with: a KL term's
+    reference, distillation's teacher. A plain weight, or the model's own module, may stand there instead: it means
+    ``Head(weight)``.
 
     Args:
         weight: (V, H). Or the head's module: an ``nn.Linear``, or PEFT's LoRA layer around one. The call then reads its

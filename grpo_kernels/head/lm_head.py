@@ -36,7 +36,7 @@ _OF_HEAD = [x.name for x in fields(Head)]
 
 @dataclass(frozen=True, eq=False)
 class LMHead(Head):
-    """A `Head` in a call: with the hidden states that it projects, and the head that its logits are compared with."""
+    """A `Head` in a call: with the hidden states that it projects, and the second head, a reference or teacher."""
 
     hidden: Tensor = field(kw_only=True)  # (..., H)
     reference: OtherHead | None = field(default=None, kw_only=True)  # divided over the ranks as `weight` is

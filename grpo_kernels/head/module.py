@@ -60,7 +60,7 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
 
 @contextmanager
 def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the whole weight and bias of a head that does not train here, such as a teacher's.
+    """Yield the whole weight and bias of a head that does not train here: the second head of a call.
 
     Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a
     copy of its own: a backward that has kept it gathers nothing. A head that is `sharded` over a process group is not

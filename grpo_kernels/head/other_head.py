@@ -1,4 +1,9 @@
-"""The head of another model, a reference or a teacher, whose distributions the policy's are compared with."""
+"""The second head of a call: that of another model, whose distributions the policy's are compared with.
+
+A reference and a teacher are one thing. A KL term calls the second head a reference (argument `reference`),
+distillation calls it a teacher (`teacher_hidden`, `teacher_head`); only the names in errors differ. `LMHead.reference`
+holds it, and the engines call its tensors the teacher's.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,13 @@ from grpo_kernels.head.head import Head
 
 @dataclass(frozen=True, eq=False)
 class OtherHead:
-    """Another model's hidden states and head, as constants.
+    """The hidden states and head of the other model, as constants.
 
     Attributes:
         hidden: (..., H'), at the positions of the policy's hidden states; H' may differ from H.
         head: a `Head`, a weight (V, H') or a module, for the ids of the policy's head; of a sharded head this rank's
             rows.
-        prefix: that of the names in errors, such as ``"teacher_"``.
+        prefix: prefix of the names in errors, ``"teacher_"`` or ``"reference."``.
     """
 
     hidden: Tensor

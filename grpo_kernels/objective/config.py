@@ -49,12 +49,13 @@ class LossConfig:
     """The loss, as TRL's ``GRPOConfig`` names it.
 
     Args:
-        loss_type: per-token surrogate and normaliser, one of ``"grpo"`` (https://arxiv.org/abs/2402.03300), ``"bnpo"``,
-            ``"dr_grpo"`` (https://arxiv.org/abs/2503.20783), ``"dapo"`` (https://arxiv.org/abs/2503.14476), ``"cispo"``
-            (https://arxiv.org/abs/2506.13585), ``"sapo"`` (https://arxiv.org/abs/2511.20347), ``"luspo"``
-            (https://arxiv.org/abs/2602.05261), ``"vespo"`` (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"``
-            (https://arxiv.org/abs/2507.20673; its ratio is always per sequence, its top-entropy mask chooses the tokens
-            of that ratio, and neither off-policy mask nor importance sampling ratio applies to it).
+        loss_type: surrogate (the policy term of a token's loss) and normaliser, one of ``"grpo"``
+            (https://arxiv.org/abs/2402.03300), ``"bnpo"``, ``"dr_grpo"`` (https://arxiv.org/abs/2503.20783), ``"dapo"``
+            (https://arxiv.org/abs/2503.14476), ``"cispo"`` (https://arxiv.org/abs/2506.13585), ``"sapo"``
+            (https://arxiv.org/abs/2511.20347), ``"luspo"`` (https://arxiv.org/abs/2602.05261), ``"vespo"``
+            (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"`` (https://arxiv.org/abs/2507.20673; its ratio is
+            always per sequence, its top-entropy mask chooses the tokens of that ratio, and neither off-policy mask nor
+            importance sampling ratio applies to it).
         importance_sampling_level: ``"token"``: one ratio per token; ``"sequence"``: the ratio is exp of the sequence's
             mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
         epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None`` means ``epsilon``.

@@ -126,7 +126,7 @@ class CustomObjective:
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
-        """True if the loss depends on the entropies: False if ``uses_entropies`` is, else found by a call on zeros."""
+        """True if the loss depends on the entropies, as a call on zeros shows; False if ``uses_entropies`` is False."""
         if getattr(self.function, "uses_entropies", True) is False:
             return False
         nothing = torch.zeros_like(self.tokens.advantages)

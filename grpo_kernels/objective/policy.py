@@ -1,7 +1,7 @@
 """The policy loss on per-token log-probabilities and entropies: the specification of what every engine computes.
 
-With A the advantage, m the mask (only counted tokens get here), w the weight of `normaliser`, surrogate and KL those of
-`formulas`::
+With A the advantage, m the mask (only counted tokens get here), w the weight of `normaliser`, and the surrogates (the
+policy term of a token's loss) and KL estimators of `formulas`::
 
     R_t    = logp_t - old_t                        token level
            = mean over the sequence of that        sequence level (some loss types have their own R: `losses`)
@@ -10,11 +10,11 @@ With A the advantage, m the mask (only counted tokens get here), w the weight of
 
 keep_t is the off-policy and the top-entropy mask (token_masks.py), is_t the importance sampling ratio, given or made
 here (sampler_correction.py); neither touches the KL term.
-The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t (and c_t = d loss / d D_t
-= w_t beta, where KL_t is the divergence from a reference head, over the vocabulary), and is written out here:
-``a_t = sum_s w_s * dl_s/dlogp_t``, where s is t alone, or every token of its sequence if they share R. Without old
-logps the current ones are used, held constant, so that R is 0; but a log-probability that is not finite, of a token
-which the policy cannot have sampled, makes the loss NaN.
+The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t. If KL_t is a divergence
+over the vocabulary, from a second head, there is a third, c_t = d loss / d D_t = w_t beta. The derivative is written
+out here: ``a_t = sum_s w_s * dl_s/dlogp_t``, where s is t alone, or every token of its sequence if they share R.
+Without old logps the current ones are used, held constant, so that R is 0; but a log-probability that is not finite, of
+a token which the policy cannot have sampled, makes the loss NaN.
 
 The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and k2 are ours).
 """
@@ -40,6 +40,31 @@ from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 class PolicyObjective:
     """The built-in losses.
+
+    `evaluate` computes the loss below and its gradient, as one number per token. The code is for the loss types "grpo",
+    "bnpo", "dapo" and "dr_grpo" with the estimator k3 and without the off-policy mask; tensors are (B, T), of all
+    tokens, and `advantages` are (B, 1) or (B, T)::
+
+        def plain_loss(config, mask, logps, entropies, advantages, old=None, ref=None, importance_ratio=1.0):
+            lengths, sequences = mask.sum(1, keepdim=True).clamp(min=1), len(mask)
+            old = logps.detach() if old is None else old
+            log_ratio = torch.where(mask, logps - old, 0.0)
+            if config.importance_sampling_level == "sequence":
+                log_ratio = (log_ratio.sum(1, keepdim=True) / lengths).expand_as(mask)
+            ratio = log_ratio.exp()
+            free = ratio if config.delta is None else ratio.clamp(max=config.delta)
+            bounded = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
+            policy = -torch.min(free * advantages, bounded * advantages) * importance_ratio
+            keep = mask & (entropies >= torch.quantile(entropies[mask], 1 - config.top_entropy_quantile))
+            per_token = torch.where(keep, policy, 0.0)
+            if config.beta != 0:
+                kl = torch.exp(ref - logps) - (ref - logps) - 1
+                per_token = per_token + config.beta * (kl * ratio if config.use_bias_correction_kl else kl)
+            count = {"grpo": lengths * sequences, "dr_grpo": sequences * config.max_completion_length}
+            count = count.get(config.loss_type, mask.sum())  # "bnpo", "dapo"
+            return (per_token / count)[mask].sum() - config.entropy_coef * entropies[keep].mean()
+
+    `tests/objective/test_plain_loss.py` runs this code and compares.
 
     Args:
         config: the loss.
@@ -151,7 +176,7 @@ class PolicyObjective:
         return Evaluation(loss, Coefficients(terms["d_logp"], d_entropy, self._d_divergence), policy_loss, found)
 
     def evaluate(self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
-        """The loss and its gradient at `logps`, `entropies` and, from a reference head, `divergences`, (n,) each."""
+        """The loss and its gradient at `logps`, `entropies` and, from a second head, `divergences`, (n,) each."""
         keep_entropy = keep_high_entropy(self.config, self.tokens, entropies)
         loss, d_logp, terms = self._per_token(logps, keep_entropy, divergences)
         policy_loss = (self.weights * loss).sum()

@@ -28,7 +28,7 @@ class Coefficients(NamedTuple):
 
     d_logp: Tensor | None = None  # d loss / d log-probability
     d_entropy: Tensor | None = None  # d loss / d entropy
-    d_divergence: Tensor | None = None  # d loss / d divergence from a teacher
+    d_divergence: Tensor | None = None  # d loss / d divergence from a second head (reference or teacher)
 
 
 NO_COEFFICIENTS = Coefficients()
@@ -40,7 +40,7 @@ class TokenLoss:
 
     surrogate: str  # one of `formulas.SURROGATES`
     constants: tuple[float, ...]  # the surrogate's own, in its order
-    kl: str | None  # one of `formulas.ESTIMATORS`, or "full" with a teacher; None without a KL term
+    kl: str | None  # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
     corrects_kl: bool  # the estimate is multiplied by exp(R)
     advantages: Tensor | None  # A; None on-policy
     d_logps: Tensor | None  # only on-policy: the policy term's derivative, weight and gate included
