@@ -26,8 +26,8 @@ from grpo_kernels.call.logprob import ScoreInputs, score
 from grpo_kernels.call.options import Execution, check_run
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import PositionInputs, check_call
-from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
 from grpo_kernels.engine.records import Operands, Rows
+from grpo_kernels.engine.special.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
 from grpo_kernels.head.lm_head import LMHead
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster

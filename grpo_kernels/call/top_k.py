@@ -14,7 +14,7 @@ from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, even_or_given
 from grpo_kernels.call.plan import PositionInputs, no_ids
 from grpo_kernels.engine.records import Rows
-from grpo_kernels.engine.top_k import Measure, TopKTeacher
+from grpo_kernels.engine.special.top_k import Measure, TopKTeacher
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.token_loss.record import Coefficients
 
