@@ -37,9 +37,10 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.triton_rows import INTERPRETED, configs, dot, fused, grad, stats
+from grpo_kernels.backends.triton_rows import configs, dot, fused, grad, stats
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, family
 from grpo_kernels.backends.triton_rows.device import arch_of
+from grpo_kernels.backends.triton_rows.rows import INTERPRETED
 from grpo_kernels.token_loss.record import TokenLoss
 
 Entry = dict[str, Any]

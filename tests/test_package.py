@@ -77,7 +77,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def folder(path: Path) -> str:
-    """grpo_kernels/engine/plan.py -> engine; of the files at the top, as `FILES_OF` says."""
+    """grpo_kernels/engine/sweep.py -> engine; of the files at the top, as `FILES_OF` says."""
     first, *more = path.relative_to(ROOT).parts
     if more:
         return first

@@ -14,13 +14,11 @@ If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes th
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 
 import torch
 
-from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
-from grpo_kernels.backends.torch_rows import TorchRows
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.backends.interface import Backend, LogitTransform, RowBackend, RowStats
 from grpo_kernels.base.choices import BackendName, choices
 
 NAMES = choices(BackendName)  # names that calls take
@@ -45,101 +43,33 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
         ValueError: no backend of that name, or one that cannot serve here.
     """
     chosen, reason = name_backend(name, device, dtype)
-    return _backend(chosen), reason
+    return _loaded(chosen), reason
 
 
 def name_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
     """Do as `choose_backend`, but return the backend's name, one of `BACKENDS`, and the reason."""
     check_backend(name)
-    wanted = ("cpp" if device.type == "cpu" else "triton") if name == "auto" else name
-    refusal = _refusal(wanted, device, dtype, asked_for=name == wanted)
-    if refusal is None:
-        return wanted, "asked for" if name == wanted else _reason(wanted, device)
-    if name == wanted:
-        raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
-    if wanted == "cpp" or refusal == _cannot_launch(device):
-        place, better = ("CPU", "C++") if wanted == "cpp" else ("GPU", "Triton's kernels")
-        warn_once(
-            f"on the {place}, losses and log-probabilities run in torch operations, slower than in {better} "
-            f'(backend="torch" asks for this without a warning): {refusal}',
-            RuntimeWarning,
-        )
-    return "torch", f"not {wanted}: {refusal}"
+    if name != "auto":
+        refusal = _backend(name).refusal(device, dtype, asked_for=True)
+        if refusal is not None:
+            raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
+        return name, "asked for"
+    preferred = next((x for x in BACKENDS if _backend(x).prefers(device)), "torch")
+    refusal = _backend(preferred).refusal(device, dtype, asked_for=False)
+    if refusal is not None:
+        return "torch", f"not {preferred}: {refusal}"
+    return preferred, _backend(preferred).reason(device)
 
 
-def _reason(chosen: str, device: torch.device) -> str:
-    """Reason why "auto" chose `chosen`."""
-    if chosen == "triton":
-        return f"{device.type} tensors and Triton is installed"
-    from grpo_kernels.backends.cpp_rows.build import load
-
-    return f"CPU tensors; library {load().origin}"
-
-
-def _refusal(name: str, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-    """Reason why the backend cannot serve, or None. "auto" is refused where only an interpreter could serve."""
-    if name == "torch":
-        return None
-    if name == "cpp":
-        return _cpp_refusal(device)
-    if name == "triton":
-        return _triton_refusal(device, dtype, interpreted=asked_for)
-    raise NotImplementedError(f"backend: {name!r} does not say where it serves")
-
-
-def _cpp_refusal(device: torch.device) -> str | None:
-    """Reason why the C++ kernels cannot run, or None; they are found, built and loaded here."""
-    if device.type != "cpu":
-        return f"it serves CPU tensors, and these are {device.type} tensors"
-    from grpo_kernels.backends.cpp_rows.build import load  # not at import: only where it is wanted
-
-    library = load()
-    if library.warning:
-        warn_once(library.warning, RuntimeWarning)
-    return library.refusal
-
-
-def _triton_refusal(device: torch.device, dtype: torch.dtype, *, interpreted: bool) -> str | None:
-    """Reason why the Triton kernels cannot run, or None. `interpreted`: Triton's interpreter may serve on a CPU."""
-    if dtype == torch.float64:
-        return "its kernels compute in float32, and these inputs ask for float64"
-    if device.type != "cuda" and not interpreted:
-        return f"it serves GPUs, and these are {device.type} tensors"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if device.type != "cuda" and not _is_interpreted():
-        return f"it needs a GPU, or TRITON_INTERPRET=1 before Triton is imported, and these are {device.type} tensors"
-    return _cannot_launch(device)
-
-
-def _cannot_launch(device: torch.device) -> str | None:
-    """Return why Triton, which is installed, can launch nothing on a GPU; None if it can."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None or _is_interpreted():
-        return None
-    from grpo_kernels.backends.triton_rows.device import launch_trouble
-
-    return launch_trouble()
-
-
-def _is_interpreted() -> bool:
-    from grpo_kernels.backends.triton_rows import INTERPRETED
-
-    return INTERPRETED
+def _backend(name: str) -> Backend:
+    """Return the backend called `name`, one of `BACKENDS`, whose module is imported here."""
+    backend: Backend = importlib.import_module(f"{__name__}.{name}_rows").BACKEND
+    return backend
 
 
 @functools.cache
-def _backend(name: str) -> RowBackend:
-    if name == "torch":
-        return TorchRows()
-    if name == "cpp":
-        from grpo_kernels.backends.cpp_rows import CppRows
-
-        return CppRows()
-    if name == "triton":
-        from grpo_kernels.backends.triton_rows import TritonRows  # not at import: only this needs Triton
-
-        return TritonRows()
-    raise NotImplementedError(f"backend: {name!r} has no class")
+def _loaded(name: str) -> RowBackend:
+    return _backend(name).load()
 
 
 __all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "check_backend", "choose_backend", "name_backend"]

@@ -8,10 +8,47 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import Extra, choices
 from grpo_kernels.token_loss.record import TokenLoss
 
 STATISTICS = choices(Extra)
+
+
+class Backend(Protocol):
+    """A row backend before it is loaded: where it serves, and why not elsewhere.
+
+    The backend that `BackendName` calls x is `BACKEND` in the module ``backends.x_rows``. Importing the module compiles
+    nothing, and imports no package that may be missing.
+    """
+
+    def prefers(self, device: torch.device) -> bool:
+        """Return True if "auto" takes this backend for tensors on `device`, unless it refuses."""
+        ...
+
+    def reason(self, device: torch.device) -> str:
+        """Return the reason why "auto" takes it, in words."""
+        ...
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
+        """Return the reason why this backend cannot serve logits of `dtype` on `device`, in words; None if it can.
+
+        Unless it was `asked_for` by name, warn of a reason that the user can remove (`warn_of_torch`).
+        """
+        ...
+
+    def load(self) -> RowBackend:
+        """Return the row work; called only where there is no `refusal`."""
+        ...
+
+
+def warn_of_torch(place: str, better: str, refusal: str) -> None:
+    """Warn, once, that torch does the row work on the `place`, slower than in `better`, and why."""
+    warn_once(
+        f"on the {place}, losses and log-probabilities run in torch operations, slower than in {better} "
+        f'(backend="torch" asks for this without a warning): {refusal}',
+        RuntimeWarning,
+    )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.divergence import terms_of
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.backends.interface import (
+    Backend,
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+    Teacher,
+)
 from grpo_kernels.base.records import take
 
 BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
@@ -29,6 +37,25 @@ LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
 TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
 LOWEST = -1e4  # its exponential is 0 in every dtype, and 0 * LOWEST is 0, which 0 * -inf is not
+
+
+class Torch(Backend):
+    """Serves anywhere; "auto" takes it where no other backend serves."""
+
+    def prefers(self, device: torch.device) -> bool:
+        return False
+
+    def reason(self, device: torch.device) -> str:
+        return f"no other backend is for {device.type} tensors"
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> None:
+        return None
+
+    def load(self) -> RowBackend:
+        return TorchRows()
+
+
+BACKEND = Torch()
 
 
 class TorchRows:

@@ -14,7 +14,7 @@ from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, even_or_given
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.engine.records import Rows
-from grpo_kernels.engine.top_k import Measure, TopKTeacher
+from grpo_kernels.engine.special.top_k import Measure, TopKTeacher
 from grpo_kernels.token_loss.record import Coefficients
 
 DIVERGENCES = choices(TopKDivergenceName)

@@ -19,7 +19,7 @@ from grpo_kernels.engine.device import CPU, CUDA, meta_tensors_of
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import default_workspace
 from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
-from grpo_kernels.engine.slices import plan_slices
+from grpo_kernels.engine.special.slices import plan_slices
 
 MIB = 2**20
 ROWS = 16 * 1024  # of a step, if none are given: 16 sequences of 1,024 tokens

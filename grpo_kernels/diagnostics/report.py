@@ -14,7 +14,7 @@ import grpo_kernels
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.engine.device import CUDA
-from grpo_kernels.engine.plan import LARGE_CHUNK_ROWS
+from grpo_kernels.engine.memory import LARGE_CHUNK_ROWS
 
 PACKAGES = (
     "grpo-kernels", "torch", "triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy",

@@ -1,18 +1,66 @@
-"""Chunks of a sweep over the rows of a head, and the bytes that they take."""
+"""Division of a sweep's rows into groups and chunks, so that a workspace is not exceeded and the products are large.
+
+A group is rows whose d logits enter one backward product. A chunk is rows of a group whose logits exist at one time.
+"""
 
 from __future__ import annotations
 
-from grpo_kernels.engine.device import device_of
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_kernels.engine.device import CPU, Device, device_of
 from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.plan import Costs, Group, plan_groups
+from grpo_kernels.engine.memory import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS
 from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
 from grpo_kernels.engine.vocab_parallel import widest_part
 
 
-def plan_chunks(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> list[Group]:
+@dataclass(frozen=True)
+class Group:
+    """The rows [start, stop) of a sweep, whose d logits enter one backward product."""
+
+    start: int
+    stop: int
+    rows: int  # stop - start, padded
+    chunks: tuple[slice, ...]  # of those rows
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the largest chunk."""
+        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes that the rows of a sweep need.
+
+    Attributes:
+        chunk_row_bytes: for a row of a chunk, as long as the chunk lasts.
+        group_row_bytes: for a row of a group, as long as the group lasts.
+        grouped: True if several chunks may share a backward product; else a group is one chunk. Each product for d
+            weight reads and writes all of its accumulator, so fewer are better.
+        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
+    """
+
+    chunk_row_bytes: int
+    group_row_bytes: int
+    grouped: bool
+    scratch_bytes: Callable[[int], int]
+
+    def taken(self, group: Group) -> int:
+        """Return the bytes of the largest chunk of a group, and of the group around it."""
+        rows = group.chunk_rows
+        return rows * self.chunk_row_bytes + group.rows * self.group_row_bytes + self.scratch_bytes(rows)
+
+
+def plan_groups(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> list[Group]:
     """Return the groups of a sweep over `rows`."""
     costs, device = costs_of(rows, head, plan, needs_grad), device_of(head.weight.device)
-    return plan_groups(len(rows), plan.workspace_bytes, costs, device)
+    return divide(len(rows), plan.workspace_bytes, costs, device)
 
 
 def planned_bytes(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> int:
@@ -20,7 +68,7 @@ def planned_bytes(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsG
     `Device.fewest_rows`. Works on meta tensors too.
     """
     costs = costs_of(rows, head, plan, needs_grad)
-    return max((costs.taken(group) for group in plan_chunks(rows, head, plan, needs_grad)), default=0)
+    return max((costs.taken(group) for group in plan_groups(rows, head, plan, needs_grad)), default=0)
 
 
 def costs_of(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> Costs:
@@ -44,3 +92,57 @@ def costs_of(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad |
 
     grouped = separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient
     return Costs(chunk_row_bytes, group_row_bytes, grouped, scratch_bytes)
+
+
+def divide(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU) -> list[Group]:
+    """Divide `n` rows into groups whose workspace stays within `workspace_bytes`, if that allows
+    `Device.fewest_rows`.
+
+    Groups differ by at most one row (or by one `Device.row_multiple`), so that none is much smaller than the others.
+    """
+
+    def rows_of_chunk(per_group: int) -> int:
+        row_bytes = costs.chunk_row_bytes + per_group * costs.group_row_bytes
+        return most_rows(row_bytes, workspace_bytes, costs.scratch_bytes, device)
+
+    sizes = {per_group: rows_of_chunk(per_group) for per_group in (CHUNKS_OF_A_GROUP if costs.grouped else ())}
+    choices = ((per_group, least) for least in (LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS) for per_group in sizes)
+    per_group = next((per_group for per_group, least in choices if sizes[per_group] >= least), 1)
+    most = sizes.get(per_group) or rows_of_chunk(per_group)
+    multiple = device.row_multiple
+    most -= most % multiple
+    groups = []
+    for start, stop in _even_parts(n, per_group * most, multiple):
+        rows = device.padded_rows(stop - start)
+        parts = [(0, rows)] if per_group == 1 else _even_parts(rows, most, multiple)
+        groups.append(Group(start, stop, rows, tuple(slice(*part) for part in parts)))
+    return groups
+
+
+def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
+    """Return [0, n) in the fewest parts of at most `most`; each part starts at a multiple of `multiple`."""
+    count = -(-n // most)
+    bounds = [min(n, -(-(n * i // count) // multiple) * multiple) for i in range(count + 1)] if count else []
+    return list(itertools.pairwise(bounds))
+
+
+def most_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], device: Device = CPU) -> int:
+    """Return the most rows a chunk may have so that the workspace stays within `workspace_bytes`.
+
+    It is at least `Device.fewest_rows`, whatever the budget: fewer rows would be padded to that.
+
+    Args:
+        row_bytes: bytes for a row of a chunk, with the group that it belongs to.
+        workspace_bytes: the budget.
+        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
+    """
+    least = device.fewest_rows
+    low, high = least, max(least, workspace_bytes // row_bytes)
+    while low < high:
+        middle = (low + high + 1) // 2
+        rows = device.padded_rows(middle)
+        if rows * row_bytes + scratch_bytes(rows) <= workspace_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low

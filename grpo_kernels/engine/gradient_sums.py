@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from grpo_kernels.engine.chunks import Group
 from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.plan import Group
 from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.records import Gradients, NeedsGrad, Operands
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.engine.device import CUDA, Device, device_of
-from grpo_kernels.engine.plan import CHUNKS_OF_A_GROUP, LARGE_CHUNK_ROWS
 from grpo_kernels.engine.products import accumulator_of, converted_dtype
 from grpo_kernels.engine.records import NeedsGrad
+
+CHUNKS_OF_A_GROUP = (8, 4, 2)  # the most with `LARGE_CHUNK_ROWS` each, else with `LEAST_CHUNK_ROWS`; see `chunks`
+LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
 
 @dataclass(frozen=True)

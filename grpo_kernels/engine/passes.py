@@ -19,7 +19,7 @@ from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows, row_bias
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
 from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive, gradient_of_one_result
-from grpo_kernels.engine.slices import sweep_slices
+from grpo_kernels.engine.special.slices import sweep_slices
 from grpo_kernels.engine.sweep import sweep
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 

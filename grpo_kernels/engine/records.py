@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.engine.top_k import TopKTeacher
+from grpo_kernels.engine.special.top_k import TopKTeacher
 from grpo_kernels.token_loss.record import Coefficients
 
 T = TypeVar("T")

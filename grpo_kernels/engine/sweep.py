@@ -2,7 +2,7 @@
 
 Engines differ in the row work (`row_steps.py`): ``score`` only reduces, ``one_pass`` and ``frozen`` reduce and derive,
 and the second pass of ``two_pass`` derives with known statistics. (The second pass of ``lean`` goes by slices of the
-vocabulary, `slices.py`.)
+vocabulary, `special/slices.py`.)
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 
 from grpo_kernels.base.profiling import phase
-from grpo_kernels.engine.chunks import plan_chunks
+from grpo_kernels.engine.chunks import Group, plan_groups
 from grpo_kernels.engine.gradient_sums import GradientSums
 from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.plan import Group
 from grpo_kernels.engine.projection import Projection
 from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.row_steps import Reduce
@@ -27,7 +26,7 @@ def sweep(
     Returns:
         The gradients that `needs_grad` wants, or None without it. The statistics stay in `step`.
     """
-    groups, projection = plan_chunks(rows, head, plan, needs_grad), Projection(head, plan)
+    groups, projection = plan_groups(rows, head, plan, needs_grad), Projection(head, plan)
     sums = None if needs_grad is None else GradientSums(head, len(rows), groups, plan, needs_grad)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         logits, teacher_logits = projection.new_logits(max((group.chunk_rows for group in groups), default=0))

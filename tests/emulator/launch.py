@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.aot.checks import compile_for
 from benchmarks.aot.launches import Launch, describe
 from grpo_kernels.backends import triton_rows
+from grpo_kernels.backends.triton_rows import rows
 from tests.emulator.lanes import Lanes
 from tests.emulator.memory import Global
 from tests.emulator.ptx import Kernel, UnknownInstruction, parse
@@ -183,7 +184,7 @@ def emulated(arch: str, *, rows_before: int = 0) -> Iterator[Emulation]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        stack.enter_context(mock.patch.object(triton_rows, "INTERPRETED", True))  # CPU tensors are taken
+        stack.enter_context(mock.patch.object(rows, "INTERPRETED", True))  # CPU tensors are taken
         for name, module in list(sys.modules.items()):
             if name.startswith(triton_rows.__name__) and hasattr(module, "arch_of"):
                 stack.enter_context(mock.patch.object(module, "arch_of", return_value=arch))

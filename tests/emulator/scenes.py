@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
-from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.combine import launch_combine
+from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.layouts import apart
 from tests.support.divergence_suite import full_loss
 from tests.support.row_cases import EXTRAS, make_loss

@@ -14,9 +14,9 @@ import torch
 
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.engine import memory
+from grpo_kernels.engine.chunks import Costs, Group, divide
 from grpo_kernels.engine.device import CUDA
 from grpo_kernels.engine.memory import AMPLE, FreeMemory, default_workspace
-from grpo_kernels.engine.plan import Costs, Group, plan_groups
 from grpo_kernels.engine.records import NeedsGrad
 from tests.support.flat import flat
 from tests.support.gpu_tape import Tape, taped, tensor
@@ -72,7 +72,7 @@ def groups_of(n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped
     """As a sweep in bf16 plans them, and what a row of a chunk and of a group takes."""
     chunk, group = 4 * CUDA.row_width(v), 2 * h + (2 * CUDA.row_width(v) if gradient else 0)
     costs = Costs(chunk, group, grouped, scratch_bytes=lambda rows: 0)
-    return plan_groups(n, workspace, costs, CUDA), chunk, group
+    return divide(n, workspace, costs, CUDA), chunk, group
 
 
 @pytest.mark.parametrize("v", [33, 32_003, 151_936, 262_144])

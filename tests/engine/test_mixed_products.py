@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Head, LoRA, linear_logprob
-from grpo_kernels.engine import chunks, device, plan, products, sweep
+from grpo_kernels.engine import chunks, device, products, sweep
 from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
@@ -26,9 +26,9 @@ KILOBYTE = 2**10
 
 
 @pytest.fixture
-def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[chunks.Group]:
     """Returns the groups that were planned, as they are."""
-    seen: list[plan.Group] = []
+    seen: list[chunks.Group] = []
 
     def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
         assert left.dtype == right.dtype, "operands of one product have one dtype"
@@ -37,23 +37,23 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
         found = left.to(out.dtype) @ right.to(out.dtype)
         out.copy_(out + found if add else found)
 
-    def plan_chunks(*args) -> list[plan.Group]:
-        groups = chunks.plan_chunks(*args)
+    def plan_groups(*args) -> list[chunks.Group]:
+        groups = chunks.plan_groups(*args)
         seen.extend(groups)
         return groups
 
     tiled = replace(device.CPU, fewest_rows=4, row_multiple=4, mixed_products=lambda dtype: True)
     monkeypatch.setitem(device._KINDS, "cpu", tiled)
     monkeypatch.setattr(products, "_product", product)
-    monkeypatch.setattr(sweep, "plan_chunks", plan_chunks)
-    monkeypatch.setattr(plan, "LARGE_CHUNK_ROWS", 8)
-    monkeypatch.setattr(plan, "LEAST_CHUNK_ROWS", 4)
+    monkeypatch.setattr(sweep, "plan_groups", plan_groups)
+    monkeypatch.setattr(chunks, "LARGE_CHUNK_ROWS", 8)
+    monkeypatch.setattr(chunks, "LEAST_CHUNK_ROWS", 4)
     return seen
 
 
 @pytest.mark.parametrize("budget", [1, 4 * KILOBYTE, 16 * KILOBYTE, 2**29])
 @pytest.mark.parametrize("part", range(4))
-def test_equals_the_reference(like_cuda: list[plan.Group], part: int, budget: int) -> None:
+def test_equals_the_reference(like_cuda: list[chunks.Group], part: int, budget: int) -> None:
     assert len(CASES) >= 60
     for case in CASES[part::4]:
         case = case.but(workspace_bytes=budget)
@@ -69,7 +69,7 @@ def test_equals_the_reference(like_cuda: list[plan.Group], part: int, budget: in
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 @pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**14])
 def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
-    like_cuda: list[plan.Group], scale: float, engine: str
+    like_cuda: list[chunks.Group], scale: float, engine: str
 ) -> None:
     """Advantages for which d logits in fp16 would be 0 without the factor they carry, and for which it is below 1."""
     case = make_case("fp16 range", b=4, t=9, h=24, v=90, dtype=torch.float16, loss_type="grpo")
@@ -93,13 +93,13 @@ def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
     ],
 )
 def test_an_adapter_of_its_own_precision(
-    like_cuda: list[plan.Group], base: torch.dtype, dtype: torch.dtype, engine: str
+    like_cuda: list[chunks.Group], base: torch.dtype, dtype: torch.dtype, engine: str
 ) -> None:
     """Operands of a product have one dtype, which `like_cuda` asserts; only d logits and what meets them is rounded."""
     check_adapter(base, dtype, engine=engine, gradient=2.0**-6)
 
 
-def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:
+def test_an_adapter_beside_a_float64_head(like_cuda: list[chunks.Group]) -> None:
     """fp32 does not go into fp64 results, nor do 16 bits."""
     g = torch.Generator().manual_seed(1)
     hidden, weight, a, b = (torch.randn(shape, generator=g) for shape in ((5, 8), (30, 8), (2, 8), (30, 2)))
@@ -118,8 +118,8 @@ def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:
 def test_groups_cover_the_rows_once_and_start_at_tiles() -> None:
     for n in (1, 5, 127, 128, 129, 1000, 8192, 70_000):
         for budget in (1, 2**20, 2**26, 2**31):
-            costs = plan.Costs(4 * 1000, 2 * 1000, grouped=True, scratch_bytes=lambda rows: 0)
-            groups = plan.plan_groups(n, budget, costs, device.CUDA)
+            costs = chunks.Costs(4 * 1000, 2 * 1000, grouped=True, scratch_bytes=lambda rows: 0)
+            groups = chunks.divide(n, budget, costs, device.CUDA)
             assert [g.start for g in groups] == [0, *[g.stop for g in groups[:-1]]]
             assert groups[-1].stop == n
             for group in groups:

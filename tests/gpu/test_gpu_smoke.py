@@ -30,6 +30,7 @@ from benchmarks.timing import Clock
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import choose_backend, triton_rows
 from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.backends.triton_rows import rows as row_work
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import ENGINES
 from grpo_kernels.token_loss.record import TokenLoss
@@ -372,7 +373,7 @@ def kernel_functions() -> set[str]:
 @pytest.mark.parametrize("kernel", ["grad", "single_pass"])
 def test_a_wrong_kernel_is_noticed(kernel: str) -> None:
     """An element in the tail of a row that is off by a hundredth; one that is written past its end."""
-    launch, cpu = getattr(triton_rows, f"launch_{kernel}"), torch.device("cpu")
+    launch, cpu = getattr(row_work, f"launch_{kernel}"), torch.device("cpu")
 
     def wrong(place: int) -> Any:
         def launched(chunk: Any, *args: Any, **kwargs: Any) -> Any:
@@ -387,7 +388,7 @@ def test_a_wrong_kernel_is_noticed(kernel: str) -> None:
         return launched
 
     for place in (1099, 1100):
-        with mock.patch.object(triton_rows, f"launch_{kernel}", wrong(place)):
+        with mock.patch.object(row_work, f"launch_{kernel}", wrong(place)):
             assert worst(KERNELS[kernel](Rows(cpu, 1100, FP32, False), triton_kernels(cpu)))[0] > 1, place
 
 

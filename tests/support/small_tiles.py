@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.rows import TritonRows
 from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
-from grpo_kernels.backends import triton_rows
+from grpo_kernels.backends.triton_rows import rows
 from grpo_kernels.diagnostics import warmup
 from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.engine import device
@@ -37,8 +37,8 @@ def like_a_gpu() -> Iterator[list[Launch]]:
     kind = replace(device.CUDA, mixed_mm=converted, free=None, is_capturing=lambda: False)
     with (
         mock.patch.dict(device._KINDS, cpu=kind),
-        mock.patch.object(triton_rows, "INTERPRETED", True),
-        mock.patch.object(triton_rows, "arch_of", return_value="sm_90"),
+        mock.patch.object(rows, "INTERPRETED", True),
+        mock.patch.object(rows, "arch_of", return_value="sm_90"),
         caught() as launches,
     ):
         yield launches

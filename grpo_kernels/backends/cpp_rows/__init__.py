@@ -14,9 +14,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats
+from grpo_kernels.backends.interface import (
+    Backend,
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+    warn_of_torch,
+)
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.token_loss.record import TokenLoss
+
+
+class Cpp(Backend):
+    """Serves CPU tensors where the library can be loaded or built."""
+
+    def prefers(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def reason(self, device: torch.device) -> str:
+        from grpo_kernels.backends.cpp_rows.build import load
+
+        return f"CPU tensors; library {load().origin}"
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
+        if device.type != "cpu":
+            return f"it serves CPU tensors, and these are {device.type} tensors"
+        from grpo_kernels.backends.cpp_rows.build import load  # not at import: `build` is also run as a command
+
+        library = load()
+        if library.warning:
+            warn_once(library.warning, RuntimeWarning)
+        if library.refusal is not None and not asked_for:
+            warn_of_torch("CPU", "C++", library.refusal)
+        return library.refusal
+
+    def load(self) -> RowBackend:
+        return CppRows()
+
+
+BACKEND = Cpp()
 
 
 class CppRows:

@@ -1,109 +1,50 @@
 """The row backend in Triton, for GPUs, and for a CPU with ``TRITON_INTERPRET=1`` set before Triton is imported.
 
-The kernels read the logits as the products left them and apply the `LogitTransform` on the fly, in float32.
-`torch_rows.TorchRows` has the formulas.
+Only `rows` and what it imports need Triton, which may not be installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
-import triton
-from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
-from grpo_kernels.backends.triton_rows.device import arch_of, on
-from grpo_kernels.backends.triton_rows.divergence import launch_diverge
-from grpo_kernels.backends.triton_rows.dot import score_dot
-from grpo_kernels.backends.triton_rows.fused import launch_fused
-from grpo_kernels.backends.triton_rows.grad import launch_grad
-from grpo_kernels.backends.triton_rows.scale import launch_scale
-from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
-from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
-from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
-from grpo_kernels.token_loss.record import TokenLoss
-
-INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
+from grpo_kernels.backends.interface import Backend, RowBackend, warn_of_torch
 
 
-class TritonRows:
-    """Row work in one kernel launch per chunk."""
+class Triton(Backend):
+    """Serves GPUs where Triton can launch; if asked for, also a CPU, in Triton's interpreter."""
 
-    name = "triton"
+    def prefers(self, device: torch.device) -> bool:
+        return device.type != "cpu"
 
-    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
-        return 0
+    def reason(self, device: torch.device) -> str:
+        return f"{device.type} tensors and Triton is installed"
 
-    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Do nothing: the kernels read the raw projection."""
+    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
+        if dtype == torch.float64:
+            return "its kernels compute in float32, and these inputs ask for float64"
+        if device.type != "cuda" and not asked_for:
+            return f"it serves GPUs, and these are {device.type} tensors"
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
+        from grpo_kernels.backends.triton_rows.device import launch_trouble
+        from grpo_kernels.backends.triton_rows.rows import INTERPRETED
 
-    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        config = _config("stats", chunk)
-        with on(chunk.logits.device):
-            return launch_stats(chunk, config, entropy=entropy, extras=extras)
+        if INTERPRETED:
+            return None
+        if device.type != "cuda":
+            needs = "a GPU, or TRITON_INTERPRET=1 before Triton is imported"
+            return f"it needs {needs}, and these are {device.type} tensors"
+        trouble = launch_trouble()
+        if trouble is not None and not asked_for:
+            warn_of_torch("GPU", "Triton's kernels", trouble)
+        return trouble
 
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        config = _config("stats", chunk)
-        with on(chunk.logits.device):
-            return launch_diverge(chunk, stats, teacher, config)
+    def load(self) -> RowBackend:
+        from grpo_kernels.backends.triton_rows.rows import TritonRows
 
-    def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        d_logp: Tensor,
-        d_entropy: Tensor | None,
-        out: Tensor,
-        d_divergence: Tensor | None = None,
-    ) -> None:
-        config = _config("grad", chunk)
-        with on(chunk.logits.device):
-            launch_grad(chunk, stats, d_logp, d_entropy, out, config, d_divergence)
-
-    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        """See `RowBackend`. torch does it if each row has its own factor (only for d hidden, which is small)."""
-        if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
-            torch.mul(x, factor, out=out)
-            return
-        with on(x.device):
-            launch_scale(x, factor, out)
-
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        config = _config("fused", chunk)
-        with on(chunk.logits.device):
-            launch = launch_fused if chunk.teacher is None else launch_teacher_fused
-            return launch(chunk, token_loss, out, config)
-
-    def single_pass(
-        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> tuple[RowStats, Tensor]:
-        """See `SinglePassRowBackend`; `out` in float16 would overflow."""
-        if out.dtype == torch.float16:
-            raise ValueError("out: expected float32 or bfloat16, got float16, which e^40 does not fit")
-        logits = chunk.logits
-        config = _config("stats", chunk)  # the same tile, so that the statistics have the same bits
-        in_place = out.dtype == logits.dtype and out.data_ptr() == logits.data_ptr()
-        with on(logits.device):
-            return launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)
-
-    def score_dot(
-        self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool
-    ) -> RowStats:
-        return score_dot(hidden, weight, ids, transform, entropy=entropy)
+        return TritonRows()
 
 
-def _config(kernel: str, chunk: Chunk) -> RowConfig:
-    """Return the tile for a chunk; raise ValueError if this backend cannot serve it."""
-    for logits in (chunk.logits, *([] if chunk.teacher is None else [chunk.teacher.logits])):
-        if logits.dtype != torch.float32:
-            raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")
-        if logits.stride(1) != 1 and logits.shape[1] > 1:
-            raise ValueError(
-                f"backend: expected logits with contiguous rows for 'triton', got strides {logits.stride()}"
-            )
-        if not logits.is_cuda and not INTERPRETED:
-            raise ValueError(
-                "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
-                f"got {logits.device.type} tensors"
-            )
-    return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))
+BACKEND = Triton()

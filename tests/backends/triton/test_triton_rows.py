@@ -14,7 +14,7 @@ from tests.support.row_truth import check, check_stats, gradient, truth
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.interface import Chunk
-from grpo_kernels.backends.triton_rows import TritonRows
+from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.support.row_cases import DEVICE, PLAIN, assert_same, make_loss, make_transform, rows
 from tests.support.row_suite import RowSuite, check_kernels
 from tests.support.small_tiles import SmallTiles
@@ -96,7 +96,7 @@ def test_refusals() -> None:
 def test_cpu_tensors_without_the_interpreter() -> None:
     code = (
         "import torch; from grpo_kernels.backends.interface import Chunk, LogitTransform\n"
-        "from grpo_kernels.backends.triton_rows import INTERPRETED, TritonRows\n"
+        "from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows\n"
         "assert not INTERPRETED\n"
         "ids = torch.zeros(1, dtype=torch.int64)\n"
         "TritonRows().stats(Chunk(torch.zeros(1, 2), ids, LogitTransform()), entropy=False)"

@@ -13,8 +13,8 @@ from grpo_kernels.backends.torch_rows import TorchRows
 
 pytest.importorskip("triton")
 
-from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.support.row_cases import DEVICE, EXTRAS, PLAIN, assert_same, make_transform, rows
 from tests.support.row_truth import U, check, gradient, truth
 from tests.support.small_tiles import SmallTiles

@@ -18,7 +18,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton_rows import TritonRows, mathfn
+from grpo_kernels.backends.triton_rows import mathfn
+from grpo_kernels.backends.triton_rows.rows import TritonRows
 from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES
 from tests.support.row_cases import DEVICE
 from tests.support.surrogate_suite import (

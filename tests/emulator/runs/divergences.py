@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels.backends.interface import DivergenceStats
-from grpo_kernels.backends.triton_rows import TritonRows
+from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
 from tests.support.divergence_suite import FusedDivergenceSuite, assert_same_divergence, full_loss

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform
-from grpo_kernels.backends.triton_rows import TritonRows
 from grpo_kernels.backends.triton_rows.combine import launch_combine
+from grpo_kernels.backends.triton_rows.rows import TritonRows
 from grpo_kernels.backends.triton_rows.scale import launch_scale
 from grpo_kernels.base.records import take
 from tests.emulator.launch import Emulation
