@@ -113,7 +113,7 @@ def _policy_loss(
         # torch.full would specialise the graph on the number: a new graph for each value
         num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
     computed = (*_constants(head), engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
-    done = loss_op.Results(
+    done = loss_op.LossResults(
         *_POLICY_LOSS(
             hidden.detach(),
             weight.detach(),
@@ -213,7 +213,7 @@ def _linear_logprob(call: ScoreCall, head: LMHead, execution: Execution) -> Scor
         wants=_three(needs_grad),
     )
     given = (hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, mask, temperatures)
-    done = logprob_op.Results(*_LINEAR_LOGPROB(*given, list(outputs), *settings))
+    done = logprob_op.ScoreResults(*_LINEAR_LOGPROB(*given, list(outputs), *settings))
     logps, entropies = done.logps, done.entropies if entropy else None
     if needs_grad.hidden or needs_grad.head:
         if stores:

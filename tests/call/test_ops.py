@@ -200,7 +200,7 @@ def test_linear_logprob(name: str) -> None:
 def test_linear_logprob_backward(name: str, upstream: str) -> None:
     """With a gradient of the entropies, with one that is 0 throughout, and without."""
     given = logprob_arguments(**LOGPROBS[name])
-    done = linear_logprob.Results(*OPS["linear_logprob"](*given))
+    done = linear_logprob.ScoreResults(*OPS["linear_logprob"](*given))
     d_logps, d_entropies = torch.randn_like(done.logps), torch.randn_like(done.logps)
     has_entropies = "entropy" in given[6] and upstream != "none"
     if upstream == "zero":
@@ -243,8 +243,8 @@ def test_schemas_name_what_the_code_names() -> None:
 
     schemas = {name: op._schema for name, op in OPS.items()}
     assert names(schemas["policy_loss"].arguments) == policy_loss.Arguments._fields
-    assert names(schemas["policy_loss"].returns) == policy_loss.Results._fields
-    assert names(schemas["linear_logprob"].returns) == linear_logprob.Results._fields
+    assert names(schemas["policy_loss"].returns) == policy_loss.LossResults._fields
+    assert names(schemas["linear_logprob"].returns) == linear_logprob.ScoreResults._fields
     for name in ("linear_logprob", "linear_logprob_backward"):
         assert names(schemas[name].arguments)[-9:] == linear_logprob.Settings._fields
 

@@ -53,7 +53,7 @@ class Settings(NamedTuple):
         return Execution(*computed, needs_grad=needs_grad, dtype=self.dtype)
 
 
-class Results(NamedTuple):
+class ScoreResults(NamedTuple):
     """Tensors of the shape of `ids` in the accumulator's dtype, except where said."""
 
     logps: Tensor
@@ -74,7 +74,7 @@ def run(
     temperatures: Tensor | None,  # (...)
     outputs: list[str],
     *others: Any,  # `Settings`
-) -> Results:
+) -> ScoreResults:
     """The forward on real tensors."""
     settings, recomputes = Settings(*others), engine_named(Settings(*others).engine).recomputes
     expected = Expectation(None, has_entropy_gradient="entropy" in outputs)
@@ -90,7 +90,7 @@ def run(
 
     d_hidden = None if grads is None else grads.hidden
     assert stats is not None
-    return Results(
+    return ScoreResults(
         logps=per_token(stats.logps),
         entropies=per_token(stats.entropies),
         max_logit=per_token(stats.max_logit, wanted=recomputes),
@@ -109,12 +109,12 @@ def fake(
     temperatures: Tensor | None,
     outputs: list[str],
     *others: Any,
-) -> Results:
+) -> ScoreResults:
     """Return tensors with the shapes of the results of `run`."""
     settings = Settings(*others)
     new, engine = Empty(hidden, settings.dtype), engine_named(settings.engine)
     extras = [name for name in outputs if name != "entropy"]
-    return Results(
+    return ScoreResults(
         logps=new(ids.shape),
         entropies=new(ids.shape, wanted="entropy" in outputs),
         max_logit=new(ids.shape, wanted=engine.recomputes),

@@ -64,7 +64,7 @@ class Arguments(NamedTuple):
         return Execution(*computed, needs_grad=NeedsGrad(*self.wants), dtype=self.dtype)
 
 
-class Results(NamedTuple):
+class LossResults(NamedTuple):
     """Per-token tensors have the shape of `completion_ids`; all are in the accumulator's dtype."""
 
     loss: Tensor  # ()
@@ -82,7 +82,7 @@ class Results(NamedTuple):
 
 
 @torch.no_grad()
-def run(*arguments: Any) -> Results:
+def run(*arguments: Any) -> LossResults:
     """The op on real tensors."""
     given = Arguments(*arguments)
     constants = (given.final_logit_softcapping, given.logit_scale, given.logits_dtype)
@@ -104,7 +104,7 @@ def run(*arguments: Any) -> Results:
         assert first.grad_rows is not None
         d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(given.hidden.shape)
     recomputes = request.engine.recomputes
-    return Results(
+    return LossResults(
         loss=done.loss,
         logps=per_token(stats.logps),
         entropies=per_token(stats.entropies),
@@ -120,7 +120,7 @@ def run(*arguments: Any) -> Results:
     )
 
 
-def fake(*arguments: Any) -> Results:
+def fake(*arguments: Any) -> LossResults:
     """Return tensors with the shapes of the results of `run`."""
     given = Arguments(*arguments)
     config, new, ids = config_of(given.config), Empty(given.hidden, given.dtype), given.completion_ids
@@ -131,7 +131,7 @@ def fake(*arguments: Any) -> Results:
         importance_ratio=given.importance_sampling_ratio is not None,
         sampled=given.sampling_per_token_logps is not None,
     )
-    return Results(
+    return LossResults(
         loss=new(()),
         logps=new(ids.shape),
         entropies=new(ids.shape),
