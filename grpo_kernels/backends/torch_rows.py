@@ -100,13 +100,14 @@ class TorchRows:
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         assert chunk.teacher is not None
-        known = DivergenceStats(stats.logps, stats.logps, teacher.max_logit, teacher.log_sum)  # the last two are read
+        unread = stats.logps
+        normalisers = DivergenceStats(unread, unread, teacher.max_logit, teacher.log_sum)
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
         for block in _even_blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
-            some = replace(take(stats, block), divergence=take(known, block))
-            terms, k = _terms(chunk.logits[block], chunk.teacher, block, some)
+            block_stats = replace(take(stats, block), divergence=take(normalisers, block))
+            terms, k = _terms(chunk.logits[block], chunk.teacher, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
-        odd = _offset(stats, known) * 0.0  # NaN where a row of the teacher has no finite logit, or NaN
+        odd = _offset(stats, normalisers) * 0.0  # NaN where a row of the teacher has no finite logit, or NaN
         return value + odd, sum_k + odd
 
     def grad(
@@ -157,11 +158,11 @@ class TorchRows:
         assert stats.divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
         for block in _even_blocks(len(logits), _term_rows(*logits.shape)):
-            z, some = logits[block], take(stats, block)
-            assert some.divergence is not None
-            more = _terms(z, chunk.teacher, block, some)[1]
-            p = torch.exp(z - some.max_logit[:, None]).mul_(torch.exp(-some.log_sum)[:, None])
-            more.sub_(p.mul_(some.divergence.sum_k[:, None])).mul_(d_divergence[block, None])
+            z, block_stats = logits[block], take(stats, block)
+            assert block_stats.divergence is not None
+            more = _terms(z, chunk.teacher, block, block_stats)[1]
+            p = torch.exp(z - block_stats.max_logit[:, None]).mul_(torch.exp(-block_stats.log_sum)[:, None])
+            more.sub_(p.mul_(block_stats.divergence.sum_k[:, None])).mul_(d_divergence[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
             factor = transform.scale * rows_inv_t
             if transform.softcap is not None:
@@ -169,7 +170,7 @@ class TorchRows:
             more.mul_(factor)
             plain = replace(chunk, logits=z, ids=chunk.ids[block], teacher=None)
             plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
-            self.grad(plain, some, d_logp[block], None if d_entropy is None else d_entropy[block], z)
+            self.grad(plain, block_stats, d_logp[block], None if d_entropy is None else d_entropy[block], z)
             z.add_(more)
         if out is not logits:
             out.copy_(logits)
@@ -182,13 +183,13 @@ def _offset(stats: RowStats, teacher: DivergenceStats) -> Tensor:
 
 def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
     """Return the divergence's terms and k, (r, V) each, of the rows `block` with logits z (r, V)."""
-    y, known = teacher.logits[block], stats.divergence
-    assert known is not None
+    y, divergence = teacher.logits[block], stats.divergence
+    assert divergence is not None
     d = z - y
-    d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, known)[:, None])  # p = q = 0; else the offset is NaN
+    d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])  # p = q = 0; else the offset is NaN
     ahead = d >= 0.0
-    lead = torch.where(ahead, z - stats.max_logit[:, None], y - known.max_logit[:, None]).exp_()
-    lead.mul_(torch.where(ahead, torch.exp(-stats.log_sum)[:, None], torch.exp(-known.log_sum)[:, None]))
+    lead = torch.where(ahead, z - stats.max_logit[:, None], y - divergence.max_logit[:, None]).exp_()
+    lead.mul_(torch.where(ahead, torch.exp(-stats.log_sum)[:, None], torch.exp(-divergence.log_sum)[:, None]))
     return terms_of(teacher.jsd_beta)(d, lead, teacher.jsd_beta)
 
 

@@ -118,7 +118,7 @@ class CheckedHead:
             engine=engine,
             entropy=entropy,
             extras=extras,
-            coefficients=gradient.coefficients,
+            coefficients_of=gradient.coefficients,
             may_have_grad=gradient.may_have_grad if engine.stores_gradient else None,
             token_loss=gradient.token_loss(self.plan) if engine.stores is Stored.GRADIENT else None,
             gathered_weight=self.execution.gather or nullcontext,

@@ -18,7 +18,7 @@ from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.records import map_tensors
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.passes import Differentiated, all_rows, loss_pass, scatter, second_pass
+from grpo_kernels.engine.passes import Evaluation, all_rows, loss_pass, scatter, second_pass
 from grpo_kernels.engine.records import Gradients, HeadTensors, Operands
 from grpo_kernels.engine.remainder import size_of, split_off
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
@@ -29,8 +29,8 @@ from grpo_kernels.token_loss.record import Coefficients
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, request, evaluate, teacher, *own)`` -> loss (), logps (N,), entropies (N,), where `own` are the
-    tensors of `Operands`; only the loss carries gradient. `evaluate` maps the statistics of all rows to the loss and
+    ``forward(ctx, request, evaluate, teacher, *tensors)`` -> loss (), logps (N,), entropies (N,), where `tensors` are
+    those of `Operands`; only the loss carries gradient. `evaluate` maps the statistics of all rows to the loss and
     its coefficients. Engines that recompute save the coefficients for the backward, the others the loss's gradient.
     """
 
@@ -38,12 +38,12 @@ class PolicyLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         request: Request,
-        evaluate: Callable[[RowStats], Differentiated],
+        evaluate: Callable[[RowStats], Evaluation],
         teacher: HeadTensors[Tensor] | None,
-        *own: Any,
+        *tensors: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = replace(Operands(*own), teacher=teacher)
-        first, done = loss_pass(head, request, evaluate)
+        head = replace(Operands(*tensors), teacher=teacher)
+        first, evaluation = loss_pass(head, request, evaluate)
         stats = first.stats
         assert stats is not None
         assert stats.entropies is not None
@@ -51,10 +51,10 @@ class PolicyLoss(torch.autograd.Function):
         if first.grads is not None:
             _save(ctx, None, replace(first, stats=None))
         elif request.engine.recomputes:
-            _save(ctx, head, replace(first, coefficients=done.coefficients))
+            _save(ctx, head, replace(first, coefficients=evaluation.coefficients))
         logps, entropies = (scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, stats.entropies))
         ctx.mark_non_differentiable(logps, entropies)
-        return done.loss.clone(), logps, entropies  # a returned tensor joins the graph, `done.loss` must not
+        return evaluation.loss.clone(), logps, entropies  # the copy joins the graph, `evaluation.loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -70,18 +70,18 @@ class PolicyLoss(torch.autograd.Function):
 class LinearLogprob(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a teacher, all differentiable.
 
-    ``forward(ctx, request, teacher, *own)`` -> logps (N,), entropies (N,) or None, divergences (N,) or None, and the
-    extras, where `own` are the tensors of `Operands`. If the gradient for expected coefficients is stored, the backward
-    scales it by s. A second sweep then adds the gradient of the remainder, upstream less s times the expected, in the
-    rows where that is more than rounding (`remainder.py`).
+    ``forward(ctx, request, teacher, *tensors)`` -> logps (N,), entropies (N,) or None, divergences (N,) or None, and
+    the extras, where `tensors` are those of `Operands`. If the gradient for expected coefficients is stored, the
+    backward scales it by s. A second sweep then adds the gradient of the remainder, upstream less s times the expected,
+    in the rows where that is more than rounding (`remainder.py`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, request: Request, teacher: HeadTensors[Tensor] | None, *own: Any
+        ctx: Any, request: Request, teacher: HeadTensors[Tensor] | None, *tensors: Any
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        head = replace(Operands(*own), teacher=teacher)
+        head = replace(Operands(*tensors), teacher=teacher)
         first = request.engine.first_pass(head, request)
         stats = first.stats
         assert stats is not None
@@ -137,36 +137,36 @@ def _saved(ctx: Any) -> tuple[Any, Any]:  # Operands, ForwardResult
 def _gradient(
     request: Request, shapes: GradientShapes, head: Operands, first: ForwardResult, upstream: Coefficients
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the head's tensors, from `upstream`, (N,) each."""
+    """Return the gradients of the head's tensors, from `upstream`, the gradient of each result, (N,)."""
     rows, stats, stored, grad_rows = request.rows, first.stats, first.grads, first.grad_rows
     assert stats is not None
-    dtype, main = request.plan.accumulator, request.main
-    came = map_tensors(lambda x: x[rows.positions].to(dtype), upstream)
-    if getattr(came, main) is None:
-        came = came._replace(**{main: stats.logps.new_zeros(len(rows))})
+    upstream = map_tensors(lambda x: x[rows.positions].to(request.plan.accumulator), upstream)
+    main = request.main(upstream)
+    if main is None:
+        main = stats.logps.new_zeros(len(rows))
+        upstream = request.with_main(main, upstream)
     if stored is None or grad_rows is None:
-        total, indices = second_pass(head, request, stats, came)
+        total, indices = second_pass(head, request, stats, upstream)
         return returned(total, shapes, request, indices)
     if request.engine.stores is Stored.PER_ROW:
-        g = getattr(came, main)
-        factor, rest = g[grad_rows, None], came._replace(**{main: g.index_fill(0, grad_rows, 0.0)})
-        alone = all(x is None or x is g for x in came)
+        factor, remainder = main[grad_rows, None], request.with_main(main.index_fill(0, grad_rows, 0.0), upstream)
+        alone = all(x is None or x is main for x in upstream)
         complete = alone and grad_rows.shape[0] == len(rows)  # then nothing waits for the device
-        left = not complete and size_of(rest, came)[0]
+        any_left = not complete and size_of(remainder, upstream)[0]
     else:
-        factor, rest = split_off(came, first.coefficients)
-        left, far = size_of(rest, came)
+        factor, remainder = split_off(upstream, first.coefficients)
+        any_left, far = size_of(remainder, upstream)
         if far:  # stored and remainder are far larger than their sum, and would cancel
             warn_once(WRONG_EXPECTATION)
-            total, indices = second_pass(head, request, stats, came)
+            total, indices = second_pass(head, request, stats, upstream)
             return returned(total, shapes, request, indices)
-    if not left:
+    if not any_left:
         return returned(stored, shapes, request, grad_rows, factor)
-    more, indices = second_pass(head, request, stats, rest)
+    more, indices = second_pass(head, request, stats, remainder)
     if request.engine.stores is Stored.GRADIENT and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _times(x, factor, x.dtype, request.plan.backend), stored)
-    total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(came, rest, indices))
+    total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(upstream, remainder, indices))
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, shapes, request, every)
 
@@ -180,13 +180,14 @@ WRONG_EXPECTATION = (
 
 def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
     """Return the coefficients of all rows of a loss that is fused."""
-    assert request.coefficients is not None
-    return request.coefficients(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
+    assert request.coefficients_of is not None
+    return request.coefficients_of(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
 
 
-def _ratio(came: Coefficients, left: Coefficients, indices: Tensor) -> Tensor:
+def _ratio(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
     """Return upstream over remainder, (m,) at `indices`; NaN in rows with more than one coefficient."""
-    pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in zip(came, left, strict=True) if y is not None]
+    both = zip(upstream, remainder, strict=True)
+    pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in both if y is not None]
     x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
     is_one = ((x != 0) | (y != 0)).sum(dim=0) == 1
     return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
@@ -266,14 +267,14 @@ def returned(
         positions = rows.positions if indices.shape == rows.positions.shape else rows.positions[indices]
         return all_rows(_times(x, factor, dtype, backend), positions, shape[0])
 
-    found = HeadTensors(
+    gradients = HeadTensors(
         None if grads.hidden is None else row_by_row(grads.hidden, *shapes.hidden),
         None if grads.weight is None else whole(grads.weight, shapes.weight[1]),
         None if grads.bias is None or shapes.bias is None else whole(grads.bias, shapes.bias[1]),
         None if grads.lora_u is None or shapes.lora_u is None else row_by_row(grads.lora_u, *shapes.lora_u),
         None if grads.lora_b is None or shapes.lora_b is None else whole(grads.lora_b, shapes.lora_b[1]),
     )
-    return tuple(found)
+    return tuple(gradients)
 
 
 def _graph_is_kept() -> bool:

@@ -20,7 +20,7 @@ class GradientSums:
         self._rows: list[Tensor | None] = []  # per factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
         self._bias: Tensor | None = None  # (V,)
-        self._scale: Tensor | None = None  # () factor that matrices and bias carry, but the rows do not
+        self._fp16_scale: Tensor | None = None  # () factor that matrices and bias carry, but the rows do not
 
     def _allocate(self) -> None:
         """Allocate the sums: not before the first group's d logits are under way."""
@@ -34,19 +34,24 @@ class GradientSums:
             self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
 
     def add(
-        self, group: Group, products: list[Products], features: list[Tensor], d_logits: Tensor, scale: Tensor | None
+        self,
+        group: Group,
+        products: list[Products],
+        features: list[Tensor],
+        d_logits: Tensor,
+        fp16_scale: Tensor | None,
     ) -> None:
-        """Add a group's gradient, from its operands (m, K) and d logits (m, V); these carry the factor `scale` ()."""
+        """Add a group's gradient, from its operands (m, K) and d logits (m, V); these carry `fp16_scale` ()."""
         if not self._rows:
             self._allocate()
-        if scale is not None and self._scale is not None:
-            self._rescale(scale / self._scale)
-        self._scale = scale
+        if fp16_scale is not None and self._fp16_scale is not None:
+            self._rescale(fp16_scale / self._fp16_scale)
+        self._fp16_scale = fp16_scale
         for factor, x, rows, matrix in zip(products, features, self._rows, self._matrices, strict=True):
             if rows is not None:
                 factor.d_hidden(d_logits, rows[group.start : group.start + group.rows])
-                if scale is not None:
-                    rows[group.start : group.stop].div_(scale)
+                if fp16_scale is not None:
+                    rows[group.start : group.stop].div_(fp16_scale)
             if matrix is not None:
                 factor.d_weight(d_logits, x, matrix, first=group.start == 0)
         if self._bias is not None:
@@ -56,8 +61,8 @@ class GradientSums:
         """Return the gradients. With `row_factor` (n,), d hidden is the only one, and is multiplied by that."""
         if not self._rows:
             self._allocate()
-        if self._scale is not None:
-            self._rescale(1.0 / self._scale)
+        if self._fp16_scale is not None:
+            self._rescale(1.0 / self._fp16_scale)
         rows = [None if x is None else x[: self._n] for x in self._rows]
         (hidden, lora_u), (weight, lora_b) = ((*x, None)[:2] for x in (rows, self._matrices))
         if row_factor is not None and hidden is not None:

@@ -78,17 +78,17 @@ class HeadPlan:
 
         With a teacher, compute the divergence, too, from both heads' statistics.
         """
-        found = self._reduced(chunk, entropy=entropy, extras=() if rows.top_k else extras)
+        stats = self._reduced(chunk, entropy=entropy, extras=() if rows.top_k else extras)
         if chunk.teacher is not None:
             teacher = self._reduced(chunk.of_teacher(), entropy=False, extras=())
-            value, sum_k = self.backend.diverge(chunk, found, teacher)
+            value, sum_k = self.backend.diverge(chunk, stats, teacher)
             if self.shard is not None:
                 parts = gather_stacked(torch.stack([value, sum_k]), self.shard.process_group)
                 value, sum_k = parts.sum(dim=0).unbind()
-            found = replace(found, divergence=DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum))
+            stats = replace(stats, divergence=DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum))
         if rows.invalid is not None:
-            found.logps.masked_fill_(rows.invalid, torch.nan)
-        return found if rows.top_k is None else rows.top_k.diverged(found, self.shard)
+            stats.logps.masked_fill_(rows.invalid, torch.nan)
+        return stats if rows.top_k is None else rows.top_k.diverged(stats, self.shard)
 
     def _reduced(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         if self.shard is None:

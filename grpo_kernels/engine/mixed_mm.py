@@ -64,9 +64,9 @@ def _compute(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     gemm = _gemm()
     assert gemm is not None
     if out.stride(1) != 1:
-        found = torch.empty_like(out, memory_format=torch.contiguous_format).copy_(out)
-        _compute(left, right, found, add)
-        out.copy_(found)
+        rows_first = torch.empty_like(out, memory_format=torch.contiguous_format).copy_(out)
+        _compute(left, right, rows_first, add)
+        out.copy_(rows_first)
         return
     (left, of_left, left_step), (right, of_right, right_step) = _operand(left), _operand(right)
     (m, k), n, beta = left.shape, right.shape[1], 1.0 if add else 0.0

@@ -24,8 +24,11 @@ from grpo_kernels.engine.sweep import sweep
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 
 
-class Differentiated(Protocol):
-    """A loss and its derivatives in each row's log-probability, entropy and divergence."""
+class Evaluation(Protocol):
+    """Result of `evaluate`: a loss, and its derivatives in each row's log-probability, entropy and divergence.
+
+    The parts of `objective.evaluation.Evaluation` that engines read.
+    """
 
     @property
     def loss(self) -> Tensor: ...  # ()
@@ -34,7 +37,7 @@ class Differentiated(Protocol):
     def coefficients(self) -> Coefficients: ...  # (n,) each; d_logp is not None
 
 
-Loss = TypeVar("Loss", bound=Differentiated)
+E = TypeVar("E", bound=Evaluation)
 
 
 def score(head: Operands, request: Request) -> ForwardResult:
@@ -50,7 +53,7 @@ def score_without_logits(head: Operands, request: Request) -> ForwardResult:
     assert isinstance(plan.backend, DotRowBackend)
     hidden, weight = head.hidden[rows.positions].to(plan.compute_dtype), head.weight.to(plan.compute_dtype)
     transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
-    ids = rows.ids if plan.shard is None else plan.shard.own(rows.ids)
+    ids = rows.ids if plan.shard is None else plan.shard.local_ids(rows.ids)
     stats = plan.backend.score_dot(hidden, weight.contiguous(), ids, transform, entropy=request.entropy)
     if plan.shard is not None:
         stats = plan.shard.joined(stats, rows.ids, transform)
@@ -68,29 +71,28 @@ def store(head: Operands, request: Request) -> ForwardResult:
     head, products = plan.converted(head), plan.products(head.weight)
     every = torch.arange(len(rows), device=rows.positions.device)
     grad_rows = every if may_have_grad is None else indices_of(may_have_grad)
-    with_gradient, known = request.needs_grad, _Recorded(request, grad_rows)
-    some, of_some = rows, token_loss
-    if grad_rows.shape[0] != len(rows):
-        some, of_some = take(rows, grad_rows), take(token_loss, grad_rows)
+    all_have_grad = grad_rows.shape[0] == len(rows)
+    with_gradient, recorded = request.needs_grad, _Recorded(request, grad_rows)
+    graded, graded_loss = (rows, token_loss) if all_have_grad else take((rows, token_loss), grad_rows)
     step: Reduce
-    asked: Any = {"diverges": request.diverges, "entropy": request.entropy, "extras": request.extras}
+    results: Any = {"diverges": request.diverges, "entropy": request.entropy, "extras": request.extras}
     if request.engine.stores is Stored.PER_ROW:
-        step, with_gradient = gradient_of_one_result(plan, products, **asked), NeedsGrad(hidden=True)
-    elif of_some is not None:
-        step = Fuse(plan, products, known, of_some, diverges=request.diverges)
+        step, with_gradient = gradient_of_one_result(plan, products, _ones(request), **results), NeedsGrad(hidden=True)
+    elif graded_loss is not None:
+        step = Fuse(plan, products, recorded, graded_loss, diverges=request.diverges)
     else:
-        step = ReduceThenDerive(plan, products, known, **asked)
-    grads = sweep(head, some, plan, step, with_gradient)
+        step = ReduceThenDerive(plan, products, recorded, **results)
+    grads = sweep(head, graded, plan, step, with_gradient)
     stats = step.statistics(head.hidden)
-    if some is not rows:
+    if not all_have_grad:
         assert may_have_grad is not None
         others = may_have_grad.to(torch.uint8).argsort(stable=True)[: len(rows) - grad_rows.shape[0]]
-        rest = _reduce(request)
+        other_step = _reduce(request)
         if token_loss is not None:
-            rest = Fuse(plan, products, known, take(token_loss, others), diverges=request.diverges)
-        sweep(head, take(rows, others), plan, rest)
-        stats = _interleave(stats, grad_rows, rest.statistics(head.hidden), others)
-    return ForwardResult(stats, grads, grad_rows, known.coefficients)
+            other_step = Fuse(plan, products, recorded, take(token_loss, others), diverges=request.diverges)
+        sweep(head, take(rows, others), plan, other_step)
+        stats = _interleave(stats, grad_rows, other_step.statistics(head.hidden), others)
+    return ForwardResult(stats, grads, grad_rows, recorded.coefficients)
 
 
 def recompute(head: Operands, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
@@ -107,19 +109,19 @@ def recompute_slices(head: Operands, request: Request, stats: RowStats, coeffici
     return sweep_slices(head, request.rows, request.plan, stats, coefficients, request.needs_grad)
 
 
-def loss_pass(head: Operands, request: Request, evaluate: Callable[[RowStats], Loss]) -> tuple[ForwardResult, Loss]:
+def loss_pass(head: Operands, request: Request, evaluate: Callable[[RowStats], E]) -> tuple[ForwardResult, E]:
     """Do the first pass, and let `evaluate` make the loss of its statistics; a stored gradient becomes the loss's."""
     first = request.engine.first_pass(head, request)
     assert first.stats is not None
-    done = evaluate(first.stats)
+    evaluation = evaluate(first.stats)
     if request.engine.stores is Stored.PER_ROW:
-        d_logp, *others = done.coefficients
+        d_logp, *others = evaluation.coefficients
         assert others == [None, None]
         assert d_logp is not None
         assert first.grads is not None
         assert first.grads.hidden is not None
         first.grads.hidden.mul_(d_logp[first.grad_rows, None])
-    return first, done
+    return first, evaluation
 
 
 def second_pass(
@@ -133,11 +135,10 @@ def second_pass(
         coefficients: (n,) each; at least one is not None.
     """
     indices, coefficients = _nonzero(coefficients)
-    some = replace(request, rows=take(request.rows, indices))
+    request = replace(request, rows=take(request.rows, indices))
     if coefficients.d_divergence is None:  # then the gradient has no part of the teacher's
-        head, some = replace(head, teacher=None), replace(some, plan=replace(request.plan, teacher=None))
-    of_some = take(stats, indices), take(coefficients, indices)
-    return request.engine.second_pass(head, some, *of_some), indices
+        head, request = replace(head, teacher=None), replace(request, plan=replace(request.plan, teacher=None))
+    return request.engine.second_pass(head, request, *take((stats, coefficients), indices)), indices
 
 
 def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
@@ -166,7 +167,7 @@ def indices_of(chosen: Tensor) -> Tensor:
 
 
 class _Recorded:
-    """Call a request's `coefficients`, by indices into its rows that may have a gradient, and record the results.
+    """Call a request's `coefficients_of`, by indices into its rows that may have a gradient, and record the results.
 
     Attributes:
         coefficients: the results, (n,) each over all rows of the request, 0 in the others; None if not recorded.
@@ -177,16 +178,16 @@ class _Recorded:
         self._records = request.token_loss is None and request.engine.stores is Stored.GRADIENT
         self.coefficients = NO_COEFFICIENTS
         if self._records:
-            self.coefficients = Coefficients(**{request.main: self._zeros()})  # also if there are no rows
+            self.coefficients = request.with_main(self._zeros())  # also if there are no rows
 
     def __call__(self, index: Index, stats: RowStats) -> Coefficients:
-        assert self._request.coefficients is not None
+        assert self._request.coefficients_of is not None
         indices = self._grad_rows[index]
-        found = self._request.coefficients(indices, stats)
+        coefficients = self._request.coefficients_of(indices, stats)
         if self._records:
-            pairs = zip(self.coefficients, found, strict=True)
+            pairs = zip(self.coefficients, coefficients, strict=True)
             self.coefficients = Coefficients(*(self._recorded(x, new, indices) for x, new in pairs))
-        return found
+        return coefficients
 
     def _recorded(self, every: Tensor | None, new: Tensor | None, indices: Tensor) -> Tensor | None:
         """Return `every` (n,) with `new` (m,) written at `indices`."""
@@ -205,9 +206,14 @@ def _reduce(request: Request) -> Reduce:
     return Reduce(request.plan, diverges=request.diverges, entropy=request.entropy, extras=request.extras)
 
 
+def _ones(request: Request) -> Callable[[Index, RowStats], Coefficients]:
+    """Return the coefficients of the sum of all rows' log-probabilities or, if they have a teacher, divergences."""
+    return lambda _, stats: request.with_main(torch.ones_like(stats.logps))
+
+
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the indices where any coefficient (n,) is not 0, and the coefficients. Of several, one that is 0
-    everywhere becomes None.
+    """Return the indices where any coefficient (n,) is not 0, and the coefficients. If there are several, any that is
+    zero everywhere becomes None.
     """
     moves = [None if x is None else x != 0 for x in coefficients]
     present = [x for x in moves if x is not None]
@@ -215,8 +221,8 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
         return indices_of(present[0]), coefficients
     moved = torch.stack(present).any(dim=0)
     count, *counts = torch.stack([moved.sum(), *(x.sum() for x in present)]).tolist()
-    some = iter(counts)
-    kept = (x if x is not None and next(some) else None for x in coefficients)
+    next_count = iter(counts)
+    kept = (x if x is not None and next(next_count) else None for x in coefficients)
     return (~moved).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
 
 

@@ -11,46 +11,46 @@ from grpo_kernels.token_loss.record import Coefficients
 FAR_TOO_LARGE = 8.0  # remainder over upstream; beyond, more than three bits would cancel in d weight
 
 
-def size_of(left: Coefficients, came: Coefficients) -> tuple[bool, bool]:
-    """Return two flags: a remainder is `left` to compute; it is far larger than all upstream gradients, `came`.
+def size_of(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
+    """Return two flags: there is a remainder to compute; it is far larger than all upstream gradients.
 
     Waits for the device.
     """
-    rests = [x for x in left if x is not None]
-    wanted = torch.stack([_largest(x) for x in came if x is not None]).amax()
-    largest = torch.stack([_largest(x) for x in rests]).amax()
-    some = torch.stack([(x != 0).any() for x in rests]).any()
-    any_left, far = torch.stack([some, largest > FAR_TOO_LARGE * wanted]).tolist()
+    parts = [x for x in remainder if x is not None]
+    wanted = torch.stack([_largest(x) for x in upstream if x is not None]).amax()
+    largest = torch.stack([_largest(x) for x in parts]).amax()
+    nonzero = torch.stack([(x != 0).any() for x in parts]).any()
+    any_left, far = torch.stack([nonzero, largest > FAR_TOO_LARGE * wanted]).tolist()
     return any_left, far
 
 
-def split_off(came: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return s, and the remainders (n,), `came` less s times `expected`: 0 where that is only rounding, None where both
-    are None.
+def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
+    """Return s, and the remainders (n,), `upstream` less s times `expected`: 0 where that is only rounding, None where
+    both are None.
 
     s is the median ratio, which fits most rows if any does. A row fits if s times its expectation is its upstream
     gradient up to rounding: eight units in the last place of the largest of both and of the rows' upper quartile.
-    (A trainer's gradient of a token is a sum of terms that may nearly cancel.) What is not finite never fits.
+    (A trainer's gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never match.
     """
-    pairs = list(zip(came, expected, strict=True))
+    pairs = list(zip(upstream, expected, strict=True))
     ratios = torch.cat([x / y for x, y in pairs if x is not None and y is not None])  # nan or inf where y = 0
     s = torch.nan_to_num(quantile_of_numbers(torch.where(torch.isfinite(ratios), ratios, torch.nan), 0.5), nan=0.0)
 
-    def remainder(upstream: Tensor, coefficient: Tensor) -> Tensor:
-        fit, eps = s * coefficient, torch.finfo(upstream.dtype).eps
-        finite, size = torch.isfinite(upstream), upstream.abs()
+    def remainder(x: Tensor, y: Tensor) -> Tensor:
+        fit, eps = s * y, torch.finfo(x.dtype).eps
+        finite, size = torch.isfinite(x), x.abs()
         sizes = torch.where(finite & (size > 0), size, torch.nan)
         typical = torch.nan_to_num(quantile_of_numbers(sizes, 0.75), nan=0.0)
         rounding = 8 * eps * torch.maximum(torch.maximum(size, fit.abs()), typical)
-        return torch.where(finite & ((upstream - fit).abs() <= rounding), 0.0, upstream - fit)
+        return torch.where(finite & ((x - fit).abs() <= rounding), 0.0, x - fit)
 
-    def left(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    def remainder_or_none(x: Tensor | None, y: Tensor | None) -> Tensor | None:
         if x is None and y is None:
             return None
         zeros = torch.zeros_like(ratios[: len(x if x is not None else y)])  # type: ignore[arg-type]
         return remainder(zeros if x is None else x, zeros if y is None else y)
 
-    return s, Coefficients(*(left(x, y) for x, y in pairs))
+    return s, Coefficients(*(remainder_or_none(x, y) for x, y in pairs))
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class Request:
     engine: Engine
     entropy: bool = True
     extras: tuple[str, ...] = ()
-    coefficients: CoefficientsOf | None = None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
+    coefficients_of: CoefficientsOf | None = None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
     token_loss: TokenLoss | None = None  # the same, as a loss that a backend fuses; its terms reach `evaluate`
     may_have_grad: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
     gathered_weight: Gather = nullcontext  # context in which the backward has the whole weight (ZeRO-3)
@@ -111,10 +111,17 @@ class Request:
         """True if the rows have a teacher."""
         return self.plan.teacher is not None or self.rows.top_k is not None
 
-    @property
-    def main(self) -> str:
-        """Name of the coefficient that a gradient stored row by row belongs to, and that every expectation has."""
-        return "d_divergence" if self.diverges else "d_logp"
+    def main(self, coefficients: Coefficients) -> Tensor | None:
+        """Return the coefficient that a per-row gradient is stored for: d_divergence if rows have a teacher, else
+        d_logp.
+        """
+        return coefficients.d_divergence if self.diverges else coefficients.d_logp
+
+    def with_main(self, value: Tensor, coefficients: Coefficients = NO_COEFFICIENTS) -> Coefficients:
+        """Return `coefficients` with `value` (n,) in the place of `main`."""
+        if self.diverges:
+            return coefficients._replace(d_divergence=value)
+        return coefficients._replace(d_logp=value)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 =================== ============================================================================
 `Reduce`            the statistics of each row
 `ReduceThenDerive`  the statistics, and the gradient for the coefficients that follow
-`Derive`            the gradient of known coefficients, with known statistics
+`Derive`            the gradient, from coefficients and statistics of all rows
 `Fuse`              statistics, loss and gradient by one kernel
 `SinglePass`        statistics, and d logp / d logits up to a factor per row, by one kernel
 =================== ============================================================================
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.records import Index, Rows
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
-_CoefficientsAt = Callable[[Any, RowStats], Coefficients]  # of the rows at an `Index`, given their statistics
+_CoefficientsAt = Callable[[Index, RowStats], Coefficients]  # of the rows at an index, given their statistics
 
 
 class Reduce:
@@ -37,15 +36,15 @@ class Reduce:
         entropy, extras: statistics besides the log-probability.
 
     Attributes:
-        scale: () factor that the last chunk's d logits carry, in fp16, where a group is one chunk; None: 1.
+        fp16_scale: () factor that the last chunk's d logits carry, in fp16, where a group is one chunk; None: 1.
     """
 
     terms: tuple[str, ...] = ()  # of a fused loss
 
     def __init__(self, plan: HeadPlan, *, diverges: bool, entropy: bool, extras: tuple[str, ...] = ()) -> None:
         self.plan, self.entropy, self.extras, self._diverges = plan, entropy, extras, diverges
-        self.scale: Tensor | None = None
-        self._found: list[RowStats] = []
+        self.fp16_scale: Tensor | None = None
+        self._parts: list[RowStats] = []
 
     def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
         """Do the row work on a chunk.
@@ -61,13 +60,13 @@ class Reduce:
     def _stats(self, chunk: Chunk, rows: Rows) -> RowStats:
         return self.plan.stats(chunk, rows, entropy=self.entropy, extras=self.extras)
 
-    def _keep(self, found: RowStats, count: int) -> None:
-        self._found.append(take(found, slice(max(0, count))))
+    def _keep(self, stats: RowStats, count: int) -> None:
+        self._parts.append(take(stats, slice(max(0, count))))
 
     def statistics(self, like: Tensor) -> RowStats:
         """Return the statistics of all rows, (n,) each, on the device of `like`."""
         return RowStats.concatenate(
-            self._found,
+            self._parts,
             like,
             self.plan.accumulator,
             entropy=self.entropy,
@@ -88,26 +87,26 @@ class ReduceThenDerive(Reduce):
         self,
         plan: HeadPlan,
         products: Products,
-        coefficients: _CoefficientsAt,
+        coefficients_of: _CoefficientsAt,
         *,
         diverges: bool,
         entropy: bool,
         extras: tuple[str, ...] = (),
     ) -> None:
         super().__init__(plan, diverges=diverges, entropy=entropy, extras=extras)
-        self._products, self._coefficients = products, coefficients
+        self._products, self._coefficients_of = products, coefficients_of
 
     def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
-        found = self._stats(chunk, rows)
+        stats = self._stats(chunk, rows)
         if d_logits is not None:
-            self._derive(chunk, rows, index, found, d_logits)
-        self._keep(found, count)
+            self._derive(chunk, rows, index, stats, d_logits)
+        self._keep(stats, count)
 
-    def _derive(self, chunk: Chunk, rows: Rows, index: Index, found: RowStats, d_logits: Tensor) -> None:
-        d_logp, *others = self._coefficients(index, found)
-        some = Coefficients(torch.zeros_like(found.logps) if d_logp is None else d_logp, *others)
-        some, self.scale = self._products.scaled(some, chunk.transform, found.divergence)
-        self.plan.grad(chunk, rows, found, some, d_logits)
+    def _derive(self, chunk: Chunk, rows: Rows, index: Index, stats: RowStats, d_logits: Tensor) -> None:
+        d_logp, *others = self._coefficients_of(index, stats)
+        coefficients = Coefficients(torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others)
+        coefficients, self.fp16_scale = self._products.scaled(coefficients, chunk.transform, stats.divergence)
+        self.plan.grad(chunk, rows, stats, coefficients, d_logits)
 
 
 class Derive(ReduceThenDerive):
@@ -115,11 +114,11 @@ class Derive(ReduceThenDerive):
 
     def __init__(self, plan: HeadPlan, products: Products, coefficients: Coefficients, stats: RowStats) -> None:
         super().__init__(plan, products, lambda index, _: take(coefficients, index), diverges=False, entropy=False)
-        self._known = stats
+        self._all_stats = stats
 
     def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
         assert d_logits is not None
-        self._derive(chunk, rows, index, take(self._known, index), d_logits)
+        self._derive(chunk, rows, index, take(self._all_stats, index), d_logits)
 
 
 class Fuse(ReduceThenDerive):
@@ -132,22 +131,22 @@ class Fuse(ReduceThenDerive):
         self,
         plan: HeadPlan,
         products: Products,
-        coefficients: _CoefficientsAt,
+        coefficients_of: _CoefficientsAt,
         token_loss: TokenLoss,
         *,
         diverges: bool,
     ) -> None:
-        super().__init__(plan, products, coefficients, diverges=diverges, entropy=True)
+        super().__init__(plan, products, coefficients_of, diverges=diverges, entropy=True)
         self._token_loss, self.terms = token_loss, token_loss.terms
 
     def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
         backend, scales = self.plan.backend, self._products.scales_gradient
         assert isinstance(backend, FusedRowBackend)
         marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
-        found = backend.fused(marked, take(self._token_loss, index), None if scales else d_logits)
+        stats = backend.fused(marked, take(self._token_loss, index), None if scales else d_logits)
         if scales and d_logits is not None:
-            self._derive(chunk, rows, index, found, d_logits)
-        self._keep(found, count)
+            self._derive(chunk, rows, index, stats, d_logits)
+        self._keep(stats, count)
 
 
 class SinglePass(Reduce):
@@ -161,12 +160,12 @@ class SinglePass(Reduce):
         backend = self.plan.backend
         assert isinstance(backend, SinglePassRowBackend)
         assert d_logits is not None
-        found, factor = backend.single_pass(chunk, d_logits, entropy=self.entropy, extras=self.extras)
+        stats, factor = backend.single_pass(chunk, d_logits, entropy=self.entropy, extras=self.extras)
         if rows.invalid is not None:
-            for x in (found.logps, factor):
+            for x in (stats.logps, factor):
                 x.masked_fill_(rows.invalid, torch.nan)
         self._factors.append(factor[: max(0, count)])
-        self._keep(found, count)
+        self._keep(stats, count)
 
     def row_factor(self) -> Tensor | None:
         """Return the factors (n,) that the rows of d hidden still need; None: there were no rows."""
@@ -174,19 +173,18 @@ class SinglePass(Reduce):
 
 
 def gradient_of_one_result(
-    plan: HeadPlan, products: Products, *, diverges: bool, entropy: bool, extras: tuple[str, ...]
+    plan: HeadPlan,
+    products: Products,
+    ones: _CoefficientsAt,
+    *,
+    diverges: bool,
+    entropy: bool,
+    extras: tuple[str, ...],
 ) -> Reduce:
-    """Return the row work for d logp / d logits or, if the rows have a teacher, for d divergence / d logits."""
+    """Return the row work for d logp / d logits or, if the rows have a teacher, for d divergence / d logits; `ones`
+    returns 1 for that result's coefficient.
+    """
     whole = plan.shard is None  # else ranks exchange their statistics before the gradient
     if whole and not diverges and not products.scales_gradient and isinstance(plan.backend, SinglePassRowBackend):
         return SinglePass(plan, entropy=entropy, extras=extras)
-    ones = _of_divergence if diverges else _of_logp
     return ReduceThenDerive(plan, products, ones, diverges=diverges, entropy=entropy, extras=extras)
-
-
-def _of_logp(index: Index, found: RowStats) -> Coefficients:
-    return Coefficients(d_logp=torch.ones_like(found.logps))
-
-
-def _of_divergence(index: Index, found: RowStats) -> Coefficients:
-    return Coefficients(d_divergence=torch.ones_like(found.logps))

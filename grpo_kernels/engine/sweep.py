@@ -1,8 +1,8 @@
 """The one loop of the engines, a sweep: for each chunk of rows project, do the row work, and add up the gradients.
 
 Engines differ in the row work (`row_steps.py`): ``score`` only reduces, ``one_pass`` and ``frozen`` reduce and derive,
-and the second pass of ``two_pass`` derives with known statistics. (The second pass of ``lean`` goes by slices of the
-vocabulary, `special/slices.py`.)
+and the second pass of ``two_pass`` derives with the statistics of the first. (The second pass of ``lean`` goes by
+slices of the vocabulary, `special/slices.py`.)
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def sweep(
                 at, m = _part(index, part), part.stop - part.start
                 out = logits[:m], None if teacher_logits is None else teacher_logits[:m]
                 with phase("logits"):
-                    chunk, some = projection.project(operands, part, rows, at, out)
+                    chunk, chunk_rows = projection.project(operands, part, rows, at, out)
                 if sums is not None and d_logits is None:  # not before the first product is under way
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 target = None if sums is None or d_logits is None else d_logits[part]
                 with phase("rows"):
-                    step(chunk, some, at, len(group) - part.start, target)
+                    step(chunk, chunk_rows, at, len(group) - part.start, target)
             if sums is not None and d_logits is not None:
                 if len(group) < group.rows:
                     d_logits[len(group) : group.rows] = 0.0
                 with phase("gradients"):
-                    sums.add(group, projection.products, operands[0], d_logits[: group.rows], step.scale)
+                    sums.add(group, projection.products, operands[0], d_logits[: group.rows], step.fp16_scale)
     return None if sums is None else sums.gradients(step.row_factor())
 
 

@@ -69,25 +69,25 @@ class Shard:
         extras: tuple[str, ...],
     ) -> RowStats:
         """`RowBackend.stats` of the whole vocabulary. Every rank of the group has to call it for the same rows."""
-        found = backend.stats(replace(chunk, ids=self.own(chunk.ids)), entropy=entropy, extras=extras)
-        return self.joined(found, chunk.ids, chunk.transform)
+        stats = backend.stats(replace(chunk, ids=self.local_ids(chunk.ids)), entropy=entropy, extras=extras)
+        return self.joined(stats, chunk.ids, chunk.transform)
 
-    def own(self, ids: Tensor) -> Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         """Return `ids`, with 0 for those that other ranks have."""
         return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
 
-    def joined(self, found: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """Return the statistics of the whole vocabulary, from those of this rank's columns for the ids from `own`."""
-        extras, max_logit = tuple(found.extras), found.max_logit
+    def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
+        """Return the statistics of the whole vocabulary, from those of this rank's columns for its `local_ids`."""
+        extras, max_logit = tuple(stats.extras), stats.max_logit
         # a backend makes a row without a finite logit NaN; here other ranks may have one. A soft-cap makes all finite
         if transform.bias is not None and transform.softcap is None:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
-        columns = [max_logit, found.log_sum, found.logps, *found.extras.values()]
-        columns += [] if found.entropies is None else [found.entropies]
-        parts = gather_stacked(torch.stack([x.to(found.logps.dtype) for x in columns]), self.process_group)
+        columns = [max_logit, stats.log_sum, stats.logps, *stats.extras.values()]
+        columns += [] if stats.entropies is None else [stats.entropies]
+        parts = gather_stacked(torch.stack([x.to(stats.logps.dtype) for x in columns]), self.process_group)
         first = [sum(self.sizes[:rank]) - self.start for rank in range(len(self.sizes))]
         here = torch.stack([(ids >= x) & (ids < x + size) for x, size in zip(first, self.sizes, strict=True)])
-        return self._join(parts.unbind(1), here, extras, entropy=found.entropies is not None)
+        return self._join(parts.unbind(1), here, extras, entropy=stats.entropies is not None)
 
     def _join(self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool) -> RowStats:
         """Join the numbers of all ranks, (R, n) each, to statistics (n,); `here` (R, n) marks the rank with the id."""
@@ -115,20 +115,20 @@ class Shard:
         # the difference adds 0, or NaN if no logit is finite or one is +inf
         margin = torch.logsumexp(excess.masked_fill(nothing, -torch.inf), dim=0) + (max_logit - max_logit)[0]
         more = dict(zip(extras, parts[3:], strict=False))
-        found: dict[str, Tensor] = {}
+        joined_extras: dict[str, Tensor] = {}
         if "log_sum_sq_probs" in more:
-            found["log_sum_sq_probs"] = torch.logsumexp(2 * log_weights + more["log_sum_sq_probs"], dim=0)
+            joined_extras["log_sum_sq_probs"] = torch.logsumexp(2 * log_weights + more["log_sum_sq_probs"], dim=0)
         if "mean_logits" in more:
             totals = [mean * size for mean, size in zip(more["mean_logits"], self.sizes, strict=True)]
-            found["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
+            joined_extras["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
         if "is_top1" in more:
-            found["is_top1"] = at_target(more["is_top1"] * top) != 0
+            joined_extras["is_top1"] = at_target(more["is_top1"] * top) != 0
         return RowStats(
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),
             max_logit=max_logit[0],
             log_sum=joined,
             entropies=weighted(parts[-1].masked_fill(nothing, 0.0) - log_weights) if entropy else None,
-            extras=found,
+            extras=joined_extras,
         )
 
     def sum_(self, x: Tensor) -> Tensor:

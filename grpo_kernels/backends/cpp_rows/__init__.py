@@ -70,7 +70,7 @@ class CppRows:
         """Do nothing: the kernels read the raw projection."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        new = _Results(chunk.logits)
+        new = _Columns(chunk.logits)
         logps, max_logit, log_sum = new(), new(), new()
         entropies = new() if entropy else None
         more = {name: new(torch.bool if name == "is_top1" else None) for name in extras}
@@ -87,7 +87,7 @@ class CppRows:
         return RowStats(logps, max_logit, log_sum, entropies, more)
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        new = _Results(chunk.logits)
+        new = _Columns(chunk.logits)
         value, sum_k = new(), new()
         torch.ops.grpo_kernels_cpp.diverge(
             *_rows(chunk),
@@ -110,7 +110,7 @@ class CppRows:
         out: Tensor,
         d_divergence: Tensor | None = None,
     ) -> None:
-        known = None if d_divergence is None else stats.divergence
+        divergence = None if d_divergence is None else stats.divergence
         chunk = replace(chunk, teacher=None) if d_divergence is None else chunk  # which is then ignored
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
@@ -122,7 +122,7 @@ class CppRows:
             d_logp.contiguous(),  # the gradient of a sum may be one number, expanded
             None if d_entropy is None else d_entropy.contiguous(),
             None if d_divergence is None else d_divergence.contiguous(),
-            *((None,) * 3 if known is None else (known.sum_k, known.max_logit, known.log_sum)),
+            *((None,) * 3 if divergence is None else divergence[1:]),
             chunk.first_id,
             out=out,
         )
@@ -131,7 +131,7 @@ class CppRows:
         torch.mul(x, factor, out=out)
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        new = _Results(chunk.logits)
+        new = _Columns(chunk.logits)
         logps, max_logit, log_sum, entropies = new(), new(), new(), new()
         terms = {name: new() for name in token_loss.terms}
         full = token_loss.kl == "full"  # the divergence from the teacher
@@ -167,7 +167,7 @@ class CppRows:
         return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=diverged)
 
 
-class _Results:
+class _Columns:
     """Makes uninitialised columns (n,) in the accumulator's dtype."""
 
     def __init__(self, logits: Tensor) -> None:

@@ -118,8 +118,8 @@ def _from_cache(root: Path, sources: Path, troubles: list[str]) -> Library:
     folder = Path(os.path.realpath(root.parent), root.name, cache_key(sources))
     try:
         own_folder(folder, made=2)
-        if found := _cached(folder, troubles):
-            return found
+        if library := _cached(folder, troubles):
+            return library
         with one_builder(folder):
             return _cached(folder, []) or _build(folder, sources, troubles)
     except OSError as error:
@@ -187,10 +187,10 @@ def has_ops(source: str) -> bool:
     prefix, has_kernel = f"{NAME}::", torch._C._dispatch_has_computed_kernel_for_dispatch_key
     ours = [x for x in torch._C._jit_get_all_schemas() if x.name.startswith(prefix)]
     counts = {x.name.removeprefix(prefix): len(x.arguments) for x in ours if has_kernel(x.name, "CPU")}
-    found = {name: counts[name] for name in OPS if name in counts}
-    if ours and found != OPS:
+    ops = {name: counts[name] for name in OPS if name in counts}
+    if ours and ops != OPS:
         raise Unavailable(
-            f"{source}: expected the ops {OPS} (name: arguments), got {found}; remove it and start again, {OR_WHEEL}"
+            f"{source}: expected the ops {OPS} (name: arguments), got {ops}; remove it and start again, {OR_WHEEL}"
         )
     return bool(ours)
 

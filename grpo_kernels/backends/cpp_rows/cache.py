@@ -50,10 +50,10 @@ def libraries(folder: Path, troubles: list[str]) -> Iterator[Path]:
     """Yield the complete libraries in `folder`, each named by its digest; `troubles` gets why others are not safe."""
     for path in sorted(folder.glob("*.so")):
         try:
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode) and not stat.S_ISLNK(found.st_mode):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) and not stat.S_ISLNK(status.st_mode):
                 continue
-            _check(path, found, ours=True)
+            _check(path, status, ours=True)
             if digest(path) == path.stem:
                 yield path
         except Untrusted as why:
@@ -92,26 +92,26 @@ def one_builder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _check(path: Path, found: os.stat_result, *, ours: bool) -> None:
+def _check(path: Path, status: os.stat_result, *, ours: bool) -> None:
     """Raise `Untrusted` if another user can change `path`, which is ours alone or a folder above."""
     owners = {0, os.geteuid()}
-    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not ours:
         owners.add(os.lstat("/").st_uid)  # root, as a user namespace without root shows it
-        if found.st_mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_own_group(found.st_gid)):
+        if status.st_mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_own_group(status.st_gid)):
             writers = 0
-    if writers or found.st_uid not in owners or stat.S_ISLNK(found.st_mode):
+    if writers or status.st_uid not in owners or stat.S_ISLNK(status.st_mode):
         raise Untrusted(
-            f"{path} is not yours alone ({stat.filemode(found.st_mode)}, user {found.st_uid}), so what is loaded from "
-            f"there could be anyone's; {'remove it' if ours else f'chmod go-w {path}'} or set TORCH_EXTENSIONS_DIR to "
-            "a folder that only you can write"
+            f"{path} is not yours alone ({stat.filemode(status.st_mode)}, user {status.st_uid}), so what is loaded "
+            f"from there could be anyone's; {'remove it' if ours else f'chmod go-w {path}'} or set "
+            "TORCH_EXTENSIONS_DIR to a folder that only you can write"
         )
 
 
 def _is_own_group(group: int) -> bool:
     """Return True if `group` has this user's name and nobody else in it, as many systems make one for each user."""
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    return group == user.pw_gid and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}

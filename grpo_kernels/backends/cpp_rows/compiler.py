@@ -50,11 +50,11 @@ def compiler() -> list[str]:
         named = shlex.split(words)
     except ValueError as error:
         raise Unavailable(f"no C++ compiler: expected a command in CXX, got {words!r} ({error}); mend it") from None
-    found = list(filter(None, map(shutil.which, named[:1] or COMPILERS)))
-    if not found:
+    compilers = list(filter(None, map(shutil.which, named[:1] or COMPILERS)))
+    if not compilers:
         sought = f"{named[0]}, which CXX names," if named else f"any of {', '.join(COMPILERS)}"
         raise Unavailable(f"no C++ compiler: {sought} is not on PATH; install one, name one in CXX, {OR_WHEEL}")
-    return [found[0], *named[1:]]
+    return [compilers[0], *named[1:]]
 
 
 def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:

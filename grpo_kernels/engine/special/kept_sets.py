@@ -120,7 +120,7 @@ class _Gathered:
         return [slice(start, min(start + step, width)) for start in range(0, width, step)]
 
 
-class _Block(NamedTuple):
+class _SavedBlock(NamedTuple):
     """Tensors of a block of r rows that the forward saves."""
 
     kept: Tensor  # (r, w) int32 ids, counted from this rank's first, each once; padding repeats the row's first id
@@ -130,26 +130,26 @@ class _Block(NamedTuple):
 
 @first_order
 class KeptSetLogprob(torch.autograd.Function):
-    """``forward(ctx, sets, *own)`` -> logps (N,), entropies (N,) or None, where `own` are the tensors of `Operands`."""
+    """``forward(ctx, sets, *tensors)`` -> logps (N,), entropies (N,) or None; `tensors` are those of `Operands`."""
 
     @staticmethod
-    def forward(ctx: Any, sets: KeptSets, *own: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, sets: KeptSets, *tensors: Any) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        head, shard = Operands(*own), sets.plan.shard
-        stats, blocks = _no_stats(sets), list[_Block]()
+        head, shard = Operands(*tensors), sets.plan.shard
+        stats, blocks = _no_stats(sets), list[_SavedBlock]()
         with torch.autocast(head.hidden.device.type, enabled=False):
             factors = _factors(head, sets)
             for span in sets.spans:
                 at = sets.order[span.rows]
                 kept, target = _in_order(sets, at, span, head.weight.shape[0])
-                block = _Block(kept, _logits(factors, head, sets, at, kept), target)
+                block = _SavedBlock(kept, _logits(factors, head, sets, at, kept), target)
                 _write(stats, at, _ROWS.stats(_chunk(block, sets, at, target.clamp(min=0)), entropy=sets.entropy))
                 if any(sets.needs_grad):
                     blocks.append(block)
             if shard is not None:
                 stats = shard.joined(stats, sets.rows.ids, LogitTransform())
-        ctx.sets, ctx.count = sets, len(own)
-        ctx.save_for_backward(*own, *_numbers(stats), *itertools.chain(*blocks))
+        ctx.sets, ctx.count = sets, len(tensors)
+        ctx.save_for_backward(*tensors, *_numbers(stats), *itertools.chain(*blocks))
         logps, entropies = stats.logps, stats.entropies
         return _result(logps, sets, head), None if entropies is None else _result(entropies, sets, head)
 
@@ -162,14 +162,14 @@ class KeptSetLogprob(torch.autograd.Function):
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
                 return None, *(None for _ in head)
-            sums, factors = _Sums(head, sets), _factors(head, sets)
+            sums, factors = _GradientSums(head, sets), _factors(head, sets)
             for span in sets.spans:
-                at, block = sets.order[span.rows], _Block(*itertools.islice(saved, len(_Block._fields)))
+                at, block = sets.order[span.rows], _SavedBlock(*itertools.islice(saved, len(_SavedBlock._fields)))
                 moved = torch.stack([x[sets.rows.positions[at]] != 0 for x in upstream]).any(dim=0)
-                some = moved.nonzero()[:, 0]
-                if not len(some):
+                index = moved.nonzero()[:, 0]
+                if not len(index):
                     continue
-                at, block = at[some], take(block, some)
+                at, block = at[index], take(block, index)
                 sums.add(factors, block.kept, _d_raw(block, sets, at, stats, d_logps, d_entropies), at)
         return None, *sums.gradients()
 
@@ -195,9 +195,9 @@ def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
     return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
 
-def _write(stats: RowStats, at: Tensor, found: RowStats) -> None:
-    """Write the statistics `found` (r,) to the rows `at` of `stats` (n,)."""
-    for x, part in zip(_numbers(stats), _numbers(found), strict=True):
+def _write(stats: RowStats, at: Tensor, of_block: RowStats) -> None:
+    """Write the statistics `of_block` (r,) to the rows `at` of `stats` (n,)."""
+    for x, part in zip(_numbers(stats), _numbers(of_block), strict=True):
         if x is not None and part is not None:
             x[at] = part
 
@@ -211,7 +211,7 @@ def _result(x: Tensor, sets: KeptSets, head: Operands) -> Tensor:
 
 
 def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return `_Block.kept` (r, w) and `_Block.target` (r,) of the rows `at` (r,), on a rank with `vocab` ids.
+    """Return `_SavedBlock.kept` (r, w) and `_SavedBlock.target` (r,) of the rows `at` (r,), on a rank with `vocab` ids.
 
     Padding and repetitions are the row's first id: so NaN in a position's hidden state reaches the gradient of no id
     outside of its set.
@@ -230,7 +230,7 @@ def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tenso
 
 
 def _padding(kept: Tensor) -> Tensor:
-    """Return the mask (r, w) of the padding in `_Block.kept`."""
+    """Return the mask (r, w) of the padding in `_SavedBlock.kept`."""
     padding = kept == kept[:, :1]
     padding[:, 0] = False
     return padding
@@ -250,22 +250,22 @@ def _logits(factors: list[_Gathered], head: Operands, sets: KeptSets, at: Tensor
 
 
 def _d_raw(
-    block: _Block, sets: KeptSets, at: Tensor, stats: RowStats, d_logps: Tensor | None, d_entropies: Tensor | None
+    block: _SavedBlock, sets: KeptSets, at: Tensor, stats: RowStats, d_logps: Tensor | None, d_entropies: Tensor | None
 ) -> Tensor:
     """Return d loss / d (raw projection), (r, w), of the rows `at` (r,), from the statistics (n,) and upstream (N,)."""
     chunk, positions = _chunk(block, sets, at, block.target), sets.rows.positions[at]
     d_logp, d_entropy = (None if x is None else x[positions].to(sets.plan.accumulator) for x in (d_logps, d_entropies))
-    some = take(stats, at)
-    _ROWS.grad(chunk, some, torch.zeros_like(some.logps) if d_logp is None else d_logp, d_entropy, chunk.logits)
+    stats = take(stats, at)
+    _ROWS.grad(chunk, stats, torch.zeros_like(stats.logps) if d_logp is None else d_logp, d_entropy, chunk.logits)
     return chunk.logits.masked_fill_(_padding(block.kept), 0.0)
 
 
-def _chunk(block: _Block, sets: KeptSets, at: Tensor, columns: Tensor) -> Chunk:
+def _chunk(block: _SavedBlock, sets: KeptSets, at: Tensor, columns: Tensor) -> Chunk:
     """Return a block as a chunk of logits, each row's target in `columns` (r,)."""
     return Chunk(block.logits, columns, sets.transform(at))
 
 
-class _Sums:
+class _GradientSums:
     """The gradients of the head's tensors, summed over blocks."""
 
     def __init__(self, head: Operands, sets: KeptSets) -> None:
@@ -305,6 +305,6 @@ class _Sums:
                 if x is not None:
                     shard.sum_(x)
         (hidden, *lora_u), (weight, *lora_b) = self._rows, self._matrices
-        found = HeadTensors(hidden, weight, self._bias, *lora_u, *lora_b)
-        pairs = zip(found, self._head, strict=True)
+        sums = HeadTensors(hidden, weight, self._bias, *lora_u, *lora_b)
+        pairs = zip(sums, self._head, strict=True)
         return HeadTensors(*(None if x is None or like is None else x.to(like.dtype) for x, like in pairs))

@@ -35,13 +35,13 @@ def sweep_slices(
     It is the same as from `sweep`, but d weight and d lora_b are in their own dtype, rounded once.
     """
     d_logp, *others = coefficients
-    some = Coefficients(torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others)
+    coefficients = Coefficients(torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others)
     transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
     # one factor for all rows and slices, since the gradients are summed over both
-    some, scale = plan.products(head.weight).scaled(some, transform, stats.divergence)
+    coefficients, fp16_scale = plan.products(head.weight).scaled(coefficients, transform, stats.divergence)
     n, vocab, dtype = len(rows), head.weight.shape[0], plan.accumulator
     rows_at_once, columns_at_once, _ = plan_slices(rows, head, plan, needs_grad)
-    blocks = _blocks(rows, stats, some, rows_at_once)
+    blocks = _blocks(rows, stats, coefficients, rows_at_once)
     m = blocks[-1].indices.stop if blocks else 0
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, overwrites
     d_rows, d_matrices = [], []  # one per factor
@@ -55,13 +55,13 @@ def sweep_slices(
             part = _Slice(head, plan, columns, d_rows, d_matrices, d_bias)
             for block in blocks:
                 part.add(block)
-            part.finish(scale)
+            part.finish(fp16_scale)
             del part  # before the next one is made
     (hidden, *lora_u), (weight, *lora_b) = d_rows, d_matrices
-    if scale is not None:
+    if fp16_scale is not None:
         for total in (hidden, d_bias, *lora_u):
             if total is not None:
-                total.mul_(1.0 / scale)
+                total.mul_(1.0 / fp16_scale)
     d_hidden, d_lora_u = (None if x is None else x[:n] for x in (hidden, *lora_u, None)[:2])
     return Gradients(d_hidden, weight, d_bias, d_lora_u, *lora_b)
 
@@ -125,13 +125,13 @@ class _Slice:
             if self._d_bias is not None:
                 self._d_bias += d_logits.sum(dim=0, dtype=self._d_bias.dtype)
 
-    def finish(self, scale: Tensor | None) -> None:
-        """Write the sums of all blocks to d weight, divided by the factor `scale` () that they carry."""
+    def finish(self, fp16_scale: Tensor | None) -> None:
+        """Write the sums of all blocks to d weight, divided by the factor `fp16_scale` () that they carry."""
         for target, part in zip(self._targets, self._parts, strict=True):
             if target is None or part is None:
                 continue
-            if scale is not None:
-                self._plan.backend.scale(part, 1.0 / scale, target)
+            if fp16_scale is not None:
+                self._plan.backend.scale(part, 1.0 / fp16_scale, target)
             elif part is not target:
                 target.copy_(part)
 

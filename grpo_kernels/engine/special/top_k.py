@@ -83,14 +83,15 @@ class TopKTeacher:
         TorchRows().prepare_(z, replace(transform, bias=bias))
         return replace(self, z=z.masked_fill_(~here, 0.0))
 
-    def diverged(self, found: RowStats, shard: Shard | None) -> RowStats:
-        """Return `found`, the statistics of the student's rows, with those of the divergence, and sum_k p_k as
-        ``"student_mass"``. With a sharded head, the logits z of all ranks are joined first.
+    def diverged(self, stats: RowStats, shard: Shard | None) -> RowStats:
+        """Return `stats`, of the student's rows, with those of the divergence, and sum_k p_k as ``"student_mass"``.
+
+        With a sharded head, the logits z of all ranks are joined first.
         """
         assert self.z is not None
         z = self.z if shard is None else shard.sum_(self.z.clone())
-        dtype, measure, logq = found.logps.dtype, self.measure, self.logps
-        logp = self._logps(found, z)
+        dtype, measure, logq = stats.logps.dtype, self.measure, self.logps
+        logp = self._logps(stats, z)
         if measure.least_rest is None:
             logp_clamped, logq, q = self._clamped(logp)
             terms = torch.where(logq == -torch.inf, 0.0, logq.exp() * (logq - logp_clamped))
@@ -103,22 +104,22 @@ class TopKTeacher:
             value = value.clamp(min=-most, max=most)
         value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
         none = torch.zeros_like(value)  # in place of the statistics of the teacher's logits
-        extras = {**found.extras, "student_mass": mass}
-        return replace(found, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
+        extras = {**stats.extras, "student_mass": mass}
+        return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
-    def grad(self, backend: RowBackend, chunk: Chunk, found: RowStats, d_divergence: Tensor, out: Tensor) -> None:
+    def grad(self, backend: RowBackend, chunk: Chunk, stats: RowStats, d_divergence: Tensor, out: Tensor) -> None:
         """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` would write it.
 
         Args:
             d_divergence: (n,) d loss / d D.
         """
-        assert found.divergence is not None
+        assert stats.divergence is not None
         assert self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = torch.full_like(chunk.ids, -1)
-        alone = replace(found, divergence=None)  # for the backend there is no teacher
-        backend.grad(replace(chunk, ids=nowhere), alone, d_divergence * found.divergence.sum_k, None, out)
-        d_raw = self._d_logits(found, self.z) * d_divergence[:, None] * _d_projection(self.z, chunk.transform)
+        alone = replace(stats, divergence=None)  # for the backend there is no teacher
+        backend.grad(replace(chunk, ids=nowhere), alone, d_divergence * stats.divergence.sum_k, None, out)
+        d_raw = self._d_logits(stats, self.z) * d_divergence[:, None] * _d_projection(self.z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
@@ -127,11 +128,11 @@ class TopKTeacher:
         here = (columns >= 0) & (columns < width) & (self.logps != -torch.inf)
         return torch.where(here, columns, 0), here
 
-    def _logps(self, found: RowStats, z: Tensor) -> Tensor:
+    def _logps(self, stats: RowStats, z: Tensor) -> Tensor:
         """(n, K) the student's log-probabilities, -inf where padding is."""
         # a backend's maximum may be a rounding below the same logit in torch's arithmetic
-        shifted = (z.double() - found.max_logit[:, None].double()).clamp(max=0.0)
-        logp = shifted - found.log_sum[:, None].double()
+        shifted = (z.double() - stats.max_logit[:, None].double()).clamp(max=0.0)
+        logp = shifted - stats.log_sum[:, None].double()
         return logp.masked_fill(self.logps == -torch.inf, -torch.inf)
 
     def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,17 +143,17 @@ class TopKTeacher:
         logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
         return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
 
-    def _d_logits(self, found: RowStats, z: Tensor) -> Tensor:
+    def _d_logits(self, stats: RowStats, z: Tensor) -> Tensor:
         """(n, K) d D / d z of the ids."""
-        assert found.divergence is not None
-        measure, logp = self.measure, self._logps(found, z)
-        p, value = logp.exp(), found.divergence.value[:, None]
+        assert stats.divergence is not None
+        measure, logp = self.measure, self._logps(stats, z)
+        p, value = logp.exp(), stats.divergence.value[:, None]
         if measure.reverse:
             d_z = torch.where(p > 0.0, p * (logp - self.logps - value), p)
         elif measure.least_rest is not None:
             d_z = p - self.logps.exp()
         else:
-            d_z = -found.divergence.sum_k[:, None] * p - self._clamped(logp)[2]
+            d_z = -stats.divergence.sum_k[:, None] * p - self._clamped(logp)[2]
         if measure.loss_max_clamp is not None:
             d_z = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, d_z)
         return d_z
