@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.kept_loss import KeptLossCall, kept_loss
-from grpo_kernels.call.loss import LossCall
+from grpo_kernels.call.loss import LossCall, first_pass
 from grpo_kernels.call.options import Execution, Run, check_run
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import plan_call
@@ -45,7 +44,6 @@ from grpo_kernels.head.other_head import OtherHead
 from grpo_kernels.objective.checks import FIELDS, check_config, check_names, check_objective, config_with
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
-from grpo_kernels.objective.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -176,21 +174,14 @@ def _loss(call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
     """Plan the call, run one forward, and return its results."""
     with whole_reference(head) as whole:
         head, request, loss = plan_call(call, whole, execution)
-        done: list[tuple[RowStats, Evaluation]] = []  # an autograd Function returns tensors only
-
-        def evaluate(stats: RowStats) -> Evaluation:
-            done.append((stats, loss.evaluate(request, stats)))
-            return done[0][1]
-
         group = None if call.objective is None else execution.sequence_group
         with check_same("sequence_group", group, "the objective of grpo_loss"):  # it may raise on one rank alone
             operands = head.operands(request.rows.positions)
-            value, logps, entropies = PolicyLoss.apply(request, evaluate, operands.teacher, *operands)
-    shape, (stats, evaluation) = loss.tokens.layout.shape, done[0]
-    assert stats.entropies is not None
-    metrics = loss.metrics(stats.entropies, evaluation, request)
-    scores, backend = (logps.view(shape), entropies.view(shape)), request.plan.backend.name
-    return LossOutput(value, *scores, metrics, request.engine.name, backend)
+            first, evaluation = first_pass(loss, operands, request)
+        value, *scores = PolicyLoss.apply(request, evaluation.loss, first, operands.teacher, *operands)
+    logps, entropies = (x.view(loss.tokens.layout.shape) for x in scores)
+    metrics = loss.metrics(first.entropies, evaluation, request)
+    return LossOutput(value, logps, entropies, metrics, request.engine.name, request.plan.backend.name)
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]

@@ -1,6 +1,7 @@
 """Ranges of a call's phases in traces of torch.profiler, and of NVIDIA's under ``torch.autograd.profiler.emit_nvtx``.
 
-A call itself is there by the name of its autograd Function (``PolicyLoss``, ``LinearLogprob``, their ``Backward``).
+A call itself is there as ``grpo_kernels::loss``, or by the name of its autograd Function (``LinearLogprob``), and so is
+its backward (``PolicyLossBackward``, ``LinearLogprobBackward``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch.autograd.profiler import record_function
 
-Phase = Literal["logits", "rows", "gradients"]  # products to logits; row kernels; products to gradients
+# a loss's first pass; in it, and in other passes: products to logits, row kernels, products to gradients
+Phase = Literal["loss", "logits", "rows", "gradients"]
 _NOTHING = nullcontext()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import check_ids, check_logps, warn_of_ratio
+from grpo_kernels.base.profiling import phase
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.checked_head import CheckedHead
@@ -21,8 +22,9 @@ from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
 from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.records import Rows
-from grpo_kernels.engine.request import Coupling, Request
+from grpo_kernels.engine.passes import of_loss
+from grpo_kernels.engine.records import Operands, Rows
+from grpo_kernels.engine.request import Coupling, ForwardResult, Request
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.config import LossConfig
@@ -177,6 +179,15 @@ class LossCall(Call[Tokens, Loss]):
 
     def _numbers(self, planned: CheckedHead) -> dict[str, Tensor | None]:
         return {"hidden": planned.head.hidden, **self.inputs.numbers}
+
+
+def first_pass(loss: Loss, operands: Operands, request: Request) -> tuple[ForwardResult, Evaluation]:
+    """Do the first pass over the rows, and evaluate the loss of their statistics."""
+    with torch.no_grad(), phase("loss"):
+        first = request.engine.first_pass(operands, request)
+        assert first.stats is not None
+        evaluation = loss.evaluate(request, first.stats)
+        return of_loss(first, request, evaluation.coefficients), evaluation
 
 
 def check_loss(

@@ -6,7 +6,6 @@ Both keep d hidden and d weight in the accumulator's dtype and apply the upstrea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,52 +17,50 @@ from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.records import map_tensors
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.passes import Evaluation, all_rows, loss_pass, scatter, second_pass
+from grpo_kernels.engine.passes import all_rows, scatter, second_pass
 from grpo_kernels.engine.records import Gradients, HeadTensors, Operands
 from grpo_kernels.engine.remainder import size_of, split_off
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
-from grpo_kernels.token_loss.record import Coefficients
+from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 
 
 @first_order
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, request, evaluate, teacher, *tensors)`` -> loss (), logps (N,), entropies (N,), where `tensors` are
-    those of `Operands`; only the loss carries gradient. `evaluate` maps the statistics of all rows to the loss and
-    its coefficients. Engines that recompute save the coefficients for the backward, the others the loss's gradient.
+    ``forward(ctx, request, loss, first, teacher, *tensors)`` -> loss (), logps (N,), entropies (N,), where `tensors`
+    are those of `Operands`. `loss` and the result `first` of the first pass (`of_loss`) are there already; here the
+    loss gets its gradient. Engines that recompute save the coefficients for the backward, the others the gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         request: Request,
-        evaluate: Callable[[RowStats], Evaluation],
+        loss: Tensor,
+        first: ForwardResult,
         teacher: HeadTensors[Tensor] | None,
         *tensors: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = replace(Operands(*tensors), teacher=teacher)
-        first, evaluation = loss_pass(head, request, evaluate)
-        stats = first.stats
+        head, stats = replace(Operands(*tensors), teacher=teacher), first.stats
         assert stats is not None
-        assert stats.entropies is not None
         ctx.request, ctx.shapes = request, head.map(shape_and_dtype)
         if first.grads is not None:
-            _save(ctx, None, replace(first, stats=None))
+            _save(ctx, None, replace(first, stats=None, coefficients=NO_COEFFICIENTS))
         elif request.engine.recomputes:
-            _save(ctx, head, replace(first, coefficients=evaluation.coefficients))
-        logps, entropies = (scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, stats.entropies))
+            _save(ctx, head, first)
+        logps, entropies = (scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, first.entropies))
         ctx.mark_non_differentiable(logps, entropies)
-        return evaluation.loss.clone(), logps, entropies  # the copy joins the graph, `evaluation.loss` must not
+        return loss.clone(), logps, entropies  # the copy joins the graph, `loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         request, (head, first) = ctx.request, _saved(ctx)
         if not request.engine.recomputes:
-            return None, None, None, *returned(first.grads, ctx.shapes, request, first.grad_rows, d_loss)
+            return None, None, None, None, *returned(first.grads, ctx.shapes, request, first.grad_rows, d_loss)
         with request.gathered_weight():
             grads, indices = second_pass(head, request, first.stats, map_tensors(d_loss.mul, first.coefficients))
-        return None, None, None, *returned(grads, ctx.shapes, request, indices)
+        return None, None, None, None, *returned(grads, ctx.shapes, request, indices)
 
 
 @first_order

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +22,6 @@ from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive
 from grpo_kernels.engine.special.slices import sweep_slices
 from grpo_kernels.engine.sweep import sweep
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
-
-
-class Evaluation(Protocol):
-    """Result of `evaluate`: a loss, and its derivatives in each row's log-probability, entropy and divergence.
-
-    The parts of `objective.evaluation.Evaluation` that engines read.
-    """
-
-    @property
-    def loss(self) -> Tensor: ...  # ()
-
-    @property
-    def coefficients(self) -> Coefficients: ...  # (n,) each; d_logp is not None
-
-
-E = TypeVar("E", bound=Evaluation)
 
 
 def score(head: Operands, request: Request) -> ForwardResult:
@@ -109,19 +93,19 @@ def recompute_slices(head: Operands, request: Request, stats: RowStats, coeffici
     return sweep_slices(head, request.rows, request.plan, stats, coefficients, request.needs_grad)
 
 
-def loss_pass(head: Operands, request: Request, evaluate: Callable[[RowStats], E]) -> tuple[ForwardResult, E]:
-    """Do the first pass, and let `evaluate` make the loss of its statistics; a stored gradient becomes the loss's."""
-    first = request.engine.first_pass(head, request)
-    assert first.stats is not None
-    evaluation = evaluate(first.stats)
+def of_loss(first: ForwardResult, request: Request, coefficients: Coefficients) -> ForwardResult:
+    """Return the result of a first pass as that of a loss with these coefficients, (n,) each.
+
+    A gradient that is stored row by row becomes the loss's, in place.
+    """
     if request.engine.stores is Stored.PER_ROW:
-        d_logp, *others = evaluation.coefficients
+        d_logp, *others = coefficients
         assert others == [None, None]
         assert d_logp is not None
         assert first.grads is not None
         assert first.grads.hidden is not None
         first.grads.hidden.mul_(d_logp[first.grad_rows, None])
-    return first, evaluation
+    return replace(first, coefficients=coefficients)
 
 
 def second_pass(

@@ -135,3 +135,10 @@ class ForwardResult:
     grads: Gradients | None = None
     grad_rows: Tensor | None = None  # (m,) indices of the rows of `grads`
     coefficients: Coefficients = NO_COEFFICIENTS  # (n,) those of `grads`, or for the second pass
+
+    @property
+    def entropies(self) -> Tensor:
+        """The entropies (n,) of a pass that was asked for them."""
+        assert self.stats is not None
+        assert self.stats.entropies is not None
+        return self.stats.entropies

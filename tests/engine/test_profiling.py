@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from grpo_kernels import Run, grpo_loss
 from grpo_kernels.base import profiling
 
-CALLS = {"one_pass": ("PolicyLoss",), "two_pass": ("PolicyLoss", "PolicyLossBackward")}
+LOSS = "grpo_kernels::loss"
+CALLS = {"one_pass": (LOSS,), "two_pass": (LOSS, "PolicyLossBackward")}
 CALLS |= {"lean": CALLS["two_pass"]}
 
 
@@ -45,5 +46,5 @@ def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(profiling, "record_function", record)
     step("one_pass")
-    with pytest.raises(AssertionError, match="grpo_kernels::logits"), profile(activities=[ProfilerActivity.CPU]):
+    with pytest.raises(AssertionError, match="grpo_kernels::loss"), profile(activities=[ProfilerActivity.CPU]):
         step("one_pass")

@@ -9,7 +9,6 @@ statistics that `linear_logprob_backward` takes.
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.loss import LossCall
+from grpo_kernels.call.loss import LossCall, first_pass
 from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import plan_call
 from grpo_kernels.compiled.ops.results import Empty
 from grpo_kernels.engine.engines import engine_named
-from grpo_kernels.engine.passes import all_rows, loss_pass, scatter
+from grpo_kernels.engine.passes import all_rows, scatter
 from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.objective.config import config_of
@@ -90,11 +89,10 @@ def run(*arguments: Any) -> LossResults:
     call = LossCall(given.inputs(), config_of(given.config))
     head, request, loss = plan_call(call, head, given.execution())
     new, rows, n = Empty(given.hidden, given.dtype), request.rows, given.completion_ids.numel()
-    first, done = loss_pass(head.operands(rows.positions), request, partial(loss.evaluate, request))
+    first, done = first_pass(loss, head.operands(rows.positions), request)
     stats, grads = first.stats, first.grads
     assert stats is not None
-    assert stats.entropies is not None
-    pairs, extremes = loss.metrics(stats.entropies, done, request).stacked()
+    pairs, extremes = loss.metrics(first.entropies, done, request).stacked()
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
         return new() if x is None or not wanted else scatter(x, rows, n).view(given.completion_ids.shape)
