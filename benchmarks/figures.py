@@ -158,11 +158,11 @@ def step_seconds(scene: Scene) -> dict[str, float]:
     return {name: x["seconds"] for name, x in found if x["status"] == "ok" and x.get("seconds")}
 
 
-def faster(scene: Scene, name: str) -> tuple[float, float, float] | None:
-    """Seconds of stock TRL over those of a variant; the least and the most of the rounds."""
-    found = step_seconds(scene)
-    if STOCK not in found or name not in found:
+def faster(scene: Scene, name: str, than: str = STOCK) -> tuple[float, float, float] | None:
+    """How many times as fast as `than` a variant is: the median, the least and the most of the rounds' ratios."""
+    ran = step_seconds(scene)
+    if than not in ran or name not in ran:
         return None
-    rounds = zip(*(scene["variants"][x]["samples"] for x in (STOCK, name)), strict=False)
-    ratios = [statistics.fmean(stock) / statistics.fmean(own) for stock, own in rounds]
-    return found[STOCK] / found[name], min(ratios), max(ratios)
+    rounds = zip(*(scene["variants"][x]["samples"] for x in (than, name)), strict=False)
+    ratios = [statistics.fmean(slow) / statistics.fmean(fast) for slow, fast in rounds]
+    return statistics.median(ratios), min(ratios), max(ratios)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from benchmarks import groups, parity, tiny_models, tiny_run
-from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, REGROUPED, STOCK, step_seconds
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, REGROUPED, STOCK
 from benchmarks.machine import Watch
 from benchmarks.memory import MIB, freed_memory_kept, saved_bytes
 from benchmarks.run import Results, describe
@@ -285,9 +285,6 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
                     results.merge(*at, samples=samples, seconds=seconds(samples))
             except Exception as error:
                 results.merge(*at, status="error", reason=describe(error))
-    found = step_seconds(results.at(*path))
-    if {REGROUPED, ONE_GROUP} <= found.keys():
-        results.merge(*path, regrouped_over_one_group=found[ONE_GROUP] / found[REGROUPED])
     results.merge(*path, cpu_of_others=watch.others())
 
 

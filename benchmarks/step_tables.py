@@ -24,7 +24,8 @@ def is_wrong(data: dict[str, Any]) -> bool:
 def lines(step: dict[str, Any]) -> list[str]:
     """A table for each scene; the distance of the parameters after SGD; groups and turns."""
     text = [
-        "The columns: CPU seconds of a step; stock TRL's seconds over them, with the least and the most of the rounds;",
+        "The columns: CPU seconds of a step; how many times as fast as stock TRL: the median of the rounds' ratios,",
+        "with the least and the most of them;",
         "MiB that the graph of the largest micro-batch saves; shares of padded tokens; the largest differences from",
         "stock TRL. [How it is measured](measuring.md#the-training-step); [the options](training-step.md).",
     ]
@@ -35,8 +36,8 @@ def lines(step: dict[str, Any]) -> list[str]:
         text += ["", f"**{name}**: {about}; {count} in {rounds}{_busy(scene)}", ""]
         head = ["variant", "seconds", "stock / it", "saved MiB", *SHOWN, "loss", "gradient norm", "metrics", "failed"]
         text += markdown(head, [_variant(scene, x) for x in scene["variants"]])
-        if speed := scene.get("regrouped_over_one_group"):
-            text += ["", f"Speed of *{REGROUPED}* over that of *{ONE_GROUP}*: {times(speed)}."]
+        if speed := figures.faster(scene, REGROUPED, than=ONE_GROUP):
+            text += ["", f"*{REGROUPED}* is {_with_range(speed)} times as fast as *{ONE_GROUP}*."]
     apart = {name: x["parameters"] for name, x in (step.get("sgd") or {}).items() if name != STOCK}
     if apart:
         worst = max(apart, key=lambda name: apart[name])
@@ -105,16 +106,20 @@ def _variant(scene: Scene, name: str) -> list[str]:
     x = scene["variants"][name]
     saved, shares, apart = (x.get(key) or {} for key in ("saved_mib", "shares", "differences"))
     found = figures.faster(scene, name)
-    over = "" if found is None else f"{times(found[0])} ({times(found[1])} to {times(found[2])})"
     return [
         name,
         number(x.get("seconds"), 3),
-        over,
+        _with_range(found) if found else "",
         number(saved.get("max"), 3),
         *("" if key not in shares else share(round(shares[key], 3)) for key in SHOWN),
         *(small(apart.get(key)) for key in ("loss", "grad_norm", "metrics")),
         _failed(x),
     ]
+
+
+def _with_range(ratio: tuple[float, float, float]) -> str:
+    """The median of the rounds' ratios, and in brackets the least and the most of them."""
+    return "{} ({} to {})".format(*map(times, ratio))
 
 
 def _failed(x: dict[str, Any]) -> str:

@@ -99,11 +99,10 @@ def test_step_bars_are_the_figures_of_the_variants_that_ran(data: Data) -> None:
         assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [
             plots.COLORS["trl"].lower(), *[plots.BLUE.lower()] * (len(wanted) - 1)
         ]  # fmt: skip
-    ours, over = every["defaults"], {x: every["stock TRL"]["seconds"] / y["seconds"] for x, y in every.items()}
+    ours, over = every["defaults"], {x: figures.faster(scenes["short prompts"], x)[0] for x in every}
     assert claims.step_claim(data) == f"Stock TRL's training step takes {over['defaults']:.1f} times our CPU time"
     said = words(figure)
-    long = scenes["long prompts"]["variants"]
-    elsewhere = long["stock TRL"]["seconds"] / long["defaults"]["seconds"]
+    elsewhere = figures.faster(scenes["long prompts"], "defaults")[0]
     for part in (
         f"{plots.three(ours['seconds'])} s   {over['defaults']:.1f}x",
         f"{plots.three(ours['saved_mib']['max'])} MiB",

@@ -43,7 +43,6 @@ def test_every_variant_is_timed_and_trains_as_stock_trl_does(measured: dict[str,
             assert x["seconds"] > 0
             apart = x["differences"]
             assert max(apart["loss"], apart["grad_norm"]) <= (2e-5 if name in REGROUPED else 1e-6)
-    assert measured["scenes"]["two per micro-batch"]["regrouped_over_one_group"] > 0
     assert list(measured["sgd"]) == list(Scene().variants)
     for name, x in measured["sgd"].items():
         assert max(x["loss"], x["grad_norm"], x["parameters"]) <= (2e-5 if name in REGROUPED else 5e-6)
@@ -211,8 +210,8 @@ def test_the_tables_have_the_figures_and_what_failed() -> None:
                 continue
             assert float(row["seconds"]) == pytest.approx(x["seconds"], rel=6e-3)
             over, low, _, high = row["stock / it"].replace("(", "").replace(")", "").split()
-            assert float(over) == pytest.approx(stock / x["seconds"], abs=0.005)
-            assert float(low) <= float(high)
+            assert float(low) <= float(over) <= float(high)
+            assert float(over) == pytest.approx(stock / x["seconds"], rel=0.1)
             assert float(row["saved MiB"]) == pytest.approx(x["saved_mib"]["max"], rel=6e-3)
 
 
@@ -224,16 +223,22 @@ def test_the_tables_have_groups_and_turns(measured: dict[str, Any]) -> None:
         assert float(row["padded / tree"]) == pytest.approx(x["speed"], abs=0.005)
         assert float(row["reached"]) == pytest.approx(x["reached"], abs=0.005)
     said = " ".join(text)
-    turns, speed = measured["turns"], measured["scenes"]["two per micro-batch"]["regrouped_over_one_group"]
+    turns = measured["turns"]
     assert f"of {turns['padded']} padded tokens {turns['computed']} are computed" in said
-    assert f"Speed of *regrouped* over that of *one group a micro-batch*: {speed:.2f}." in said
+    assert " times as fast as *one group a micro-batch*." in said
 
 
-def test_rounds_that_disagree_widen_the_ratio() -> None:
+def test_a_ratio_lies_within_its_range() -> None:
+    """Both are of the rounds' ratios; of the medians over the rounds, a ratio may lie outside of them."""
     scene = {"variants": {name: {"status": "ok", "seconds": 1.0, "samples": []} for name in ("stock TRL", "defaults")}}
-    scene["variants"]["stock TRL"]["samples"] = [[1.0, 3.0], [2.0, 2.2]]
-    scene["variants"]["defaults"]["samples"] = [[0.5, 0.5], [1.0, 3.2]]
-    assert figures.faster(scene, "defaults") == (1.0, pytest.approx(1.0), pytest.approx(4.0))
+    scene["variants"]["stock TRL"]["samples"] = [[1.0, 3.0], [2.0, 2.2], [6.0, 6.0]]
+    scene["variants"]["defaults"]["samples"] = [[0.5, 0.5], [1.0, 3.2], [2.0, 4.0]]
+    assert figures.faster(scene, "defaults") == (2.0, pytest.approx(1.0), pytest.approx(4.0))
+    pairs = [(scene, name) for scene in figures.scenes(results()).values() for name in scene["variants"]]
+    assert len(pairs) > 20
+    for scene, name in pairs:
+        ratio, least, most = figures.faster(scene, name)
+        assert least <= ratio <= most, name
 
 
 def test_no_case_of_the_part_memory_slows_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
