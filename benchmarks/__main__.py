@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, labels, machine, step_tables, tables
+from benchmarks import figures, machine, tables, words
 from benchmarks.cases import HEADS, BenchCase
 from benchmarks.machine import ROOT
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         **about,
         status="running",
         smoke=options.smoke,
-        command=[labels.tidy(x) for x in command],  # without places on this machine
+        command=[words.tidy(x) for x in command],  # without places on this machine
         threads=options.threads,
         cases={},
     )
@@ -146,7 +146,7 @@ def is_wrong(data: dict[str, Any]) -> bool:
     cases = (data.get("cases") or {}).values()
     ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
     wrong = any(x["status"] not in ("ok", "partial", "absent") for x in ours)
-    return wrong or step_tables.is_wrong(data) or data["status"] != "complete"
+    return wrong or tables.step_is_wrong(data) or data["status"] != "complete"
 
 
 def main(given: Sequence[str] | None = None) -> int:

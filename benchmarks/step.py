@@ -31,7 +31,7 @@ from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, REGROUPED, STOC
 from benchmarks.machine import Watch
 from benchmarks.memory import MIB, freed_memory_kept, saved_bytes
 from benchmarks.run import Results, describe
-from benchmarks.step_tables import SHARES
+from benchmarks.tables import SHARES
 from benchmarks.timing import order
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from benchmarks import labels, plots
-from benchmarks.cells import markdown, number, small, times
-from benchmarks.claims import multiple
-from benchmarks.labels import share
-from benchmarks.real.train import DEFAULTS, PHASES, STOCK
+from benchmarks import plots, words
+from benchmarks.figures import DEFAULTS, OURS, STOCK
+from benchmarks.real.train import PHASES
+from benchmarks.tables import with_range
+from benchmarks.words import markdown, multiple, number, share, small, times
 
 Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
@@ -71,7 +72,8 @@ def _trainings(data: dict[str, Any]) -> list[str]:
             small(run["worst"][1]) if "worst" in run else "",
         ])  # fmt: skip
     head = [
-        "training", "seed", *(SHORT[x] for x in PHASES), "stock / it, forward and backward", "stock / it, all",
+        "training", "seed", *(SHORT[x] for x in PHASES), "times as fast, forward and backward",
+        "times as fast, all",
         "right answers", "peak MiB", "steps alike", "largest difference",
     ]  # fmt: skip
     return ["CPU seconds of a step, the mean of all steps:", "", *markdown(head, cells)]
@@ -112,7 +114,7 @@ def _options(data: dict[str, Any]) -> list[str]:
             "" if is_stock else times(over(data, run, steps, "loss")),
             "" if is_stock else times(over(data, run, steps, *PHASES)), f"{run['peak_mib']:,}",
         ])  # fmt: skip
-    head = ["training", "options", "forward and backward", "stock / it", "stock / it, all", "peak MiB"]
+    head = ["training", "options", "forward and backward, seconds", "times as fast", "times as fast, all", "peak MiB"]
     return [
         "",
         f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:",
@@ -150,8 +152,8 @@ def _error(draws: list[float] | None) -> str:
     """The mean of an error over draws, and its range."""
     if not draws:
         return ""
-    spread = f" ({small(min(draws))} to {small(max(draws))})" if len(draws) > 1 else ""
-    return small(statistics.fmean(draws)) + spread
+    mean = statistics.fmean(draws)
+    return with_range((mean, min(draws), max(draws)), small) if len(draws) > 1 else small(mean)
 
 
 class Expected(NamedTuple):
@@ -202,35 +204,31 @@ def draw(data: dict[str, Any]) -> Figure:
     """Reward, share of groups with equal rewards, and seconds of both, over the steps."""
     stock, ours = named(data, STOCK), named(data, DEFAULTS)
     count = len(ours[0]["steps"])
-    subtitle = [TASK, labels.where(data), f"{labels.count(len(ours), 'seed')}: the mean, and each", labels.day(data)]
+    seeds = f"{words.count(len(ours), 'seed')}: their mean, and their range"
     notes = [
         "Forward and backward of an optimizer step of 32 completions, generation left out. A group whose rewards are "
         "equal has no gradient: what ours saves follows their share, and the padding.",
-        labels.made(data),
+        words.made(data),
     ]
-    figure = plots.sheet(claim(data), subtitle, 6.2, notes)
-    steps = range(1, count + 1)
+    figure = plots.sheet(claim(data), [TASK, words.where(data), seeds, words.day(data)], 6.2, notes)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 3))
-    lines_of = [
-        (axes[0], "reward", ours, plots.BLUE, "", lambda step: step["logs"][REWARD]),
-        (axes[1], "groups with\nequal rewards", ours, plots.BLUE, "", lambda step: step["logs"][EQUAL]),
-        (axes[2], "CPU seconds", stock, plots.color("trl"), "stock TRL", lambda step: step["seconds"]["loss"]),
-        (axes[2], "CPU seconds", ours, plots.BLUE, "grpo_kernels", lambda step: step["seconds"]["loss"]),
+    curves: list[tuple[str, list[tuple[str, list[Run]]], Callable[[Any], float]]] = [
+        ("reward", [(OURS, ours)], lambda step: step["logs"][REWARD]),
+        ("groups with\nequal rewards", [(OURS, ours)], lambda step: step["logs"][EQUAL]),
+        ("CPU seconds", [("trl", stock), (OURS, ours)], lambda step: step["seconds"]["loss"]),
     ]
-    for axis, title, runs, color, name, value in lines_of:
-        each = [[value(step) for step in run["steps"]] for run in runs]
-        for one in each:
-            axis.plot(steps, one, color=color, alpha=0.25, linewidth=1.2)
-        mean = [statistics.fmean(x) for x in zip(*each, strict=True)]
-        axis.plot(steps, mean, color=color, linewidth=2.8)
-        axis.annotate(
-            name, (count, mean[-1]), (8, 0), textcoords="offset points", va="center", color=color, weight="bold"
-        )
+    for axis, (title, trainers, value) in zip(axes, curves, strict=True):
+        ends = []
+        for name, runs in trainers:
+            values = [[value(step) for step in run["steps"]] for run in runs]
+            end = plots.band(axis, range(1, count + 1), values, plots.color(name))
+            ends.append((end, "stock TRL" if name == "trl" else "grpo_kernels", plots.color(name)))
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
         axis.grid(axis="y")
+        plots.name_ends(axis, ends, count)
     axes[2].set_xlabel("optimizer step")
-    axes[2].set_xlim(1, count * 1.16)
+    axes[2].set_xlim(1, count * 1.2)
     axes[2].set_xticks([1, *range(5, count + 1, 5)])
     figure.align_ylabels(axes)
     return figure
@@ -252,6 +250,6 @@ def write(data: dict[str, Any], folder: Path) -> None:
     if len(rest) != 2:
         raise ValueError(f"{path}: expected one {BEGIN} and one {END}, got {len(rest)} marks")
     picture = f"![{claim(data)}](plots/real.png)"
-    conditions = f"Conditions: {labels.footer(data)}."
-    middle = ["", picture, "", *lines(data), "", *_expected(), "", conditions, ""]
-    path.write_text(f"{before}{BEGIN}\n{chr(10).join(middle)}{END}{rest[1]}", encoding="utf-8")
+    conditions = f"Conditions: {words.footer(data)}."
+    middle = words.page(["", picture, "", *lines(data), "", *_expected(), "", conditions])
+    path.write_text(f"{before}{BEGIN}\n{middle}{END}{rest[1]}", encoding="utf-8")

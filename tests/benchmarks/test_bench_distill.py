@@ -11,8 +11,7 @@ from torch.nn.functional import kl_div, softmax
 pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
 
-from benchmarks import labels
-from benchmarks.cases import Absence, BenchCase, Inputs, case, make_inputs
+from benchmarks.cases import Absence, BenchCase, case, make_inputs
 from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import DISTILLERS, build
 from benchmarks.reference import divergence_terms, errors, is_right, reference
@@ -115,12 +114,3 @@ def test_both_plans_have_every_divergence_with_ours_and_the_products_first(plan:
     assert all(x.providers[:2] == ("ours", "products") for x in cases)
     assert {name for x in cases for name in x.providers} <= DISTILLERS.keys()
     assert {x.divergence for x in plan()} - {0.0, 0.5, 1.0} == {None}  # type: ignore[operator]
-
-
-def test_what_the_report_says_of_a_case() -> None:
-    def features(given: Inputs | BenchCase) -> str:
-        return labels.features(given.about())
-
-    assert features(TOY) == "reverse KL from a teacher, trainable head, logits to about 11"
-    wide = replace(TOY, divergence=0.25, teacher_h=2048, score=True)
-    assert features(wide).startswith("JSD of beta 0.25 from a teacher, whose H is 2048, without gradients")

@@ -253,14 +253,6 @@ def test_parts_measured_apart_come_from_the_newest_run_on_such_a_device(tmp_path
     assert with_others({**memory, "smoke": True}, tmp_path) == {**memory, "smoke": True}
 
 
-def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
-    """Of the newest of those that are committed; nothing is measured."""
-    newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
-    assert main(["--report", str(newest), "--plot", "--docs", str(tmp_path)]) == 0
-    assert (tmp_path / "benchmarks.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
-    assert sorted(x.name for x in (tmp_path / "plots").iterdir()) == ["memory.png", "step.png", "time.png"]
-
-
 @pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
 def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"part": "memory", "t": 8, "h": 8, "v": 32768, "rounds": 0}
