@@ -17,40 +17,27 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import words
+from benchmarks import plots, words
 from benchmarks.machine import ROOT
-from benchmarks.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PERCENT,
-    PINK,
-    PURPLE,
-    TEXT,
-    band,
-    looks,
-    name_ends,
-    save,
-    scale,
-    sheet,
-)  # fmt: skip
 
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 Runs = list[dict[str, Any]]
 
 FULL, SAMPLED, TOP = "full reverse KL", "sampled tokens", "top-8 forward KL"
-LOSSES = {FULL: ("whole vocabulary", BLUE), TOP: ("teacher's top 8", GREEN), SAMPLED: ("sampled tokens", GREY)}
+LOSSES = {
+    FULL: ("whole vocabulary", plots.BLUE),
+    TOP: ("teacher's top 8", plots.GREEN),
+    SAMPLED: ("sampled tokens", plots.GREY),
+}
 NATS = {y: f"{y:g}" for y in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)}
 METHODS = {
-    "SFT": GREY,
-    "RFT": PURPLE,
-    "online RFT": GREEN,
-    "GRPO, outcome": ORANGE,
-    "GRPO, process": BLUE,
-    "iterative GRPO": INK,
-    "iterative GRPO, learnt reward": PINK,
+    "SFT": plots.GREY,
+    "RFT": plots.PURPLE,
+    "online RFT": plots.GREEN,
+    "GRPO, outcome": plots.ORANGE,
+    "GRPO, process": plots.BLUE,
+    "iterative GRPO": plots.INK,
+    "iterative GRPO, learnt reward": plots.PINK,
 }
 SELF_SAMPLED = ("online RFT", "GRPO, outcome", "GRPO, process", "iterative GRPO")  # and a right reward
 DRAWN_FROM = {"loss": "distillation", "method": "unified-view"}  # a key of each run: the figure
@@ -66,7 +53,7 @@ def draw_distillation(data: dict[str, Any]) -> Figure:
         f"torch {words.short(data['versions']['torch'])}; examples/distillation.py",
     ]
     what = "Distillation on the student's own text"
-    figure = sheet(distillation_claim(data), _subtitle(data, what, shape), 4.6, notes)
+    figure = plots.sheet(distillation_claim(data), _subtitle(data, what, shape), 4.6, notes)
     left, right = figure.subplots(1, 2)
     left.set_yscale("log")
     for axes, key, factor in ((left, "kl", 1.0), (right, "right", 100.0)):
@@ -74,12 +61,12 @@ def draw_distillation(data: dict[str, Any]) -> Figure:
         for name, (text, color) in LOSSES.items():
             curves = [smooth([factor * x for x in run[key]], width) for run in runs if run["loss"] == name]
             steps = [i + (width + 1) / 2 for i in range(len(curves[0]))]
-            end = band(axes, steps, curves, color)
+            end = plots.band(axes, steps, curves, color)
             ends.append((end, f"{text}: {end:.2f}" if key == "kl" else f"{text}: {end:.0f} %", color))
-        scale(axes, *((NATS, *axes.get_ylim()) if key == "kl" else (PERCENT, 0, 100)))
+        plots.scale(axes, *((NATS, *axes.get_ylim()) if key == "kl" else (plots.PERCENT, 0, 100)))
         _along(axes, "optimizer step", [0, 20, 40, 60], 1.62 * steps[-1])
-        name_ends(axes, ends, steps[-1])
-        axes.set_title("nats from the teacher" if key == "kl" else "right answers", size=TEXT - 1, loc="left")
+        plots.name_ends(axes, ends, steps[-1])
+        axes.set_title("nats from the teacher" if key == "kl" else "right answers", size=plots.TEXT - 1, loc="left")
     return figure
 
 
@@ -105,17 +92,19 @@ def draw_unified_view(data: dict[str, Any]) -> Figure:
         "this task.",
         "examples/unified_view.py",
     ]
-    figure = sheet(unified_claim(data), _subtitle(data, "Right answers while training", shape), 5.6, notes)
+    figure = plots.sheet(unified_claim(data), _subtitle(data, "Right answers while training", shape), 5.6, notes)
     axes = figure.subplots()
     ends, last = [], 0.0
     for name, color in METHODS.items():
         of_method = [run for run in runs if run["method"] == name]
-        end = band(axes, of_method[0]["completions"], [[100 * x for x in run["reward"]] for run in of_method], color)
+        end = plots.band(
+            axes, of_method[0]["completions"], [[100 * x for x in run["reward"]] for run in of_method], color
+        )
         ends.append((end, f"{name}: {end:.0f} %".replace(", learnt", ",\nlearnt"), color))
         last = max(last, of_method[0]["completions"][-1])
-    scale(axes, PERCENT, 0, 100)
+    plots.scale(axes, plots.PERCENT, 0, 100)
     _along(axes, "completions used", [0, 2000, 4000, 6000, 8000], 1.5 * last)
-    name_ends(axes, ends, last)
+    plots.name_ends(axes, ends, last)
     return figure
 
 
@@ -174,8 +163,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=PLOTS, help="folder (default docs/plots)")
     options = parser.parse_args(given)
     for name, data in map(read, options.files or newest()):
-        with looks():
-            print(save(DRAWN[name](data), options.output / f"{name}.png"))
+        with plots.looks():
+            print(plots.save(DRAWN[name](data), options.output / f"{name}.png"))
     return 0
 
 

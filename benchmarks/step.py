@@ -248,20 +248,17 @@ def measure_all(results: Results, *, toy: bool = False, rounds: int | None = Non
     gc.freeze()  # every training collects garbage, of which what is imported is none
     try:
         with freed_memory_kept():
-            _measure_all(results, toy=toy, rounds=rounds)
+            results.merge("runs", step={"threads": 1})
+            for name, scene in SCENES.items():
+                scene = scene.toy() if toy else scene
+                scene = scene if rounds is None else replace(scene, rounds=rounds)
+                _measure(results, ("step", "scenes", name), scene)
+            _sgd(results, replace(Scene().toy(), steps=4 if toy else SGD_STEPS))
+            groups.measure_groups(results, toy=toy, rounds=rounds)
+            groups.measure_turns(results, toy=toy)
     finally:
         gc.unfreeze()
         torch.set_num_threads(threads)
-
-
-def _measure_all(results: Results, *, toy: bool, rounds: int | None) -> None:
-    results.merge("runs", step={"threads": 1})
-    for name, scene in SCENES.items():
-        scene = scene.toy() if toy else scene
-        _measure(results, ("step", "scenes", name), scene if rounds is None else replace(scene, rounds=rounds))
-    _sgd(results, replace(Scene().toy(), steps=4 if toy else SGD_STEPS))
-    groups.measure_groups(results, toy=toy, rounds=rounds)
-    groups.measure_turns(results, toy=toy)
 
 
 def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:

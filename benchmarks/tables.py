@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,28 @@ SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # that ou
 Section = tuple[str, str, list[str]]  # title, the part that has its plot and perhaps a run of its own, its lines
 
 
-def lines(data: dict[str, Any]) -> list[str]:
-    """All of it: the summary, each part, then how to read the tables, and the conditions."""
-    text = summary(data)
-    for title, _, body in _sections(data):
-        text += ["", f"## {title}", "", *body]
-    return [*text, *_end(data)]
+def lines(data: dict[str, Any], pictures: Mapping[str, str] | None = None) -> list[str]:
+    """The page: the summary, each part with its conditions, then how to read the tables, and the main run's conditions.
 
-
-def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
-    """Write a markdown page; each of `plots` (as `plots.render` returns them) stands above the table of its figures."""
+    Args:
+        pictures: where the figures are, by part; each stands above the table of its part.
+    """
     text = ["# Benchmarks", "", *summary(data), "", f"{READING} Written by `python -m benchmarks`; do not edit."]
     for title, part, body in _sections(data):
         text += ["", f"## {title}", ""]
-        for plot in (x for x in plots if x.stem == part):
-            place = Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix()
-            text += [f"![{CLAIMS[part](data)}]({place})", ""]
+        text += [f"![{CLAIMS[part](data)}]({pictures[part]})", ""] if pictures and part in pictures else []
         text += [*body, "", f"Conditions: {words.footer(figures.of_run(data, part))}."]
+    cells = [[f"`{x}`", words.label(x, data.get("versions"))] for x in figures.names(data.get("cases") or {})]
+    text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES)]
+    text += ["", *markdown(["provider", "which is"], cells)]
+    return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in words.conditions(data))]
+
+
+def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
+    """Write the page, with the figures as `plots.render` returns them."""
+    pictures = {plot.stem: Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix() for plot in plots}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(words.page([*text, *_end(data)]), encoding="utf-8")
+    path.write_text(words.page(lines(data, pictures)), encoding="utf-8")
 
 
 def _sections(data: dict[str, Any]) -> list[Section]:
@@ -81,15 +84,6 @@ def _sections(data: dict[str, Any]) -> list[Section]:
 
 def _goal(value: Any) -> str:
     return number(value) if isinstance(value, float) else words.tidy("" if value is None else value)
-
-
-def _end(data: dict[str, Any]) -> list[str]:
-    """The meaning of the columns, the provider behind each name, and the conditions of the main run."""
-    names = figures.names(data.get("cases") or {})
-    cells = [[f"`{name}`", words.label(name, data.get("versions"))] for name in names]
-    text = ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES)]
-    text += ["", *markdown(["provider", "which is"], cells)]
-    return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in words.conditions(data))]
 
 
 # Claims, a sentence each: titles of the figures, and the summary of the page.

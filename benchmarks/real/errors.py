@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOTrainer
 
 from benchmarks import parity
+from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.real import task
-from benchmarks.real.train import DEFAULTS, STOCK, VARIANTS, config
+from benchmarks.real.train import VARIANTS, config
 from benchmarks.run import Results, describe
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 

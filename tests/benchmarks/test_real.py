@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("trl")
 
 from benchmarks import tiny_models
+from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.real import __main__ as command
 from benchmarks.real import report, task
 from benchmarks.real.model import make
-from benchmarks.real.train import DEFAULTS, PHASES, STOCK, VARIANTS, Phases, train
+from benchmarks.real.train import PHASES, train
 from benchmarks.run import Results
 
 
@@ -88,15 +89,6 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
         report.write(data, tmp_path)
 
 
-def test_what_a_phase_contains_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 4.0, 9.0])
-    monkeypatch.setattr("benchmarks.real.train.time.process_time", lambda: next(clock))
-    phases = Phases()
-    with phases.within("loss"), phases.within("scoring"):
-        pass
-    assert phases.spent == {"scoring": 3.0, "loss": 6.0}
-
-
 def test_the_reward_is_the_last_number() -> None:
     completions = ["3 + 4 = 7", "7, no, 8", "seven", "-7", [{"content": "It is 7."}]]
     assert task.is_right(completions, [7] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
@@ -121,12 +113,6 @@ def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_pa
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert [run["status"] for run in sorted(runs.values(), key=lambda run: run["name"])] == ["ok", "error"]
     assert "invalid choice" in runs["no such training, seed 0"]["reason"]
-
-
-def test_the_whole_run_has_every_variant_and_three_seeds() -> None:
-    jobs = command.jobs(short=False)
-    assert {job.name for job in jobs} == set(VARIANTS)
-    assert [job.seed for job in jobs if job.name == DEFAULTS] == [0, 1, 2]
 
 
 def test_without_its_packages_it_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
