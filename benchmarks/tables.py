@@ -40,12 +40,14 @@ def lines(data: dict[str, Any], pictures: Mapping[str, str] | None = None) -> li
     """The page: the summary, each part with its conditions, then how to read the tables, and the main run's conditions.
 
     Args:
-        pictures: where the figures are, by part; each stands above the table of its part.
+        pictures: where the figures are, by part, for a page: each stands above the table of its part.
     """
-    text = ["# Benchmarks", "", *summary(data), "", f"{READING} Written by `python -m benchmarks`; do not edit."]
+    text = summary(data)
+    if pictures is not None:
+        text = ["# Benchmarks", "", *text, "", f"{READING} Written by `python -m benchmarks`; do not edit."]
     for title, part, body in _sections(data):
         text += ["", f"## {title}", ""]
-        text += [f"![{CLAIMS[part](data)}]({pictures[part]})", ""] if pictures and part in pictures else []
+        text += [f"![{CLAIMS[part](data)}]({pictures[part]})", ""] if part in (pictures or {}) else []
         text += [*body, "", f"Conditions: {words.footer(figures.of_run(data, part))}."]
     cells = [[f"`{x}`", words.label(x, data.get("versions"))] for x in figures.names(data.get("cases") or {})]
     text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES)]
@@ -260,8 +262,8 @@ def _overview(cases: dict[str, Case]) -> list[str]:
         ])  # fmt: skip
     head = ["case", "which is", f"ours, {unit}", *(f"{name} / ours" for name in COMPARED)]
     same = {key: x for key, x in first.items() if key not in CONDITIONS}
-    about = f"{words.about(same)}; a case names what is different. Times over ours: at 2, ours is twice as fast."
-    about += " NVH: a product of all tokens with the head is 2."
+    about = f"{words.about(same)}; the second column says what a case has instead."
+    about += " Times over ours: at 2, ours is twice as fast. NVH: one product of the tokens with the head is 2."
     about += f" Other processes used at most {share(max(busy))} of the cores meanwhile." if busy else ""
     return [about, "", *markdown([*head, "NVH, ours", "TRL", "MiB, ours", "TRL"], cells)]
 

@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -72,8 +72,7 @@ def _trainings(data: dict[str, Any]) -> list[str]:
             small(run["worst"][1]) if "worst" in run else "",
         ])  # fmt: skip
     head = [
-        "training", "seed", *(SHORT[x] for x in PHASES), "times as fast, forward and backward",
-        "times as fast, all",
+        "training", "seed", *(SHORT[x] for x in PHASES), "times as fast, forward and backward", "times as fast, all",
         "right answers", "peak MiB", "steps alike", "largest difference",
     ]  # fmt: skip
     return ["CPU seconds of a step, the mean of all steps:", "", *markdown(head, cells)]
@@ -115,34 +114,26 @@ def _options(data: dict[str, Any]) -> list[str]:
             "" if is_stock else times(over(data, run, steps, *PHASES)), f"{run['peak_mib']:,}",
         ])  # fmt: skip
     head = ["training", "options", "forward and backward, seconds", "times as fast", "times as fast, all", "peak MiB"]
-    return [
-        "",
-        f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:",
-        "",
-        *markdown(head, cells),
-    ]
+    about = f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:"
+    return ["", about, "", *markdown(head, cells)]
 
 
 def _errors(data: dict[str, Any]) -> list[str]:
-    found = (data.get("errors") or {}).get("cases") or {}
-    if not found:
+    errors = data.get("errors") or {}
+    if not (cases := errors.get("cases")):
         return []
-    names = list(dict.fromkeys(name for case in found.values() for name in case.get("found", {})))
+    names = list(dict.fromkeys(name for case in cases.values() for name in case.get("found", {})))
+    precisions = {name: case.get("precision", "").replace("lora", "fp32, LoRA") for name, case in cases.items()}
     cells = [
-        [
-            name,
-            "fp32, LoRA" if case["precision"] == "lora" else case["precision"],
-            *(_error(case.get("found", {}).get(x)) for x in names),
-            case.get("reason", ""),
-        ]
-        for name, case in found.items()
+        [name, precisions[name], *(_error(case.get("found", {}).get(x)) for x in names), case.get("reason", "")]
+        for name, case in cases.items()
     ]
     return [
         "",
-        f"Errors of the gradient of one batch ({data['errors']['sequences']} sequences, "
-        f"{data['errors']['with_gradient']} with an advantage) against TRL's loss in float64: the norm of the "
-        "difference over the norm of the gradient; in bf16 the mean and the range of several draws of the old "
-        "log-probabilities, since most of it comes from a few tokens on the other side of their clip bound.",
+        f"Errors of the gradient of one batch ({errors['sequences']} sequences, {errors['with_gradient']} with an "
+        "advantage) against TRL's loss in float64: the norm of the difference over the norm of the gradient; in bf16 "
+        "the mean and the range of several draws of the old log-probabilities, since most of it comes from a few "
+        "tokens on the other side of their clip bound.",
         "",
         *markdown(["loss", "precision", *names, "failed"], cells),
     ]
@@ -156,41 +147,35 @@ def _error(draws: list[float] | None) -> str:
     return with_range((mean, min(draws), max(draws)), small) if len(draws) > 1 else small(mean)
 
 
-class Expected(NamedTuple):
-    """A run of Qwen3-8B in numbers: matrix products of trunk and head, attention left out."""
+def expected(beta: float, equal: float, prompt: int, longest: int, mean: int, group: int = 8, *, lora: bool) -> float:
+    """Stock TRL's matrix products over ours for Qwen3-8B, without generation and attention.
 
-    name: str
-    backward: float  # products of the trunk's backward over those of its forward
-    head: tuple[float, float, float]  # operations over N V H: stock's; ours a token, and more for one with a gradient
-    kl: bool
-
-    def ratio(self, equal: float, prompt: int, longest: int, mean: int, group: int) -> float:
-        """Stock TRL's operations over ours, without generation."""
-        trunk, head = 6.95e9, 151_936 * 4096
-        padded, distinct, counted = group * (prompt + longest), prompt + group * mean, group * mean
-        live = 1.0 if self.kl else 1.0 - equal
-        reference = 1.0 if self.kl else 0.0
-        stock = 2 * trunk * padded * (1 + self.backward + reference)
-        stock += head * counted * (self.head[0] + 2 * reference)
-        ours = 2 * trunk * distinct * (1 + self.backward * live + reference)
-        ours += head * counted * (self.head[1] + self.head[2] * live + 2 * reference)
-        return stock / ours
+    For each token of the trunk the forward takes 1 and the backward 2, with LoRA 1; the operations of the head are
+    over N V H: stock's, ours of each token, and more of a token with a gradient.
+    """
+    backward, (of_stock, of_ours, with_gradient) = (1.0, (6.0, 2.0, 2.0)) if lora else (2.0, (8.0, 2.0, 4.0))
+    trunk, head, counted = 6.95e9, 151_936 * 4096, group * mean
+    live, reference = (1.0, 1.0) if beta else (1.0 - equal, 0.0)
+    stock = 2 * trunk * group * (prompt + longest) * (1 + backward + reference)
+    stock += head * counted * (of_stock + 2 * reference)
+    ours = 2 * trunk * (prompt + counted) * (1 + backward * live + reference)
+    ours += head * counted * (of_ours + with_gradient * live + 2 * reference)
+    return stock / ours
 
 
-EXPECTED = [
-    Expected(f"{what}, beta {beta}", backward, head, kl=beta > 0)
-    for what, backward, head in (("all parameters", 2.0, (8.0, 2.0, 4.0)), ("LoRA", 1.0, (6.0, 2.0, 2.0)))
-    for beta in (0, 0.04)
-]
-GROUPS = ((0.25, 256, 1024, 512, 8), (0.5, 256, 1024, 512, 8), (0.5, 2048, 1024, 512, 8), (0.0, 256, 512, 512, 8))
+GROUPS = ((0.25, 256, 1024, 512), (0.5, 256, 1024, 512), (0.5, 2048, 1024, 512), (0.0, 256, 512, 512))
 
 
 def _expected() -> list[str]:
     """What Qwen3-8B may expect, by arithmetic."""
-    cells = [[x.name, *(f"{x.ratio(*group):.1f}" for group in GROUPS)] for x in EXPECTED]
+    cells = [
+        [f"{name}, beta {beta}", *(f"{expected(beta, *group, lora=name == 'LoRA'):.1f}" for group in GROUPS)]
+        for name in ("all parameters", "LoRA")
+        for beta in (0, 0.04)
+    ]
     head = [
         f"{share(equal)} of the groups equal; prompt {prompt}, completions {mean} in the mean, {longest} the longest"
-        for equal, prompt, longest, mean, _ in GROUPS
+        for equal, prompt, longest, mean in GROUPS
     ]
     return [
         "**By arithmetic, not measured**: stock TRL's matrix products over ours for Qwen3-8B, without generation and",

@@ -173,6 +173,8 @@ def test_only_bench_installs_what_is_not_permissive(target: str, tmp_path: Path)
     assert "verl" in named
     restricted = {PACKAGES[name][1] for name in STOOD_IN_FOR}
     assert restricted & named == (restricted if target == "bench" else set())
+    in_pyproject = (ROOT / "pyproject.toml").read_text() + (ROOT / "requirements/constraints.txt").read_text()
+    assert not any(package in in_pyproject for package in restricted)
 
 
 @pytest.mark.parametrize("name", PACKAGES)

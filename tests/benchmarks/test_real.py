@@ -84,6 +84,9 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
     assert "old" not in text
     assert (tmp_path / "plots" / "real.png").stat().st_size > 10_000
     assert sum(line.startswith(f"| {DEFAULTS} | 0 |") for line in text.splitlines()) == 1
+    cases = {"a": {"status": "error", "reason": "no room"}, "b": {"precision": "bf16", "found": {DEFAULTS: [0.1, 0.3]}}}
+    with_errors = report.lines({**data, "errors": {"sequences": 8, "with_gradient": 8, "cases": cases}})
+    assert with_errors[-2:] == ["| a |  |  | no room |", "| b | bf16 | 2.0e-01 (1.0e-01 to 3.0e-01) |  |"]
     page.write_text("# No marks\n")
     with pytest.raises(ValueError, match="expected one <!-- measured --> and one"):
         report.write(data, tmp_path)
@@ -99,11 +102,10 @@ def test_the_reward_is_the_last_number() -> None:
 
 
 def test_the_arithmetic_of_another_run() -> None:
-    lora = next(x for x in report.EXPECTED if x.name == "LoRA, beta 0")
     trunk, head = 2 * 6.95e9, 151_936 * 4096
     stock = 2 * trunk * 8 * 1280 + 6 * head * 8 * 512
     ours = 1.5 * trunk * (256 + 8 * 512) + 3 * head * 8 * 512
-    assert lora.ratio(0.5, 256, 1024, 512, 8) == pytest.approx(stock / ours)
+    assert report.expected(0, 0.5, 256, 1024, 512, lora=True) == pytest.approx(stock / ours)
 
 
 def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
