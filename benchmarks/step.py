@@ -30,7 +30,7 @@ from benchmarks import groups, parity, tiny_models, tiny_run
 from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, REGROUPED, STOCK
 from benchmarks.machine import Watch
 from benchmarks.memory import MIB, freed_memory_kept, saved_bytes
-from benchmarks.run import Results, describe
+from benchmarks.run import Results
 from benchmarks.tables import SHARES
 from benchmarks.timing import order
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
@@ -271,7 +271,7 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
     for i in range(1 + scene.rounds):
         for name in scene.variants if i == 0 else order(scene.variants, i):
             at = (*path, "variants", name)
-            try:
+            with results.noting(*at):
                 _, found = train(scene, name, watched=i == 0)
                 if name == STOCK and i == 0:
                     stock = found["logs"]
@@ -280,8 +280,6 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
                 else:
                     samples = [*results.at(*at).get("samples", []), [round(x, 5) for x in found["seconds"][1:]]]
                     results.merge(*at, samples=samples, seconds=seconds(samples))
-            except Exception as error:
-                results.merge(*at, status="error", reason=describe(error))
     results.merge(*path, cpu_of_others=watch.others())
 
 

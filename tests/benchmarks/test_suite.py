@@ -25,7 +25,7 @@ from benchmarks.memory import is_measured
 from benchmarks.plan import cpu_cases, gpu_cases, memory_cases
 from benchmarks.providers import Outcome, build, named, torch_heads
 from benchmarks.reference import Reference, divergence_terms, errors, is_right, reference
-from benchmarks.run import How, Results, Step, check, check_room, measure_case, measure_peaks
+from benchmarks.run import How, Results, Step, check, check_room, measure_case, measure_peaks, times
 
 CPU = torch.device("cpu")
 CASES = [replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS]
@@ -215,6 +215,12 @@ def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypat
     with pytest.raises(Absence, match="would need about 0 GiB, and 0 GiB are free"):
         check_room("eager", replace(cases[0], n=1024), results.data)
     check_room("never measured", replace(cases[0], n=1024), results.data)
+
+
+def test_forward_and_backward_are_the_step() -> None:
+    measured = times([10.0, 12.0], [4.0, 5.0])
+    assert measured["samples_ms"] == {"full": [10.0, 12.0], "forward": [4.0, 5.0], "backward": [6.0, 7.0]}
+    assert list(times([3.0], [], mode="score")["ms"]) == ["score"]
 
 
 def test_plans() -> None:
