@@ -108,10 +108,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="two steps of 16 completions, once: two minutes")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model, made if it is not there")
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu-real-<date>.json)")
     parser.add_argument("--report", type=Path, metavar="JSON", help="train nothing: show these results")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page and the figure are written")
     options = parser.parse_args(given)
     if options.report:
         data = json.loads(options.report.read_text())
@@ -122,16 +120,16 @@ def main(given: Sequence[str] | None = None) -> int:
         if options.short and not options.save:
             path = Path(tempfile.gettempdir()) / path.name
         results = Results(path, **about, status="running", short=options.short, runs={})
-        run_all(jobs(short=options.short), results, make(options.model), short=options.short)
+        run_all(jobs(short=options.short), results, make(MODEL), short=options.short)
         compare(results.data)
         if not options.short:
-            errors.measure(results, options.model)
+            errors.measure(results, MODEL)
         results.merge(status="complete")
         data = results.data
         print(f"results: {path}")
     print("\n".join(report.lines(data)))
     if not data["short"]:
-        report.write(data, options.docs)
+        report.write(data, ROOT / "docs")
     return int(is_wrong(data))
 
 

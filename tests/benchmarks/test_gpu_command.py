@@ -102,16 +102,31 @@ def test_layouts_of_a_training_step(tmp_path: Path) -> None:
             assert any(line.startswith(f"sdpa, {shape}, {layout}: {x['ms']['median']} ms, ") for line in said)
 
 
-def test_what_a_layout_must_not_be() -> None:
-    """Wrong, or unable to run; what has no room, no time or no package is said, and is no failure."""
+def test_what_did_not_run_is_said_and_is_no_failure() -> None:
+    """No room, no time, no package; what is wrong or unable to run is a failure."""
     of_shape = {"padded": {"status": "ok"}, "tree": {"status": "out of memory", "reason": "64 GiB"}}
     shapes = {"P 1": of_shape, "P 2": {"status": "skipped", "reason": "no time left"}}
-    data: dict[str, Any] = {"layouts": {"sdpa": shapes, "flash": {"status": "absent", "reason": "not installed"}}}
+    counts = {"status": "passed", "counts": {"passed": 1, "skipped": 7}, "skipped_for": {"no device": 7}}
+    data: dict[str, Any] = {
+        "tests": {"together": counts},
+        "not_begun": {"case score": "no time left", "rows": "no time left"},
+        "sanitizer": {"memcheck": {"status": "clean"}, "racecheck": {"status": "out of time"}},
+        "layouts": {"sdpa": shapes, "flash": {"status": "absent", "reason": "not installed"}},
+        "cases": {
+            "main": {"providers": {"ours": {"status": "ok"}, "cce": {"status": "absent", "reason": "no wheel"}}},
+            "score": {"status": "skipped", "providers": {"quack": {"status": "error", "reason": "x"}}},
+            "frozen": {"providers": {"quack": {"status": "ok"}}},
+        },
+    }
     assert gpu.is_well(data)
     assert gpu.did_not_run(data) == [
+        "not run: together: 'no device' (7)",
+        "not run: racecheck: out of time, ",
         "not run: sdpa, P 1, tree: out of memory, 64 GiB",
         "not run: sdpa, P 2: skipped, no time left",
         "not run: flash: absent, not installed",
+        "not run: no time for case score, rows",
+        "not run: cce in any case: absent, no wheel",
     ]
     for bad in ({"status": "wrong"}, {"status": "error", "reason": "x"}):
         for layouts in ({"sdpa": {"P 1": {**of_shape, "tree": bad}}}, {"sdpa": {"P 1": bad}}, {"sdpa": bad}):
@@ -199,25 +214,6 @@ def test_goals() -> None:
 )
 def test_exit_status(well: bool, data: dict[str, Any]) -> None:
     assert gpu.is_well(data) is well
-
-
-def test_what_did_not_run_is_said() -> None:
-    data = {
-        "tests": {"together": {"status": "passed", "counts": {"skipped": 7}, "skipped_for": {"no device": 7}}},
-        "not_begun": {"case score": "no time left", "rows": "no time left"},
-        "sanitizer": {"memcheck": {"status": "clean"}, "racecheck": {"status": "out of time"}},
-        "cases": {
-            "main": {"providers": {"ours": {"status": "ok"}, "cce": {"status": "absent", "reason": "no wheel"}}},
-            "score": {"status": "skipped", "providers": {"quack": {"status": "error", "reason": "x"}}},
-            "frozen": {"providers": {"quack": {"status": "ok"}}},
-        },
-    }
-    assert gpu.did_not_run(data) == [
-        "not run: together: 'no device' (7)",
-        "not run: racecheck: out of time, ",
-        "not run: no time for case score, rows",
-        "not run: cce in any case: absent, no wheel",
-    ]
 
 
 MEMCHECK = """========= COMPUTE-SANITIZER
