@@ -29,7 +29,6 @@ TIMED = {"main": "Main cases", "edges": "Cases of users", "distill": "Distillati
 COMPARED_PARTS = ("main", "shapes", "workloads")
 AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 COMPARED = (PRODUCTS, "eager", "trl")  # with ours, over all cases
-GOAL = {"case": "case", "figure": "figure", "goal": "goal", "value": "measured", "verdict": "verdict"}
 CONDITIONS = ("products_nvh", "cpu_of_others", "rounds", "counted", "status")  # of a case, beside what is computed
 NOISE = "within noise"  # a limit that was measured as slower than what does more
 SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # that our trainer logs
@@ -49,9 +48,10 @@ def lines(data: dict[str, Any], pictures: Mapping[str, str] | None = None) -> li
         text += ["", f"## {title}", ""]
         text += [f"![{CLAIMS[part](data)}]({pictures[part]})", ""] if part in (pictures or {}) else []
         text += [*body, "", f"Conditions: {words.footer(figures.of_run(data, part))}."]
-    cells = [[f"`{x}`", words.label(x, data.get("versions"))] for x in figures.names(data.get("cases") or {})]
+    names = figures.names(data.get("cases") or {})
+    known = [{"provider": f"`{x}`", "which is": words.label(x, data.get("versions"))} for x in names]
     text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES)]
-    text += ["", *markdown(["provider", "which is"], cells)]
+    text += ["", *markdown(known)]
     return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in words.conditions(data))]
 
 
@@ -79,13 +79,18 @@ def _sections(data: dict[str, Any]) -> list[Section]:
     if accuracy := figures.of_part(data, "accuracy"):
         sections.append(("Accuracy", "", _accuracy_lines(accuracy)))
     if data.get("goals"):
-        cells = [[_goal(goal.get(key)) for key in GOAL] for goal in data["goals"]]
-        sections.append(("Goals", "", markdown(list(GOAL.values()), cells)))
+        sections.append(("Goals", "", _goals(data["goals"])))
     return sections
 
 
-def _goal(value: Any) -> str:
-    return number(value) if isinstance(value, float) else words.tidy("" if value is None else value)
+def _goals(goals: Sequence[dict[str, Any]]) -> list[str]:
+    return markdown([
+        {
+            "case": goal["case"], "figure": words.tidy(goal["figure"]), "goal": words.tidy(goal["goal"]),
+            "measured": number(goal.get("value")), "verdict": goal["verdict"],
+        }
+        for goal in goals
+    ])  # fmt: skip
 
 
 # Claims, a sentence each: titles of the figures, and the summary of the page.
@@ -204,24 +209,24 @@ def _accuracy(data: dict[str, Any]) -> str:
 def _timed(cases: dict[str, Case]) -> list[str]:
     """The shape of each case, and a row for each provider that ran; the others in words."""
     unit, scale = _unit(cases)
-    cells = []
+    rows = []
     for title, case in cases.items():
         ran = {name: x for name, x in figures.providers(case).items() if figures.ran(x)}
         for i, (name, x) in enumerate(ran.items()):
             ms, errors = figures.timing(x, figures.mode(case)) or {}, x.get("errors") or {}
             low, high = ("" if ms.get(q) is None else number(ms[q] / scale) for q in ("p20", "p80"))
             of_products = figures.over(case, name, PRODUCTS)
-            cells.append([
-                "" if i else title, f"`{name}`", number(ms["median"] / scale) if ms else "",
-                f"{low} to {high}" if low and high else "", _over_ours(case, name),
-                NOISE if of_products is not None and of_products < 1 else times(of_products),
-                number(x.get("flops_nvh")), "" if name == PRODUCTS else number(x.get("extra_mib")),
-                small(errors.get("logp_mean")), "" if case.get("divergence") is None else small(errors.get("loss")),
-                words.tidy(x.get("note") or ""),
-            ])  # fmt: skip
-    head = ["case", "provider", unit, "20 to 80 %", "/ ours", "/ products", "FLOPs, NVH", "extra MiB", "logp"]
-    table = markdown([*head, "mean divergence", "note"], cells)
-    return [*words.about_all(cases), "", *table, *_missing(cases)]
+            rows.append({
+                "case": "" if i else title, "provider": f"`{name}`", unit: number(ms["median"] / scale) if ms else "",
+                "20 to 80 %": f"{low} to {high}" if low and high else "", "/ ours": _over_ours(case, name),
+                "/ products": NOISE if of_products is not None and of_products < 1 else times(of_products),
+                "FLOPs, NVH": number(x.get("flops_nvh")),
+                "extra MiB": "" if name == PRODUCTS else number(x.get("extra_mib")),
+                "logp": small(errors.get("logp_mean")),
+                "mean divergence": "" if case.get("divergence") is None else small(errors.get("loss")),
+                "note": words.tidy(x.get("note") or ""),
+            })  # fmt: skip
+    return [*words.about_all(cases), "", *markdown(rows), *_missing(cases)]
 
 
 def _unit(cases: dict[str, Case]) -> tuple[str, float]:
@@ -251,58 +256,61 @@ def _overview(cases: dict[str, Case]) -> list[str]:
     unit, scale = _unit(cases)
     first = next(iter(cases.values()))
     busy = [case["cpu_of_others"] for case in cases.values() if case.get("cpu_of_others") is not None]
-    cells = []
+    rows = []
     for title, case in cases.items():
         rest = {key: x for key, x in case.items() if key not in CONDITIONS and first.get(key, ...) != x}
         ours, pair = figures.median(case, OURS), [figures.providers(case).get(name, {}) for name in (OURS, "trl")]
-        cells.append([
-            title, words.about(rest), "" if ours is None else number(ours / scale),
-            *(_over_ours(case, name) for name in COMPARED),
-            *(number(x.get(key)) for key in ("flops_nvh", "extra_mib") for x in pair),
-        ])  # fmt: skip
-    head = ["case", "which is", f"ours, {unit}", *(f"{name} / ours" for name in COMPARED)]
+        rows.append({
+            "case": title, "which is": words.about(rest),
+            f"ours, {unit}": "" if ours is None else number(ours / scale),
+            **{f"{name} / ours": _over_ours(case, name) for name in COMPARED},
+            **{f"NVH, {who}": number(x.get("flops_nvh")) for who, x in zip(("ours", "TRL"), pair, strict=True)},
+            **{f"MiB, {who}": number(x.get("extra_mib")) for who, x in zip(("ours", "TRL"), pair, strict=True)},
+        })  # fmt: skip
     same = {key: x for key, x in first.items() if key not in CONDITIONS}
     about = f"{words.about(same)}; the second column says what a case has instead."
     about += " Times over ours: at 2, ours is twice as fast. NVH: one product of the tokens with the head is 2."
     about += f" Other processes used at most {share(max(busy))} of the cores meanwhile." if busy else ""
-    return [about, "", *markdown([*head, "NVH, ours", "TRL", "MiB, ours", "TRL"], cells)]
+    return [about, "", *markdown(rows)]
 
 
 def _scaling(series: dict[str, dict[str, Case]]) -> list[str]:
     """A line for each point of each axis: the time and memory of ours, and the others' over them."""
     every = {name: case for cases in series.values() for name, case in cases.items()}
     names = [name for name in figures.names(every) if name not in (OURS, PRODUCTS)]
-    cells = []
+    rows = []
     for axis, cases in series.items():
         for i, case in enumerate(cases.values()):
-            at = share(figures.along(case, axis)) if axis == "share" else str(case[axis])
             ours, mib = figures.median(case, OURS), figures.extra_mib(case, OURS)
-            row = ["" if i else AXES[axis], at, number(ours), number(mib)]
-            row += [times(figures.over(case, name, OURS)) for name in names]
-            cells.append([*row, *(times(ratio(figures.extra_mib(case, name), mib)) for name in names)])
-    head = ["axis", "value", "ours, ms", "ours, MiB", *(f"{name} / ours, time" for name in names)]
+            rows.append({
+                "axis": "" if i else AXES[axis],
+                "value": share(figures.along(case, axis)) if axis == "share" else str(case[axis]),
+                "ours, ms": number(ours), "ours, MiB": number(mib),
+                **{f"{name} / ours, time": times(figures.over(case, name, OURS)) for name in names},
+                **{f"{name} / ours, MiB": times(ratio(figures.extra_mib(case, name), mib)) for name in names},
+            })  # fmt: skip
     about = {key: x for key, x in words.common(every).items() if key != "rounds"}
-    return [f"{words.about(about)}.", "", *markdown([*head, *(f"{name} / ours, MiB" for name in names)], cells)]
+    return [f"{words.about(about)}.", "", *markdown(rows)]
 
 
 def _memory_lines(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
     """MiB of each provider, a line a number of tokens, and TRL's and all logits over ours."""
     ordered = sorted(cases.values(), key=lambda case: int(case["n"]))
     names = figures.names(cases)
-    over = [name for name in ("trl", "eager") if name in names]
-    head = ["tokens", *(f"{words.label(name, data.get('versions'))}, MiB" for name in names)]
-    head += [f"{words.brief_name(name)} / ours" for name in over]
-    cells = []
+    rows = []
     for case in ordered:
         mib = {name: figures.extra_mib(case, name) for name in names}
-        ratios = [times(ratio(mib[name], mib.get(OURS))) for name in over]
-        cells.append([f"{case['n']:,}", *(number(mib[name]) for name in names), *ratios])
+        rows.append({
+            "tokens": f"{case['n']:,}",
+            **{f"{words.label(name, data.get('versions'))}, MiB": number(mib[name]) for name in names},
+            **{f"{words.brief_name(x)} / ours": times(ratio(mib.get(x), mib.get(OURS))) for x in ("trl", "eager")},
+        })  # fmt: skip
     about = {key: x for key, x in words.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
     return [
         f"{words.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn.",
         "The size of the logits does not depend on H; that of the weight and of its gradient does. So a ratio at a",
         "small H is not that of a model: [memory.md](memory.md#real-models) has those of models, computed, with Liger.",
-        "", *markdown(head, cells), *_missing(cases),
+        "", *markdown(rows), *_missing(cases),
     ]  # fmt: skip
 
 
@@ -313,18 +321,21 @@ def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
         "d_hidden": ("d hidden", small),
         "ratio_off": ("ratios off", lambda value: "" if value is None else share(value)),
     }
-    head = ["provider", *(f"{text}, {title}" for text, _ in kinds.values() for title in cases)]
-    cells = []
+    rows = []
     for name in figures.names(cases):
-        row = [form(figures.error(case, name, kind)) for kind, (_, form) in kinds.items() for case in cases.values()]
-        cells += [[f"`{name}`", *row]] if any(row) else []
+        row = {
+            f"{text}, {title}": form(figures.error(case, name, kind))
+            for kind, (text, form) in kinds.items()
+            for title, case in cases.items()
+        }
+        rows += [{"provider": f"`{name}`", **row}] if any(row.values()) else []
     return [
         "Each provider against float64, at the same hidden states and weight. Training does not make this comparison:",
         "there old and new log-probabilities come from one head, whose rounding they share, and a policy that did not",
         "move has ratios of 1 with any of them. The table says how far a head is from log-probabilities made",
         "elsewhere, such as those of a sampler with an fp32 head. logp: the mean error; d hidden: relative, in norm;",
         "ratios off: the share of the tokens whose ratio is off by more than 1 %.",
-        "", f"{words.about(words.common(cases))}.", "", *markdown(head, cells),
+        "", f"{words.about(words.common(cases))}.", "", *markdown(rows),
     ]  # fmt: skip
 
 
@@ -353,8 +364,7 @@ def step_lines(step: dict[str, Any]) -> list[str]:
         first = next(iter(step["scenes"].values()))["about"]
         about = _difference(scene["about"], first) if i else first
         text += ["", f"**{name}**: {about}; {count} in {rounds}{words.busy(scene)}", ""]
-        head = ["variant", "seconds", "times as fast", "saved MiB", *SHARES[1:], "loss", "gradient norm", "metrics"]
-        text += markdown([*head, "failed"], [_variant(scene, x) for x in scene["variants"]])
+        text += markdown([_variant(scene, x) for x in scene["variants"]])
         if over := figures.faster(scene, REGROUPED, than=ONE_GROUP):
             text += ["", f"*{REGROUPED}* is {with_range(over)} times as fast as *{ONE_GROUP}*."]
     apart = {name: x["parameters"] for name, x in (step.get("sgd") or {}).items() if name != STOCK}
@@ -380,14 +390,16 @@ def _difference(about: str, first: str) -> str:
     return ", ".join(x for part in about.split("; ") for x in part.split(", ") if x not in same) or "as the first"
 
 
-def _variant(scene: Scene, name: str) -> list[str]:
+def _variant(scene: Scene, name: str) -> dict[str, str]:
     x, over = scene["variants"][name], figures.faster(scene, name)
     saved, shares, apart = (x.get(key) or {} for key in ("saved_mib", "shares", "differences"))
-    return [
-        name, number(x.get("seconds"), 3), with_range(over) if over else "", number(saved.get("max"), 3),
-        *("" if key not in shares else share(round(shares[key], 3)) for key in SHARES[1:]),
-        *(small(apart.get(key)) for key in ("loss", "grad_norm", "metrics")), words.failed(x),
-    ]  # fmt: skip
+    return {
+        "variant": name, "seconds": number(x.get("seconds"), 3), "times as fast": with_range(over) if over else "",
+        "saved MiB": number(saved.get("max"), 3),
+        **{key: share(round(shares[key], 3)) if key in shares else "" for key in SHARES[1:]},
+        "loss": small(apart.get("loss")), "gradient norm": small(apart.get("grad_norm")),
+        "metrics": small(apart.get("metrics")), "failed": words.failed(x),
+    }  # fmt: skip
 
 
 def _shapes(step: dict[str, Any]) -> dict[str, Any]:
@@ -398,24 +410,23 @@ def _shapes(step: dict[str, Any]) -> dict[str, Any]:
 
 def _groups(step: dict[str, Any]) -> list[str]:
     """A line for each shape of a group: the time of both layouts, and the speed that the necessary work allows."""
-    cells = []
+    rows = []
     for name, x in _shapes(step).items():
         seconds, apart = x.get("seconds") or {}, x.get("differences") or {}
-        cells.append([
-            name, *(number(seconds.get(layout), 3) for layout in ("padded", "tree")),
-            *(times(x.get(key)) for key in ("speed", "allowed", "reached")),
-            share(round(x["computed"], 3)) if "computed" in x else "",
-            *(small(apart.get(key)) for key in ("loss", "gradient")), words.failed(x),
-        ])  # fmt: skip
-    if not cells:
+        rows.append({
+            "shape": name, **{f"{layout}, seconds": number(seconds.get(layout), 3) for layout in ("padded", "tree")},
+            "padded / tree": times(x.get("speed")), **{key: times(x.get(key)) for key in ("allowed", "reached")},
+            "tokens/computed": share(round(x["computed"], 3)) if "computed" in x else "",
+            **{key: small(apart.get(key)) for key in ("loss", "gradient")}, "failed": words.failed(x),
+        })  # fmt: skip
+    if not rows:
         return []
     groups = step["groups"]
-    head = ["shape", "padded, seconds", "tree, seconds", "padded / tree", "allowed", "reached", "tokens/computed"]
     return [
         "", f"**one group**: {groups['about']}; {words.count(groups['rounds'], 'round')}{words.busy(groups)}", "",
         "CPU seconds of a forward and backward of `causal_lm_loss`, with a prompt of P tokens and G completions of C.",
         "Allowed: padded / tree by the multiplications that are necessary; reached: the share of it.",
-        "", *markdown([*head, "loss", "gradient", "failed"], cells),
+        "", *markdown(rows),
     ]  # fmt: skip
 
 

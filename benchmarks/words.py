@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.figures import Case
@@ -28,11 +28,11 @@ DIVERGENCES = {0.0: "forward KL", 1.0: "reverse KL"}  # by TRL's beta
 PATH = re.compile(r"(?<![\w./])(?:file://)?~?/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")
 
 
-def markdown(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """A table of these cells; a column that would be empty is left out."""
-    kept = [i for i in range(len(head)) if not cells or any(line[i] for line in cells)]
-    rows = (head, ["---"] * len(head), *cells)
-    return [f"| {' | '.join(line[i] for i in kept)} |" for line in rows]
+def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A table with a column for each key of the first row; one that would be empty is left out."""
+    kept = [key for key in rows[0] if any(row[key] for row in rows)] if rows else []
+    lines = (kept, ["---"] * len(kept), *([row[key] for key in kept] for row in rows))
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def page(lines: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks import plots, words
 from benchmarks.figures import DEFAULTS, OURS, STOCK
 from benchmarks.real.train import PHASES
-from benchmarks.tables import with_range
+from benchmarks.tables import SHARES, with_range
 from benchmarks.words import markdown, multiple, number, share, small, times
 
 Run = dict[str, Any]
@@ -61,21 +61,20 @@ def lines(data: dict[str, Any]) -> list[str]:
 
 
 def _trainings(data: dict[str, Any]) -> list[str]:
-    cells = []
+    rows = []
     for run in [x for name in (STOCK, DEFAULTS) for x in named(data, name)]:
         every = slice(len(run["steps"]))
-        cells.append([
-            run["name"], str(run["seed"]), *(number(seconds(run, every, x), 3) for x in PHASES),
-            *(times(over(data, run, every, *x)) if run["name"] != STOCK else "" for x in (("loss",), PHASES)),
-            " to ".join(share(x) for x in run["right"]), f"{run['peak_mib']:,}",
-            f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
-            small(run["worst"][1]) if "worst" in run else "",
-        ])  # fmt: skip
-    head = [
-        "training", "seed", *(SHORT[x] for x in PHASES), "times as fast, forward and backward", "times as fast, all",
-        "right answers", "peak MiB", "steps alike", "largest difference",
-    ]  # fmt: skip
-    return ["CPU seconds of a step, the mean of all steps:", "", *markdown(head, cells)]
+        over_stock = [times(over(data, run, every, *x)) for x in (("loss",), PHASES)]
+        rows.append({
+            "training": run["name"], "seed": str(run["seed"]),
+            **{SHORT[x]: number(seconds(run, every, x), 3) for x in PHASES},
+            "times as fast, forward and backward": "" if run["name"] == STOCK else over_stock[0],
+            "times as fast, all": "" if run["name"] == STOCK else over_stock[1],
+            "right answers": " to ".join(share(x) for x in run["right"]), "peak MiB": f"{run['peak_mib']:,}",
+            "steps alike": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
+            "largest difference": small(run["worst"][1]) if "worst" in run else "",
+        })  # fmt: skip
+    return ["CPU seconds of a step, the mean of all steps:", "", *markdown(rows)]
 
 
 def _steps(data: dict[str, Any]) -> list[str]:
@@ -83,19 +82,16 @@ def _steps(data: dict[str, Any]) -> list[str]:
     stock, ours = (next(iter(named(data, name)), None) for name in (STOCK, DEFAULTS))
     if stock is None or ours is None:
         return []
-    cells = []
+    rows = []
     for i, (theirs, mine) in enumerate(zip(stock["steps"], ours["steps"], strict=True)):
-        logs, one = mine["logs"], slice(i, i + 1)
-        cells.append([
-            str(i + 1), number(logs[REWARD], 3), share(logs[EQUAL]), number(logs[LENGTH], 3),
-            share(logs["sequences/gradient"]), share(logs["tokens/computed"]), share(logs["tokens/gradient"]),
-            *(number(step["seconds"]["loss"], 3) for step in (theirs, mine)), times(over(data, ours, one, "loss")),
-        ])  # fmt: skip
-    head = [
-        "step", "reward", "equal groups", "mean length", "`sequences/gradient`", "`tokens/computed`",
-        "`tokens/gradient`", "stock, s", "ours, s", "stock / ours",
-    ]  # fmt: skip
-    return ["", f"Forward and backward of each step, seed {ours['seed']}:", "", *markdown(head, cells)]
+        logs = mine["logs"]
+        rows.append({
+            "step": str(i + 1), "reward": number(logs[REWARD], 3), "equal groups": share(logs[EQUAL]),
+            "mean length": number(logs[LENGTH], 3), **{f"`{x}`": share(logs[x]) for x in SHARES},
+            "stock, s": number(theirs["seconds"]["loss"], 3), "ours, s": number(mine["seconds"]["loss"], 3),
+            "stock / ours": times(over(data, ours, slice(i, i + 1), "loss")),
+        })  # fmt: skip
+    return ["", f"Forward and backward of each step, seed {ours['seed']}:", "", *markdown(rows)]
 
 
 def _options(data: dict[str, Any]) -> list[str]:
@@ -104,18 +100,19 @@ def _options(data: dict[str, Any]) -> list[str]:
     steps = slice(min((len(run["steps"]) for run in first), default=0))
     if len(first) <= 2:
         return []
-    cells = []
+    rows = []
     for run in first:
         options = ", ".join(f"{name}={x!r}" for name, x in (run["options"] or {}).items())
         is_stock = run["name"] == STOCK
-        cells.append([
-            run["name"], f"`{options}`" if options else "", number(seconds(run, steps, "loss"), 3),
-            "" if is_stock else times(over(data, run, steps, "loss")),
-            "" if is_stock else times(over(data, run, steps, *PHASES)), f"{run['peak_mib']:,}",
-        ])  # fmt: skip
-    head = ["training", "options", "forward and backward, seconds", "times as fast", "times as fast, all", "peak MiB"]
+        rows.append({
+            "training": run["name"], "options": f"`{options}`" if options else "",
+            "forward and backward, seconds": number(seconds(run, steps, "loss"), 3),
+            "times as fast": "" if is_stock else times(over(data, run, steps, "loss")),
+            "times as fast, all": "" if is_stock else times(over(data, run, steps, *PHASES)),
+            "peak MiB": f"{run['peak_mib']:,}",
+        })  # fmt: skip
     about = f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:"
-    return ["", about, "", *markdown(head, cells)]
+    return ["", about, "", *markdown(rows)]
 
 
 def _errors(data: dict[str, Any]) -> list[str]:
@@ -123,9 +120,13 @@ def _errors(data: dict[str, Any]) -> list[str]:
     if not (cases := errors.get("cases")):
         return []
     names = list(dict.fromkeys(name for case in cases.values() for name in case.get("found", {})))
-    precisions = {name: case.get("precision", "").replace("lora", "fp32, LoRA") for name, case in cases.items()}
-    cells = [
-        [name, precisions[name], *(_error(case.get("found", {}).get(x)) for x in names), case.get("reason", "")]
+    rows = [
+        {
+            "loss": name,
+            "precision": case.get("precision", "").replace("lora", "fp32, LoRA"),
+            **{x: _error(case.get("found", {}).get(x)) for x in names},
+            "failed": case.get("reason", ""),
+        }
         for name, case in cases.items()
     ]
     return [
@@ -135,7 +136,7 @@ def _errors(data: dict[str, Any]) -> list[str]:
         "the mean and the range of several draws of the old log-probabilities, since most of it comes from a few "
         "tokens on the other side of their clip bound.",
         "",
-        *markdown(["loss", "precision", *names, "failed"], cells),
+        *markdown(rows),
     ]
 
 
@@ -168,20 +169,24 @@ GROUPS = ((0.25, 256, 1024, 512), (0.5, 256, 1024, 512), (0.5, 2048, 1024, 512),
 
 def _expected() -> list[str]:
     """What Qwen3-8B may expect, by arithmetic."""
-    cells = [
-        [f"{name}, beta {beta}", *(f"{expected(beta, *group, lora=name == 'LoRA'):.1f}" for group in GROUPS)]
+    heads = {
+        f"{share(group[0])} of the groups equal; prompt {group[1]}, completions {group[3]} in the mean, {group[2]} the "
+        "longest": group
+        for group in GROUPS
+    }
+    rows = [
+        {
+            "Qwen3-8B": f"{name}, beta {beta}",
+            **{head: f"{expected(beta, *group, lora=name == 'LoRA'):.1f}" for head, group in heads.items()},
+        }
         for name in ("all parameters", "LoRA")
         for beta in (0, 0.04)
-    ]
-    head = [
-        f"{share(equal)} of the groups equal; prompt {prompt}, completions {mean} in the mean, {longest} the longest"
-        for equal, prompt, longest, mean in GROUPS
     ]
     return [
         "**By arithmetic, not measured**: stock TRL's matrix products over ours for Qwen3-8B, without generation and",
         "attention, one group in a micro-batch:",
         "",
-        *markdown(["Qwen3-8B", *head], cells),
+        *markdown(rows),
     ]
 
 
