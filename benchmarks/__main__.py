@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, labels, machine, step_tables, tables
-from benchmarks.cases import HEADS, BenchCase
+from benchmarks import figures, machine, tables, words
+from benchmarks.cases import BenchCase
 from benchmarks.machine import ROOT
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
 from benchmarks.providers import PROVIDERS, named
@@ -35,11 +35,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--providers", nargs="+", help=f"only these: {' '.join(PROVIDERS)}; ours@MIB: that workspace")
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, STEP), help="only these parts")
     parser.add_argument("--cases", nargs="+", help="only the cases of these names")
-    parser.add_argument("--shapes", nargs="+", choices=HEADS, help="only the heads of these models")
     parser.add_argument("--rounds", type=int, help="how often each provider is timed")
-    parser.add_argument("--rows", type=int, help="tokens, N")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--backend", default="auto", help='of "ours"')
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)")
     parser.add_argument("--plot", action="store_true", help="tables and plots into docs/benchmarks.md, docs/plots/")
     parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: show these results")
@@ -55,9 +52,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if options.smoke and options.plot and options.docs == DOCS:
         parser.error("--plot: expected --docs too with --smoke, whose figures are no measurement")
-    for case in chosen(options):
-        if case.n % case.t:
-            parser.error(f"--rows: expected a multiple of T, {case.t} in the case {case.name}, got {case.n}")
     return options
 
 
@@ -67,9 +61,7 @@ def chosen(options: argparse.Namespace) -> list[BenchCase]:
     return [
         _changed(case, options)
         for case in [*cpu_cases(), *(memory_cases() if APART in parts else ())]
-        if (not parts or case.part in parts)
-        and (not options.cases or case.name in options.cases)
-        and (not options.shapes or case.model in options.shapes)
+        if (not parts or case.part in parts) and (not options.cases or case.name in options.cases)
     ]
 
 
@@ -78,8 +70,6 @@ def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
         case = replace(case, providers=tuple(options.providers))
     if options.smoke:
         case = replace(case.toy(), rounds=min(case.rounds, 1))
-    if options.rows:
-        case = replace(case, n=options.rows)
     return case if options.rounds is None else replace(case, rounds=options.rounds if case.rounds else 0)
 
 
@@ -92,15 +82,14 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
         **about,
         status="running",
         smoke=options.smoke,
-        command=[labels.tidy(x) for x in command],  # without places on this machine
+        command=[words.tidy(x) for x in command],  # without places on this machine
         threads=options.threads,
         cases={},
     )
-    measure_peaks([x for x in chosen(options) if x.part == APART], results, backend=options.backend)
-    how = How(backend=options.backend)
+    measure_peaks([x for x in chosen(options) if x.part == APART], results)
     for case in (x for x in chosen(options) if x.part != APART):
         print(f"{case.name}: {', '.join(case.providers)}", flush=True)
-        measure_case(case, case.providers, results, how)
+        measure_case(case, case.providers, results, How())
     if STEP in (options.parts or ()):
         from benchmarks.step import measure_all
 
@@ -137,8 +126,7 @@ def _kind(options: argparse.Namespace) -> str:
         return "-smoke"
     if options.parts in ([STEP], [APART]):
         return f"-{options.parts[0]}"
-    some = (options.providers, options.parts, options.cases, options.shapes, options.rounds, options.rows)
-    return "-part" if any(some) else ""
+    return "-part" if any((options.providers, options.parts, options.cases, options.rounds)) else ""
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
@@ -146,7 +134,7 @@ def is_wrong(data: dict[str, Any]) -> bool:
     cases = (data.get("cases") or {}).values()
     ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
     wrong = any(x["status"] not in ("ok", "partial", "absent") for x in ours)
-    return wrong or step_tables.is_wrong(data) or data["status"] != "complete"
+    return wrong or tables.step_is_wrong(data) or data["status"] != "complete"
 
 
 def main(given: Sequence[str] | None = None) -> int:

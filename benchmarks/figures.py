@@ -1,4 +1,4 @@
-"""Figures that tables and plots read out of the results, and whose they are."""
+"""Numbers out of the results, and ratios of them: whoever shows or judges results reads them here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 OURS, PRODUCTS = "ours", "products"
-MODES = ("full", "score", "forward", "backward")
 RAN = ("ok", "partial")  # partial: right, and stopped before its last round
 
 Case = dict[str, Any]
@@ -15,13 +14,8 @@ Provider = dict[str, Any]
 
 
 def is_ours(name: str) -> bool:
-    """Whether the provider is this library, in whatever variant: ours, ours@128, ours/torch."""
+    """Return True for any variant of this library: ours, ours@128, ours/torch."""
     return name.replace("@", "/").split("/")[0] == OURS
-
-
-def is_products(name: str) -> bool:
-    """Whether it is the matrix products alone: a limit, and nobody's loss."""
-    return name.split("@")[0] == PRODUCTS
 
 
 def providers(case: Case) -> dict[str, Provider]:
@@ -30,21 +24,26 @@ def providers(case: Case) -> dict[str, Provider]:
 
 
 def ran(provider: Provider) -> bool:
-    """Whether it ran and was right."""
+    """Return True if it ran and was right."""
     return provider.get("status") in RAN
+
+
+def mode(case: Case) -> str:
+    """The mode that the case's providers are compared in."""
+    return "score" if case.get("score") else "full"
 
 
 def timing(provider: Provider, mode: str) -> dict[str, Any] | None:
     """Quantiles of the mode in milliseconds; None: it was not timed."""
-    found = (provider.get("ms") or {}).get(mode) or {}
-    return found if found.get("median") is not None else None
+    quantiles = (provider.get("ms") or {}).get(mode) or {}
+    return quantiles if quantiles.get("median") is not None else None
 
 
-def median(case: Case, name: str, mode: str) -> float | None:
+def median(case: Case, name: str) -> float | None:
     """Milliseconds of a provider that ran and was right."""
     provider = providers(case).get(name, {})
-    found = timing(provider, mode)
-    return found["median"] if found and ran(provider) else None
+    quantiles = timing(provider, mode(case))
+    return quantiles["median"] if quantiles and ran(provider) else None
 
 
 def extra_mib(case: Case, name: str) -> float | None:
@@ -59,50 +58,32 @@ def error(case: Case, name: str, which: str) -> float | None:
     return (provider.get("errors") or {}).get(which) if ran(provider) else None
 
 
-def timed_modes(case: Case) -> list[str]:
-    """The modes in which somebody was timed, the most telling first."""
-    return [mode for mode in MODES if any(timing(x, mode) for x in providers(case).values())]
-
-
-def mode(case: Case) -> str:
-    """The case's leading mode: what its providers are compared in."""
-    return (timed_modes(case) or ["full"])[0]
-
-
-def over(case: Case, name: str, other: str) -> float | None:
-    """The time of a provider over that of another one, in its own turn where it had one; in the leading mode."""
-    beside = (providers(case).get(name, {}).get("anchors") or {}).get(other, {})
-    return ratio(median(case, name, mode(case)), beside.get("median") or median(case, other, mode(case)))
-
-
-def in_seconds(cases: dict[str, Case]) -> bool:
-    """Whether the times of these cases read better in seconds: the typical one takes a second or more."""
-    found = sorted(
-        timed["median"]
-        for case in cases.values()
-        for provider in providers(case).values()
-        if (timed := timing(provider, mode(case)))
-    )
-    return bool(found) and found[len(found) // 2] >= 1e3
-
-
 def ratio(over: float | None, under: float | None) -> float | None:
     """None where there is nothing to divide."""
     return None if over is None or not under else over / under
 
 
-def of_part(data: dict[str, Any], part: str) -> dict[str, Case]:
-    """The cases of one part, by name."""
-    return {name: case for name, case in (data.get("cases") or {}).items() if case.get("part") == part}
+def over(case: Case, name: str, other: str) -> float | None:
+    """The time of a provider over that of another one, in its own turn where it had one."""
+    beside = (providers(case).get(name, {}).get("anchors") or {}).get(other, {})
+    return ratio(median(case, name), beside.get("median") or median(case, other))
 
 
-def compared(data: dict[str, Any]) -> dict[str, Case]:
-    """The cases of policy losses that are timed: main ones, shapes, workloads."""
-    return {name: case for part in ("main", "shapes", "workloads") for name, case in of_part(data, part).items()}
+def in_seconds(cases: dict[str, Case]) -> bool:
+    """Return True if these cases' times read better in seconds: the typical one takes a second or more."""
+    each = ((case, provider) for case in cases.values() for provider in providers(case).values())
+    ms = sorted(quantiles["median"] for case, x in each if (quantiles := timing(x, mode(case))))
+    return bool(ms) and ms[len(ms) // 2] >= 1e3
+
+
+def of_part(data: dict[str, Any], *parts: str) -> dict[str, Case]:
+    """The cases of some parts, by name."""
+    cases = (data.get("cases") or {}).items()
+    return {name: case for part in parts for name, case in cases if case.get("part") == part}
 
 
 def of_run(data: dict[str, Any], part: str) -> dict[str, Any]:
-    """`data` with the conditions of the run that the part's figures are from, if that was another."""
+    """`data` with the conditions of the run that measured the part, if that was another."""
     return {**data, **(data.get("runs") or {}).get(part, {})}
 
 
@@ -114,16 +95,11 @@ def names(cases: dict[str, Case]) -> list[str]:
 def series(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Case]]]:
     """(axis, its cases from the smallest value to the largest), each with the providers that all of them have."""
     for axis in ("n", "v", "share"):
-        found = [(x, c) for x, c in (data.get("cases") or {}).items() if axis in (c.get("series") or "").split()]
-        found.sort(key=lambda item: along(item[1], axis))
-        shared = [name for name in names(dict(found)) if all(name in providers(case) for _, case in found)]
-        if found:
-            yield axis, {x: {**c, "providers": {name: c["providers"][name] for name in shared}} for x, c in found}
-
-
-def by_logits(case: Case) -> tuple[bool, float]:
-    """Key that sorts the cases of the part "accuracy": by the size of the logits, peaked last."""
-    return bool(case.get("peaked")), case.get("scale") or 0.0
+        points = [(x, c) for x, c in (data.get("cases") or {}).items() if axis in (c.get("series") or "").split()]
+        points.sort(key=lambda item: along(item[1], axis))
+        shared = [name for name in names(dict(points)) if all(name in providers(case) for _, case in points)]
+        if points:
+            yield axis, {x: {**c, "providers": {name: c["providers"][name] for name in shared}} for x, c in points}
 
 
 def along(case: Case, axis: str) -> float:
@@ -154,15 +130,15 @@ def scenes(data: dict[str, Any]) -> dict[str, Scene]:
 
 def step_seconds(scene: Scene) -> dict[str, float]:
     """CPU seconds of a step of each variant that ran and was right."""
-    found = scene["variants"].items()
-    return {name: x["seconds"] for name, x in found if x["status"] == "ok" and x.get("seconds")}
+    variants = scene["variants"].items()
+    return {name: x["seconds"] for name, x in variants if x["status"] == "ok" and x.get("seconds")}
 
 
-def faster(scene: Scene, name: str) -> tuple[float, float, float] | None:
-    """Seconds of stock TRL over those of a variant; the least and the most of the rounds."""
-    found = step_seconds(scene)
-    if STOCK not in found or name not in found:
+def faster(scene: Scene, name: str, than: str = STOCK) -> tuple[float, float, float] | None:
+    """How many times as fast as `than` a variant is: the median, the least and the most of the rounds' ratios."""
+    timed = step_seconds(scene)
+    if than not in timed or name not in timed:
         return None
-    rounds = zip(*(scene["variants"][x]["samples"] for x in (STOCK, name)), strict=False)
-    ratios = [statistics.fmean(stock) / statistics.fmean(own) for stock, own in rounds]
-    return found[STOCK] / found[name], min(ratios), max(ratios)
+    rounds = zip(*(scene["variants"][x]["samples"] for x in (than, name)), strict=False)
+    ratios = [statistics.fmean(slow) / statistics.fmean(fast) for slow, fast in rounds]
+    return statistics.median(ratios), min(ratios), max(ratios)

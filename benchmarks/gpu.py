@@ -251,16 +251,8 @@ def run_sanitizers(results: Results, until: float, folder: Path, *, toy: bool) -
         results.merge("sanitizer", check, status="running")
         xml, log = folder / f"{check}.xml", folder / f"{check}.log"
         command = [tool, f"--tool={check}", f"--error-exitcode={FOUND}", "--print-limit=50", "--launch-timeout=120"]
-        command += [
-            "--target-processes=application-only",
-            sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += ["-m", "gpu", SMOKE, "-k", which, f"--junitxml={xml}"]
+        command += ["--target-processes=application-only", sys.executable, "-m", "pytest", "-v"]
+        command += ["-p", "no:cacheprovider", "-m", "gpu", SMOKE, "-k", which, f"--junitxml={xml}"]
         # without a pool, an access past the end of a tensor is one past the end of an allocation
         share = time.time() + (until - time.time()) / (len(TOOLS) - i)
         code, output = run(command, share, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks.machine import Watch
 from benchmarks.parity import TOLERANCE
-from benchmarks.run import Results, describe
+from benchmarks.run import Results
 from benchmarks.timing import order
 from grpo_kernels import GRPOLoss
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
@@ -134,10 +134,8 @@ def measure_groups(results: Results, *, toy: bool = False, rounds: int | None = 
     results.merge("step", "groups", about=about, rounds=rounds)
     for shape in shapes:
         path = ("step", "groups", "shapes", shape.name)
-        try:
+        with results.noting(*path):
             results.merge(*path, **_measured(model, size, shape, rounds))
-        except Exception as error:
-            results.merge(*path, status="error", reason=describe(error))
     results.merge("step", "groups", cpu_of_others=watch.others())
 
 
@@ -194,10 +192,8 @@ def measure_turns(results: Results, *, toy: bool = False) -> None:
     """Write ``step.turns``: tokens that a tree computes of a conversation, against its number of distinct prefixes."""
     size, turns = (TOY_SIZE, Turns(6, 5, 3, 7, 4)) if toy else (Size(), Turns())
     results.merge("step", "turns", **turns._asdict())
-    try:
+    with results.noting("step", "turns"):
         results.merge("step", "turns", **_counted(size, samples_of(turns, size.vocab)))
-    except Exception as error:
-        results.merge("step", "turns", status="error", reason=describe(error))
 
 
 def _counted(size: Size, samples: list[tuple[list[int], list[int]]]) -> dict[str, Any]:

@@ -136,7 +136,3 @@ def table() -> list[str]:
                 f"| {c.live / c.steps:g} | {c.flops / c.steps:,.0f} | {formula} | {expected / c.steps:,.0f} |"
             )
     return lines
-
-
-if __name__ == "__main__":
-    print("\n".join(table()))

@@ -247,7 +247,7 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
     import transformers
     import trl
 
-    from benchmarks import tiny_models
+    from benchmarks import tiny_models, words
     from grpo_kernels.backends import choose_backend
 
     exact = [r for r in results if r.case.tolerance == TOLERANCE]
@@ -277,9 +277,8 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
         "## Every configuration",
         "",
         *table(results),
-        "",
     ]
-    return "\n".join(lines)
+    return words.page(lines)
 
 
 def main() -> int:

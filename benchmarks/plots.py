@@ -20,31 +20,22 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks import claims, figures, labels
-from benchmarks.claims import multiple
-from benchmarks.figures import ALL_OPTIONS, DEFAULTS, OURS, REGROUPED, STOCK, Case, Scene, faster, step_seconds
+from benchmarks import figures, tables, words
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, OURS, PRODUCTS, REGROUPED, STOCK
+from benchmarks.words import multiple
 
 WIDTH, DPI = 11.0, 120  # inches
 CARD, INK, SOFT, GRID = "#fbfbf9", "#1f2328", "#57606a", "#d8dee4"
-BLUE = "#0072B2"  # of ours
+BLUE, GREEN, ORANGE, GREY, PURPLE, PINK = "#0072B2", "#009E73", "#D55E00", "#6E7781", "#7B5EA7", "#CC79A7"
 # Okabe and Ito's colours and some greys, which the colour-blind can tell apart; what is drawn has its name beside it.
 COLORS = {
-    "ours": BLUE,
-    "eager": "#6E7781",
-    "compiled": "#9AA5B1",
-    "linear_ce": "#7B5EA7",
-    "trl": "#D55E00",
-    "liger_grpo": "#009E73",
-    "liger_ce": "#009E73",
-    "liger_torch": "#009E73",
-    "verl_torch": "#CC79A7",
-    "verl_triton": "#CC79A7",
-    "unsloth": "#E69F00",
-    "cce": "#7A5C00",
+    "ours": BLUE, "eager": GREY, "compiled": "#9AA5B1", "linear_ce": PURPLE, "trl": ORANGE, "liger_grpo": GREEN,
+    "liger_ce": GREEN, "verl_torch": PINK, "verl_triton": PINK, "unsloth": "#E69F00", "cce": "#7A5C00",
     "quack": "#56B4E9",
-}
+}  # fmt: skip
 TEXT, SMALL = 17, 11  # points
-MARGIN, TITLE, LINE, FOOT = 0.3, 0.43, 0.31, 0.2  # inches
+MARGIN, TITLE, LINE, FOOT, BAR = 0.3, 0.43, 0.31, 0.2, 0.54  # inches
+PERCENT = {y: f"{y} %" for y in (0, 25, 50, 75, 100)}
 
 
 @contextmanager
@@ -63,15 +54,13 @@ def looks() -> Iterator[None]:
                 "axes.labelcolor": SOFT,
                 "axes.labelsize": TEXT - 2,
                 "axes.edgecolor": GRID,
-                "axes.spines.top": False,
-                "axes.spines.right": False,
+                **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
                 "axes.axisbelow": True,
                 "grid.color": GRID,
                 "grid.linewidth": 1.0,
                 "xtick.color": SOFT,
                 "ytick.color": INK,
                 **{f"{axis}tick.{which}.size": 0 for axis in "xy" for which in ("major", "minor")},
-                "svg.hashsalt": "grpo_kernels",
             }
         )
         yield
@@ -98,9 +87,9 @@ def sheet(claim: str, subtitle: Sequence[str], body: float, notes: Sequence[str]
 
 def conditions(data: dict[str, Any], what: str, dtype: str, *shape: str) -> list[str]:
     """A subtitle: what was measured, dtype, device, shape, date."""
-    device = labels.where(data).replace("; ", ", ")
+    device = words.where(data).replace("; ", ", ")
     on = f"CPU: {device}" if data.get("device") == "cpu" else device
-    return [", ".join(part for part in (what, dtype) if part), on, *shape, labels.day(data)]
+    return [", ".join(part for part in (what, dtype) if part), on, *shape, words.day(data)]
 
 
 def balanced(text: str, width: int) -> list[str]:
@@ -113,19 +102,7 @@ def balanced(text: str, width: int) -> list[str]:
 
 def color(name: str) -> str:
     """Of a provider, the same in every figure."""
-    if figures.is_ours(name):
-        return BLUE
-    return COLORS.get(name, COLORS.get(name.split("/")[0], INK))
-
-
-def rows(axes: Axes, words: Sequence[str], ours: Sequence[bool] = ()) -> None:
-    """One row for each of `words`, the first on top; those of ours in its colour."""
-    axes.set_yticks(range(len(words)), list(words))
-    axes.set_ylim(len(words) - 0.45, -0.55)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    for text, is_ours in zip(axes.get_yticklabels(), ours, strict=False):
-        if is_ours:
-            text.set(color=BLUE, fontweight="bold")
+    return COLORS.get(re.split("[/@]", name)[0], INK)
 
 
 def three(value: float) -> str:
@@ -140,10 +117,59 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-# The whole optimizer step.
+def bars(axes: Axes, values: Sequence[float], colors: Sequence[str], texts: Sequence[str], bold: int) -> None:
+    """A bar for each value, the first on top, with its text at its end."""
+    axes.barh(range(len(values)), values, height=0.68, color=colors)
+    for y, (value, text) in enumerate(zip(values, texts, strict=True)):
+        weight = "bold" if y == bold else "normal"
+        axes.annotate(text, (value, y), (9, 0), textcoords="offset points", va="center", weight=weight)
+    axes.set_xlim(0, 1.45 * max(values))
+    axes.set_xticks([])
 
-STEP_BAR = 0.56  # inches a variant
-# Of the variants that were timed; the table has all of them.
+
+def name_bars(axes: Axes, names: Sequence[str], ours: int) -> None:
+    """The name of each bar; the one of ours in its colour."""
+    axes.set_yticks(range(len(names)), list(names))
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.get_yticklabels()[ours].set(color=BLUE, fontweight="bold")
+
+
+def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float) -> None:
+    """At the end of each line its name in its colour, given as (y, name, colour); moved apart from each other."""
+    move, back = axes.transData.transform, axes.transData.inverted().transform
+    ordered = sorted(ends)
+    low, high = (move((x, y))[1] for y in axes.get_ylim())
+    pixels = [move((x, y))[1] for y, _, _ in ordered]
+    for (_, name, shade), pixel in zip(ordered, apart(pixels, 0.066 * (high - low)), strict=True):
+        axes.annotate(
+            name, (x, back((0, pixel))[1]), (10, 0), textcoords="offset points", va="center", color=shade,
+            size=TEXT - 3, bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+
+
+def apart(heights: Sequence[float], least: float) -> list[float]:
+    """Rising heights, moved as little up as down so that there is a distance of `least` between them."""
+    up, down = list(heights[:1]), list(heights[-1:])
+    for height in heights[1:]:
+        up.append(max(height, up[-1] + least))
+    for height in heights[-2::-1]:
+        down.insert(0, min(height, down[0] - least))
+    return [(a + b) / 2 for a, b in zip(up, down, strict=True)]
+
+
+def scale(axes: Axes, ticks: dict[float, str], low: float, high: float) -> None:
+    """A vertical axis from `low` to `high` with these ticks alone, and lines at them."""
+    axes.set_ylim(low, high)
+    shown = {y: text for y, text in ticks.items() if low <= y <= high}
+    axes.set_yticks(list(shown), list(shown.values()))
+    axes.yaxis.set_major_locator(FixedLocator(list(shown)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(labelsize=TEXT - 3)
+    axes.grid(axis="y")
+
+
+# The whole optimizer step: of the variants that were timed; the table has all of them.
 STEP_SHOWN = {
     STOCK: "stock TRL",
     "fused head alone": "our head alone",
@@ -154,207 +180,111 @@ STEP_SHOWN = {
 }
 OPTIONS = (
     "Our head alone: zero_advantage='train', layout='padded'. Below it zero_advantage is 'score'; our defaults have "
-    "layout='tree'. Each + adds to the line above it. Saved activations: of the largest micro-batch."
+    "layout='tree'. Each + adds to the line above it. Times as fast: the median of the rounds' ratios."
 )
 
 
 def draw_step(data: dict[str, Any]) -> Figure | None:
     """None: the step of stock TRL or of ours was not timed."""
-    scene = claims.first_scene(data)
-    if scene is None or not claims.step_claim(data):
+    if not (claim := tables.step_claim(data)):
         return None
-    found = {name: x for name, x in step_seconds(scene).items() if name in STEP_SHOWN}
-    run = figures.of_run(data, "step")
+    scene, run = next(iter(figures.scenes(data).values())), figures.of_run(data, "step")
+    seconds = {name: x for name, x in figures.step_seconds(scene).items() if name in STEP_SHOWN}
     model, batch, *others = scene["about"].split("; ")
-    dtype = model.rpartition(", ")[2]
-    subtitle = conditions(run, "An optimizer step without generation", dtype, model.removesuffix(f", {dtype}"), batch)
-    notes = [OPTIONS, *_step_notes(figures.scenes(data), "; ".join(others)), labels.made(run)]
-    figure = sheet(claims.step_claim(data), subtitle, STEP_BAR * len(found) + 0.8, notes)
+    model, _, dtype = model.rpartition(", ")
+    subtitle = conditions(run, "An optimizer step without generation", dtype, model, batch)
+    figure = sheet(claim, subtitle, BAR * len(seconds) + 0.8, [OPTIONS, f"{_sentence(others)}.", words.made(run)])
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    _bars(left, found, "s", {name: faster(scene, name) for name in found})
-    _bars(right, {name: scene["variants"][name]["saved_mib"]["max"] for name in found}, "MiB", {})
-    rows(left, [STEP_SHOWN[name] for name in found], [name == DEFAULTS for name in found])
-    right.spines[["left", "bottom"]].set_visible(False)
+    over = {name: figures.faster(scene, name) or () for name in seconds}
+    texts = [
+        f"{three(x)} s" + ("" if name == STOCK else f"   {multiple(over[name][0])}x") for name, x in seconds.items()
+    ]
+    mib = [scene["variants"][name]["saved_mib"]["max"] for name in seconds]
+    colors, ours = [color("trl" if name == STOCK else OURS) for name in seconds], [*seconds].index(DEFAULTS)
+    bars(left, [*seconds.values()], colors, texts, ours)
+    bars(right, mib, colors, [f"{three(x)} MiB" for x in mib], ours)
+    name_bars(left, [STEP_SHOWN[name] for name in seconds], ours)
     left.set_xlabel("CPU seconds, times as fast")
-    right.set_xlabel("saved activations")
+    right.set_xlabel("activations that the largest\nmicro-batch saves")
     return figure
 
 
-def _step_notes(found: dict[str, Scene], batch: str) -> list[str]:
-    """The rest of the first scene's batch; of the other scenes stock TRL's seconds over those of the defaults."""
-    said = [f"{_sentence(batch)}."] if batch else []
-    over = {name: times[0] for name, scene in list(found.items())[1:] if (times := faster(scene, DEFAULTS))}
-    if over:
-        said.append(
-            f"Our defaults elsewhere: {'; '.join(f'{x}, {multiple(y)} times as fast' for x, y in over.items())}."
-        )
-    return said
-
-
-def _bars(axes: Axes, found: dict[str, float], unit: str, over: dict[str, Any]) -> None:
-    """A bar for each variant, its value at its end, and how many times as fast as stock TRL it is."""
-    colours = [color("trl" if name == STOCK else OURS) for name in found]
-    axes.barh(range(len(found)), list(found.values()), height=0.68, color=colours)
-    for y, (name, value) in enumerate(found.items()):
-        times = "" if name == STOCK or not over.get(name) else f"   {multiple(over[name][0])}x"
-        axes.annotate(
-            f"{three(value)} {unit}{times}", (value, y), (9, 0), textcoords="offset points", va="center",
-            weight="bold" if name == DEFAULTS else "normal",
-        )  # fmt: skip
-    axes.set_xlim(0, 1.45 * max(found.values()))
-    axes.set_xticks([])
+def _sentence(clauses: Sequence[str]) -> str:
+    text = "; ".join(clauses)
+    return text[:1].upper() + text[1:]
 
 
 # Extra memory of one loss against tokens: a line for each provider, its name at its end.
-
 MIB = {64: "64 MiB", 256: "256 MiB", 1024: "1 GiB", 4096: "4 GiB", 16384: "16 GiB", 65536: "64 GiB"}
-APART = 0.3  # least distance of two labels, in factors of e on an axis of some 6 of them
 
 
 def draw_memory(data: dict[str, Any]) -> Figure | None:
     """None: memory was not measured on several numbers of tokens."""
-    cases = claims.memory_cases(data)
-    lines = {name: line for name in figures.names(cases) if len(line := claims.memory_along(cases, name)) > 1}
-    if len(cases) < 2 or OURS not in lines:
+    cases = tables.memory_cases(data)
+    lines = {name: line for name in figures.names(cases) if len(line := tables.memory_along(cases, name)) > 1}
+    if OURS not in lines:
         return None
-    about = {key: x for key, x in labels.common(cases).items() if key != "model"}  # of which there is the V only
-    run, dtype = figures.of_run(data, "memory"), labels.DTYPES.get(about.get("dtype", ""), "")
-    shape = labels.shape({key: x for key, x in about.items() if key != "dtype"})
-    subtitle = conditions(run, "Peak memory of one loss beyond its inputs and gradients", dtype, shape)
-    notes = [*_memory_notes(data, about), labels.made(run)]
-    figure = sheet(claims.memory_claim(data), subtitle, 5.3, notes)
-    axes = figure.subplots()
-    axes.set(xscale="log", yscale="log")
-    for name, line in lines.items():
-        dashes = (0, (2.5, 1.5)) if figures.is_ours(name) and name != OURS else "solid"
-        width = 5.0 if name == OURS else 3.5
-        axes.plot(
-            *zip(*line, strict=True), color=color(name), linewidth=width, linestyle=dashes, marker="o",
-            markersize=8, zorder=4 if figures.is_ours(name) else 3,
-        )  # fmt: skip
-    _memory_scales(axes, [case["n"] for case in cases.values()], [y for line in lines.values() for _, y in line])
-    _name_lines(axes, lines)
-    axes.set_xlabel("tokens")
-    return figure
-
-
-def _memory_notes(data: dict[str, Any], about: Case) -> list[str]:
-    """What the figure does not show: why H is small, what hides there, and who no longer fitted."""
-    said = [f"H is {about.get('h')}, which keeps the measurement cheap: the size of the logits does not depend on H."]
-    main = figures.of_part(data, "main").get("main", {})
-    theirs, ours = (figures.extra_mib(main, name) for name in ("liger_grpo", OURS)) if main else (None, None)
-    if theirs and ours:
-        said[0] += (
-            f" The weight's gradient does, and copies of it hardly show here: at H {main['h']} and {main['n']} tokens "
-            f"Liger takes {theirs:.0f} MiB, grpo_kernels {ours:.0f} MiB."
-        )
-    for case in claims.memory_cases(data).values():
+    about = {key: x for key, x in words.common(cases).items() if key != "model"}  # of which there is the V only
+    run, dtype = figures.of_run(data, "memory"), words.DTYPES.get(about.get("dtype", ""), "")
+    subtitle = conditions(
+        run, "Peak memory of one loss beyond its inputs and gradients", dtype, words.shape({**about, "dtype": ""})
+    )
+    notes = [f"H is {about.get('h')}, which keeps the measurement cheap: the size of the logits does not depend on H."]
+    for case in cases.values():
         for name, x in figures.providers(case).items():
             if not figures.ran(x):
-                said.append(f"No point of {labels.brief_name(name)} at {case['n']:,}: {labels.tidy(x.get('reason'))}.")
-    return said
-
-
-def _memory_scales(axes: Axes, tokens: list[int], mib: list[float]) -> None:
-    axes.set_xticks(tokens, [f"{n:,}" for n in tokens], size=TEXT - 3)
-    axes.set_xlim(0.85 * min(tokens), 5.5 * max(tokens))
-    shown = {y: words for y, words in MIB.items() if 0.5 * min(mib) <= y <= 1.5 * max(mib)}
-    axes.set_yticks(list(shown), list(shown.values()))
-    axes.set_ylim(0.6 * min(mib), 1.6 * max(mib))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(FixedLocator(list(shown)))
-    axes.grid(axis="y")
-    axes.spines[["left", "bottom"]].set_visible(False)
-
-
-def _name_lines(axes: Axes, lines: dict[str, list[tuple[int, float]]]) -> None:
-    """At the end of each line; those that would lie on each other are moved up."""
-    height = 0.0
-    for name, line in sorted(lines.items(), key=lambda item: item[1][-1][1]):
-        n, mib = line[-1]
-        place = max(mib, height)
-        height = place * (1 + APART)
-        set_to = name.partition("@")[2] if figures.is_ours(name) else ""
-        words = f"set to {set_to} MiB: {_size(mib)}" if set_to else f"{labels.brief_name(name)}: {_size(mib)}"
-        axes.annotate(
-            words, (n, place), (12, 0), textcoords="offset points", va="center", color=color(name),
-            weight="bold" if figures.is_ours(name) else "normal", size=TEXT - 1,
-            bbox={"facecolor": CARD, "edgecolor": "none", "pad": 2},
-        )  # fmt: skip
+                notes.append(f"No point of {words.brief_name(name)} at {case['n']:,}: {words.tidy(x.get('reason'))}.")
+    figure = sheet(tables.memory_claim(data) or "Extra memory of one loss", subtitle, 5.3, [*notes, words.made(run)])
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", xlabel="tokens")
+    ends = []
+    for name, line in lines.items():
+        style = "--" if figures.is_ours(name) and name != OURS else "-"
+        axes.plot(*zip(*line, strict=True), style, color=color(name), linewidth=5 if name == OURS else 3.5, marker="o")
+        text = f"set to {name.partition('@')[2]} MiB" if style == "--" else words.brief_name(name)
+        ends.append((line[-1][1], f"{text}: {_size(line[-1][1])}", color(name)))
+    tokens, mib = [case["n"] for case in cases.values()], [y for line in lines.values() for _, y in line]
+    axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
+    axes.set_xlim(0.85 * min(tokens), 7 * max(tokens))
+    scale(axes, MIB, 0.6 * min(mib), 1.6 * max(mib))
+    name_ends(axes, ends, max(tokens))
+    return figure
 
 
 def _size(mib: float) -> str:
     return f"{mib / 1024:.1f} GiB" if mib >= 1000 else f"{mib:.0f} MiB"
 
 
-# The main case: the time of each provider with the quantiles, and how many times faster ours is.
-
-TIME_BAR = 0.52  # inches a provider
-
-
 def draw_time(data: dict[str, Any]) -> Figure | None:
-    """None: nobody but ours was timed in the main case."""
-    case, mode = claims.main_case(data), "full"
-    shown = [x for x in figures.providers(case) if not figures.is_products(x) and ("/" not in x and "@" not in x)]
-    found = {x: ms / 1e3 for x in shown if (ms := figures.median(case, x, mode)) is not None}
-    if len(found) < 2 or OURS not in found:
+    """The time of each provider in the main case, with its quantiles; None: TRL's head or ours was not timed."""
+    case = tables.main_case(data)
+    if not (claim := tables.time_claim(data)):
         return None
-    names = sorted(found, key=lambda x: found[x])
-    dtype = labels.DTYPES.get(case.get("dtype", ""), "")
-    shape = labels.shape({key: x for key, x in case.items() if key != "dtype"})
-    subtitle = conditions(data, "Forward and backward of one loss", dtype, shape)
-    notes = [f"{_sentence(labels.features(case))}; {labels.count(case['rounds'], 'round')}.", *_time_notes(case)]
-    figure = sheet(claims.time_claim(data), subtitle, TIME_BAR * len(names) + 0.75, [*notes, labels.made(data)])
+    plain = [x for x in figures.providers(case) if not re.search("[/@]", x) and x != PRODUCTS]
+    seconds = {x: ms / 1e3 for x in plain if (ms := figures.median(case, x)) is not None}
+    names = sorted(seconds, key=lambda x: seconds[x])
+    dtype, ours = words.DTYPES.get(case.get("dtype", ""), ""), names.index(OURS)
+    subtitle = conditions(data, "Forward and backward of one loss", dtype, words.shape({**case, "dtype": ""}))
+    notes = [f"{_sentence([words.features(case), words.count(case['rounds'], 'round')])}."]
+    limit = figures.median(case, PRODUCTS)
+    if limit is not None:
+        is_limit = limit / 1e3 < min(seconds.values())
+        notes.append(f"The case's matrix products alone take {f'{three(limit / 1e3)} s' if is_limit else 'no less'}.")
+    figure = sheet(claim, subtitle, BAR * len(names) + 0.75, [*notes, words.made(data)])
     axes = figure.subplots()
-    axes.barh(range(len(names)), [found[x] for x in names], height=0.68, color=[color(x) for x in names])
-    for y, name in enumerate(names):
-        spread = figures.timing(figures.providers(case)[name], mode) or {}
-        low, high = ((spread.get(q) or 1e3 * found[name]) / 1e3 for q in ("p20", "p80"))
-        axes.plot([low, high], [y, y], color=INK, linewidth=2, marker="|", markersize=12)
-        over = found[name] / found[OURS]
-        words = "" if name == OURS else f"   {multiple(over)}x"
-        axes.annotate(
-            f"{three(found[name])} s{words}", (max(high, found[name]), y), (9, 0), textcoords="offset points",
-            va="center", weight="bold" if name == OURS else "normal",
-        )  # fmt: skip
-    rows(axes, [labels.brief_name(x) for x in names], [x == OURS for x in names])
-    _draw_limit(axes, _limit(case), min(found.values()))
-    axes.set_xlim(0, 1.28 * max(found.values()))
-    axes.set_xticks([])
+    spreads = [figures.timing(figures.providers(case)[x], "full") or {} for x in names]
+    highs = [x["p80"] / 1e3 for x in spreads]
+    texts = [
+        f"{three(seconds[x])} s" + ("" if x == OURS else f"   {multiple(seconds[x] / seconds[OURS])}x") for x in names
+    ]
+    axes.barh(range(len(names)), [seconds[x] for x in names], height=0.68, color=[color(x) for x in names])
+    bars(axes, highs, ["none"] * len(names), texts, ours)
+    for y, x in enumerate(spreads):
+        axes.plot([x["p20"] / 1e3, x["p80"] / 1e3], [y, y], color=INK, linewidth=2, marker="|", markersize=12)
+    name_bars(axes, [words.brief_name(x) for x in names], ours)
+    axes.set_xlim(0, 1.28 * max(highs))
     axes.set_xlabel("seconds, and times ours; lines: 20 to 80 % of the rounds")
     return figure
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _time_notes(case: Case) -> list[str]:
-    """Where the limit cannot be told from ours."""
-    ours, products = figures.median(case, OURS, "full"), _limit(case)
-    if products is None or ours is None or 1e3 * products < ours:
-        return []
-    return ["The case's matrix products alone take as long as ours, within noise."]
-
-
-def _limit(case: Case) -> float | None:
-    """Seconds of the case's matrix products alone."""
-    ms = figures.median(case, figures.PRODUCTS, "full")
-    return None if ms is None else ms / 1e3
-
-
-def _draw_limit(axes: Any, seconds: float | None, fastest: float) -> None:
-    """A line, where it is below whatever does more."""
-    if seconds is None or seconds >= fastest:
-        return
-    axes.axvline(seconds, color=INK, linewidth=2, linestyle=(0, (3, 2)), ymax=0.97)
-    axes.annotate(
-        f"its matrix products alone: {three(seconds)} s", (seconds, -0.75), (8, 0), textcoords="offset points",
-        va="center", color=INK, size=TEXT - 2,
-    )  # fmt: skip
-    bottom, _ = axes.get_ylim()
-    axes.set_ylim(bottom, -1.1)
 
 
 DRAWN = {"step": draw_step, "memory": draw_memory, "time": draw_time}
@@ -371,3 +301,15 @@ def render(data: dict[str, Any], folder: Path) -> list[Path]:
             else:
                 made.append(save(figure, folder / f"{name}.png"))
     return made
+
+
+# Lines with a band, against steps: the real run, and the curves of `benchmarks.curves`.
+
+
+def band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], shade: str) -> float:
+    """The mean of some curves, and the range that they fill; returns where the mean ends."""
+    columns = list(zip(*curves, strict=True))
+    mean = [sum(c) / len(c) for c in columns]
+    axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=shade, alpha=0.15, linewidth=0)
+    axes.plot(x, mean, color=shade, linewidth=3.5)
+    return mean[-1]

@@ -373,12 +373,10 @@ def measure_peaks(cases: Iterable[BenchCase], results: Results, *, backend: str 
         inputs = make_inputs(case, CPU)
         want = reference(inputs)
         for name in case.providers:
-            try:
-                found = _peak(name, inputs, want, results.data, backend)
-            except Exception as error:
-                found = failure(error)
+            path = ("cases", case.name, "providers", name)
+            with results.noting(*path):
+                results.merge(*path, **_peak(name, inputs, want, results.data, backend))
             inputs.clear_gradients()
-            results.merge("cases", case.name, "providers", name, **found)
 
 
 def _peak(name: str, inputs: Inputs, want: Reference, data: dict[str, Any], backend: str) -> dict[str, Any]:

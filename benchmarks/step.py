@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from benchmarks import groups, parity, tiny_models, tiny_run
-from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, REGROUPED, STOCK, step_seconds
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, REGROUPED, STOCK
 from benchmarks.machine import Watch
 from benchmarks.memory import MIB, freed_memory_kept, saved_bytes
-from benchmarks.run import Results, describe
-from benchmarks.step_tables import SHARES
+from benchmarks.run import Results
+from benchmarks.tables import SHARES
 from benchmarks.timing import order
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
@@ -248,20 +248,17 @@ def measure_all(results: Results, *, toy: bool = False, rounds: int | None = Non
     gc.freeze()  # every training collects garbage, of which what is imported is none
     try:
         with freed_memory_kept():
-            _measure_all(results, toy=toy, rounds=rounds)
+            results.merge("runs", step={"threads": 1})
+            for name, scene in SCENES.items():
+                scene = scene.toy() if toy else scene
+                scene = scene if rounds is None else replace(scene, rounds=rounds)
+                _measure(results, ("step", "scenes", name), scene)
+            _sgd(results, replace(Scene().toy(), steps=4 if toy else SGD_STEPS))
+            groups.measure_groups(results, toy=toy, rounds=rounds)
+            groups.measure_turns(results, toy=toy)
     finally:
         gc.unfreeze()
         torch.set_num_threads(threads)
-
-
-def _measure_all(results: Results, *, toy: bool, rounds: int | None) -> None:
-    results.merge("runs", step={"threads": 1})
-    for name, scene in SCENES.items():
-        scene = scene.toy() if toy else scene
-        _measure(results, ("step", "scenes", name), scene if rounds is None else replace(scene, rounds=rounds))
-    _sgd(results, replace(Scene().toy(), steps=4 if toy else SGD_STEPS))
-    groups.measure_groups(results, toy=toy, rounds=rounds)
-    groups.measure_turns(results, toy=toy)
 
 
 def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
@@ -274,7 +271,7 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
     for i in range(1 + scene.rounds):
         for name in scene.variants if i == 0 else order(scene.variants, i):
             at = (*path, "variants", name)
-            try:
+            with results.noting(*at):
                 _, found = train(scene, name, watched=i == 0)
                 if name == STOCK and i == 0:
                     stock = found["logs"]
@@ -283,11 +280,6 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
                 else:
                     samples = [*results.at(*at).get("samples", []), [round(x, 5) for x in found["seconds"][1:]]]
                     results.merge(*at, samples=samples, seconds=seconds(samples))
-            except Exception as error:
-                results.merge(*at, status="error", reason=describe(error))
-    found = step_seconds(results.at(*path))
-    if {REGROUPED, ONE_GROUP} <= found.keys():
-        results.merge(*path, regrouped_over_one_group=found[ONE_GROUP] / found[REGROUPED])
     results.merge(*path, cpu_of_others=watch.others())
 
 

@@ -1,16 +1,15 @@
-"""The results as markdown, each table with its conditions, read from the JSON and from nothing else."""
+"""The results as markdown: claims, and tables with their conditions, read from the JSON and from nothing else."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import claims, figures, labels, step_tables
-from benchmarks.cells import markdown, number, small, times
-from benchmarks.figures import OURS, PRODUCTS, Case, Provider, ratio
-from benchmarks.labels import share
+from benchmarks import figures, words
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, OURS, PRODUCTS, REGROUPED, STOCK, Case, Scene, ratio
+from benchmarks.words import markdown, multiple, number, share, small, times
 
 NOTES = (
     "**Time**: the median of the rounds, providers in turn, and the 20 and 80 % quantiles (of two or three rounds: the "
@@ -19,242 +18,425 @@ NOTES = (
     "**/ products**: its time over that of `products`, the matrix products of the case without any other work. No "
     'provider that does all of these products can be faster. "Within noise": these products were '
     "measured as slower than a provider that does more than them.",
-    "**FLOPs**: counted by `torch.utils.flop_counter`, in NVH (one product of the N tokens that count with a head of "
-    "V x H is 2); blank where it does not see them all.",
+    "**NVH**: the unit of floating-point operations; one product of the N tokens that count with a head of V x H is 2. "
+    "Counted by `torch.utils.flop_counter`; blank where it does not see them all.",
     "**Extra memory**: the peak beyond the inputs and the returned gradients.",
     "**logp**: the mean error of the log-probabilities against float64.",
     "More: [how it is measured](measuring.md).",
 )
 READING = "[How to read the tables](#how-to-read-the-tables), [conditions](#conditions-of-the-main-run)."
-WRITTEN = "Written by `python -m benchmarks`; do not edit."
 TIMED = {"main": "Main cases", "edges": "Cases of users", "distill": "Distillation"}
+COMPARED_PARTS = ("main", "shapes", "workloads")
 AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 COMPARED = (PRODUCTS, "eager", "trl")  # with ours, over all cases
-GOAL = {"case": "case", "figure": "figure", "goal": "goal", "value": "measured", "verdict": "verdict"}
 CONDITIONS = ("products_nvh", "cpu_of_others", "rounds", "counted", "status")  # of a case, beside what is computed
 NOISE = "within noise"  # a limit that was measured as slower than what does more
+SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # that our trainer logs
 Section = tuple[str, str, list[str]]  # title, the part that has its plot and perhaps a run of its own, its lines
-Column = tuple[str, Callable[[str, Case, Provider], str]]  # its head, and the text of a provider's cell in a case
 
 
-def lines(data: dict[str, Any]) -> list[str]:
-    """All of it: the summary, each part, then how to read the tables, and the conditions."""
-    text = claims.summary(data)
-    for title, _, body in _sections(data):
-        text += ["", f"## {title}", "", *body]
-    return [*text, *_end(data)]
+def lines(data: dict[str, Any], pictures: Mapping[str, str] | None = None) -> list[str]:
+    """The page: the summary, each part with its conditions, then how to read the tables, and the main run's conditions.
+
+    Args:
+        pictures: where the figures are, by part, for a page: each stands above the table of its part.
+    """
+    text = summary(data)
+    if pictures is not None:
+        text = ["# Benchmarks", "", *text, "", f"{READING} Written by `python -m benchmarks`; do not edit."]
+    for title, part, body in _sections(data):
+        text += ["", f"## {title}", ""]
+        text += [f"![{CLAIMS[part](data)}]({pictures[part]})", ""] if part in (pictures or {}) else []
+        text += [*body, "", f"Conditions: {words.footer(figures.of_run(data, part))}."]
+    names = figures.names(data.get("cases") or {})
+    known = [{"provider": f"`{x}`", "which is": words.label(x, data.get("versions"))} for x in names]
+    text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES)]
+    text += ["", *markdown(known)]
+    return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in words.conditions(data))]
 
 
 def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
-    """Write a markdown page; each of `plots` (as `plots.render` returns them) stands above the table of its figures."""
-    text = ["# Benchmarks", "", *claims.summary(data), "", f"{READING} {WRITTEN}"]
-    for title, part, body in _sections(data):
-        text += ["", f"## {title}", ""]
-        for plot in plots:
-            if plot.stem == part:
-                place = Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix()
-                text += [f"![{claims.CLAIMS[part](data)}]({place})", ""]
-        text += [*body, "", f"Conditions: {labels.footer(figures.of_run(data, part))}."]
+    """Write the page, with the figures as `plots.render` returns them."""
+    pictures = {plot.stem: Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix() for plot in plots}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*text, *_end(data)]) + "\n", encoding="utf-8")
-
-
-def of_products(value: float | None) -> str:
-    """The products' time over that of ours."""
-    return NOISE if value is not None and value > 1 else times(value)
-
-
-def _end(data: dict[str, Any]) -> list[str]:
-    """The meaning of the columns, the provider behind each name, and the conditions of the main run."""
-    known = [[f"`{name}`", labels.label(name, data.get("versions"))] for name in figures.names(data.get("cases") or {})]
-    text = ["", "## How to read the tables", ""]
-    for note in NOTES:
-        text += [f"- {note}"]
-    text += ["", *markdown(["provider", "which is"], known)]
-    return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in labels.conditions(data))]
+    path.write_text(words.page(lines(data, pictures)), encoding="utf-8")
 
 
 def _sections(data: dict[str, Any]) -> list[Section]:
     """The sections of which there are results."""
-    found: list[Section] = []
+    sections: list[Section] = []
     if figures.scenes(data):
-        found.append(("A whole training step", "step", step_tables.lines(data["step"])))
+        sections.append(("A whole training step", "step", step_lines(data["step"])))
     if peaks := figures.of_part(data, "memory"):
-        found.append(("Memory against tokens", "memory", _memory(peaks, data)))
-    if len(compared := figures.compared(data)) > 1:
-        found.append(("All cases", "", _overview(compared)))
+        sections.append(("Memory against tokens", "memory", _memory_lines(peaks, data)))
+    if len(compared := figures.of_part(data, *COMPARED_PARTS)) > 1:
+        sections.append(("All cases", "", _overview(compared)))
     for part, title in TIMED.items():
         if cases := figures.of_part(data, part):
-            found.append((title, "time" if part == "main" else "", _timed(cases)))
+            sections.append((title, "time" if part == "main" else "", _timed(cases)))
     if series := dict(figures.series(data)):
-        found.append(("Scaling", "", _scaling(series)))
+        sections.append(("Scaling", "", _scaling(series)))
     if accuracy := figures.of_part(data, "accuracy"):
-        found.append(("Accuracy", "", _accuracy(accuracy)))
+        sections.append(("Accuracy", "", _accuracy_lines(accuracy)))
     if data.get("goals"):
-        found.append(("Goals", "", markdown(list(GOAL.values()), [_goal(goal) for goal in data["goals"]])))
-    return found
+        sections.append(("Goals", "", _goals(data["goals"])))
+    return sections
+
+
+def _goals(goals: Sequence[dict[str, Any]]) -> list[str]:
+    return markdown([
+        {
+            "case": goal["case"], "figure": words.tidy(goal["figure"]), "goal": words.tidy(goal["goal"]),
+            "measured": number(goal.get("value")), "verdict": goal["verdict"],
+        }
+        for goal in goals
+    ])  # fmt: skip
+
+
+# Claims, a sentence each: titles of the figures, and the summary of the page.
+
+
+def step_claim(data: dict[str, Any]) -> str:
+    """How many times as fast a step with our default options is; empty where one of the two is missing."""
+    scene = next(iter(figures.scenes(data).values()), None)
+    over = figures.faster(scene, DEFAULTS) if scene else None
+    return "" if over is None else f"Our training step is {multiple(over[0])} times as fast as stock TRL's on a CPU"
+
+
+def memory_claim(data: dict[str, Any]) -> str:
+    """The memory of the fullest peer over ours, at the most tokens that the peer could be measured with."""
+    cases = memory_cases(data)
+    most = []
+    for name in ("trl", "eager"):
+        line, ours = (dict(memory_along(cases, x)) for x in (name, OURS))
+        if line and (over := ratio(line[max(line)], ours.get(max(line)))):
+            most.append((max(line), over, f"{words.brief_name(name)} {'takes' if name == 'trl' else 'take'}"))
+    if not most:
+        return ""
+    tokens, over, who = max(most)
+    return f"At {tokens:,} tokens {who} {multiple(over)} times our memory"
+
+
+def memory_cases(data: dict[str, Any]) -> dict[str, Case]:
+    """The cases of the part, the fewest tokens first."""
+    return dict(sorted(figures.of_part(data, "memory").items(), key=lambda item: item[1]["n"]))
+
+
+def memory_along(cases: dict[str, Case], name: str) -> list[tuple[int, float]]:
+    """(tokens, MiB) of a provider, where it was measured."""
+    return [(case["n"], mib) for case in cases.values() if (mib := figures.extra_mib(case, name))]
+
+
+def time_claim(data: dict[str, Any]) -> str:
+    """The time of TRL's head over ours in the main case; empty where one of the two is missing."""
+    over = figures.over(main_case(data), "trl", OURS)
+    return "" if over is None else f"Our head is {multiple(over)} times as fast as TRL's fused head"
+
+
+def main_case(data: dict[str, Any]) -> Case:
+    """The first case of the main part with forward and backward."""
+    cases = figures.of_part(data, "main").values()
+    return next((case for case in cases if figures.mode(case) == "full" and figures.median(case, OURS)), {})
+
+
+CLAIMS: dict[str, Callable[[dict[str, Any]], str]] = {"step": step_claim, "memory": memory_claim, "time": time_claim}
+
+
+def summary(data: dict[str, Any]) -> list[str]:
+    """The page's first lines: each claim with its shape, and the cases in which ours is behind."""
+    text = [f"- {line}" for line in (_step(data), _memory(data), _time(data), _accuracy(data)) if line]
+    if text and data.get("device") == "cpu":
+        text.append("- All figures are of CPUs. No GPU has measured anything yet, and nothing is claimed for GPUs.")
+    return text
+
+
+def _step(data: dict[str, Any]) -> str:
+    if not (claim := step_claim(data)):
+        return ""
+    most = figures.faster(next(iter(figures.scenes(data).values())), ALL_OPTIONS)
+    options = f", {multiple(most[0])} times with all options" if most else ""
+    return f"**{claim}**{options} (generation left out; a small model; half of the groups with equal rewards)."
+
+
+def _memory(data: dict[str, Any]) -> str:
+    """The claim, and the peers that take less than ours at the most tokens."""
+    if not (claim := memory_claim(data)):
+        return ""
+    cases = memory_cases(data)
+    case, text = list(cases.values())[-1], f"**{claim}** ({words.shape({**words.common(cases), 'model': None})})"
+    for name in _peers(case):
+        over = ratio(figures.extra_mib(case, name), figures.extra_mib(case, OURS))
+        text += f"; {words.brief_name(name)} takes {over:.1f} times ours" if over and over < 1 else ""
+    return f"{text}."
+
+
+def _peers(case: Case) -> list[str]:
+    """The providers without ours and the limit."""
+    return [x for x in figures.providers(case) if not figures.is_ours(x) and x != PRODUCTS]
+
+
+def _time(data: dict[str, Any]) -> str:
+    """The main case, and those of its part in which a peer is faster than ours by more than 2 %."""
+    if not (claim := time_claim(data)):
+        return ""
+    text = f"**{claim}** for one loss ({words.shape(main_case(data))})."
+    for title, case in figures.of_part(data, "main").items():
+        over = {x: figures.over(case, x, OURS) or 1.0 for x in _peers(case)}
+        ahead = [f"{words.brief_name(x)} ({1 / time:.2f} times as fast)" for x, time in over.items() if time < 0.98]
+        text += f" Faster than ours in the case `{title}`: {', '.join(ahead)}." if ahead else ""
+    return text
+
+
+def _accuracy(data: dict[str, Any]) -> str:
+    """The largest mean error of a log-probability over the sizes of logits, ours and TRL's."""
+    cases = figures.of_part(data, "accuracy")
+    ours, theirs = (
+        max((figures.error(case, x, "logp_mean") or 0.0 for case in cases.values()), default=0.0) for x in (OURS, "trl")
+    )
+    if not ours or not theirs:
+        return ""
+    about = words.common(cases)
+    dtype, shape = words.DTYPES.get(about.get("dtype", ""), ""), words.shape({**about, "dtype": ""})
+    return (
+        f"**Log-probabilities of a {dtype} head: a mean error of at most {ours:.1e}**; with TRL's head, {theirs:.1e} "
+        f"({shape}; the largest of {len(cases)} kinds of logits, against float64)."
+    )
+
+
+# The cases.
 
 
 def _timed(cases: dict[str, Case]) -> list[str]:
     """The shape of each case, and a row for each provider that ran; the others in words."""
-    in_seconds = figures.in_seconds(cases)
-    scale, unit = (1e3, "seconds") if in_seconds else (1.0, "ms")
-    columns: list[Column] = [
-        ("provider", lambda name, *_: f"`{name}`"),
-        (unit, lambda name, case, _: number(_over(figures.median(case, name, figures.mode(case)), scale))),
-        ("20 to 80 %", lambda _, case, x: _quantiles(figures.timing(x, figures.mode(case)), scale)),
-        ("/ ours", _over_ours),
-        ("/ products", _over_products),
-        ("FLOPs, NVH", lambda *given: number(given[2].get("flops_nvh"))),
-        ("extra MiB", lambda name, _, x: "" if figures.is_products(name) else number(x.get("extra_mib"))),
-        ("logp", _error("logp_mean")),
-        ("mean divergence", lambda *given: "" if given[1].get("divergence") is None else _error("loss")(*given)),
-        ("note", lambda *given: labels.tidy(given[2].get("note") or "")),
-    ]
-    cells = []
+    unit, scale = _unit(cases)
+    rows = []
     for title, case in cases.items():
         ran = {name: x for name, x in figures.providers(case).items() if figures.ran(x)}
         for i, (name, x) in enumerate(ran.items()):
-            cells.append([title if i == 0 else "", *(cell(name, case, x) for _, cell in columns)])
-    text = [*labels.about_all(cases), "", *markdown(["case", *(head for head, _ in columns)], cells)]
-    return [*text, *_missing(cases)]
+            ms, errors = figures.timing(x, figures.mode(case)) or {}, x.get("errors") or {}
+            low, high = ("" if ms.get(q) is None else number(ms[q] / scale) for q in ("p20", "p80"))
+            of_products = figures.over(case, name, PRODUCTS)
+            rows.append({
+                "case": "" if i else title, "provider": f"`{name}`", unit: number(ms["median"] / scale) if ms else "",
+                "20 to 80 %": f"{low} to {high}" if low and high else "", "/ ours": _over_ours(case, name),
+                "/ products": NOISE if of_products is not None and of_products < 1 else times(of_products),
+                "FLOPs, NVH": number(x.get("flops_nvh")),
+                "extra MiB": "" if name == PRODUCTS else number(x.get("extra_mib")),
+                "logp": small(errors.get("logp_mean")),
+                "mean divergence": "" if case.get("divergence") is None else small(errors.get("loss")),
+                "note": words.tidy(x.get("note") or ""),
+            })  # fmt: skip
+    return [*words.about_all(cases), "", *markdown(rows), *_missing(cases)]
+
+
+def _unit(cases: dict[str, Case]) -> tuple[str, float]:
+    """The unit of a table's times, in milliseconds."""
+    return ("seconds", 1e3) if figures.in_seconds(cases) else ("ms", 1.0)
+
+
+def _over_ours(case: Case, name: str) -> str:
+    """A provider's time over ours; the products' is no limit where it is more."""
+    over = figures.over(case, name, OURS)
+    return NOISE if name == PRODUCTS and over is not None and over > 1 else times(over)
 
 
 def _missing(cases: dict[str, Case]) -> list[str]:
     """A line for each reason not to have run, with the providers and the cases."""
-    found: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for title, case in cases.items():
         for name, x in figures.providers(case).items():
             if not figures.ran(x):
-                reason = ": ".join(str(y) for y in (x.get("status", "not run"), x.get("reason")) if y)
-                found.setdefault(f"`{name}`: {labels.tidy(reason)}", []).append(title)
-    lines = [f"- {what}" + (f" ({', '.join(titles)})" if len(cases) > 1 else "") for what, titles in found.items()]
+                reasons.setdefault(f"`{name}`: {words.failed(x) or 'not run'}", []).append(title)
+    lines = [f"- {what}" + (f" ({', '.join(titles)})" if len(cases) > 1 else "") for what, titles in reasons.items()]
     return ["", *lines] if lines else []
-
-
-def _over(value: float | None, scale: float) -> float | None:
-    return None if value is None else value / scale
-
-
-def _quantiles(found: dict[str, Any] | None, scale: float) -> str:
-    if not found or found.get("p20") is None or found.get("p80") is None:
-        return ""
-    return f"{number(found['p20'] / scale)} to {number(found['p80'] / scale)}"
-
-
-def _over_ours(name: str, case: Case, _: Provider) -> str:
-    """How many times faster ours is."""
-    found = figures.over(case, name, OURS)
-    return of_products(found) if figures.is_products(name) else times(found)
-
-
-def _over_products(name: str, case: Case, _: Provider) -> str:
-    """The provider's time over that of the case's products: nobody who does more is faster than they are."""
-    found = figures.over(case, name, PRODUCTS)
-    return NOISE if found is not None and found < 1 else times(found)
-
-
-def _error(which: str) -> Callable[[str, Case, Provider], str]:
-    """One of the errors, absolute or relative as it is."""
-    return lambda _name, _case, x: small((x.get("errors") or {}).get(which))
 
 
 def _overview(cases: dict[str, Case]) -> list[str]:
     """A line a case: the time of ours, the others' over it, and the operations and memory of ours and of TRL's head."""
-    unit, scale = ("seconds", 1e3) if figures.in_seconds(cases) else ("ms", 1.0)
+    unit, scale = _unit(cases)
     first = next(iter(cases.values()))
     busy = [case["cpu_of_others"] for case in cases.values() if case.get("cpu_of_others") is not None]
-    cells = []
+    rows = []
     for title, case in cases.items():
-        own = {key: x for key, x in case.items() if key in CONDITIONS or first.get(key, ...) == x}
-        ours = figures.median(case, OURS, figures.mode(case))
-        pair = [figures.providers(case).get(name, {}) for name in (OURS, "trl")]
-        over = {name: figures.over(case, name, OURS) for name in COMPARED}
-        cells.append(
-            [
-                title,
-                labels.about({key: x for key, x in case.items() if key not in own}),
-                number(_over(ours, scale)),
-                *(of_products(x) if figures.is_products(name) else times(x) for name, x in over.items()),
-                *(number(x.get("flops_nvh")) for x in pair),
-                *(number(x.get("extra_mib")) for x in pair),
-            ]
-        )
-    head = ["case", "which is", f"ours, {unit}", *(f"{name} / ours" for name in COMPARED)]
-    head += ["NVH, ours", "TRL", "MiB, ours", "TRL"]
-    about = f"{labels.about({key: x for key, x in first.items() if key not in CONDITIONS})}, but for what a case names."
+        rest = {key: x for key, x in case.items() if key not in CONDITIONS and first.get(key, ...) != x}
+        ours, pair = figures.median(case, OURS), [figures.providers(case).get(name, {}) for name in (OURS, "trl")]
+        rows.append({
+            "case": title, "which is": words.about(rest),
+            f"ours, {unit}": "" if ours is None else number(ours / scale),
+            **{f"{name} / ours": _over_ours(case, name) for name in COMPARED},
+            **{f"NVH, {who}": number(x.get("flops_nvh")) for who, x in zip(("ours", "TRL"), pair, strict=True)},
+            **{f"MiB, {who}": number(x.get("extra_mib")) for who, x in zip(("ours", "TRL"), pair, strict=True)},
+        })  # fmt: skip
+    same = {key: x for key, x in first.items() if key not in CONDITIONS}
+    about = f"{words.about(same)}; the second column says what a case has instead."
+    about += " Times over ours: at 2, ours is twice as fast. NVH: one product of the tokens with the head is 2."
     about += f" Other processes used at most {share(max(busy))} of the cores meanwhile." if busy else ""
-    return [about, "", *markdown(head, cells)]
+    return [about, "", *markdown(rows)]
 
 
 def _scaling(series: dict[str, dict[str, Case]]) -> list[str]:
     """A line for each point of each axis: the time and memory of ours, and the others' over them."""
     every = {name: case for cases in series.values() for name, case in cases.items()}
-    names = [name for name in figures.names(every) if name != OURS and not figures.is_products(name)]
-    cells = []
+    names = [name for name in figures.names(every) if name not in (OURS, PRODUCTS)]
+    rows = []
     for axis, cases in series.items():
         for i, case in enumerate(cases.values()):
-            at = share(figures.along(case, axis)) if axis == "share" else str(case[axis])
-            ours = figures.median(case, OURS, figures.mode(case))
-            mib = figures.extra_mib(case, OURS)
-            row = ["" if i else AXES[axis], at, number(ours), number(mib)]
-            row += [times(figures.over(case, name, OURS)) for name in names]
-            cells.append([*row, *(times(ratio(figures.extra_mib(case, name), mib)) for name in names)])
-    head = ["axis", "value", "ours, ms", "ours, MiB", *(f"{name} / ours, time" for name in names)]
-    about = {key: x for key, x in labels.common(every).items() if key != "rounds"}
-    return [f"{labels.about(about)}.", "", *markdown([*head, *(f"{name} / ours, MiB" for name in names)], cells)]
+            ours, mib = figures.median(case, OURS), figures.extra_mib(case, OURS)
+            rows.append({
+                "axis": "" if i else AXES[axis],
+                "value": share(figures.along(case, axis)) if axis == "share" else str(case[axis]),
+                "ours, ms": number(ours), "ours, MiB": number(mib),
+                **{f"{name} / ours, time": times(figures.over(case, name, OURS)) for name in names},
+                **{f"{name} / ours, MiB": times(ratio(figures.extra_mib(case, name), mib)) for name in names},
+            })  # fmt: skip
+    about = {key: x for key, x in words.common(every).items() if key != "rounds"}
+    return [f"{words.about(about)}.", "", *markdown(rows)]
 
 
-def _memory(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
+def _memory_lines(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
     """MiB of each provider, a line a number of tokens, and TRL's and all logits over ours."""
     ordered = sorted(cases.values(), key=lambda case: int(case["n"]))
     names = figures.names(cases)
-    over = [name for name in ("trl", "eager") if name in names]
-    head = ["tokens", *(f"{labels.label(name, data.get('versions'))}, MiB" for name in names)]
-    head += [f"{labels.brief_name(name)} / ours" for name in over]
-    cells = []
+    rows = []
     for case in ordered:
         mib = {name: figures.extra_mib(case, name) for name in names}
-        ratios = [times(ratio(mib[name], mib.get(OURS))) for name in over]
-        cells.append([f"{case['n']:,}", *(number(mib[name]) for name in names), *ratios])
-    about = {key: x for key, x in labels.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
-    text = [f"{labels.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn."]
-    text += [
+        rows.append({
+            "tokens": f"{case['n']:,}",
+            **{f"{words.label(name, data.get('versions'))}, MiB": number(mib[name]) for name in names},
+            **{f"{words.brief_name(x)} / ours": times(ratio(mib.get(x), mib.get(OURS))) for x in ("trl", "eager")},
+        })  # fmt: skip
+    about = {key: x for key, x in words.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
+    return [
+        f"{words.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn.",
         "The size of the logits does not depend on H; that of the weight and of its gradient does. So a ratio at a",
         "small H is not that of a model: [memory.md](memory.md#real-models) has those of models, computed, with Liger.",
-    ]
-    return [*text, "", *markdown(head, cells), *_missing(cases)]
+        "", *markdown(rows), *_missing(cases),
+    ]  # fmt: skip
 
 
-def _accuracy(cases: dict[str, Case]) -> list[str]:
+def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
     """A line for each provider: its errors at each size of the logits."""
-    ordered = dict(sorted(cases.items(), key=lambda item: figures.by_logits(item[1])))
-    names = [name for name in figures.names(ordered) if not figures.is_products(name)]
-    kinds: dict[str, Callable[[float | None], str]] = {"logp_mean": small, "d_hidden": small, "ratio_off": _percent}
-    words = {"logp_mean": "logp", "d_hidden": "d hidden", "ratio_off": "ratios off"}
-    head = ["provider", *(f"{words[kind]}, {title}" for kind in kinds for title in ordered)]
-    cells = []
-    for name in names:
-        found = [form(figures.error(case, name, kind)) for kind, form in kinds.items() for case in ordered.values()]
-        if any(found):
-            cells.append([f"`{name}`", *found])
+    kinds: dict[str, tuple[str, Callable[[float | None], str]]] = {
+        "logp_mean": ("logp", small),
+        "d_hidden": ("d hidden", small),
+        "ratio_off": ("ratios off", lambda value: "" if value is None else share(value)),
+    }
+    rows = []
+    for name in figures.names(cases):
+        row = {
+            f"{text}, {title}": form(figures.error(case, name, kind))
+            for kind, (text, form) in kinds.items()
+            for title, case in cases.items()
+        }
+        rows += [{"provider": f"`{name}`", **row}] if any(row.values()) else []
     return [
         "Each provider against float64, at the same hidden states and weight. Training does not make this comparison:",
         "there old and new log-probabilities come from one head, whose rounding they share, and a policy that did not",
         "move has ratios of 1 with any of them. The table says how far a head is from log-probabilities made",
         "elsewhere, such as those of a sampler with an fp32 head. logp: the mean error; d hidden: relative, in norm;",
         "ratios off: the share of the tokens whose ratio is off by more than 1 %.",
-        "",
-        f"{labels.about(labels.common(ordered))}.",
-        "",
-        *markdown(head, cells),
+        "", f"{words.about(words.common(cases))}.", "", *markdown(rows),
+    ]  # fmt: skip
+
+
+# The whole optimizer step, as `benchmarks.step` and `benchmarks.groups` measure it.
+
+
+def step_is_wrong(data: dict[str, Any]) -> bool:
+    """True if a variant failed or is further from stock TRL than rounding, or a tree is wrong."""
+    step = data.get("step") or {}
+    variants = [x for scene in figures.scenes(data).values() for x in scene["variants"].values()]
+    trees = [*_shapes(step).values(), *([step["turns"]] if "turns" in step else [])]
+    return any(x.get("status") != "ok" for x in (*variants, *trees))
+
+
+def step_lines(step: dict[str, Any]) -> list[str]:
+    """A table for each scene; the distance of the parameters after SGD; groups and turns."""
+    text = [
+        "The columns: CPU seconds of a step; how many times as fast as stock TRL, the median of the rounds' ratios,",
+        "with the least and the most of them; MiB of activations that the largest micro-batch keeps for its backward;",
+        "of the padded tokens the share that the model computes, and the share with a gradient; the largest",
+        "differences from stock TRL. [How it is measured](measuring.md#the-training-step);",
+        "[the options](training-step.md).",
     ]
+    for i, (name, scene) in enumerate(step["scenes"].items()):
+        count, rounds = words.count(scene["steps"] - 1, "step"), words.count(scene["rounds"], "round")
+        first = next(iter(step["scenes"].values()))["about"]
+        about = _difference(scene["about"], first) if i else first
+        text += ["", f"**{name}**: {about}; {count} in {rounds}{words.busy(scene)}", ""]
+        text += markdown([_variant(scene, x) for x in scene["variants"]])
+        if over := figures.faster(scene, REGROUPED, than=ONE_GROUP):
+            text += ["", f"*{REGROUPED}* is {with_range(over)} times as fast as *{ONE_GROUP}*."]
+    apart = {name: x["parameters"] for name, x in (step.get("sgd") or {}).items() if name != STOCK}
+    if apart:
+        worst = max(apart, key=lambda name: apart[name])
+        text += [
+            "",
+            "After plain SGD at toy size the parameters of every variant differ from stock TRL's by at most "
+            f"{small(apart[worst])} of the distance that they moved ({worst}).",
+        ]
+    return [*text, *_groups(step), *_turns(step)]
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else share(value)
+def with_range(over: tuple[float, float, float], form: Callable[[float], str] = times) -> str:
+    """A middle value, and in brackets the least and the most."""
+    middle, least, most = map(form, over)
+    return f"{middle} ({least} to {most})"
 
 
-def _goal(goal: dict[str, Any]) -> list[str]:
-    found = [goal.get(name) for name in GOAL]
-    return [number(x) if isinstance(x, float) else labels.tidy("" if x is None else x) for x in found]
+def _difference(about: str, first: str) -> str:
+    """The clauses of a scene's description that those of the first scene lack."""
+    same = {clause for part in first.split("; ") for clause in part.split(", ")}
+    return ", ".join(x for part in about.split("; ") for x in part.split(", ") if x not in same) or "as the first"
+
+
+def _variant(scene: Scene, name: str) -> dict[str, str]:
+    x, over = scene["variants"][name], figures.faster(scene, name)
+    saved, shares, apart = (x.get(key) or {} for key in ("saved_mib", "shares", "differences"))
+    return {
+        "variant": name, "seconds": number(x.get("seconds"), 3), "times as fast": with_range(over) if over else "",
+        "saved MiB": number(saved.get("max"), 3),
+        **{key: share(round(shares[key], 3)) if key in shares else "" for key in SHARES[1:]},
+        "loss": small(apart.get("loss")), "gradient norm": small(apart.get("grad_norm")),
+        "metrics": small(apart.get("metrics")), "failed": words.failed(x),
+    }  # fmt: skip
+
+
+def _shapes(step: dict[str, Any]) -> dict[str, Any]:
+    """The shapes of the groups that were measured, by name."""
+    shapes: dict[str, Any] = (step.get("groups") or {}).get("shapes") or {}
+    return shapes
+
+
+def _groups(step: dict[str, Any]) -> list[str]:
+    """A line for each shape of a group: the time of both layouts, and the speed that the necessary work allows."""
+    rows = []
+    for name, x in _shapes(step).items():
+        seconds, apart = x.get("seconds") or {}, x.get("differences") or {}
+        rows.append({
+            "shape": name, **{f"{layout}, seconds": number(seconds.get(layout), 3) for layout in ("padded", "tree")},
+            "padded / tree": times(x.get("speed")), **{key: times(x.get(key)) for key in ("allowed", "reached")},
+            "tokens/computed": share(round(x["computed"], 3)) if "computed" in x else "",
+            **{key: small(apart.get(key)) for key in ("loss", "gradient")}, "failed": words.failed(x),
+        })  # fmt: skip
+    if not rows:
+        return []
+    groups = step["groups"]
+    return [
+        "", f"**one group**: {groups['about']}; {words.count(groups['rounds'], 'round')}{words.busy(groups)}", "",
+        "CPU seconds of a forward and backward of `causal_lm_loss`, with a prompt of P tokens and G completions of C.",
+        "Allowed: padded / tree by the multiplications that are necessary; reached: the share of it.",
+        "", *markdown(rows),
+    ]  # fmt: skip
+
+
+def _turns(step: dict[str, Any]) -> list[str]:
+    """A sentence on the conversation given turn by turn."""
+    if "computed" not in (turns := step.get("turns") or {}):
+        return []
+    return [
+        "",
+        f"A conversation of {turns['count']} turns, a sample for each, whose template leaves out earlier thinking: of "
+        f"{turns['padded']:,} padded tokens {turns['computed']:,} are computed ({share(round(turns['share'], 3))}); "
+        f"{turns['prefixes']:,} prefixes are distinct.",
+    ]

@@ -3,3 +3,29 @@
 ``python -m benchmarks.aot`` prints a line for each kernel, variant and target, and fails if one breaks a rule of
 `checks`. It must run without ``TRITON_INTERPRET``.
 """
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+
+def is_interpreted() -> bool:
+    """Return True, and say so, if Triton interprets kernels, which then cannot be compiled."""
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return False
+    print("error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled", file=sys.stderr)
+    return True
+
+
+def in_processes(function: Callable[..., Any], places: Sequence[int], workers: int, *arguments: Any) -> Iterator[Any]:
+    """``function(place, *arguments)`` of each place, in processes that compile everything anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            yield from pool.map(function, places, *([x] * len(places) for x in arguments))

@@ -10,12 +10,11 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
+
+from benchmarks.aot import in_processes, is_interpreted
 
 FOLDER = Path(__file__).resolve().parents[2] / ".venv"  # where other releases of Triton are put
 
@@ -28,8 +27,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     parser.add_argument("--triton", nargs="+", metavar="RELEASE", help="by each of these; fetched into .venv")
     arguments = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        print("error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled", file=sys.stderr)
+    if is_interpreted():
         return 2
     if arguments.triton:
         return max([by_release(release, arguments) for release in arguments.triton])
@@ -50,12 +48,9 @@ def main() -> int:
     print(f"Triton {triton.__version__}, {len(places)} kernels")
     print(HEADER)
     failures = 0
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder  # for the workers: everything is compiled anew
-        with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-            for line, is_broken in pool.map(line_of, places, [arguments.quick] * len(places)):
-                print(line, flush=True)
-                failures += is_broken
+    for line, is_broken in in_processes(line_of, places, arguments.workers, arguments.quick):
+        print(line, flush=True)
+        failures += is_broken
     print(f"{failures} of {len(places)} break a rule; {time.monotonic() - start:.0f} s")
     return 1 if failures else 0
 

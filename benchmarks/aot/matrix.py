@@ -28,7 +28,7 @@ from grpo_kernels.backends.triton_rows import (
     single_pass,
     stats,
     teacher_fused,
-)
+)  # fmt: skip
 from grpo_kernels.backends.triton_rows.configs import (
     ROW_KERNELS,
     DotConfig,
@@ -36,7 +36,7 @@ from grpo_kernels.backends.triton_rows.configs import (
     dot_configs,
     family,
     row_configs,
-)
+)  # fmt: skip
 from grpo_kernels.objective import losses
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.token_loss.record import TokenLoss
@@ -65,17 +65,11 @@ class Case:
         return next(x for x in launches if x.kernel.__name__ == f"{self.kernel}_kernel")
 
 
-def cases(*, quick: bool = False) -> list[Case]:
-    """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
-    made = [case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _combine, _scale) for case in kind(arch)]
-    return [case for case in made if (case.is_quick or not quick) and case.arch in TARGETS] + [
-        case for case in made if case.is_quick and not quick and case.arch == FALLBACK
-    ]
-
-
 @cache
 def all_cases(quick: bool) -> list[Case]:
-    return cases(quick=quick)
+    """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
+    made = [case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _combine, _scale) for case in kind(arch)]
+    return [x for x in made if (x.is_quick and not quick if x.arch == FALLBACK else x.is_quick or not quick)]
 
 
 def line_of(place: int, quick: bool) -> tuple[str, bool]:

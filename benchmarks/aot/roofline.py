@@ -10,33 +10,22 @@ Exit status: 1 if a count is not the document's or a rule is broken, 2 if it cou
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.aot import in_processes, is_interpreted
 from benchmarks.aot.checks import compile_for, nvidia_usage
 from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, pair_statistics, row_statistics, token_loss
 from benchmarks.aot.sass import LOADS, SPILLING, STORES, Instruction, count, disassembled, inner_loops, moved
 from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform, Teacher
-from grpo_kernels.backends.triton_rows import (
-    divergence,
-    dot,
-    fused,
-    grad,
-    single_pass,
-    stats,
-    teacher_fused,
-)
+from grpo_kernels.backends.triton_rows import divergence, dot, fused, grad, single_pass, stats, teacher_fused
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
 from grpo_kernels.engine.device import CUDA
 
@@ -198,8 +187,7 @@ def main() -> int:
     parser.add_argument("--case", metavar="TEXT", help="only those whose kernel and variant contain this")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     arguments = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        print("error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled", file=sys.stderr)
+    if is_interpreted():
         return 2
     if arguments.update and arguments.case:
         print("error: --update writes all cases, not those of --case alone", file=sys.stderr)
@@ -207,10 +195,7 @@ def main() -> int:
     import triton
 
     places = [i for i, case in enumerate(cases()) if (arguments.case or "") in f"{case.kernel} {case.variant}"]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder  # for the workers: everything is compiled anew
-        with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(counts_at, places))
+    found = list(in_processes(counts_at, places, arguments.workers))
     text = DOCUMENT.read_text()
     table = TABLE.search(text)
     assert table, f"no table in {DOCUMENT}"

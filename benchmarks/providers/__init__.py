@@ -89,7 +89,7 @@ PROVIDERS = {
 DISTILLERS = {  # of a case that has a teacher
     "ours": Provider("divergence", "ours", "grpo_kernels"),
     "ours/torch": Provider("divergence", "ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
-    "products": Provider("divergence", "products", "matrix products alone", compared=False),
+    "products": PROVIDERS["products"],
     "eager": Provider("divergence", "eager", "all logits, log_softmax"),
     "compiled": Provider("divergence", "compiled", "all logits, torch.compile", counted=False),
     "trl": Provider("divergence", "trl", "TRL {} fused head", "trl"),
@@ -122,7 +122,7 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
     """
     distils = inputs.teacher is not None
     provider = named(name, distils=distils)
-    if distils != (provider.module == "divergence"):
+    if name.partition("@")[0] not in (DISTILLERS if distils else PROVIDERS):
         raise Absence("no divergence from a teacher" if distils else "no policy loss")
     arguments = {**({"backend": backend} if provider.function == "ours" else {}), **provider.arguments}
     try:

@@ -1,4 +1,4 @@
-"""Divergences from a teacher: ours, the matrix products alone, all logits in torch, TRL's kernel, Liger's two.
+"""Divergences from a teacher: ours, all logits in torch, TRL's kernel, Liger's two.
 
 TRL's is what its distillation trainer calls, `_chunked_divergence_loss` over `ChunkedDivergenceFunction`; tested with
 1.16: the logits of both heads again in the backward, 12 NVH, and once more in the forward of a JSD, 16. Liger's
@@ -20,7 +20,6 @@ from torch.nn.functional import kl_div, linear
 from benchmarks.cases import Absence, Inputs, Teacher, capped, counted_mean
 from benchmarks.memory import MIB
 from benchmarks.providers import Forward, Outcome, without_masked
-from benchmarks.providers.products import gradient_products, project
 from grpo_kernels import Head, Run, linear_divergence
 from grpo_kernels.backends import choose_backend
 
@@ -51,30 +50,6 @@ def ours(inputs: Inputs, *, backend: str = "auto", workspace: str = "") -> Forwa
         ).divergence
 
     return _from_divergences(inputs, divergences, f"linear_divergence, backend {name}")
-
-
-def products(inputs: Inputs) -> Forward:
-    """The logits of both heads, and d hidden and d weight of the student: what nobody can do without."""
-    case, (teacher, _) = inputs.case, _task(inputs)
-    counted = inputs.mask.reshape(-1).bool()
-    heads = [
-        (hidden.detach().reshape(-1, hidden.shape[-1])[counted], weight.detach())
-        for hidden, weight in ((inputs.hidden, inputs.weight), (teacher.hidden, teacher.weight))
-    ]
-    hidden, weight = heads[0]
-    if not hidden.is_cuda and hidden.dtype != torch.float32:
-        raise Absence("no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's")
-    logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
-    project(hidden, weight, logits)
-    gradients = (lambda: None) if case.score else gradient_products(case, hidden, weight, logits, len(hidden))
-
-    def forward() -> Outcome:
-        for states, head in heads:
-            project(states, head, logits)
-        gradients()
-        return Outcome()
-
-    return forward
 
 
 def eager(inputs: Inputs) -> Forward:

@@ -14,35 +14,35 @@ SLICE = 1024
 
 
 def products(inputs: Inputs) -> Forward:
-    """Logits of the counted rows in fp32; d hidden and d weight of the rows that may carry gradient.
+    """Logits of the counted rows in fp32, a teacher's too; d hidden and d weight of the rows that may carry gradient.
 
     Rows that clipping stops are among those: which they are is known from the logits alone.
     """
-    case = inputs.case
-    counted = inputs.mask.reshape(-1).bool()
-    hidden = inputs.hidden.detach().reshape(-1, case.h)[counted]
-    weight = inputs.weight.detach().to(hidden.dtype)  # under autocast: cast beforehand, the limit being the products
+    case, counted = inputs.case, inputs.mask.reshape(-1).bool()
+    pairs = [(inputs.hidden, inputs.weight)]
+    pairs += [] if inputs.teacher is None else [(inputs.teacher.hidden, inputs.teacher.weight)]
+    heads = [  # under autocast cast beforehand, the limit being the products
+        (states.detach().reshape(-1, states.shape[-1])[counted], weight.detach().to(states.dtype))
+        for states, weight in pairs
+    ]
+    hidden, weight = heads[0]
     graded = round(len(hidden) * case.top_entropy) if case.top_entropy < 1 else case.graded
     if not hidden.is_cuda and hidden.dtype != torch.float32:
         raise Absence("no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's")
     logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
-    project(hidden, weight, logits)
-    gradients = (lambda: None) if case.score else gradient_products(case, hidden, weight, logits, graded)
+    _mm(hidden, weight.t(), logits)
+    gradients = (lambda: None) if case.score else _gradient_products(case, hidden, weight, logits, graded)
 
     def forward() -> Outcome:
-        project(hidden, weight, logits)
+        for states, head in heads:
+            _mm(states, head.t(), logits)
         gradients()
         return Outcome()
 
     return forward
 
 
-def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Logits (n, V) of hidden states (n, H) and a weight (V, H), into `out`."""
-    _mm(hidden, weight.t(), out)
-
-
-def gradient_products(
+def _gradient_products(
     case: BenchCase, hidden: Tensor, weight: Tensor, logits: Tensor, graded: int
 ) -> Callable[[], None]:
     """The products for d hidden, and d weight unless it is frozen, of the last `graded` of the rows of `hidden`."""

@@ -14,15 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, parity
+from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.machine import ROOT
 from benchmarks.real import errors, report
 from benchmarks.real.model import make
-from benchmarks.real.train import DEFAULTS, STOCK, VARIANTS
+from benchmarks.real.train import VARIANTS
 from benchmarks.run import Results
 
 MODEL = ROOT / ".venv" / "real" / "model"
@@ -55,29 +57,25 @@ def jobs(*, short: bool) -> list[Job]:
 
 def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) -> None:
     """Run the trainings, `AT_ONCE` beside each other, and merge each into ``runs``."""
-    left, running = list(todo), {}  # type: ignore[var-annotated]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for job, run in zip(todo, pool.map(lambda job: _run(job, model, short=short), todo), strict=True):
+            results.merge("runs", **{job.key: {"name": job.name, "seed": job.seed, **run}})
+            print(f"{job.key}: {run['wall']} s, {run.get('reason', 'ok')[-300:]}", flush=True)
+
+
+def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
+    """One training in a process of its own: status, seconds on the wall, and what it logged or why it failed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        while left or running:
-            while left and len(running) < AT_ONCE:
-                job = left.pop(0)
-                file = Path(folder) / f"{len(left)}.json"
-                command = [sys.executable, "-m", "benchmarks.real.train", job.name, "--model", str(model)]
-                command += ["--save", str(file), "--seed", str(job.seed), "--steps", str(job.steps)]
-                command += ["--short"] if short else ["--tests"] if job.steps == STEPS else []
-                environment = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-                process = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-                )
-                running[process] = job, file, time.monotonic()
-            time.sleep(0.5)
-            for process in [x for x in running if x.poll() is not None]:
-                job, file, started = running.pop(process)
-                _, errors = process.communicate()
-                found = {"status": "ok", **json.loads(file.read_text())} if process.returncode == 0 else None
-                about = {"name": job.name, "seed": job.seed, "wall": round(time.monotonic() - started)}
-                failed = {"status": "error", "reason": errors.strip()[-1500:]}
-                results.merge("runs", **{job.key: about | (found or failed)})
-                print(f"{job.key}: {about['wall']} s, {'ok' if found else errors.strip()[-300:]}", flush=True)
+        file, started = Path(folder) / "run.json", time.monotonic()
+        command = [sys.executable, "-m", "benchmarks.real.train", job.name, "--model", str(model)]
+        command += ["--save", str(file), "--seed", str(job.seed), "--steps", str(job.steps)]
+        command += ["--short"] if short else ["--tests"] if job.steps == STEPS else []
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        wall = {"wall": round(time.monotonic() - started)}
+        if done.returncode:
+            return {**wall, "status": "error", "reason": done.stderr.strip()[-1500:]}
+        return {**wall, "status": "ok", **json.loads(file.read_text())}
 
 
 def compare(data: dict[str, Any]) -> None:
@@ -110,10 +108,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="two steps of 16 completions, once: two minutes")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model, made if it is not there")
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu-real-<date>.json)")
     parser.add_argument("--report", type=Path, metavar="JSON", help="train nothing: show these results")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the page and the figure are written")
     options = parser.parse_args(given)
     if options.report:
         data = json.loads(options.report.read_text())
@@ -124,16 +120,16 @@ def main(given: Sequence[str] | None = None) -> int:
         if options.short and not options.save:
             path = Path(tempfile.gettempdir()) / path.name
         results = Results(path, **about, status="running", short=options.short, runs={})
-        run_all(jobs(short=options.short), results, make(options.model), short=options.short)
+        run_all(jobs(short=options.short), results, make(MODEL), short=options.short)
         compare(results.data)
         if not options.short:
-            errors.measure(results, options.model)
+            errors.measure(results, MODEL)
         results.merge(status="complete")
         data = results.data
         print(f"results: {path}")
     print("\n".join(report.lines(data)))
     if not data["short"]:
-        report.write(data, options.docs)
+        report.write(data, ROOT / "docs")
     return int(is_wrong(data))
 
 

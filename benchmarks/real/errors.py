@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOTrainer
 
 from benchmarks import parity
+from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.real import task
-from benchmarks.real.train import DEFAULTS, STOCK, VARIANTS, config
-from benchmarks.run import Results, describe
+from benchmarks.real.train import VARIANTS, config
+from benchmarks.run import Results
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 DRIFT = 0.1  # standard deviation of old against new log-probabilities
@@ -113,13 +114,11 @@ def measure(results: Results, folder: Path) -> None:
     results.merge("errors", sequences=len(batch["advantages"]), with_gradient=live, cases={})
     for name, options, precision, variants in cases():
         at = ("errors", "cases", name)
-        try:
+        with results.noting(*at):
             draws = [disturbed(batch, logps, 1 + i) for i in range(DRAWS.get(precision, 1))]
             found = [_errors(folder, x, options, precision, variants) for x in draws]
             by_variant = {name: [x[name] for x in found] for name in variants}
             results.merge(*at, status="ok", found=by_variant, precision=precision)
-        except Exception as error:
-            results.merge(*at, status="error", reason=describe(error))
         print(f"{name}: {results.at(*at)}", flush=True)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks import labels, plots
-from benchmarks.cells import markdown, number, small, times
-from benchmarks.claims import multiple
-from benchmarks.labels import share
-from benchmarks.real.train import DEFAULTS, PHASES, STOCK
+from benchmarks import plots, words
+from benchmarks.figures import DEFAULTS, OURS, STOCK
+from benchmarks.real.train import PHASES
+from benchmarks.tables import SHARES, with_range
+from benchmarks.words import markdown, multiple, number, share, small, times
 
 Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
@@ -60,21 +61,20 @@ def lines(data: dict[str, Any]) -> list[str]:
 
 
 def _trainings(data: dict[str, Any]) -> list[str]:
-    cells = []
+    rows = []
     for run in [x for name in (STOCK, DEFAULTS) for x in named(data, name)]:
         every = slice(len(run["steps"]))
-        cells.append([
-            run["name"], str(run["seed"]), *(number(seconds(run, every, x), 3) for x in PHASES),
-            *(times(over(data, run, every, *x)) if run["name"] != STOCK else "" for x in (("loss",), PHASES)),
-            " to ".join(share(x) for x in run["right"]), f"{run['peak_mib']:,}",
-            f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
-            small(run["worst"][1]) if "worst" in run else "",
-        ])  # fmt: skip
-    head = [
-        "training", "seed", *(SHORT[x] for x in PHASES), "stock / it, forward and backward", "stock / it, all",
-        "right answers", "peak MiB", "steps alike", "largest difference",
-    ]  # fmt: skip
-    return ["CPU seconds of a step, the mean of all steps:", "", *markdown(head, cells)]
+        over_stock = [times(over(data, run, every, *x)) for x in (("loss",), PHASES)]
+        rows.append({
+            "training": run["name"], "seed": str(run["seed"]),
+            **{SHORT[x]: number(seconds(run, every, x), 3) for x in PHASES},
+            "times as fast, forward and backward": "" if run["name"] == STOCK else over_stock[0],
+            "times as fast, all": "" if run["name"] == STOCK else over_stock[1],
+            "right answers": " to ".join(share(x) for x in run["right"]), "peak MiB": f"{run['peak_mib']:,}",
+            "steps alike": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
+            "largest difference": small(run["worst"][1]) if "worst" in run else "",
+        })  # fmt: skip
+    return ["CPU seconds of a step, the mean of all steps:", "", *markdown(rows)]
 
 
 def _steps(data: dict[str, Any]) -> list[str]:
@@ -82,19 +82,16 @@ def _steps(data: dict[str, Any]) -> list[str]:
     stock, ours = (next(iter(named(data, name)), None) for name in (STOCK, DEFAULTS))
     if stock is None or ours is None:
         return []
-    cells = []
+    rows = []
     for i, (theirs, mine) in enumerate(zip(stock["steps"], ours["steps"], strict=True)):
-        logs, one = mine["logs"], slice(i, i + 1)
-        cells.append([
-            str(i + 1), number(logs[REWARD], 3), share(logs[EQUAL]), number(logs[LENGTH], 3),
-            share(logs["sequences/gradient"]), share(logs["tokens/computed"]), share(logs["tokens/gradient"]),
-            *(number(step["seconds"]["loss"], 3) for step in (theirs, mine)), times(over(data, ours, one, "loss")),
-        ])  # fmt: skip
-    head = [
-        "step", "reward", "equal groups", "mean length", "`sequences/gradient`", "`tokens/computed`",
-        "`tokens/gradient`", "stock, s", "ours, s", "stock / ours",
-    ]  # fmt: skip
-    return ["", f"Forward and backward of each step, seed {ours['seed']}:", "", *markdown(head, cells)]
+        logs = mine["logs"]
+        rows.append({
+            "step": str(i + 1), "reward": number(logs[REWARD], 3), "equal groups": share(logs[EQUAL]),
+            "mean length": number(logs[LENGTH], 3), **{f"`{x}`": share(logs[x]) for x in SHARES},
+            "stock, s": number(theirs["seconds"]["loss"], 3), "ours, s": number(mine["seconds"]["loss"], 3),
+            "stock / ours": times(over(data, ours, slice(i, i + 1), "loss")),
+        })  # fmt: skip
+    return ["", f"Forward and backward of each step, seed {ours['seed']}:", "", *markdown(rows)]
 
 
 def _options(data: dict[str, Any]) -> list[str]:
@@ -103,46 +100,43 @@ def _options(data: dict[str, Any]) -> list[str]:
     steps = slice(min((len(run["steps"]) for run in first), default=0))
     if len(first) <= 2:
         return []
-    cells = []
+    rows = []
     for run in first:
         options = ", ".join(f"{name}={x!r}" for name, x in (run["options"] or {}).items())
         is_stock = run["name"] == STOCK
-        cells.append([
-            run["name"], f"`{options}`" if options else "", number(seconds(run, steps, "loss"), 3),
-            "" if is_stock else times(over(data, run, steps, "loss")),
-            "" if is_stock else times(over(data, run, steps, *PHASES)), f"{run['peak_mib']:,}",
-        ])  # fmt: skip
-    head = ["training", "options", "forward and backward", "stock / it", "stock / it, all", "peak MiB"]
-    return [
-        "",
-        f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:",
-        "",
-        *markdown(head, cells),
-    ]
+        rows.append({
+            "training": run["name"], "options": f"`{options}`" if options else "",
+            "forward and backward, seconds": number(seconds(run, steps, "loss"), 3),
+            "times as fast": "" if is_stock else times(over(data, run, steps, "loss")),
+            "times as fast, all": "" if is_stock else times(over(data, run, steps, *PHASES)),
+            "peak MiB": f"{run['peak_mib']:,}",
+        })  # fmt: skip
+    about = f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:"
+    return ["", about, "", *markdown(rows)]
 
 
 def _errors(data: dict[str, Any]) -> list[str]:
-    found = (data.get("errors") or {}).get("cases") or {}
-    if not found:
+    errors = data.get("errors") or {}
+    if not (cases := errors.get("cases")):
         return []
-    names = list(dict.fromkeys(name for case in found.values() for name in case.get("found", {})))
-    cells = [
-        [
-            name,
-            "fp32, LoRA" if case["precision"] == "lora" else case["precision"],
-            *(_error(case.get("found", {}).get(x)) for x in names),
-            case.get("reason", ""),
-        ]
-        for name, case in found.items()
+    names = list(dict.fromkeys(name for case in cases.values() for name in case.get("found", {})))
+    rows = [
+        {
+            "loss": name,
+            "precision": case.get("precision", "").replace("lora", "fp32, LoRA"),
+            **{x: _error(case.get("found", {}).get(x)) for x in names},
+            "failed": case.get("reason", ""),
+        }
+        for name, case in cases.items()
     ]
     return [
         "",
-        f"Errors of the gradient of one batch ({data['errors']['sequences']} sequences, "
-        f"{data['errors']['with_gradient']} with an advantage) against TRL's loss in float64: the norm of the "
-        "difference over the norm of the gradient; in bf16 the mean and the range of several draws of the old "
-        "log-probabilities, since most of it comes from a few tokens on the other side of their clip bound.",
+        f"Errors of the gradient of one batch ({errors['sequences']} sequences, {errors['with_gradient']} with an "
+        "advantage) against TRL's loss in float64: the norm of the difference over the norm of the gradient; in bf16 "
+        "the mean and the range of several draws of the old log-probabilities, since most of it comes from a few "
+        "tokens on the other side of their clip bound.",
         "",
-        *markdown(["loss", "precision", *names, "failed"], cells),
+        *markdown(rows),
     ]
 
 
@@ -150,51 +144,49 @@ def _error(draws: list[float] | None) -> str:
     """The mean of an error over draws, and its range."""
     if not draws:
         return ""
-    spread = f" ({small(min(draws))} to {small(max(draws))})" if len(draws) > 1 else ""
-    return small(statistics.fmean(draws)) + spread
+    mean = statistics.fmean(draws)
+    return with_range((mean, min(draws), max(draws)), small) if len(draws) > 1 else small(mean)
 
 
-class Expected(NamedTuple):
-    """A run of Qwen3-8B in numbers: matrix products of trunk and head, attention left out."""
+def expected(beta: float, equal: float, prompt: int, longest: int, mean: int, group: int = 8, *, lora: bool) -> float:
+    """Stock TRL's matrix products over ours for Qwen3-8B, without generation and attention.
 
-    name: str
-    backward: float  # products of the trunk's backward over those of its forward
-    head: tuple[float, float, float]  # operations over N V H: stock's; ours a token, and more for one with a gradient
-    kl: bool
-
-    def ratio(self, equal: float, prompt: int, longest: int, mean: int, group: int) -> float:
-        """Stock TRL's operations over ours, without generation."""
-        trunk, head = 6.95e9, 151_936 * 4096
-        padded, distinct, counted = group * (prompt + longest), prompt + group * mean, group * mean
-        live = 1.0 if self.kl else 1.0 - equal
-        reference = 1.0 if self.kl else 0.0
-        stock = 2 * trunk * padded * (1 + self.backward + reference)
-        stock += head * counted * (self.head[0] + 2 * reference)
-        ours = 2 * trunk * distinct * (1 + self.backward * live + reference)
-        ours += head * counted * (self.head[1] + self.head[2] * live + 2 * reference)
-        return stock / ours
+    For each token of the trunk the forward takes 1 and the backward 2, with LoRA 1; the operations of the head are
+    over N V H: stock's, ours of each token, and more of a token with a gradient.
+    """
+    backward, (of_stock, of_ours, with_gradient) = (1.0, (6.0, 2.0, 2.0)) if lora else (2.0, (8.0, 2.0, 4.0))
+    trunk, head, counted = 6.95e9, 151_936 * 4096, group * mean
+    live, reference = (1.0, 1.0) if beta else (1.0 - equal, 0.0)
+    stock = 2 * trunk * group * (prompt + longest) * (1 + backward + reference)
+    stock += head * counted * (of_stock + 2 * reference)
+    ours = 2 * trunk * (prompt + counted) * (1 + backward * live + reference)
+    ours += head * counted * (of_ours + with_gradient * live + 2 * reference)
+    return stock / ours
 
 
-EXPECTED = [
-    Expected(f"{what}, beta {beta}", backward, head, kl=beta > 0)
-    for what, backward, head in (("all parameters", 2.0, (8.0, 2.0, 4.0)), ("LoRA", 1.0, (6.0, 2.0, 2.0)))
-    for beta in (0, 0.04)
-]
-GROUPS = ((0.25, 256, 1024, 512, 8), (0.5, 256, 1024, 512, 8), (0.5, 2048, 1024, 512, 8), (0.0, 256, 512, 512, 8))
+GROUPS = ((0.25, 256, 1024, 512), (0.5, 256, 1024, 512), (0.5, 2048, 1024, 512), (0.0, 256, 512, 512))
 
 
 def _expected() -> list[str]:
     """What Qwen3-8B may expect, by arithmetic."""
-    cells = [[x.name, *(f"{x.ratio(*group):.1f}" for group in GROUPS)] for x in EXPECTED]
-    head = [
-        f"{share(equal)} of the groups equal; prompt {prompt}, completions {mean} in the mean, {longest} the longest"
-        for equal, prompt, longest, mean, _ in GROUPS
+    heads = {
+        f"{share(group[0])} of the groups equal; prompt {group[1]}, completions {group[3]} in the mean, {group[2]} the "
+        "longest": group
+        for group in GROUPS
+    }
+    rows = [
+        {
+            "Qwen3-8B": f"{name}, beta {beta}",
+            **{head: f"{expected(beta, *group, lora=name == 'LoRA'):.1f}" for head, group in heads.items()},
+        }
+        for name in ("all parameters", "LoRA")
+        for beta in (0, 0.04)
     ]
     return [
         "**By arithmetic, not measured**: stock TRL's matrix products over ours for Qwen3-8B, without generation and",
         "attention, one group in a micro-batch:",
         "",
-        *markdown(["Qwen3-8B", *head], cells),
+        *markdown(rows),
     ]
 
 
@@ -202,35 +194,31 @@ def draw(data: dict[str, Any]) -> Figure:
     """Reward, share of groups with equal rewards, and seconds of both, over the steps."""
     stock, ours = named(data, STOCK), named(data, DEFAULTS)
     count = len(ours[0]["steps"])
-    subtitle = [TASK, labels.where(data), f"{labels.count(len(ours), 'seed')}: the mean, and each", labels.day(data)]
+    seeds = f"{words.count(len(ours), 'seed')}: their mean, and their range"
     notes = [
         "Forward and backward of an optimizer step of 32 completions, generation left out. A group whose rewards are "
         "equal has no gradient: what ours saves follows their share, and the padding.",
-        labels.made(data),
+        words.made(data),
     ]
-    figure = plots.sheet(claim(data), subtitle, 6.2, notes)
-    steps = range(1, count + 1)
+    figure = plots.sheet(claim(data), [TASK, words.where(data), seeds, words.day(data)], 6.2, notes)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 3))
-    lines_of = [
-        (axes[0], "reward", ours, plots.BLUE, "", lambda step: step["logs"][REWARD]),
-        (axes[1], "groups with\nequal rewards", ours, plots.BLUE, "", lambda step: step["logs"][EQUAL]),
-        (axes[2], "CPU seconds", stock, plots.color("trl"), "stock TRL", lambda step: step["seconds"]["loss"]),
-        (axes[2], "CPU seconds", ours, plots.BLUE, "grpo_kernels", lambda step: step["seconds"]["loss"]),
+    curves: list[tuple[str, list[tuple[str, list[Run]]], Callable[[Any], float]]] = [
+        ("reward", [(OURS, ours)], lambda step: step["logs"][REWARD]),
+        ("groups with\nequal rewards", [(OURS, ours)], lambda step: step["logs"][EQUAL]),
+        ("CPU seconds", [("trl", stock), (OURS, ours)], lambda step: step["seconds"]["loss"]),
     ]
-    for axis, title, runs, color, name, value in lines_of:
-        each = [[value(step) for step in run["steps"]] for run in runs]
-        for one in each:
-            axis.plot(steps, one, color=color, alpha=0.25, linewidth=1.2)
-        mean = [statistics.fmean(x) for x in zip(*each, strict=True)]
-        axis.plot(steps, mean, color=color, linewidth=2.8)
-        axis.annotate(
-            name, (count, mean[-1]), (8, 0), textcoords="offset points", va="center", color=color, weight="bold"
-        )
+    for axis, (title, trainers, value) in zip(axes, curves, strict=True):
+        ends = []
+        for name, runs in trainers:
+            values = [[value(step) for step in run["steps"]] for run in runs]
+            end = plots.band(axis, range(1, count + 1), values, plots.color(name))
+            ends.append((end, "stock TRL" if name == "trl" else "grpo_kernels", plots.color(name)))
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
         axis.grid(axis="y")
+        plots.name_ends(axis, ends, count)
     axes[2].set_xlabel("optimizer step")
-    axes[2].set_xlim(1, count * 1.16)
+    axes[2].set_xlim(1, count * 1.2)
     axes[2].set_xticks([1, *range(5, count + 1, 5)])
     figure.align_ylabels(axes)
     return figure
@@ -252,6 +240,6 @@ def write(data: dict[str, Any], folder: Path) -> None:
     if len(rest) != 2:
         raise ValueError(f"{path}: expected one {BEGIN} and one {END}, got {len(rest)} marks")
     picture = f"![{claim(data)}](plots/real.png)"
-    conditions = f"Conditions: {labels.footer(data)}."
-    middle = ["", picture, "", *lines(data), "", *_expected(), "", conditions, ""]
-    path.write_text(f"{before}{BEGIN}\n{chr(10).join(middle)}{END}{rest[1]}", encoding="utf-8")
+    conditions = f"Conditions: {words.footer(data)}."
+    middle = words.page(["", picture, "", *lines(data), "", *_expected(), "", conditions])
+    path.write_text(f"{before}{BEGIN}\n{middle}{END}{rest[1]}", encoding="utf-8")

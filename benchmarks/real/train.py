@@ -20,21 +20,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks import tiny_run
+from benchmarks import step, tiny_run
+from benchmarks.figures import ONE_GROUP
 from benchmarks.memory import MIB
 from benchmarks.real import task
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
-STOCK, DEFAULTS = "stock TRL", "defaults"
-# name: options of FusedGRPOTrainer
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    STOCK: None,
-    "fused head alone": {"zero_advantage": "train", "layout": "padded"},
-    "trim": {"layout": "trim"},
-    DEFAULTS: {},
-    "regrouped": {"regroup": True},
-    "skip, regrouped": {"zero_advantage": "skip", "regroup": True},
-}
+VARIANTS = {name: options for name, options in step.VARIANTS.items() if name not in ("skip", ONE_GROUP)}
 PHASES = ("generation", "scoring", "loss", "optimizer")
 
 

@@ -1,8 +1,9 @@
-"""Kernels compiled ahead of time: the rules hold, and the checks notice when one does not."""
+"""Kernels compiled ahead of time: the rules hold, costs are those of docs/roofline.md, and faults are noticed."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,7 +15,9 @@ pytest.importorskip("triton")
 
 from benchmarks.aot import __main__ as aot_command
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
-from benchmarks.aot.sass import parsed
+from benchmarks.aot.roofline import ctas_per_sm
+from benchmarks.aot.sass import LOADS, inner_loops, moved, parsed
+from tests.support.planted import ROOT, Fault, plant
 
 KERNELS = (
     *("stats", "grad", "fused", "single_pass", "diverge", "teacher_fused"),
@@ -23,15 +26,27 @@ KERNELS = (
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-def aot(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+SELECT = Fault(
+    "a select more in the loops",
+    "grpo_kernels/backends/triton_rows/mathfn.py",
+    "return tl.exp2(x * LOG2_E)",
+    "return tl.where(x > -1000.0, tl.exp2(x * LOG2_E), 0.0)",
+)
+
+
+def run(module: str, *arguments: str, folder: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
+    """One of the two commands, in a checkout."""
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.aot", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**plain, **more})
+    path = os.pathsep.join([str(folder), plain.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path, **more}
+    )
 
 
 @pytest.mark.slow
 def test_every_kernel_keeps_the_rules_on_every_target() -> None:
-    done = aot("--quick")
+    done = run("benchmarks.aot", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in done.stdout.splitlines()[2:-1]]
     assert {(line[0], line[1]) for line in lines} >= {(t, k) for t in TARGETS for k in KERNELS}
@@ -44,16 +59,35 @@ def test_every_kernel_keeps_the_rules_on_every_target() -> None:
         assert any(loads in line for line in lines)
 
 
-def test_it_refuses_interpreted_kernels() -> None:
-    done = aot("--quick", TRITON_INTERPRET="1")
-    assert done.returncode == 2
-    assert "error: TRITON_INTERPRET is set" in done.stderr
+@pytest.mark.slow
+def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(tmp_path: Path) -> None:
+    done = run("benchmarks.aot.roofline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "BROKEN" not in done.stdout
+    assert done.stdout.endswith("0 of 21 kernels are not as in roofline.md\n")
+    plant(SELECT, tmp_path)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "roofline.md", tmp_path / "docs")
+    done = run("benchmarks.aot.roofline", "--case", "stats all extras", "--workers", "1", folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "BROKEN: expected | stats | all extras" in done.stdout
 
 
-def test_it_refuses_an_unknown_target() -> None:
-    done = aot("--target", "sm_1")
+@pytest.mark.parametrize(
+    ("module", "arguments", "message", "more"),
+    [
+        ("benchmarks.aot", ("--quick",), "error: TRITON_INTERPRET is set", {"TRITON_INTERPRET": "1"}),
+        ("benchmarks.aot", ("--target", "sm_1"), "error: nothing to compile", {}),
+        ("benchmarks.aot.roofline", (), "error: TRITON_INTERPRET is set", {"TRITON_INTERPRET": "1"}),
+        ("benchmarks.aot.roofline", ("--case", "stats", "--update"), "error: --update writes all cases", {}),
+    ],
+)
+def test_it_refuses_what_it_cannot_do(
+    module: str, arguments: tuple[str, ...], message: str, more: dict[str, str]
+) -> None:
+    done = run(module, *arguments, **more)
     assert done.returncode == 2
-    assert "error: nothing to compile" in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -72,41 +106,43 @@ def test_forbidden_instructions_are_noticed(code: str, arch: str, broken: str | 
     assert broken_by_code(code, arch) == ([] if broken is None else [broken])
 
 
-def test_a_narrow_product_of_a_row_and_its_stride_is_noticed() -> None:
-    narrow = """
-    %pid = tt.get_program_id x : i32 loc(#loc)
-    %at = arith.muli %pid, %stride_n : i32 loc(#loc)
-    """
-    assert narrow_products(narrow) == ["a product in 32 bits: %stride_n * %pid"]
-    of_teacher = narrow.replace("%stride_n", "%teacher_stride_n")
-    assert narrow_products(of_teacher) == ["a product in 32 bits: %teacher_stride_n * %pid"]
-    spread = """
-    %pid = tt.get_program_id x : i32 loc(#loc)
-    %range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32> loc(#loc)
-    %first = tt.splat %pid : i32 -> tensor<4xi32> loc(#loc)
-    %rows = arith.addi %first, %range : tensor<4xi32> loc(#loc)
-    %stride = tt.splat %stride_n : i32 -> tensor<4xi32> loc(#loc)
-    %at = arith.muli %rows, %stride : tensor<4xi32> loc(#loc)
-    """
-    assert narrow_products(spread) == ["a product in 32 bits: %stride_n * %rows"]
+PID = "%pid = tt.get_program_id x : i32 loc(#loc)"
+RANGE = "%range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32> loc(#loc)"
+STRIDE = "%stride = tt.splat %stride_n : i32 -> tensor<4xi32> loc(#loc)"
+PRODUCT = "%at = arith.muli %rows, %stride : tensor<4xi32> loc(#loc)"
 
 
-def test_a_narrow_product_within_a_tile_is_none() -> None:
-    within = """
-    %range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32> loc(#loc)
-    %left = tt.splat %n : i32 -> tensor<4xi32> loc(#loc)
-    %rows = arith.minsi %range, %left : tensor<4xi32> loc(#loc)
-    %stride = tt.splat %stride_n : i32 -> tensor<4xi32> loc(#loc)
-    %at = arith.muli %rows, %stride : tensor<4xi32> loc(#loc)
-    """
-    assert narrow_products(within) == []
-    wide = """
-    %pid = tt.get_program_id x : i32 loc(#loc)
-    %row = arith.extsi %pid : i32 to i64 loc(#loc)
-    %stride = arith.extsi %stride_n : i32 to i64 loc(#loc)
-    %at = arith.muli %row, %stride : i64 loc(#loc)
-    """
-    assert narrow_products(wide) == []
+@pytest.mark.parametrize(
+    ("lines", "broken"),
+    [
+        ([PID, "%at = arith.muli %pid, %stride_n : i32 loc(#loc)"], "%stride_n * %pid"),
+        ([PID, "%at = arith.muli %pid, %teacher_stride_n : i32 loc(#loc)"], "%teacher_stride_n * %pid"),
+        (
+            [
+                *(PID, RANGE, "%first = tt.splat %pid : i32 -> tensor<4xi32> loc(#loc)"),
+                *("%rows = arith.addi %first, %range : tensor<4xi32> loc(#loc)", STRIDE, PRODUCT),
+            ],
+            "%stride_n * %rows",
+        ),
+        (  # within a tile
+            [
+                *(RANGE, "%left = tt.splat %n : i32 -> tensor<4xi32> loc(#loc)"),
+                *("%rows = arith.minsi %range, %left : tensor<4xi32> loc(#loc)", STRIDE, PRODUCT),
+            ],
+            None,
+        ),
+        (  # in 64 bits
+            [
+                *(PID, "%row = arith.extsi %pid : i32 to i64 loc(#loc)"),
+                "%stride = arith.extsi %stride_n : i32 to i64 loc(#loc)",
+                "%at = arith.muli %row, %stride : i64 loc(#loc)",
+            ],
+            None,
+        ),
+    ],
+)
+def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(lines: list[str], broken: str | None) -> None:
+    assert narrow_products("\n".join(lines)) == ([f"a product in 32 bits: {broken}"] if broken else [])
 
 
 @pytest.mark.parametrize(("place", "found"), [(0, False), (2, False), (4, True), (6, False), (8, False)])
@@ -129,3 +165,47 @@ def test_a_child_imports_the_release_asked_for(tmp_path: Path, monkeypatch: pyte
     command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
     done = subprocess.run(command, capture_output=True, text=True, env=aot_command.environment("0.0.1"))
     assert done.stdout.strip() == "0.0.1", done.stderr
+
+
+LOOPS = """
+stats_kernel:
+.text.stats_kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/              @!P4 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0020*/                   LDGSTS.E.BYPASS.LTC128B.64 [R35], desc[UR14][R2.64], P5 ;
+        /*0030*/                   LDG.E.U16 R4, desc[UR4][R2.64] ;
+        /*0040*/              @!P4 BRA `(.L_x_2) ;
+        /*0050*/              @!P4 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0060*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [UR6], R194 ;
+        /*0070*/              @!P3 BRA `(.L_x_3) ;
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_loops_are_told_apart() -> None:
+    """The inner one of two, and one that only waits."""
+    code = parsed(LOOPS)
+    assert [x.name for x in code[:3]] == ["LDC", "LDG", "LDGSTS"]
+    assert [[x.name for x in loop] for loop in inner_loops(code)] == [["LDGSTS", "LDG", "BRA"], ["SYNCS", "BRA"]]
+    (reading,) = inner_loops(code, lambda x: x.name in LOADS)
+    assert (moved(reading, LOADS), moved(code, LOADS)) == (8 + 2, 16 + 8 + 2)
+    with pytest.raises(ValueError, match="no instructions"):
+        parsed("nvdisasm fatal")
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared", "ctas"),
+    [
+        (48, 256, 16384, 5),
+        (79, 256, 16384, 3),
+        (30, 256, 0, 8),  # by threads
+        (255, 256, 147480, 1),  # by registers, and by shared memory
+        (32, 64, 0, 32),  # by programs
+        (32, 128, 116 * 1024, 1),  # by the KiB that the system takes
+    ],
+)
+def test_programs_of_a_multiprocessor(registers: int, threads: int, shared: int, ctas: int) -> None:
+    assert ctas_per_sm(registers, threads, shared) == ctas

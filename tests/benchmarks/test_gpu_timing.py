@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_parts
-from benchmarks.run import Results, finite
+from benchmarks.run import Results
 from benchmarks.timing import Clock, TooLongToQueue, interleaved, quantiles
 
 CPU = torch.device("cpu")
@@ -117,9 +117,3 @@ def test_interleaving() -> None:
     assert ran[:3] != ran[3:6]  # another order
     assert quantiles([3.0, 1.0, 2.0])["median"] == 2.0
     assert quantiles([]) == {"samples": 0}
-
-
-def test_values_json_cannot_hold() -> None:
-    assert finite({"a": [float("nan"), 1.0, float("inf")], "b": torch.bfloat16, "c": (1, None, True)}) == {
-        "a": [None, 1.0, None], "b": "torch.bfloat16", "c": [1, None, True],
-    }  # fmt: skip

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("trl")
 
 from benchmarks import tiny_models
+from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.real import __main__ as command
 from benchmarks.real import report, task
 from benchmarks.real.model import make
-from benchmarks.real.train import DEFAULTS, PHASES, STOCK, VARIANTS, Phases, train
+from benchmarks.real.train import PHASES, train
 from benchmarks.run import Results
 
 
@@ -83,18 +84,12 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
     assert "old" not in text
     assert (tmp_path / "plots" / "real.png").stat().st_size > 10_000
     assert sum(line.startswith(f"| {DEFAULTS} | 0 |") for line in text.splitlines()) == 1
+    cases = {"a": {"status": "error", "reason": "no room"}, "b": {"precision": "bf16", "found": {DEFAULTS: [0.1, 0.3]}}}
+    with_errors = report.lines({**data, "errors": {"sequences": 8, "with_gradient": 8, "cases": cases}})
+    assert with_errors[-2:] == ["| a |  |  | no room |", "| b | bf16 | 2.0e-01 (1.0e-01 to 3.0e-01) |  |"]
     page.write_text("# No marks\n")
     with pytest.raises(ValueError, match="expected one <!-- measured --> and one"):
         report.write(data, tmp_path)
-
-
-def test_what_a_phase_contains_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 4.0, 9.0])
-    monkeypatch.setattr("benchmarks.real.train.time.process_time", lambda: next(clock))
-    phases = Phases()
-    with phases.within("loss"), phases.within("scoring"):
-        pass
-    assert phases.spent == {"scoring": 3.0, "loss": 6.0}
 
 
 def test_the_reward_is_the_last_number() -> None:
@@ -107,11 +102,10 @@ def test_the_reward_is_the_last_number() -> None:
 
 
 def test_the_arithmetic_of_another_run() -> None:
-    lora = next(x for x in report.EXPECTED if x.name == "LoRA, beta 0")
     trunk, head = 2 * 6.95e9, 151_936 * 4096
     stock = 2 * trunk * 8 * 1280 + 6 * head * 8 * 512
     ours = 1.5 * trunk * (256 + 8 * 512) + 3 * head * 8 * 512
-    assert lora.ratio(0.5, 256, 1024, 512, 8) == pytest.approx(stock / ours)
+    assert report.expected(0, 0.5, 256, 1024, 512, lora=True) == pytest.approx(stock / ours)
 
 
 def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
@@ -121,12 +115,6 @@ def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_pa
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert [run["status"] for run in sorted(runs.values(), key=lambda run: run["name"])] == ["ok", "error"]
     assert "invalid choice" in runs["no such training, seed 0"]["reason"]
-
-
-def test_the_whole_run_has_every_variant_and_three_seeds() -> None:
-    jobs = command.jobs(short=False)
-    assert {job.name for job in jobs} == set(VARIANTS)
-    assert [job.seed for job in jobs if job.name == DEFAULTS] == [0, 1, 2]
 
 
 def test_without_its_packages_it_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,32 +11,41 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import kl_div, softmax
 
 pytest.importorskip("trl")
-
+pytest.importorskip("liger_kernel")
 
 from benchmarks import run
 from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_others
 from benchmarks.cases import HEADS, WORKLOADS, Absence, BenchCase, Inputs, case, make_inputs, policy_loss
 from benchmarks.flops import counter
 from benchmarks.machine import ROOT
-from benchmarks.memory import Peak, is_measured
-from benchmarks.plan import TOKENS, cpu_cases, gpu_cases, memory_cases
+from benchmarks.memory import is_measured
+from benchmarks.plan import cpu_cases, gpu_cases, memory_cases
 from benchmarks.providers import Outcome, build, named, torch_heads
-from benchmarks.reference import Reference, errors, is_right, reference
+from benchmarks.reference import Reference, divergence_terms, errors, is_right, reference
 from benchmarks.run import How, Results, Step, check, check_room, measure_case, measure_peaks, times
 
 CPU = torch.device("cpu")
-MIB = 2**20
 CASES = [replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS]
 CASES += [replace(case(model, model).toy(), n=24) for model in HEADS]
 CASES += [replace(BenchCase("plain").toy(), frozen=True), replace(BenchCase("plain").toy(), score=True)]
+TOY = case("toy", workload="distill", part="distill", n=16, h=32, v=70, t=4)
+DISTILLING = {
+    **{f"beta {beta:g}": replace(TOY, divergence=beta) for beta in (0.0, 0.3, 1.0)},
+    "wider, padding": replace(TOY, teacher_h=48, padding=0.5),
+    "frozen": replace(TOY, frozen=True),
+    "score": replace(TOY, score=True),
+    "bf16": replace(TOY, dtype="bfloat16"),
+    "soft-cap": replace(TOY, softcap=5.0, divergence=0.5),
+}
 
 
-def eager(given: BenchCase) -> tuple[Any, Reference, Outcome]:
+def stepped(given: BenchCase, name: str = "eager") -> tuple[Any, Reference, Outcome]:
     inputs = make_inputs(given, CPU)
     want = reference(inputs)
-    return inputs, want, Step(build("eager", inputs))()
+    return inputs, want, Step(build(name, inputs))()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +53,7 @@ def eager(given: BenchCase) -> tuple[Any, Reference, Outcome]:
 )
 def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     """Plain autograd in float32 agrees with the reference to its rounding; with a planted fault it does not."""
-    inputs, want, outcome = eager(given)
+    inputs, want, outcome = stepped(given)
     found = errors(outcome, inputs, want)
     assert is_right(found, given)
     assert max(x for name, x in found.items() if name not in ("ratio_off", "clip_differs")) < 1e-5
@@ -56,9 +65,69 @@ def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     assert not is_right({}, given)
 
 
+@pytest.mark.parametrize("given", DISTILLING.values(), ids=DISTILLING.keys())
+@pytest.mark.parametrize("name", ["ours/torch", "trl", "liger_jsd"])
+def test_every_divergence_is_right(name: str, given: BenchCase) -> None:
+    if name == "liger_jsd" and given.softcap is not None:
+        with pytest.raises(Absence, match="no soft-cap"):
+            build(name, make_inputs(given, CPU))
+        return
+    inputs, want, outcome = stepped(given, name)
+    found = errors(outcome, inputs, want)
+    assert is_right(found, given), found
+    assert found["loss"] < 1e-6 or given.dtype != "float32"
+    assert not is_right({**found, "loss": 0.5}, given)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_truth_of_a_divergence_is_torchs_and_its_gradient(beta: float) -> None:
+    g = torch.Generator().manual_seed(3)
+    z, other = (2 * torch.randn(5, 9, generator=g, dtype=torch.float64) for _ in range(2))
+    z.requires_grad_()
+    p, q = softmax(z, dim=1), softmax(other, dim=1)
+    m = (1 - beta) * p + beta * q
+    of_student, of_teacher = (kl_div(m.log(), x, reduction="none").sum(dim=1) for x in (p, q))
+    want = {0.0: of_teacher, 1.0: of_student}.get(beta, (1 - beta) * of_student + beta * of_teacher)
+    value, k = divergence_terms(p.detach().log(), q.log(), beta)
+    d = k - p.detach() * k.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(value.sum(dim=1), want.detach(), atol=1e-13, rtol=1e-12)
+    torch.testing.assert_close(d, torch.autograd.grad(want.sum(), z)[0], atol=1e-13, rtol=1e-12)
+
+
+def nvh(name: str, given: BenchCase) -> float:
+    inputs = make_inputs(given, CPU)
+    found = check(name, build(name, inputs), inputs, reference(inputs))
+    assert found["status"] == "checked"
+    return float(found["flops_nvh"])
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    {  # NVH of a policy loss, with a frozen head; of a divergence, with a frozen head, without gradients
+        "ours/torch": (6, 4, 8, 6, 4),
+        "products": (6, 4, 8, 6, 4),
+        "eager": (6, 4, 8, 6, 4),
+        "trl": (8, 6, 12, 10, 4),
+    }.items(),
+)
+def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
+    given = replace(BenchCase("x"), n=64, t=8, h=32, v=700)
+    cases = (given, replace(given, frozen=True), TOY, replace(TOY, frozen=True), replace(TOY, score=True))
+    assert tuple(nvh(name, x) for x in cases) == counted
+    wider = replace(TOY, teacher_h=64)
+    assert name == "trl" or nvh(name, wider) == wider.products_nvh == 2 + 2 * 64 / 32 + 4
+
+
+def test_operations_of_a_product_with_another_dtype() -> None:
+    """What torch's dispatch gives for ``torch.addmm(c, a, b, out_dtype=..., out=c)`` on a GPU."""
+    formula = counter().flop_registry[torch.ops.aten.addmm]
+    a, b, c = torch.zeros(3, 5), torch.zeros(5, 7), torch.zeros(3, 7)
+    assert formula(c, a, b, torch.float32, beta=1, out=c, out_val=c) == 2 * 3 * 5 * 7
+
+
 def test_shares_of_ratios_and_clip_decisions() -> None:
     """Counted exactly: a log-probability that is off by 2 % is a ratio that is, and turns decisions near the clip."""
-    inputs, want, outcome = eager(replace(case("x", workload="off-policy").toy(), n=64, t=8))
+    inputs, want, outcome = stepped(replace(case("x", workload="off-policy").toy(), n=64, t=8))
     logps = outcome.logps.detach().clone()
     logps.view(-1)[:16] += 0.02
     assert errors(Outcome(logps=logps), inputs, want)["ratio_off"] == 0.25
@@ -68,49 +137,21 @@ def test_shares_of_ratios_and_clip_decisions() -> None:
     assert away == float(moved.double().mean()) > 0.1
 
 
-def test_padding_and_unit() -> None:
+def test_inputs_are_as_their_case_says() -> None:
     given = replace(case("x", workload="padding"), n=128, t=16, v=300, h=16)
-    inputs = make_inputs(given, CPU)
-    assert given.counted == int(inputs.mask.sum()) == 64
-    assert given.products_nvh == 6.0
+    assert given.counted == int(make_inputs(given, CPU).mask.sum()) == 64
     half = replace(given, padding=0.0, zero_share=0.5)
-    assert (half.graded, half.products_nvh) == (64, 4.0)
+    assert (given.products_nvh, half.graded, half.products_nvh) == (6.0, 64, 4.0)
     assert replace(half, beta=0.04).products_nvh == 6.0  # a KL term gives every token a gradient
-    assert replace(half, frozen=True).products_nvh == 3.0
-    assert replace(half, score=True).products_nvh == 2.0
-
-
-def test_peaked_is_like_a_trained_policy() -> None:
-    given = replace(BenchCase("peaked", peaked=True), n=512, t=16, h=256, v=8192)
-    entropies = reference(make_inputs(given, CPU)).entropies
-    assert 1e-4 < entropies.quantile(0.5) < 0.05
-    assert 0.1 < entropies.quantile(0.8) < 1.0
-    flat = reference(make_inputs(replace(given, peaked=False), CPU)).entropies
-    assert flat.quantile(0.5) > 2
-
-
-@pytest.mark.parametrize("scale", [10.0, 40.0])
-def test_scale_is_about_the_largest_logit(scale: float) -> None:
-    inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=65536), CPU)
-    largest = (inputs.hidden @ inputs.weight.t()).amax(dim=-1)
-    assert 0.8 * scale < float(largest.mean().detach()) < 1.2 * scale
-
-
-def test_counted_operations() -> None:
-    for given, ours, trl in ((BenchCase("x"), 6.0, 8.0), (BenchCase("x", frozen=True), 4.0, 6.0)):
-        inputs = make_inputs(replace(given, n=64, t=8, h=32, v=700), CPU)
-        want = reference(inputs)
-        counted = {
-            name: check(name, build(name, inputs), inputs, want)["flops_nvh"] for name in ("ours", "trl", "products")
-        }
-        assert counted == {"ours": ours, "trl": trl, "products": ours}
-
-
-def test_operations_of_a_product_with_another_dtype() -> None:
-    """What torch's dispatch gives for ``torch.addmm(c, a, b, out_dtype=..., out=c)`` on a GPU."""
-    formula = counter().flop_registry[torch.ops.aten.addmm]
-    a, b, c = torch.zeros(3, 5), torch.zeros(5, 7), torch.zeros(3, 7)
-    assert formula(c, a, b, torch.float32, beta=1, out=c, out_val=c) == 2 * 3 * 5 * 7
+    peaked = replace(BenchCase("peaked", peaked=True), n=512, t=16, h=256, v=8192)
+    entropies = reference(make_inputs(peaked, CPU)).entropies
+    assert 1e-4 < entropies.quantile(0.5) < 0.05 and 0.1 < entropies.quantile(0.8) < 1.0
+    for scale in (10.0, 40.0):
+        inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=65536), CPU)
+        assert 0.8 * scale < float((inputs.hidden @ inputs.weight.t()).amax(dim=-1).mean().detach()) < 1.2 * scale
+    distilled = make_inputs(replace(TOY, n=256, t=8, h=64, v=4000, teacher_h=96), CPU)
+    assert distilled.teacher is not None and distilled.teacher.weight.shape == (4000, 96)
+    assert 0.05 < float(reference(distilled).loss) < 0.5  # near the student, and another head
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,81 +192,66 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
     results = Results(path, cases={})
     measure_case(replace(BenchCase("x").toy(), rounds=3), names, results, How(one_by_one=one_by_one, backend="torch"))
     found = results.data["cases"]["x"]["providers"]
-    assert {x: found[x]["status"] for x in names} == {
-        "ours": "ok", "ours/torch": "ok", "eager/selective": "error", "compiled": "error", "eager": "ok",
-    }  # fmt: skip
+    assert [found[x]["status"] for x in names] == ["ok", "ok", "error", "error", "ok"]
     assert "RuntimeError: broken" in found["compiled"]["reason"]
-    assert all(found[x]["ms"]["full"]["samples"] == 3 for x in ("ours", "ours/torch", "eager"))
-    assert found["compiled"]["ms"]["full"]["samples"] == 1
+    assert [found[x]["ms"]["full"]["samples"] for x in ("ours", "ours/torch", "compiled", "eager")] == [3, 3, 1, 3]
     assert [x for x in names if "anchors" in found[x]] == (["ours/torch", "compiled", "eager"] if one_by_one else [])
     assert ("ms" in before[0]["ours"]) is one_by_one
     assert "ms" in before[1]["ours"]
 
 
-def test_backend_that_cannot_serve_is_absent(tmp_path: Path) -> None:
-    given = replace(BenchCase("x", providers=("ours",)).toy(), rounds=1)
-    results = Results(tmp_path / "found.json", cases={})
-    measure_case(given, given.providers, results, How(backend="triton"))
-    assert results.data["cases"]["x"]["providers"]["ours"]["status"] in ("absent", "ok")
-
-
 @pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
-def test_memory() -> None:
-    """Eager needs its logits, and their gradient, beyond inputs and gradients; ours its workspace."""
-    given = BenchCase("x", n=64, t=16, h=8, v=65536)
-    inputs = make_inputs(given, CPU)
-    logits = given.n * given.v * 4 / MIB
-
-    def extra(name: str) -> float:
-        step = Step(build(name, inputs, "torch"))
-        for _ in range(2):  # the first time, libraries take scratch space that they keep
-            inputs.clear_gradients()
-            peak = Peak(CPU)
-            step()
-            found = peak.extra_bytes(sum(x.nbytes for x in inputs.leaves))
-        assert found is not None
-        return found / MIB
-
-    assert 1.9 * logits < extra("eager") < 8 * logits
-    assert 4 < extra("ours@8") < 16
+def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"part": "memory", "t": 8, "h": 8, "v": 32768, "rounds": 0}
+    cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (256, 64)]
+    results = Results(tmp_path / "found.json", cases={})
+    measure_peaks(cases, results, backend="torch")
+    assert list(results.data["cases"]) == ["tokens 64", "tokens 256"]
+    large = results.data["cases"]["tokens 256"]["providers"]
+    assert [x["status"] for x in large.values()] == ["ok", "ok", "absent"] and large["quack"]["reason"]
+    assert large["eager"]["extra_mib"] > 60 > 12 > large["ours@4"]["extra_mib"]
+    assert not any("ms" in x for x in large.values())
+    monkeypatch.setattr(run, "available_bytes", lambda: 2**20)
+    with pytest.raises(Absence, match="would need about 0 GiB, and 0 GiB are free"):
+        check_room("eager", replace(cases[0], n=1024), results.data)
+    check_room("never measured", replace(cases[0], n=1024), results.data)
 
 
 def test_forward_and_backward_are_the_step() -> None:
-    found = times([10.0, 12.0], [4.0, 5.0])
-    assert found["samples_ms"] == {"full": [10.0, 12.0], "forward": [4.0, 5.0], "backward": [6.0, 7.0]}
-    assert found["ms"]["backward"]["median"] == 6.5
+    measured = times([10.0, 12.0], [4.0, 5.0])
+    assert measured["samples_ms"] == {"full": [10.0, 12.0], "forward": [4.0, 5.0], "backward": [6.0, 7.0]}
     assert list(times([3.0], [], mode="score")["ms"]) == ["score"]
 
 
 def test_plans() -> None:
     for plan in (cpu_cases(), gpu_cases()):
         assert len({x.name for x in plan}) == len(plan)
-        for given in plan:
-            assert given.n % given.t == 0
-            assert all(named(name) for name in given.providers)
+        assert all(x.n % x.t == 0 and all(map(named, x.providers)) for x in plan)
         assert {x.model for x in plan} == set(HEADS)
-        assert {x.scale for x in plan if x.part == "accuracy"} >= {10.0, 20.0, 40.0}
         assert {axis for x in plan for axis in (x.series or "").split()} == {"n", "v", "share"}
+        distilled = [x for x in plan if x.part == "distill"]
+        assert {x.divergence for x in distilled} == {0.0, 0.5, 1.0}
+        assert all(x.providers[:2] == ("ours", "products") for x in distilled)
     for given in (x for x in cpu_cases() if "products" in x.providers and x.part in ("main", "workloads", "shapes")):
         assert given.rounds >= 3, given.name  # the limit as often as the rest, and often enough to be one
-    assert [x.n for x in memory_cases()] == list(TOKENS)
     assert not {x.name for x in cpu_cases()} & {x.name for x in memory_cases()}
-    with pytest.raises(ValueError, match="providers: expected some of ours"):
-        named("theirs")
 
 
-def test_choices() -> None:
+def test_choices_and_refusals() -> None:
     def names(*given: str) -> set[str]:
         return {x.name for x in chosen(arguments(given))}
 
-    assert "Gemma-2-2B" in names("--shapes", "Gemma-2-2B") and "main" not in names("--shapes", "Gemma-2-2B")
     assert names("--cases", "gspo", "kl") == {"gspo", "kl"}
-    assert names("--parts", "distill") > {"reverse KL", "forward KL", "JSD"}
     assert names("--parts", "accuracy") == {"logits 10", "logits 20", "logits 40", "peaked"}
     (only,) = {x.providers for x in chosen(arguments(["--providers", "ours@64", "trl"]))}
     assert only == ("ours@64", "trl")
-    with pytest.raises(SystemExit):
-        arguments(["--providers", "theirs"])
+    for given in (["--smoke", "--plot"], ["--report", "nowhere.json"], ["--providers", "ours/expected@64"]):
+        with pytest.raises(SystemExit) as ended:
+            arguments(given)
+        assert ended.value.code == 2
+    for name, given in (("unsloth", TOY), ("liger_jsd", replace(TOY, divergence=None)), ("liger_jsd/fused", TOY)):
+        with pytest.raises(Absence, match=r"no divergence from a teacher|no policy loss|GPU"):
+            build(name, make_inputs(given, CPU))
 
 
 def test_parts_measured_apart_come_from_the_newest_run_on_such_a_device(tmp_path: Path) -> None:
@@ -240,54 +266,11 @@ def test_parts_measured_apart_come_from_the_newest_run_on_such_a_device(tmp_path
     for i, data in enumerate(others):
         (tmp_path / f"{i}.json").write_text(json.dumps(data))
     for data in (whole, memory, step):
-        found = with_others(data, tmp_path)
-        assert {name: case["day"] for name, case in found["cases"].items()} == {"main": 1, "memory": 2}
-        assert found["step"] == {"scenes": {}}
-        assert (found["date"], found["runs"]["memory"]["date"], found["runs"]["step"]["commit"]) == (
-            "day 1",
-            "day 2",
-            "3",
-        )
-    newer = with_others(results(5, "main", "memory"), tmp_path)
-    assert {case["day"] for case in newer["cases"].values()} == {5} and "memory" not in newer["runs"]
+        page = with_others(data, tmp_path)
+        assert {name: case["day"] for name, case in page["cases"].items()} == {"main": 1, "memory": 2}
+        assert page["step"] == {"scenes": {}}
+        assert (page["date"], page["runs"]["memory"]["date"], page["runs"]["step"]["commit"]) == ("day 1", "day 2", "3")
     assert with_others({**memory, "smoke": True}, tmp_path) == {**memory, "smoke": True}
-
-
-def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
-    """Of the newest of those that are committed; nothing is measured."""
-    newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
-    assert main(["--report", str(newest), "--plot", "--docs", str(tmp_path)]) == 0
-    assert (tmp_path / "benchmarks.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
-    assert sorted(x.name for x in (tmp_path / "plots").iterdir()) == ["memory.png", "step.png", "time.png"]
-
-
-@pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
-def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"part": "memory", "t": 8, "h": 8, "v": 32768, "rounds": 0}
-    cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (256, 64)]
-    results = Results(tmp_path / "found.json", cases={})
-    measure_peaks(cases, results, backend="torch")
-    assert list(results.data["cases"]) == ["tokens 64", "tokens 256"]
-    small, large = (results.data["cases"][f"tokens {n}"]["providers"] for n in (64, 256))
-    assert {x["status"] for x in (*small.values(), *large.values())} == {"ok", "absent"}
-    assert large["quack"]["reason"]
-    assert large["eager"]["extra_mib"] > 60 > 12 > large["ours@4"]["extra_mib"]
-    assert not any("ms" in x for x in (*small.values(), *large.values()))
-
-    monkeypatch.setattr(run, "available_bytes", lambda: 2**20)
-    with pytest.raises(Absence, match="would need about 0 GiB, and 0 GiB are free"):
-        check_room("eager", replace(cases[0], n=1024), results.data)
-    check_room("never measured", replace(cases[0], n=1024), results.data)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [["--smoke", "--plot"], ["--rows", "100"], ["--report", "nowhere.json"], ["--providers", "ours/expected@64"]],
-)
-def test_wrong_options_are_refused_before_anything_runs(given: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        arguments(given)
-    assert ended.value.code == 2
 
 
 def test_exit_status() -> None:
@@ -303,35 +286,20 @@ def test_exit_status() -> None:
 def test_smoke(tmp_path: Path) -> None:
     """The whole command at toy size: every part, table and plot."""
     out, docs = tmp_path / "found.json", tmp_path / "docs"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "--smoke",
-        "--threads",
-        "1",
-        "--save",
-        str(out),
-        "--plot",
-        "--docs",
-        str(docs),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "benchmarks", "--smoke", "--threads", "1", "--save", str(out), "--plot", "--docs"]
+    done = subprocess.run([*command, str(docs)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(out.read_text())
     assert found["status"] == "complete" and found["format"] == 2 and found["commit"]
-    assert found["versions"]["torch"] == torch.__version__
     assert list(found["cases"]) == [x.name for x in cpu_cases()]
     for given in cpu_cases():
         providers = found["cases"][given.name]["providers"]
         assert list(providers) == list(given.providers)
         for name, x in providers.items():
-            assert x["status"] in ("ok", "absent"), (given.name, name, x)
-            assert x["status"] == "ok" or x["reason"]
+            assert x["status"] == "ok" or (x["status"] == "absent" and x["reason"]), (given.name, name, x)
             if name.split("/")[0] in ("ours", "eager", "trl") or (name == "products" and given.dtype == "float32"):
                 assert x["status"] == "ok", (given.name, name, x)
     page = (docs / "benchmarks.md").read_text()
-    assert all(f"plots/{plot.name}" in page for plot in (docs / "plots").iterdir())
-    assert {plot.name for plot in (docs / "plots").iterdir()} == {"time.png"}
+    assert {plot.name for plot in (docs / "plots").iterdir()} == {"time.png"} and "plots/time.png" in page
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
     assert main(["--report", str(out)]) == 0
