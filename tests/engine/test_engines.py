@@ -14,11 +14,11 @@ from grpo_kernels.engine.request import Coupling, Situation
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.losses import LOSSES
+from tests.support import reference_terms
 from tests.support.flat import flat
 from tests.support.measure import count_flops
 
 B, T, H, V = 8, 12, 10, 64
-PER_SEQUENCE = ("vespo", "gmpo")
 
 
 def batch(share_zero: float, head: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_cost_of_every_loss(loss_type: str, level: str, head: str, share_zero: f
     config = LossConfig(loss_type=loss_type, importance_sampling_level=level, epsilon=100.0)  # nothing is clipped
     if off_policy:
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
-    couples = off_policy and (level == "sequence" or loss_type in PER_SEQUENCE)
+    couples = off_policy and (level == "sequence" or reference_terms.TERMS[loss_type].per_sequence)
     expected = {
         "no grad": "score",
         "frozen": "frozen",

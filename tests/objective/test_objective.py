@@ -16,6 +16,7 @@ from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.measure import metric_names
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
+from tests.support import reference_terms
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
@@ -72,8 +73,7 @@ def test_derivatives_are_those_of_the_loss(loss_type: str, level: str) -> None:
     for t in range(10):
         e = torch.zeros(10, dtype=torch.float64)
         e[t] = step
-        # The weights of cispo and vespo are constants of the differentiation: only their KL term is comparable.
-        if loss_type not in ("cispo", "vespo"):
+        if not LOSSES[loss_type].is_linear:  # else its weight is a constant of the differentiation
             slope = (made.evaluate(logps + e, entropies).loss - made.evaluate(logps - e, entropies).loss) / (2 * step)
             assert slope.item() == pytest.approx(at.d_logp[t].item(), rel=1e-6, abs=1e-9)
         slope = (made.evaluate(logps, entropies + e).loss - made.evaluate(logps, entropies - e).loss) / (2 * step)
@@ -93,7 +93,7 @@ def test_coefficients_of_some_rows_are_those_of_all(loss_type: str, old_given: b
     tokens = tokens_of(old, torch.tensor([1.5, -0.7]), ref_per_token_logps=draw())
     made = objective(config, tokens)
     if made.couples_tokens:
-        assert old_given and loss_type in ("vespo", "gmpo")
+        assert old_given and reference_terms.TERMS[loss_type].per_sequence
         return
     logps, entropies = draw().flatten(), draw().flatten().abs()
     whole = made.evaluate(logps, entropies)
