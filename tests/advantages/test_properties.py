@@ -110,7 +110,7 @@ def test_what_is_masked_is_never_read(name: str) -> None:
 @each
 def test_rows_in_any_order(name: str) -> None:
     data = batch(3, holes=True)
-    order = torch.randperm(len(data.ids), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(data.ids))
     close(estimate(name, part(data, order)), estimate(name, data)[order])
 
 
