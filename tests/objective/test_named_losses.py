@@ -14,31 +14,14 @@ from torch import Tensor
 
 from grpo_kernels import GRPOLoss, LossConfig, Run, grpo_loss, objectives, policy_loss_from_logps, presets
 from grpo_kernels.objective import named_losses
+from tests.support.off_policy import FLOAT, off_policy
 
 B, T = 6, 12
-FLOAT = torch.float64
 Given = dict[str, Tensor]
 
 
 def batch(seed: int) -> Given:
-    """Off-policy, ratios from e^-30 to e^39 on both sides of every bound; advantages of 0, holes, an empty sequence."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=FLOAT)
-
-    logps = -normal(B, T).abs() * 1.5
-    old = (logps + 0.5 * normal(B, T)).clamp(max=-1e-9)
-    sampling = (logps + 0.5 * normal(B, T)).clamp(max=-1e-9)
-    logps[1:4, 0] = torch.tensor([-31.0, -1.0, math.log(0.2)], dtype=FLOAT)
-    old[1:4, 0] = torch.tensor([-1.0, -31.0, -3.0], dtype=FLOAT)
-    sampling[1:4, 0] = torch.tensor([-1.0, -31.0, math.log(1e-6)], dtype=FLOAT)  # 0.2 / 1e-6: above IPO's cap
-    sampling[0, :3] = torch.tensor([-40.0, math.nan, math.nan], dtype=FLOAT)
-    advantages = normal(B, T)
-    advantages[4] = 0.0
-    mask = torch.rand(B, T, generator=gen) < 0.7
-    mask[0, :3], mask[1:5, 0], mask[5] = True, True, False
-    return {"logps": logps, "old": old, "sampling": sampling, "advantages": advantages, "mask": mask}
+    return off_policy(seed, B, T)
 
 
 def garbage(x: Tensor, mask: Tensor) -> Tensor:
