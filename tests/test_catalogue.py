@@ -14,6 +14,7 @@ from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES
+from tests.support.reference_terms import CLIPPED, TERMS
 from tests.support.run_case import run
 
 NAN, INF = math.nan, math.inf
@@ -154,10 +155,7 @@ def off_policy(advantage: float, shift: float, **options: Any) -> Case:
     return case.but(old_per_token_logps=old, advantages=torch.full((3,), advantage))
 
 
-CLIPPED = [(x, level) for x in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo") for level in ("token", "sequence")]
-
-
-@pytest.mark.parametrize(("loss_type", "level"), CLIPPED)
+@pytest.mark.parametrize(("loss_type", "level"), [(x, level) for x in CLIPPED for level in ("token", "sequence")])
 @pytest.mark.parametrize("by", [-90.0, -300.0, -3e30, -INF])
 def test_ratio_that_overflows_on_the_clipped_branch(loss_type: str, level: str, by: float) -> None:
     """Its gradient is exactly 0, and the loss the clipped one, for ratios up to infinity."""
@@ -244,7 +242,7 @@ def test_nan_at_a_counted_position_surfaces(name: str, loss_type: str, level: st
     rows = torch.zeros(3, 7, dtype=torch.bool)
     rows[1, 2] = name == "hidden"
     assert torch.equal(out.per_token_logps.isnan(), rows) and torch.equal(out.entropies.isnan(), rows)
-    if level == "token" and loss_type not in ("vespo", "gmpo"):
+    if level == "token" and not TERMS[loss_type].per_sequence:
         assert bool(grads["hidden"][[0, 2]].isfinite().all())
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 
 import pytest
 import torch
 
+from grpo_kernels import LossConfig
 from grpo_kernels.objective import losses
-from tests.support import cases, random_cases
 from tests.support.case_builder import Case
 from tests.support.cases import LOSSES, fixed_cases, random_case
 from tests.support.plain import plain
 from tests.support.reference import ReferenceResult, reference_loss
-from tests.support.reference_terms import settings
+from tests.support.reference_terms import CLIPPED, DEFAULTS, TERMS, settings
 from tests.support.tolerance import Bounds, assert_matches, bounds_of
 from tests.support.trl_oracle import OracleResult, in_domain, trl_loss
 from tests.support.wrong_candidates import FAULTS, Fault
 
+IN_TRL = [pair for pair in LOSSES if TERMS[pair[0]].in_trl]
 IN_DOMAIN = [case for case in fixed_cases() if in_domain(case)]
 _known: dict[str, tuple[ReferenceResult, Bounds]] = {}
 
@@ -49,7 +51,7 @@ def differences_from_trl(case: Case, trl: OracleResult) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("loss_type", "level"), LOSSES)
+@pytest.mark.parametrize(("loss_type", "level"), IN_TRL)
 def test_reference_equals_trl(loss_type: str, level: str) -> None:
     cases = [
         c for c in IN_DOMAIN if (settings(c).loss_type, settings(c).importance_sampling_level) == (loss_type, level)
@@ -67,7 +69,7 @@ def test_enough_cases() -> None:
     assert len(cases) >= 270
     assert len({case.name for case in cases}) == len(cases)
     assert len(IN_DOMAIN) >= 100
-    assert {(settings(c).loss_type, settings(c).importance_sampling_level) for c in IN_DOMAIN} == set(LOSSES)
+    assert {(settings(c).loss_type, settings(c).importance_sampling_level) for c in IN_DOMAIN} == set(IN_TRL)
     undecided = [case.name for case in cases if known(case)[1].ambiguous]
     assert not undecided, f"a discrete choice lies within the bounds: {undecided}"
 
@@ -119,9 +121,12 @@ def test_a_random_case_depends_on_its_seed_alone() -> None:
     assert first.config != other.config or first.hidden.shape != other.hidden.shape
 
 
-def test_there_are_cases_of_every_loss() -> None:
-    assert tuple(losses.LOSSES) == random_cases.TYPES
-    assert tuple(x.name for x in losses.LOSSES.values() if x.surrogate == "clipped") == cases.CLIPPED
+def test_the_reference_has_every_loss_and_every_option() -> None:
+    assert [*losses.LOSSES] == [*TERMS]
+    assert tuple(x.name for x in losses.LOSSES.values() if x.surrogate == "clipped") == CLIPPED
+    for option in fields(LossConfig):
+        if not option.name.startswith("vllm_"):  # of a ratio that the reference is given
+            assert DEFAULTS[option.name] == option.default, option.name
 
 
 def test_reference_knows_nothing_of_the_library() -> None:

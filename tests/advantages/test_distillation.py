@@ -36,9 +36,8 @@ def test_advantages_of_rewards_are_added_where_the_mask_counts(per_token: bool) 
 
 def test_the_policy_gradient_is_that_of_the_reverse_kl_in_expectation() -> None:
     """Every token of a small vocabulary in turn, weighted by its probability."""
-    g = torch.Generator().manual_seed(5)
     hidden, weight, teacher_hidden, teacher_weight = (
-        torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((3, 4), (11, 4), (3, 6), (11, 6))
+        torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (11, 4), (3, 6), (11, 6))
     )
     log_p = torch.log_softmax(hidden @ weight.t(), dim=1)
     log_q = torch.log_softmax(teacher_hidden @ teacher_weight.t(), dim=1)

@@ -12,43 +12,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import advantages as adv
-from tests.support.ranks import run_ranks
+from tests.support.estimators import FLOAT, batch
 from tests.support.verl_peer import core_algos
 
 NAN = float("nan")
-FLOAT = torch.float64
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found.double(), expected.double(), atol=tolerance, rtol=tolerance)
-
-
-def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7, levels: bool = False) -> SimpleNamespace:
-    """Groups of unequal size in any order, one of one row, one of equal rewards; token numbers of a softmax."""
-    gen = torch.Generator().manual_seed(seed)
-    ids = torch.cat([torch.randint(3, (rows - 4,), generator=gen), torch.tensor([3, 4, 4, 4])])
-    rewards = torch.randn(rows, 2, generator=gen, dtype=FLOAT)
-    if levels:
-        rewards = (rewards > 0).to(FLOAT)
-    rewards[ids == 4] = torch.tensor([0.7, 0.3], dtype=FLOAT)
-    lengths = torch.randint(1, length + 1, (rows,), generator=gen)
-    mask = torch.arange(length) < lengths[:, None]
-    if holes:
-        mask = torch.rand(rows, length, generator=gen) < 0.6
-        mask[0], mask[1] = False, True
-    logits = 3 * torch.randn(rows, length, 11, generator=gen, dtype=FLOAT)
-    logps = torch.log_softmax(logits, dim=-1)
-    order = torch.randperm(rows, generator=gen)
-    return SimpleNamespace(
-        rewards=rewards[order],
-        ids=ids[order] * 1000 - 5,
-        mask=mask,
-        token_rewards=torch.randn(rows, length, generator=gen, dtype=FLOAT),
-        logps=logps[..., 0],
-        squares=logps.exp().square().sum(-1),
-        ratio=0.5 + torch.rand(rows, length, generator=gen, dtype=FLOAT),
-        baselines=torch.randn(rows, generator=gen, dtype=FLOAT),
-    )
 
 
 def at_last(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -270,175 +241,16 @@ def test_a_baseline_lies_between_the_returns() -> None:
         assert bool(((baseline >= rewards.min()) & (baseline <= rewards.max())).all()) == within
 
 
+def test_remax_of_a_prompt_without_a_baseline() -> None:
+    mask = torch.ones(4, 2)
+    assert not adv.remax_advantages(torch.ones(4), torch.full((4,), NAN), mask).any()
+    assert adv.remax_advantages(torch.ones(4).bfloat16(), torch.zeros(4), mask).dtype == torch.float32
+
+
 def test_certain_tokens_have_no_baseline() -> None:
     certain = (torch.zeros(2, 3), torch.ones(2, 3))
     found = adv.optimal_token_baseline(torch.tensor([1.0, 3.0]), torch.ones(2, 3), *certain, 2)
     assert found.tolist() == [[1.0] * 3, [3.0] * 3]
-
-
-# all of them
-
-
-def every(data: SimpleNamespace, rows: slice, process_group: Any = None, columns: int | None = None) -> list[Tensor]:
-    """All new estimators on some rows, (rows, ...) each; `columns`: how far this rank padded."""
-    rewards, mask = data.rewards[rows], data.mask[rows, :columns]
-    logps, squares, ratio, token_rewards = (
-        x[rows, :columns] for x in (data.logps, data.squares, data.ratio, data.token_rewards)
-    )
-    groups = {"group_ids": data.ids[rows], "process_group": process_group}
-    return [
-        adv.passk_advantages(rewards, **groups),
-        adv.passk_advantages(rewards, scale="none", std="population", **groups),
-        adv.opo_advantages(rewards, mask, **groups),
-        adv.gpg_advantages(rewards, reward_weights=[0.5, 2.0], **groups),
-        adv.gdpo_advantages(rewards, mask, **groups),
-        adv.optimal_token_baseline(rewards[:, 0], mask, logps, squares, **groups),
-        adv.optimal_token_baseline(
-            token_rewards, mask, logps, squares, importance_sampling_ratio=ratio, handle_zero_tail=False, **groups
-        ),
-        adv.remax_advantages(rewards[:, 0], data.baselines[rows], mask),
-    ]
-
-
-def test_unscored_rows_change_nothing_for_the_others() -> None:
-    data = batch(4, holes=True)
-    unscored = torch.zeros(len(data.ids), dtype=torch.bool)
-    unscored[[2, 5, 6]] = True
-    kept = SimpleNamespace(**{name: x[~unscored] for name, x in vars(data).items()})
-    data.rewards[unscored] = NAN
-    data.token_rewards[2, data.mask[2].nonzero()[0]] = NAN  # one reward that counts
-    data.token_rewards[5:7] = NAN
-    for found, expected in zip(every(data, slice(None)), every(kept, slice(None)), strict=True):
-        close(found[~unscored], expected)
-        assert not found[unscored].any()
-    data.rewards[:], data.token_rewards[:] = NAN, NAN
-    assert not any(found.any() for found in every(data, slice(None)))
-    assert not adv.remax_advantages(torch.ones(13), torch.full((13,), NAN), data.mask).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, FLOAT])
-def test_equal_rewards_give_exactly_zero(dtype: torch.dtype) -> None:
-    data = batch(5, rows=11)
-    data.ids = torch.tensor([0] * 11)
-    for value in (0.1, 1e8, -3.3e7, 1e-30, 0.0):
-        data.rewards = torch.full((11, 2), value, dtype=dtype)
-        *found, _, _ = every(data, slice(None))
-        kept = adv.optimal_token_baseline(
-            data.rewards[:, 0], data.mask, data.logps, data.squares, 11, handle_zero_tail=False
-        )
-        for result in (*found[:5], kept):
-            assert not result.any()
-            assert result.dtype == dtype
-
-
-def test_small_differences_of_large_rewards_are_not_lost() -> None:
-    data = batch(6)
-    data.rewards = (torch.arange(26.0).view(13, 2) * 5 % 7).mul(8)
-    small = every(data, slice(None))
-    data.rewards = data.rewards + 1e8
-    options = {"handle_zero_tail": False, "group_ids": data.ids}
-    large = every(data, slice(None))
-    for i in (0, 1, 2, 4):
-        close(large[i], small[i], 1e-6)
-    numbers = (data.mask, data.logps, data.squares)
-    close(
-        adv.optimal_token_baseline(data.rewards[:, 0], *numbers, **options),
-        adv.optimal_token_baseline(data.rewards[:, 0] - 1e8, *numbers, **options),
-        1e-6,
-    )
-
-
-def test_dtypes_gradients_and_inputs() -> None:
-    rewards, mask = torch.tensor([0, 1, 1, 0]), torch.ones(4, 2)
-    for dtype, out in [(torch.int64, torch.float32), (torch.bool, torch.float32), (torch.bfloat16, torch.bfloat16)]:
-        given = rewards.to(dtype)
-        numbers = (torch.full((4, 2), -0.7), torch.full((4, 2), 0.5))
-        results = [
-            adv.passk_advantages(given, 4),
-            adv.opo_advantages(given, mask, 4),
-            adv.gpg_advantages(given, 4),
-            adv.gdpo_advantages(given, mask, 4),
-            adv.optimal_token_baseline(given, mask, *numbers, 4),
-        ]
-        assert {result.dtype for result in results} == {out}
-        assert adv.remax_advantages(given, torch.zeros(4), mask).dtype == torch.float32
-    data = batch(0)
-    before = {name: x.clone() for name, x in vars(data).items()}
-    data.rewards.requires_grad_()
-    assert not any(result.requires_grad for result in every(data, slice(None)))
-    assert all(torch.equal(x, before[name]) for name, x in vars(data).items())
-
-
-def test_empty_batches() -> None:
-    data = batch(0)
-    for found, whole in zip(every(data, slice(0, 0)), every(data, slice(None)), strict=True):
-        assert found.shape == (0, *whole.shape[1:])
-    for found in every(data, slice(None), columns=0)[4:]:
-        assert found.shape == (13, 0)
-
-
-# groups that span ranks
-
-
-def those_before(data: SimpleNamespace, rows: slice, process_group: Any) -> list[Tensor]:
-    """The other estimators on some rows."""
-    rewards, mask, values = data.rewards[rows], data.mask[rows], data.token_rewards[rows]
-    pg = {"process_group": process_group}
-    groups = {"group_ids": data.ids[rows], **pg}
-    ends = torch.arange(2 * len(data.ids)).view(-1, 2)[rows] % 7
-    return [
-        adv.group_advantages(rewards, **groups),
-        adv.group_advantages(rewards, scale="batch", std="population", **groups),
-        adv.group_advantages(rewards, aggregation="normalize_then_sum", **groups),
-        adv.group_advantages(rewards, 13, **pg),
-        adv.rloo_advantages(rewards, normalize=True, **groups),
-        adv.process_advantages(rewards, ends, completion_mask=mask, **groups),
-        adv.process_advantages(rewards, ends, length=7, **groups),
-        adv.gae(values, -values, mask, whiten_advantages=True, **pg)[0],
-        adv.reinforce_plus_plus(rewards, mask, per_token_kl=values, **groups),
-        adv.whiten(values, mask, **pg),
-    ]
-
-
-SPLITS = (6, 5, 13)  # rows of rank 0: about equal shares, unequal ones, and nothing for rank 1
-
-
-def rank_task(rank: int, world_size: int) -> dict[str, Any]:
-    group, data = torch.distributed.group.WORLD, batch(7, holes=True)
-    data.rewards[3] = NAN
-    results: dict[str, Any] = {}
-    for first in SPLITS:
-        rows = slice(0, first) if rank == 0 else slice(first, 13)
-        results[str(first)] = every(data, rows, group) + those_before(data, rows, group)
-    padded = batch(8)  # whose rows rank 1 does not pad as far
-    padded.mask[6:, 4:] = False
-    results["ragged"] = every(padded, slice(0, 6) if rank == 0 else slice(6, 13), group, None if rank == 0 else 4)
-    results["alone"] = every(data, slice(0, 13), None)  # no communication, though initialised
-    try:
-        adv.opo_advantages(torch.tensor([1.0, math.inf if rank else 2.0]), torch.ones(2, 3), 4, process_group=group)
-    except ValueError as error:
-        results["message"] = str(error)
-    return results
-
-
-def test_groups_that_span_ranks() -> None:
-    first, second = run_ranks(rank_task, 2)
-    data, padded = batch(7, holes=True), batch(8)
-    data.rewards[3] = NAN
-    padded.mask[6:, 4:] = False
-    for key in (*map(str, SPLITS), "ragged"):
-        expected = every(padded if key == "ragged" else data, slice(0, 13))
-        if key != "ragged":
-            expected += those_before(data, slice(0, 13), None)
-        for own, other, whole in zip(first[key], second[key], expected, strict=True):
-            if whole.dim() == 2 and key == "ragged":
-                other = torch.nn.functional.pad(other, (0, 3))
-            close(torch.cat([own, other]), whole, 1e-10)
-    for own, whole in zip(first["alone"], every(data, slice(0, 13)), strict=True):
-        assert torch.equal(own, whole)
-    # Both ranks raise, the one whose rewards are fine too, and neither waits for the other.
-    assert "process_group: rank 1 refuses" in first["message"]
-    assert "got inf at (1, 0)" in second["message"]
 
 
 # wrong arguments

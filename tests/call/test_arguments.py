@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, GRPOLoss, LossConfig, Run, grpo_loss, linear_logprob, policy_expectation
 from tests.support.flat import flat
+from tests.support.small_batch import OPTIONAL, small_batch
 
 B, T, H, V = 3, 5, 8, 11
 NAN, INF = float("nan"), float("inf")
@@ -21,26 +22,14 @@ NAN, INF = float("nan"), float("inf")
 
 def valid(call: str) -> dict[str, Any]:
     """Arguments that `call` takes; "packed" is `grpo_loss` with cu_seqlens."""
-    g = torch.Generator().manual_seed(5)
-    normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
-    head = {
-        "hidden": normal(B, T, H).requires_grad_(),
-        "weight": normal(V, H).requires_grad_(),
-        "bias": normal(V).requires_grad_(),
-    }
-    ids, mask = torch.randint(0, V, (B, T), generator=g), torch.ones(B, T, dtype=torch.long)
-    mask[1, 3:] = 0
+    names = ("hidden", "weight", "bias")
+    inputs = small_batch(B, T, H, V, OPTIONAL, trains=names, num_items_in_batch=9)
+    inputs["completion_mask"][1, 3:] = 0
+    head, ids = {name: inputs.pop(name) for name in names}, inputs.pop("completion_ids")
     if call == "logprob":
-        return {**head, "ids": ids, "mask": mask, "temperature": normal(B, T).exp(), "expected": normal(B, T)}
-    inputs = {
-        "completion_mask": mask,
-        "advantages": normal(B),
-        "old_per_token_logps": -normal(B, T).abs(),
-        "ref_per_token_logps": -normal(B, T).abs(),
-        "sampling_per_token_logps": -normal(B, T).abs(),
-        "importance_sampling_ratio": normal(B, T).exp(),
-        "num_items_in_batch": 9,
-    }
+        mask, temperature = inputs["completion_mask"], inputs["importance_sampling_ratio"]
+        expected = inputs["old_per_token_logps"]
+        return {**head, "ids": ids, "mask": mask, "temperature": temperature, "expected": expected}
     config = LossConfig(beta=0.1, off_policy_mask_threshold=0.5, entropy_coef=0.01)
     if call == "expectation":
         return {"config": LossConfig(beta=0.1), **inputs}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from grpo_kernels import GRPOLoss, Head, LossConfig, LossOutput, grpo_loss, linear_logprob
 from tests.support.flat import flat
+from tests.support.small_batch import small_batch
 
 H, V = 8, 19
-BOTH, HIDDEN = (True, True, True), (True, False, False)
+NAMES, BOTH, HIDDEN = ("hidden", "weight", "bias"), (True, True, True), (True, False, False)
 Case = dict[str, Any]
 
 
@@ -38,29 +40,10 @@ def compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, CompileCou
 def batch(size: int = 2, length: int = 5, *names: str, trains: tuple[bool, ...] = BOTH, **changes: Any) -> Case:
     """Arguments of `grpo_loss`, the optional tensors among them by name; the same numbers in every call."""
     draw = torch.Generator().manual_seed(length)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
-
-    given = {
-        "hidden": normal(size, length, H),
-        "weight": normal(V, H),
-        "completion_ids": torch.randint(V, (size, length), generator=draw),
-        "completion_mask": torch.rand(size, length, generator=draw) < 0.8,
-        "advantages": torch.where(torch.arange(size) % 3 == 2, 0.0, normal(size)),
-    }
-    optional = {
-        "bias": normal(V),
-        "old_per_token_logps": -normal(size, length).abs() - 2,
-        "ref_per_token_logps": -normal(size, length).abs() - 2,
-        "sampling_per_token_logps": -normal(size, length).abs() - 2,
-        "importance_sampling_ratio": normal(size, length).exp(),
-    }
-    given |= {name: optional[name] for name in names} | changes
-    for name, wanted in zip(("hidden", "weight", "bias"), trains, strict=True):
-        if name in given:
-            given[name].requires_grad_(wanted)
-    return given
+    mask = torch.rand(size, length, generator=draw) < 0.8
+    advantages = torch.where(torch.arange(size) % 3 == 2, 0.0, torch.randn(size, generator=draw))
+    given, wanted = {"completion_mask": mask, "advantages": advantages} | changes, compress(NAMES, trains)
+    return small_batch(size, length, H, V, names, seed=length, trains=wanted, **given)
 
 
 def results(function: Callable[..., Any], given: Case, upstream: float = 1.0) -> Case:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from grpo_kernels import Expectation, LossOutput, grpo_loss, linear_logprob, policy_expectation
 from grpo_kernels.engine import autograd
 from grpo_kernels.engine.device import CPU
+from tests.support import reference_terms
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
 from tests.support.flat import flat
@@ -231,7 +232,7 @@ def test_masked_positions_need_no_expectation(mask: str) -> None:
     assert near(got[0], got[2], 5e-6) and near(got[1], got[2], 5e-6)
 
 
-KNOWN = [x for x in LOSSES if x[1] == "token" and x[0] not in ("vespo", "gmpo")]
+KNOWN = [x for x in LOSSES if x[1] == "token" and not reference_terms.TERMS[x[0]].per_sequence]
 
 
 @pytest.mark.parametrize(("loss_type", "level"), KNOWN)

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from grpo_kernels import grpo_loss, linear_logprob, token_level
 from grpo_kernels.engine.device import device_of
+from tests.support import reference_terms
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES
 from tests.support.flat import flat
@@ -162,10 +163,10 @@ def split(case: Case, sizes: list[int]) -> list[Case]:
 
 def share(case: Case, whole: Case) -> float:
     """What the caller multiplies a micro-batch's loss with: nothing where num_items_in_batch is the normaliser."""
-    kind = case.config["loss_type"]
-    if kind in ("dapo", "cispo", "vespo"):
+    normaliser = reference_terms.TERMS[case.config["loss_type"]].normaliser
+    if normaliser is reference_terms.num_items:
         return 1.0
-    if kind == "bnpo":
+    if normaliser is reference_terms.token_mean:
         return float((case.completion_mask != 0).sum() / (whole.completion_mask != 0).sum())
     return len(case.hidden) / len(whole.hidden)
 
@@ -189,7 +190,8 @@ def test_denominator_counts_what_the_numerator_counts() -> None:
     """Without num_items_in_batch it is the mask's own count, and never less than 1."""
     case = make_case("count", b=4, mask="holes")
     items = int((case.completion_mask != 0).sum())
-    for loss_type in ("dapo", "cispo", "vespo"):
+    by_items = [x for x, loss in reference_terms.TERMS.items() if loss.normaliser is reference_terms.num_items]
+    for loss_type in by_items:
         own, given = (run(case.but(config={"loss_type": loss_type}, num_items_in_batch=x)) for x in (None, items))
         assert torch.equal(own[0], given[0])
         for tiny in (0, 0.3, torch.tensor(0)):

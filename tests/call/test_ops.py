@@ -15,6 +15,7 @@ from torch.library import opcheck
 from grpo_kernels import LossConfig
 from grpo_kernels.compiled.ops import linear_logprob, policy_loss
 from grpo_kernels.objective.config import config_of
+from tests.support.small_batch import OPTIONAL, small_batch
 
 B, T, H, V = 2, 3, 4, 9
 OPS = {name: getattr(torch.ops.grpo_kernels, name).default for name in ("policy_loss", "linear_logprob")}
@@ -28,20 +29,9 @@ def permuted(x: Tensor) -> Tensor:
     return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
 
 
-def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {
-        "hidden": torch.randn(B, T, H, dtype=dtype),
-        "weight": torch.randn(V, H, dtype=dtype),
-        "bias": torch.randn(V, dtype=dtype),
-        "completion_ids": torch.randint(V, (B, T)),
-        "completion_mask": MASK,
-        "advantages": torch.tensor([1.0, -0.5]),
-        "old_per_token_logps": -2 * torch.rand(B, T),
-        "ref_per_token_logps": -2 * torch.rand(B, T),
-        "sampling_per_token_logps": -2 * torch.rand(B, T),
-        "importance_sampling_ratio": torch.rand(B, T) + 0.5,
-        "num_items_in_batch": torch.tensor(7),
-    }
+def tensors(dtype: torch.dtype) -> dict[str, Any]:
+    others = {"completion_mask": MASK, "num_items_in_batch": torch.tensor(7)}
+    return small_batch(B, T, H, V, OPTIONAL, dtype=dtype, **others)
 
 
 def loss_arguments(

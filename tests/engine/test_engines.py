@@ -14,28 +14,21 @@ from grpo_kernels.engine.request import Coupling, Situation
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.losses import LOSSES
+from tests.support import reference_terms
 from tests.support.flat import flat
 from tests.support.measure import count_flops
+from tests.support.small_batch import small_batch
 
 B, T, H, V = 8, 12, 10, 64
-PER_SEQUENCE = ("vespo", "gmpo")
 
 
 def batch(share_zero: float, head: str) -> dict[str, Any]:
     """A padded batch; 3 of the 12 columns do not count; the first sequences have advantage 0."""
-    g = torch.Generator().manual_seed(1)
-    advantages = torch.randn(B, generator=g)
-    advantages[: int(B * share_zero)] = 0.0
-    mask = torch.ones(B, T)
-    mask[:, 9:] = 0
-    return {
-        "hidden": torch.randn(B, T, H, generator=g).requires_grad_(head != "no grad"),
-        "weight": torch.randn(V, H, generator=g).requires_grad_(head == "trainable"),
-        "completion_ids": torch.randint(V, (B, T), generator=g),
-        "completion_mask": mask,
-        "advantages": advantages,
-        "ref_per_token_logps": torch.randn(B, T, generator=g) - 4,
-    }
+    trains = {"trainable": ("hidden", "weight"), "frozen": ("hidden",), "no grad": ()}[head]
+    given = small_batch(B, T, H, V, ("ref_per_token_logps",), trains=trains)
+    given["advantages"][: int(B * share_zero)] = 0.0
+    given["completion_mask"][:, 9:] = 0
+    return given
 
 
 def nvh(run_with: dict[str, Any], config: LossConfig, **options: Any) -> tuple[float, str]:
@@ -71,7 +64,7 @@ def test_cost_of_every_loss(loss_type: str, level: str, head: str, share_zero: f
     config = LossConfig(loss_type=loss_type, importance_sampling_level=level, epsilon=100.0)  # nothing is clipped
     if off_policy:
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
-    couples = off_policy and (level == "sequence" or loss_type in PER_SEQUENCE)
+    couples = off_policy and (level == "sequence" or reference_terms.TERMS[loss_type].per_sequence)
     expected = {
         "no grad": "score",
         "frozen": "frozen",

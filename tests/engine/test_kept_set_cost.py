@@ -52,7 +52,7 @@ def test_flops() -> None:
 def test_flops_of_ragged_sets_go_with_their_sizes() -> None:
     """One large set does not make the others pay: at most twice what the ids kept would cost."""
     given = uniform(n=64, k=256)
-    sizes = torch.randint(2, 6, (64,), generator=torch.Generator().manual_seed(0))
+    sizes = torch.randint(2, 6, (64,))
     sizes[7] = 256
     given["kept_ids"] = torch.where(torch.arange(256) < sizes[:, None], given["kept_ids"], -1)
     flops = count_flops(lambda: linear_logprob(**given))

@@ -101,8 +101,7 @@ def test_an_adapter_of_its_own_precision(
 
 def test_an_adapter_beside_a_float64_head(like_cuda: list[chunks.Group]) -> None:
     """fp32 does not go into fp64 results, nor do 16 bits."""
-    g = torch.Generator().manual_seed(1)
-    hidden, weight, a, b = (torch.randn(shape, generator=g) for shape in ((5, 8), (30, 8), (2, 8), (30, 2)))
+    hidden, weight, a, b = (torch.randn(shape) for shape in ((5, 8), (30, 8), (2, 8), (30, 2)))
     weight, ids = weight.double(), torch.arange(5)
     for dtype in (torch.float32, torch.bfloat16):
         x, *pair = (t.to(dtype) for t in (hidden, a, b))

@@ -1,4 +1,4 @@
-"""All categories of attack."""
+"""All categories of attack, and the settings of a round of `python -m tests.fuzz`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import importlib.util
 import os
 
 import torch
+from hypothesis import settings
 
 from grpo_kernels.backends import choose_backend
+from tests.fuzz import attack
 from tests.fuzz.expectations import EXPECTED
 from tests.fuzz.losses import LOSS
 
-ALL = (LOSS, EXPECTED)
+ALL = {"loss": LOSS, "expected": EXPECTED}
+SETTINGS = settings(attack.SETTINGS, max_examples=400)
 
 
 def prepare() -> None:

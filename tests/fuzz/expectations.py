@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import Expectation, linear_logprob
 from grpo_kernels.engine.remainder import FAR_TOO_LARGE
-from tests.fuzz.harness import Category, Options
+from tests.fuzz.attack import Attack, Options
 from tests.support.case_builder import Case, make_case, seeded
 from tests.support.flat import flat
 from tests.support.reference import head, on_grid
@@ -57,7 +56,7 @@ FORMS = (
 )
 
 
-def draw(random_: random.Random) -> Options:
+def draw(random_: Any) -> Options:
     sometimes = lambda p, value: value if random_.random() < p else None  # noqa: E731
     options: Options = {
         "name": f"expected/{random_.getrandbits(40)}",
@@ -173,4 +172,4 @@ def compare(case: Case, leaves: dict[str, Tensor | None], logps: Tensor, g: Tens
             raise AssertionError(f"d {name}{list(where)}: got {got[where]:.6g}, want {grad[where]:.6g}")
 
 
-EXPECTED = Category("expected", draw, check)
+EXPECTED = Attack(draw, check)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels import LoRA, grpo_loss
-from tests.fuzz.harness import Category, Options
+from grpo_kernels import LoRA, LossConfig, grpo_loss
+from tests.fuzz.attack import Attack, Options
 from tests.support.case_builder import Case, make_case, seeded
 from tests.support.flat import flat
 from tests.support.random_cases import case_options, with_garbage
@@ -25,9 +26,10 @@ OWN = ("name", "engine", "backend", "packed", "strides", "garbage", "scale", "lo
 HAS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
 TRITON_SHARE = 0.06  # the interpreter takes a hundred times as long
 TRITON_SHAPE = {"b": 2, "t": 4, "h": 8, "v": 33}
+PLAIN = {x.name: x.default for x in (*fields(LossConfig), *signature(make_case).parameters.values())}
 
 
-def draw(random_: random.Random) -> Options:
+def draw(random_: Any) -> Options:
     """Options of `make_case`, and how it is called."""
     sometimes = lambda p, value: value if random_.random() < p else None  # noqa: E731
     options = {k: x for k, x in case_options(random_).items() if x is not None}
@@ -56,7 +58,8 @@ def draw(random_: random.Random) -> Options:
     if options["dtype"] == torch.float16:
         own["scale"] = None  # below 2^-14 it rounds to a fixed step, which the bounds would scale
     name = f"fuzz/{random_.getrandbits(40)}"
-    return {"name": name, **options, **{k: x for k, x in own.items() if x is not None}}
+    told = {k: x for k, x in options.items() if k not in PLAIN or x != PLAIN[k]}
+    return {"name": name, **told, **{k: x for k, x in own.items() if x is not None}}
 
 
 def build(options: Options) -> tuple[Case, Case, LoRA | None]:
@@ -177,4 +180,4 @@ def padded(out: Any, stays: Tensor | None) -> Any:
     )
 
 
-LOSS = Category("loss", draw, check)
+LOSS = Attack(draw, check)

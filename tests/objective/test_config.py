@@ -16,7 +16,6 @@ from grpo_kernels.base.trl_args import REFUSED
 from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import LOSSES
 
-OURS = {"kl_estimator"}
 SWITCH = "vllm_importance_sampling_correction"
 
 
@@ -55,7 +54,7 @@ def test_every_field_of_trls_is_taken_refused_or_not_of_the_loss() -> None:
     theirs = trl_config()
     inherited = {x.name for base in type(theirs).__mro__[1:] if dataclasses.is_dataclass(base) for x in fields(base)}
     found = {x.name for x in fields(theirs)} - inherited
-    taken = ({x.name for x in fields(LossConfig)} - OURS) | {"vllm_importance_sampling_cap"}
+    taken = ({x.name for x in fields(LossConfig)} & found) | {"vllm_importance_sampling_cap"}
     groups = (taken, {*REFUSED}, OF_ADAPTIVE_ENTROPY, {*OF_THE_TRAINER.split()})
     assert found == set().union(*groups)
     assert sum(map(len, groups)) == len(found)
@@ -100,7 +99,7 @@ def test_a_subclass_of_grpos_arguments_has_its_own_loss() -> None:
 def test_every_default_is_trls() -> None:
     theirs = trl_config()
     for field in fields(LossConfig):
-        if field.name not in OURS | {SWITCH}:
+        if hasattr(theirs, field.name) and field.name != SWITCH:
             assert getattr(theirs, field.name) == field.default, field.name
     assert theirs.vllm_importance_sampling_correction  # made by the trainer, who hands the ratio in
     assert LossConfig.from_trl(theirs) == LossConfig()
@@ -130,7 +129,8 @@ def test_from_trl_takes_every_field_over() -> None:
         "vllm_importance_sampling_clip_max": None,
         "vllm_importance_sampling_clip_min": 0.5,
     }
-    assert set(options) == {f.name for f in fields(LossConfig)} - OURS - {SWITCH}
+    theirs = {f.name for f in fields(trl_config())}
+    assert set(options) == {f.name for f in fields(LossConfig)} & theirs - {SWITCH}
     config = LossConfig.from_trl(trl_config(**options), kl_estimator="k1")
     assert {name: getattr(config, name) for name in options} == options
     assert config.kl_estimator == "k1"
@@ -166,7 +166,7 @@ def test_it_is_frozen_and_the_module_takes_its_fields() -> None:
     assert GRPOLoss(presets.DAPO, epsilon_high=0.3).config.epsilon_high == 0.3
     with pytest.raises(TypeError, match="epsilom"):
         GRPOLoss(epsilom=0.1)
-    assert {*LOSSES} - {"gmpo"} == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
+    assert {*LOSSES} >= {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}  # TRL's
 
 
 def test_numpy_numbers_are_numbers() -> None:

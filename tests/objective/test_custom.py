@@ -133,14 +133,8 @@ COUPLED = [
 
 
 def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(1)
-    return {
-        "hidden": torch.randn(b, t, 4, generator=g, requires_grad=True),
-        "head": torch.randn(9, 4, generator=g, requires_grad=True),
-        "completion_ids": torch.randint(9, (b, t), generator=g),
-        "completion_mask": torch.ones(b, t, dtype=torch.bool),
-        "advantages": torch.tensor([1.0, -1.0]).repeat(b // 2),  # as often in each half, or in every other token
-    }
+    given = small_batch(b, t, completion_mask=torch.ones(b, t, dtype=torch.bool), trains=("hidden", "weight"))
+    return given | {"head": given.pop("weight")}
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 24])

@@ -14,31 +14,14 @@ from torch import Tensor
 
 from grpo_kernels import GRPOLoss, LossConfig, Run, grpo_loss, objectives, policy_loss_from_logps, presets
 from grpo_kernels.objective import named_losses
+from tests.support.off_policy import FLOAT, off_policy
 
 B, T = 6, 12
-FLOAT = torch.float64
 Given = dict[str, Tensor]
 
 
 def batch(seed: int) -> Given:
-    """Off-policy, ratios from e^-30 to e^39 on both sides of every bound; advantages of 0, holes, an empty sequence."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=FLOAT)
-
-    logps = -normal(B, T).abs() * 1.5
-    old = (logps + 0.5 * normal(B, T)).clamp(max=-1e-9)
-    sampling = (logps + 0.5 * normal(B, T)).clamp(max=-1e-9)
-    logps[1:4, 0] = torch.tensor([-31.0, -1.0, math.log(0.2)], dtype=FLOAT)
-    old[1:4, 0] = torch.tensor([-1.0, -31.0, -3.0], dtype=FLOAT)
-    sampling[1:4, 0] = torch.tensor([-1.0, -31.0, math.log(1e-6)], dtype=FLOAT)  # 0.2 / 1e-6: above IPO's cap
-    sampling[0, :3] = torch.tensor([-40.0, math.nan, math.nan], dtype=FLOAT)
-    advantages = normal(B, T)
-    advantages[4] = 0.0
-    mask = torch.rand(B, T, generator=gen) < 0.7
-    mask[0, :3], mask[1:5, 0], mask[5] = True, True, False
-    return {"logps": logps, "old": old, "sampling": sampling, "advantages": advantages, "mask": mask}
+    return off_policy(seed, B, T)
 
 
 def garbage(x: Tensor, mask: Tensor) -> Tensor:
@@ -170,7 +153,7 @@ def test_values_and_gradients_are_the_sources(objective: Any, formula: Callable[
 @pytest.mark.parametrize(("objective", "formula"), CASES)
 def test_a_ratio_multiplies_the_whole_loss(objective: Any, formula: Callable[[Given], Tensor]) -> None:
     given = batch(7)
-    given["ratio"] = torch.rand(B, T, generator=torch.Generator().manual_seed(3), dtype=FLOAT)
+    given["ratio"] = torch.rand(B, T, dtype=FLOAT)
     given["ratio"][1:3, :3] = 0.0
     agree(ours(given, objective=objective), written_out(lambda x: formula(x) * x["ratio"], given))
 
@@ -304,15 +287,14 @@ def test_m2po_as_a_mask_and_as_a_ratio() -> None:
 @pytest.mark.parametrize("trains", [True, False])
 def test_engines_and_gradients_from_hidden_states(trains: bool) -> None:
     """One pass for all that look at one token at a time, two for FIPO."""
-    gen = torch.Generator().manual_seed(5)
     given = batch(3)
     mask = given["mask"]
-    hidden = torch.randn(B, T, 5, generator=gen, dtype=FLOAT).requires_grad_()
-    weight = torch.randn(13, 5, generator=gen, dtype=FLOAT).requires_grad_(trains)
-    ids = torch.randint(13, (B, T), generator=gen)
+    hidden = torch.randn(B, T, 5, dtype=FLOAT).requires_grad_()
+    weight = torch.randn(13, 5, dtype=FLOAT).requires_grad_(trains)
+    ids = torch.randint(13, (B, T))
     given["logps"] = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, ids[..., None])[..., 0]
     for name in ("old", "sampling"):
-        given[name] = given["logps"].detach() + 0.5 * torch.randn(B, T, generator=gen, dtype=FLOAT)
+        given[name] = given["logps"].detach() + 0.5 * torch.randn(B, T, dtype=FLOAT)
     leaves = (hidden, weight) if trains else (hidden,)
     for objective, formula in OBJECTIVES:
         out = grpo_loss(

@@ -1,4 +1,4 @@
-"""A loss type is a record, a formula and a field per parameter: one that is added so works on every backend."""
+"""CONTRIBUTING's recipe for a new loss, followed on a copy: all suites that go by losses have it, and pass."""
 
 from __future__ import annotations
 
@@ -18,66 +18,68 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 FORMULA = '''
-def foo(log_ratio, advantage, logp, scale):
-    """``-(1 - e^(-scale r)) / scale A``"""
+
+def novel(log_ratio, advantage, logp, scale):
+    """``(e^(-scale r) - 1) / scale A``"""
     ratio = exp(log_ratio)
-    rest = exp(-scale * ratio)
-    loss = -times((1.0 - rest) / scale, advantage)
-    return loss, -times(ratio, rest * advantage), full_like(loss, 0.0)
+    loss = times(expm1(-scale * ratio) / scale, advantage)
+    return loss, -times(ratio, exp(-scale * ratio) * advantage), full_like(loss, 0.0)
+'''
+IN_THE_REFERENCE = """
+
+def novel(o, ratio, adv, logps, phi):
+    return torch.expm1(-o.novel_scale * ratio) / o.novel_scale * adv
 
 
-def k1('''
-EDITS = {  # file -> what is there, and what comes in its place
-    "base/choices.py": [('"sapo",', '"foo", "sapo",')],
-    "objective/losses.py": [
-        ('LossType("sapo",', 'LossType("foo", "foo", lambda c: (c.foo_scale,), "token_mean"), LossType("sapo",')
-    ],
-    "token_loss/formulas.py": [("\ndef k1(", FORMULA), ("unclipped, constant", "unclipped, foo, constant")],
-    "objective/config.py": [("    vespo_k_pos: float", "    foo_scale: float = 0.5\n    vespo_k_pos: float")],
-}
-USE = """
-from types import SimpleNamespace
-import torch
-from benchmarks import parity
-from grpo_kernels import LossConfig, Run, grpo_loss
-from grpo_kernels.objective.losses import LOSSES
-from tests.support import interpreter
-
-interpreter.prepare()
-assert "foo" in LOSSES and "foo" in parity.LOSS_TYPES
-torch.manual_seed(0)
-hidden, weight, ids = torch.randn(2, 3, 4), torch.randn(9, 4), torch.randint(9, (2, 3))
-mask, advantages = torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([1.0, -0.7])
-config = LossConfig.from_trl(SimpleNamespace(loss_type="foo", foo_scale=0.8, beta=0.0))
-assert config == LossConfig(loss_type="foo", foo_scale=0.8)
-
-h = hidden.double().requires_grad_()
-logps = torch.log_softmax(h @ weight.double().T, -1).gather(2, ids[..., None])[..., 0]
-for old in (None, logps.detach().float() - 0.3):
-    r = (logps - (logps.detach() if old is None else old)).exp()
-    want = (-(1 - torch.exp(-0.8 * r)) / 0.8 * advantages[:, None] * mask).sum() / mask.sum()
-    (slope,) = torch.autograd.grad(want, h, retain_graph=True)
-    for backend in ("torch", "cpp", "triton"):
-        leaf = hidden.clone().requires_grad_()
-        given = {"old_per_token_logps": old, "config": config, "run": Run(backend=backend)}
-        out = grpo_loss(leaf, weight, ids, mask, advantages, **given)
-        out.loss.backward()
-        torch.testing.assert_close(out.loss.detach().double(), want.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(leaf.grad.double(), slope, rtol=1e-4, atol=1e-6)
+def plain(o, ratio, adv, logps, phi):
+    return -ratio * adv
 """
+RECORDS = """
+        LossType("novel_token", "novel", lambda c: (c.novel_scale,), "token_mean"),
+        LossType("novel_sequence", "unclipped", lambda _: (), "sequence_sum"),"""
+TERMS = """
+    "novel_token": Loss(novel, token_mean, in_trl=False),
+    "novel_sequence": Loss(plain, sequence_sum, in_trl=False),"""
+ADDED = (  # file, the beginning of a list, its end, what comes before that end
+    ("grpo_kernels/base/choices.py", "LossTypeName = Literal[", "]", ', "novel_token", "novel_sequence"'),
+    ("grpo_kernels/token_loss/formulas.py", "", "\n\nHELPERS", FORMULA),
+    ("grpo_kernels/token_loss/formulas.py", "SURROGATES: dict", ")}", ", novel"),
+    ("grpo_kernels/objective/losses.py", "LOSSES = {", "\n    )\n}", RECORDS),
+    ("grpo_kernels/objective/config.py", "    Args:", "\n\n", "\n        novel_scale: curvature of the loss."),
+    (
+        "grpo_kernels/objective/config.py", "    loss_type: LossTypeName =", "\n\n",
+        "\n    novel_scale: float = field(default=0.5, metadata=_above(0.0))",
+    ),
+    ("grpo_kernels/objective/keywords.py", "class LossFields", "", "    novel_scale: float\n"),
+    ("tests/support/reference_terms.py", "DEFAULTS = {", "\n}", '\n    "novel_scale": 0.5,'),
+    ("tests/support/reference_terms.py", "", "\n\n@dataclass(frozen=True)\nclass Loss:", IN_THE_REFERENCE),
+    ("tests/support/reference_terms.py", "TERMS = {", "\n}", TERMS),
+)  # fmt: skip
+SUITES = [f"tests/{x}" for x in ("call", "engine", "head", "objective", "parallel", "token_loss", "backends")]
+FILES = ["tests/test_catalogue.py", "tests/test_reference.py", "tests/test_types.py", "tests/test_warmup.py"]
+# Parametrised by a loss, or about the list of them.
+CHOSEN = "novel or test_reference or test_config or test_formulas or the_types or every_surrogate"
+
+
+def with_two_losses(to: Path) -> None:
+    """A copy of the checkout, with a loss that averages over tokens and one that sums over each sequence."""
+    for name in ("grpo_kernels", "csrc", "benchmarks", "tests", "pyproject.toml"):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, to)
+            continue
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "results"))
+    for name, beginning, end, text in ADDED:
+        path = to / name
+        source = path.read_text()
+        assert beginning in source, beginning
+        begins = source.index(beginning)
+        at = source.index(end, begins + len(beginning)) if end else len(source)
+        path.write_text(source[:at] + text + source[at:])
 
 
 @pytest.mark.slow
-def test_four_edits_add_a_loss_with_a_parameter(tmp_path: Path) -> None:
-    for name in ("grpo_kernels", "csrc", "benchmarks", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "results"))
-    for name, edits in EDITS.items():
-        path = tmp_path / "grpo_kernels" / name
-        text = path.read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        path.write_text(text)
+def test_the_recipe_adds_losses_to_every_suite(tmp_path: Path) -> None:
+    with_two_losses(tmp_path)
     # not optimised, the library is there in a third of the time
     unoptimised = script(tmp_path / "cxx", f'exec {shlex.join(compiler())} "$@" -O0')
     environment = os.environ | {
@@ -86,8 +88,9 @@ def test_four_edits_add_a_loss_with_a_parameter(tmp_path: Path) -> None:
         "TRITON_INTERPRET": "1",
         "CXX": str(unoptimised),
     }
-    for command in (["csrc/generate.py"], ["-c", USE]):
+    suites = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", CHOSEN, *SUITES, *FILES]
+    for command in (["csrc/generate.py"], suites):
         done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -19,10 +19,10 @@ from grpo_kernels.objective.custom import CustomObjective
 from grpo_kernels.objective.evaluation import Evaluation
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
+from tests.support.off_policy import FLOAT, off_policy
 from tests.support.verl_peer import core_algos, verl_module
 
 B, T = 6, 9
-FLOAT = torch.float64
 SEED = 7  # of clip_cov's draw
 # name: parameters under which tokens fall on both sides of every bound below
 OURS: dict[str, dict[str, Any]] = {
@@ -56,25 +56,11 @@ def ours(name: str) -> Any:
 
 
 def batch(seed: int, *, per_token: bool = True, weighted: bool = False) -> dict[str, Tensor]:
-    """Logps on either side of every bound, ratios from e^-30 to e^30, advantages of 0, holes and an empty sequence."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=FLOAT)
-
-    logps = -normal(B, T).abs() * 1.5
-    old = (logps + 0.6 * normal(B, T)).clamp(max=-1e-9)
-    logps[1, 0], old[1, 0] = -31.0, -1.0
-    logps[2, 0], old[2, 0] = -1.0, -31.0
-    logps[3, 0], old[3, 0] = -1e-12, -2.0
-    advantages = normal(B, T) if per_token else normal(B, 1).expand(B, T).clone()
-    advantages[4] = 0.0
-    mask = torch.rand(B, T, generator=gen) < 0.7
-    mask[1:5, 0], mask[5] = True, False
-    ratio = torch.rand(B, T, generator=gen, dtype=FLOAT) * 2
-    ratio[0, :4] = 0.0
-    given = {"logps": logps, "old": old, "advantages": advantages, "mask": mask}
-    return given | ({"ratio": ratio} if weighted else {})
+    given = off_policy(seed, B, T, per_token=per_token)
+    if weighted:
+        given["ratio"] = torch.rand(B, T, dtype=FLOAT) * 2
+        given["ratio"][0, :4] = 0.0
+    return given
 
 
 def garbage(x: Tensor, mask: Tensor) -> Tensor:
@@ -169,7 +155,7 @@ def test_losses_and_gradients_are_verls(name: str, mode: str, weighted: bool) ->
 
 
 def test_both_sides_of_every_bound_are_tested() -> None:
-    given = batch(0)
+    given = batch(3)
     given["advantages"][4] = 0.5  # where it is 0 everything is
     count, log_ratio = int(given["mask"].sum()), (given["logps"] - given["old"])[given["mask"]]
     dropped = {name: evaluate(ours(name), given, *MODES["token-mean"]).d_logp == 0 for name in OURS}

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from tests.support.case_builder import PER_TOKEN, Case, make_case
-from tests.support.random_cases import TYPES, random_case
+from tests.support.random_cases import random_case
+from tests.support.reference_terms import CLIPPED, TERMS
 
 __all__ = ["LOSSES", "Case", "fixed_cases", "random_case", "wide_cases"]
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # (loss type, level): GMPO has one level only.
-LOSSES = [(x, level) for x in TYPES for level in ("token", "sequence") if (x, level) != ("gmpo", "sequence")]
+LOSSES = [(x, level) for x in TERMS for level in ("token", "sequence") if (x, level) != ("gmpo", "sequence")]
 SHORT = {"token": "t", "sequence": "s"}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 

@@ -7,8 +7,8 @@ import random
 import torch
 
 from tests.support.case_builder import PER_TOKEN, Case, make_case
+from tests.support.reference_terms import CLIPPED, TERMS
 
-TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
 # Twice as often float32 as any other.
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -200.0)
@@ -16,7 +16,7 @@ GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -200.0)
 
 def loss_options(draw: random.Random) -> dict[str, object]:
     """A loss: type, level, clip range, KL, entropy bonus, masks, ratios."""
-    kind = draw.choice(TYPES)
+    kind = draw.choice(tuple(TERMS))
     sometimes = lambda p, value, other: value if draw.random() < p else other  # noqa: E731
     options: dict[str, object] = {
         "loss_type": kind,
@@ -40,7 +40,7 @@ def loss_options(draw: random.Random) -> dict[str, object]:
             "off_policy_mask_threshold": sometimes(0.2, draw.choice((0.0, 0.1, 0.4)), None),
             "sampling": draw.random() < 0.3,
         }
-        if kind not in ("cispo", "sapo", "vespo"):
+        if kind in CLIPPED:
             options["delta"] = sometimes(0.25, draw.choice((1.05, 1.5, 4.0)), None)
     return options
 

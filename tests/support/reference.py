@@ -18,14 +18,15 @@ from tests.support.reference_terms import (
     CLIPPED,
     LOG_RATIO_LIMIT,
     OVERFLOW,
+    TERMS,
     divergence,
     gamma_weight,
     geometric_mean,
     kl_estimate,
     pick,
     settings,
-    surrogate,
     token_weights,
+    vespo,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -144,11 +145,12 @@ def evaluate(case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor |
     weights = token_weights(o, counted, case.num_items_in_batch, dtype)
 
     phi, full = None, log_w.expand_as(logps)
-    if o.loss_type == "gmpo":
+    surrogate = TERMS[o.loss_type].surrogate
+    if surrogate is None:
         parts, full = geometric_mean(o, log_ratio, adv, counted, keeps.get("high entropy", counted))
         unweighted = (parts * len(parts)).expand_as(logps)
     else:
-        phi = gamma_weight(o, adv, log_ratio, counted, case) if o.loss_type == "vespo" else None
+        phi = gamma_weight(o, adv, log_ratio, counted, case) if surrogate is vespo else None
         unweighted = pick(surrogate(o, full.exp(), pick(adv.expand_as(logps), acts), logps, phi), acts)
         share = case.importance_sampling_ratio
         if share is not None and phi is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ DEFAULTS = {
     "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0, "logits_dtype": "float32",
     "teacher_final_logit_softcapping": None, "teacher_logit_scale": 1.0, "beta_of_divergence": 1.0,
 }  # fmt: skip
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # exp() of a log-ratio is cut here, far above all that float32 can hold, so that float64 never meets inf * 0.
 LOG_RATIO_LIMIT = {torch.float64: 600.0, torch.float32: 85.0}
 # A term above this is an overflow for whoever computes in float32.
@@ -31,7 +32,12 @@ OVERFLOW = 1e37
 
 def settings(case: Case) -> SimpleNamespace:
     """The case's configuration with the defaults filled in."""
-    o = SimpleNamespace(**{**DEFAULTS, **case.config, **case.others})
+    return filled(**{**case.config, **case.others})
+
+
+def filled(**options: Any) -> SimpleNamespace:
+    """These options and the defaults of all others."""
+    o = SimpleNamespace(**{**DEFAULTS, **options})
     o.epsilon_high = o.epsilon if o.epsilon_high is None else o.epsilon_high
     return o
 
@@ -77,35 +83,74 @@ def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
-def surrogate(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
-    """The per-token policy loss (B, T) before masks and weights."""
-    if o.loss_type in CLIPPED:
-        bounded = ratio if o.delta is None else clip(ratio, high=o.delta)
-        return -torch.min(bounded * adv, clip(ratio, 1 - o.epsilon, 1 + o.epsilon_high) * adv)
-    if o.loss_type == "cispo":
-        return -ratio.detach().clamp(max=o.epsilon_high) * adv * logps
-    if o.loss_type == "sapo":
-        tau = either(adv > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, adv.dtype)
-        gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()  # its slope keeps its digits near a gate of 1
-        return -gate * 4 / tau * adv
+def clipped(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+    bounded = ratio if o.delta is None else clip(ratio, high=o.delta)
+    return -torch.min(bounded * adv, clip(ratio, 1 - o.epsilon, 1 + o.epsilon_high) * adv)
+
+
+def cispo(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+    return -ratio.detach().clamp(max=o.epsilon_high) * adv * logps
+
+
+def sapo(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+    tau = either(adv > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, adv.dtype)
+    gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()  # its slope keeps its digits near a gate of 1
+    return -gate * 4 / tau * adv
+
+
+def vespo(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
     assert phi is not None
     return -phi * adv * logps
 
 
-def token_weights(o: SimpleNamespace, counted: Tensor, num_items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(B, T): the normaliser of each loss type as a weight, so that loss = sum(weight * per-token loss)."""
-    m = counted.to(dtype)
-    batch, per_sequence = max(counted.shape[0], 1), m.sum(1, keepdim=True).clamp(min=1)
-    if o.loss_type in ("grpo", "sapo", "gmpo"):
-        return m / (per_sequence * batch)
-    if o.loss_type == "bnpo":
-        return m / m.sum().clamp(min=1)
-    if o.loss_type == "dr_grpo":
-        return m / (batch * o.max_completion_length)
-    if o.loss_type == "luspo":
-        return m / batch
-    items = float(m.sum()) if num_items is None else float(num_items)
+def sequence_mean(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+    return m / (m.sum(1, keepdim=True).clamp(min=1) * max(len(m), 1))
+
+
+def token_mean(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+    return m / m.sum().clamp(min=1)
+
+
+def num_items(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
     return m / max(items, 1.0)
+
+
+def max_length(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+    return m / (max(len(m), 1) * o.max_completion_length)
+
+
+def sequence_sum(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+    return m / max(len(m), 1)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What tells a loss from the others: an entry of `TERMS`, by which every suite has it."""
+
+    surrogate: Callable[..., Tensor] | None  # the per-token policy loss (B, T) before masks; None: `geometric_mean`
+    normaliser: Callable[..., Tensor]  # weights (B, T) from the mask: loss = sum(weight * per-token loss)
+    per_sequence: bool = False  # one ratio per sequence at any level
+    in_trl: bool = True
+
+
+TERMS = {
+    "grpo": Loss(clipped, sequence_mean),
+    "bnpo": Loss(clipped, token_mean),
+    "dr_grpo": Loss(clipped, max_length),
+    "dapo": Loss(clipped, num_items),
+    "cispo": Loss(cispo, num_items),
+    "sapo": Loss(sapo, sequence_mean),
+    "luspo": Loss(clipped, sequence_sum),
+    "vespo": Loss(vespo, num_items, per_sequence=True),
+    "gmpo": Loss(None, sequence_mean, per_sequence=True),
+}
+CLIPPED = tuple(name for name, loss in TERMS.items() if loss.surrogate is clipped)
+
+
+def token_weights(o: SimpleNamespace, counted: Tensor, items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(B, T): the normaliser's weights; without `items` the counted tokens are meant."""
+    m = counted.to(dtype)
+    return TERMS[o.loss_type].normaliser(o, m, float(m.sum() if items is None else items))
 
 
 def geometric_mean(

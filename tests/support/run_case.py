@@ -9,7 +9,7 @@ from grpo_kernels import Head, LossConfig, LossOutput, grpo_loss
 from grpo_kernels.head.head import CONSTANTS
 from tests.support.case_builder import PER_TOKEN, Case
 from tests.support.flat import flat
-from tests.support.reference_terms import settings
+from tests.support.reference_terms import TERMS, settings
 
 
 def config_of(case: Case) -> LossConfig:
@@ -78,7 +78,7 @@ def allowed_engines(case: Case) -> set[str]:
     coupled = o.top_entropy_quantile < 1.0
     if o.off_policy_mask_threshold is not None:
         coupled |= not on_policy or case.sampling_per_token_logps is not None
-    coupled |= (corrected and by_sequence) if on_policy else by_sequence or o.loss_type in ("vespo", "gmpo")
+    coupled |= (corrected and by_sequence) if on_policy else by_sequence or TERMS[o.loss_type].per_sequence
     allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
     if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains) and not full:
         allowed.add("frozen")

@@ -16,7 +16,7 @@ from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
-from tests.support.reference_terms import clip
+from tests.support.reference_terms import TERMS, either, filled, vespo
 from tests.support.row_cases import DEVICE, ON_POLICY
 from tests.support.row_truth import U, check
 
@@ -34,24 +34,26 @@ def grid(special: bool = False, device: str = DEVICE) -> tuple[Tensor, Tensor, T
     return tuple(x.contiguous() for x in found.unbind(1))  # type: ignore[return-value]
 
 
-# Surrogate and its constants. At R = 0 the ratio is exactly 1, so that it meets these bounds exactly, and both branches
-# of a minimum tie.
-CASES = {
-    "clipped": ("clipped", (0.8, 1.28, INF)),
-    "clipped, delta": ("clipped", (0.8, 1.28, 1.5)),
-    "clipped, meets low": ("clipped", (1.0, 1.28, INF)),
-    "clipped, meets high": ("clipped", (0.8, 1.0, INF)),
-    "clipped, meets delta": ("clipped", (0.5, 1.28, 1.0)),
-    "clipped, delta inside": ("clipped", (0.8, 1.28, 1.1)),
-    "clipped, no range": ("clipped", (1.0, 1.0, INF)),
-    "cispo": ("cispo", (5.0,)),
-    "cispo, meets": ("cispo", (1.0,)),
-    "sapo": ("sapo", (1.0, 1.05)),
-    "vespo": ("vespo", (2.0, 3.0, 3.0, 2.0)),
-    "unclipped": ("unclipped", ()),
+# Loss type and options. At R = 0 the ratio is exactly 1, so that it meets a bound of 1 exactly, and both branches of a
+# minimum tie.
+CASES: list[tuple[str, dict[str, float]]] = [
+    ("grpo", {"epsilon_high": 0.28}),
+    ("grpo", {"epsilon_high": 0.28, "delta": 1.5}),
+    ("grpo", {"epsilon": 0.0, "epsilon_high": 0.28}),
+    ("grpo", {"epsilon_high": 0.0}),
+    ("grpo", {"epsilon": 0.5, "epsilon_high": 0.28, "delta": 1.0}),
+    ("grpo", {"epsilon_high": 0.28, "delta": 1.1}),
+    ("grpo", {"epsilon": 0.0}),
+    ("cispo", {"epsilon_high": 5.0}),
+    ("cispo", {"epsilon_high": 1.0}),
+    *((name, {}) for name, loss in LOSSES.items() if loss.surrogate not in ("clipped", "cispo")),
+]
+LOSS_OF = {
+    (LOSSES[name].surrogate, LOSSES[name].constants(LossConfig(loss_type=name, **options))): (name, options)
+    for name, options in CASES
 }
-EACH = list(CASES.values())
-each_surrogate = pytest.mark.parametrize(("name", "constants"), EACH, ids=list(CASES))
+EACH = [*LOSS_OF]
+each_surrogate = pytest.mark.parametrize(("name", "constants"), EACH, ids=str)
 
 
 def mirrored(name: str, constants: Constants, *inputs: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def steepness(name: str, constants: Constants, log_ratio: Tensor) -> Tensor:
     ratio = torch.where(ratio < 1e3, ratio, 0.0)  # beyond it a sigmoid is 0 or 1, and phi is 0
     if name == "vespo":
         return max(constants) * (1 + ratio + torch.where(ratio > 0, log_ratio.double().abs(), 0.0))
-    return 1 + (ratio if name == "sapo" else 0 * ratio)
+    return 1 + (0 * ratio if name in ("clipped", "cispo", "unclipped") else ratio)
 
 
 def is_nothing(name: str, log_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -74,29 +76,17 @@ def is_nothing(name: str, log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 def differentiated(name: str, constants: Constants, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
-    """The loss, written down anew in float64, and its derivatives in R and logp by autograd: (3, n)."""
+    """The loss by the reference, in float64, and its derivatives in R and logp by autograd: (3, n)."""
     log_ratio, advantages, logps = (x.double().clone() for x in (log_ratio, advantages, logps))
     log_ratio.requires_grad_()
     logps.requires_grad_()
     ratio = log_ratio.exp()
-
-    def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
-        return torch.where(positive, torch.full_like(ratio, yes), torch.full_like(ratio, no)).detach()
-
-    if name == "clipped":
-        low, high, delta = constants
-        loss = -torch.minimum(clip(ratio, high=delta) * advantages, clip(ratio, low, high) * advantages)
-    elif name == "cispo":
-        loss = -ratio.clamp(max=constants[0]).detach() * advantages * logps
-    elif name == "sapo":
-        tau = by_sign(advantages > 0, *constants)
-        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    elif name == "vespo":
-        k, rate = (by_sign(advantages >= 0, constants[i], constants[i + 2]) for i in (0, 1))
-        loss = -(ratio**k * torch.exp(rate * (1 - ratio))).detach() * advantages * logps
-    else:
-        assert name == "unclipped"
-        loss = -ratio * advantages
+    loss_type, options = LOSS_OF[name, constants]
+    o, surrogate, phi = filled(**options), TERMS[loss_type].surrogate, None
+    if surrogate is vespo:
+        k, rate = (either(advantages >= 0, constants[i], constants[i + 2], ratio.dtype) for i in (0, 1))
+        phi = (ratio**k * torch.exp(rate * (1 - ratio))).detach()
+    loss = -ratio * advantages if surrogate is None else surrogate(o, ratio, advantages, logps, phi)
     grads = torch.autograd.grad(loss.sum(), [log_ratio, logps], allow_unused=True)
     return torch.stack([loss.detach(), *(torch.zeros_like(ratio) if g is None else g for g in grads)])
 

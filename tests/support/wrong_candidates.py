@@ -10,9 +10,7 @@ from torch import Tensor
 
 from tests.support.case_builder import Case
 from tests.support.plain import Hooks
-from tests.support.reference_terms import settings
-
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+from tests.support.reference_terms import CLIPPED, TERMS, settings
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ FAULTS = [
         lambda c: (
             off_policy(c)
             and settings(c).importance_sampling_level == "token"
-            and settings(c).loss_type not in ("vespo", "gmpo")
+            and not TERMS[settings(c).loss_type].per_sequence
         ),
     ),
     Fault(

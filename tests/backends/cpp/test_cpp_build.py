@@ -25,11 +25,6 @@ CPU = torch.device("cpu")
 WAYS_OUT = ("CXX", "make wheel", "upgrade torch", "install grpo_kernels again", "WSL", "TORCH_EXTENSIONS_DIR")
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(tmp_path, monkeypatch)
-
-
 @pytest.mark.slow
 def test_fresh_cache_is_filled_once_and_serves_without_a_compiler(tmp_path):
     strict = shlex.join([*compiler.compiler(), "-Wall", "-Wextra", "-Werror"])

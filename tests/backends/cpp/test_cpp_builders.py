@@ -20,11 +20,6 @@ from grpo_kernels.backends.cpp_rows import build, cache, compiler
 from tests.support.acted_build import GOOD, World, at_most
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(tmp_path, monkeypatch)
-
-
 def children(count: int, work: Callable[[], str]) -> Iterator[tuple[int, Path]]:
     """Processes forked to do `work`, and files with what it returned."""
     folder = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))

@@ -26,11 +26,6 @@ NOBODY = 65534
 ANY_NAME = "0123456789abcdef.so"
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(tmp_path, monkeypatch)
-
-
 def give_away(world: World, path: Path) -> None:
     """To another user; as only root can do that, others act it."""
     if os.geteuid() == 0:
