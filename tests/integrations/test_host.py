@@ -1,4 +1,4 @@
-"""`grpo_kernels.integrations.patching`: whatever is given back is what was there, and only where it is still ours."""
+"""`grpo_kernels.integrations.host`: whatever is given back is what was there, and only where it is still ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from grpo_kernels.integrations.patching import Patches
+from grpo_kernels.integrations.host import Patches
 
 
 def ours() -> None: ...
