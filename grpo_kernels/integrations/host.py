@@ -102,17 +102,17 @@ class HostFunction:
 
     Args:
         owner, name: the module, and the name of the function there: a plain function or an autograd function.
-        ours: our function.
-        parameters: those of the package's function. A release that changes them may have changed the results' meaning.
+        ours: our function, or a class with the ``apply`` of an autograd function. It has the parameters that theirs has
+            where we know it: a release that changes them may have changed the meaning of the results.
         unknown: end of the warning "{package} has no ...": a description of the function, and what happens then.
         needed: other names of the module that our function uses.
     """
 
-    def __init__(
-        self, owner: Any, name: str, ours: Any, parameters: Sequence[str], *, unknown: str, needed: Sequence[str] = ()
-    ) -> None:
-        self.owner, self.name, self.ours, self.parameters = owner, name, ours, tuple(parameters)
+    def __init__(self, owner: Any, name: str, ours: Any, *, unknown: str, needed: Sequence[str] = ()) -> None:
+        self.owner, self.name, self.ours = owner, name, ours
         self.unknown, self.needed = unknown, needed
+        apply = getattr(ours, "apply", None)
+        self.parameters = parameters_of(ours) if apply is None else ("ctx", *parameters_of(apply))
 
     def is_ours(self) -> bool:
         """Return True if our function is in place."""

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
+import trl.trainer.utils as trl_utils
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, micro_batches
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, micro_batches
+from grpo_kernels.integrations.trl.scoring import PATCHED, SCORING
 
 B, P, T = 8, 10, 14
 Change = Callable[[dict[str, Any], torch.Generator], None]
@@ -269,6 +271,25 @@ def test_a_gradient_that_was_not_foreseen_is_an_error(saving: str) -> None:
         step(trainer, batch())
     trainer.trunk_options = TrunkOptions(zero_advantage="train")
     assert step(trainer, batch())[1]["lm_head.weight"].any()
+
+
+def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's function is back, and what was known about the micro-batch is forgotten."""
+    trainer, theirs, seen = trainer_of(FusedGRPOTrainer, {}), trl_utils._ChunkedLogProbFunction, []
+    trunk = trainer.model.model
+
+    def fail(*_: Any, **__: Any) -> None:
+        seen.append((SCORING.get().rows is None, trl_utils._ChunkedLogProbFunction is theirs, "forward" in vars(trunk)))
+        raise MemoryError
+
+    monkeypatch.setattr(fused_head, "linear_logprob", fail)
+    with pytest.raises(MemoryError):
+        step(trainer, batch())
+    assert seen == [(False, False, True)]
+    assert SCORING.get() is PATCHED
+    assert PATCHED.rows is None
+    assert trl_utils._ChunkedLogProbFunction is theirs
+    assert "forward" not in vars(trunk)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

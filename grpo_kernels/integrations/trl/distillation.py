@@ -108,22 +108,6 @@ DIVERGENCE = HostFunction(
     trl_distillation,
     "_chunked_divergence_loss",
     divergence_loss,
-    (
-        "student_hidden_states",
-        "teacher_hidden_states",
-        "student_lm_head_weight",
-        "teacher_lm_head_weight",
-        "completion_mask",
-        "beta",
-        "num_items_in_batch",
-        "student_lm_head_bias",
-        "teacher_lm_head_bias",
-        "student_logit_scale",
-        "teacher_logit_scale",
-        "student_final_logit_softcapping",
-        "teacher_final_logit_softcapping",
-        "temperature",
-    ),
     unknown="divergence with the parameters of trl 1.15 and 1.16; its DistillationTrainer works unchanged",
 )
 

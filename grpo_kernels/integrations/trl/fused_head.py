@@ -118,18 +118,6 @@ HEAD = HostFunction(
     trl_utils,
     "_ChunkedLogProbFunction",
     FusedHead,
-    (
-        "ctx",
-        "hidden",
-        "weight",
-        "bias",
-        "targets",
-        "temperature",
-        "chunk_size",
-        "final_logit_softcapping",
-        "logit_scale",
-        "outputs",
-    ),
     unknown="fused language-model head with the signature of trl 1.15 and 1.16; TRL works unchanged",
     needed=("add_fused_lm_head", "maybe_gather_lm_head_ctx"),
 )

@@ -52,7 +52,7 @@ def count_rows(shares: Shares, positions: int, mask: Tensor | None, results: Seq
 
 
 class LogsRows:
-    """Part of a trainer, in front of TRL's class, that logs the rows of its head calls, counted in `_shares`."""
+    """Part of a trainer, in front of TRL's class, that logs its `_shares`: those of rows, and others that it counts."""
 
     model: Any
 
@@ -61,7 +61,7 @@ class LogsRows:
         super().__init__(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the row counts of this process."""
+        """Log as TRL does, with the shares of this process since the last log."""
         if self.model.training:
             logs.update(self._shares.take())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -5,6 +5,12 @@ are completion tokens, and which gradient the loss is going to send back (`grpo_
 one-pass engine computes the gradient for the expected coefficients in the forward, and the backward checks them against
 the true ones, so that an expectation that is off (an option this module does not know, a subclass with its own term)
 costs time and never changes the result.
+
+TRL calls three methods for each micro-batch, one after the other and the last within the second:
+
+    _prepare_inputs                       gives the micro-batch; at first generates and scores those of many losses
+    _compute_loss                         puts what is known about the micro-batch into a `Scoring`
+    _get_per_token_logps_and_entropies    calls the model, whose trunk and head compute `only_needed`
 """
 
 from __future__ import annotations
@@ -21,7 +27,6 @@ from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, With
 from grpo_kernels.call.options import Run, check_run
 from grpo_kernels.integrations.host import during
 from grpo_kernels.integrations.rows import Rows
-from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.trunk import trunk_of
@@ -29,12 +34,13 @@ from grpo_kernels.integrations.trl import exact_kl, expected_gradient, micro_bat
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.expected_gradient import live_sequences
 from grpo_kernels.integrations.trl.fused_head import HEAD
+from grpo_kernels.integrations.trl.row_count import LogsRows
 from grpo_kernels.integrations.trl.scoring import PATCHED, SCORING, Scoring
 from grpo_kernels.integrations.trl.scoring_call import only_needed
 from grpo_kernels.objective.config import LossConfig
 
 
-class FusedLossMixin:
+class FusedLossMixin(LogsRows):
     """Mixin that makes a ``GRPOTrainer`` subclass use the fused loss: ``class Mine(FusedLossMixin, GMPOTrainer)``.
 
     Args:
@@ -96,13 +102,12 @@ class FusedLossMixin:
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
         self.sampling_mask = sampling_mask
-        self._shares = Shares()
         self._old_scoring = old_scoring.OldScoring()
         self._reference_head: exact_kl.ReferenceHead | None = None  # of the reference's last scoring
         with heads.adapters_allowed() if HEAD.is_known() else nullcontext():
             super().__init__(*args, **kwargs)
         if HEAD.is_known():
-            heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
+            heads.check_head(self.model, self.args)
         micro_batches.check_options(self, self._loss_owner())
         exact_kl.check_beta(self)
         sampled_sets.check_option(self, is_known=HEAD.is_known())
@@ -167,7 +172,7 @@ class FusedLossMixin:
         """Return True if micro-batches run as trees; tries the model on one sample of `batch` if it has not run."""
         if self.trunk_options.layout != "tree":
             return False
-        trunk = trunk_of(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
+        trunk = trunk_of(self.accelerator.unwrap_model(self.model))
         if exactness.fits_trees(trunk) is None:
             old_scoring.score(self, micro_batches.first_sample(batch), None)
         return exactness.fits_trees(trunk) is True
@@ -194,15 +199,15 @@ class FusedLossMixin:
             inputs = {**inputs}  # the log-probabilities of the loss are put into it
         scoring = self._scoring(sampled=inputs.get(sampled_sets.KEY), unscored=inputs if is_unscored else None)
         scoring.rows = self._rows_of_loss(inputs, is_unscored=is_unscored)
-        regroups, live = self.regroup and self._trains, live_sequences(self, scoring.rows)
+        regroups, skips = self.regroup and self._trains, self.trunk_options.zero_advantage == "skip"
         factor: Tensor | float = micro_batches.share_of_mean(self, inputs) if regroups else 1.0
-        skips = live is not None and self.trunk_options.zero_advantage == "skip"
-        if live is not None and skips:
+        live = live_sequences(self, scoring.rows) if skips else None
+        if live is not None:
             config = self._loss_config(is_unscored=is_unscored)
             inputs, of_tokens = micro_batches.without_dead(inputs, live, config)
             factor = factor * of_tokens
             scoring.rows = self._rows_of_loss(inputs, is_unscored=is_unscored)
-        measured = self._measured(inputs) if skips or regroups else nullcontext()
+        measured = self._measured(inputs) if regroups or live is not None else nullcontext()
         with measured, during(SCORING, scoring):
             if exact_kl.is_asked_for(self):
                 return factor * self._loss_with_exact_kl(model, inputs, scoring)
@@ -236,13 +241,6 @@ class FusedLossMixin:
             self._old_scoring.keep(inputs)
         return results
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log TRL's metrics, of all ranks, with this rank's row and token counts since the last log."""
-        if self._trains:
-            for name, share in self._shares.take().items():
-                self._metrics["train"][name].append(share)  # type: ignore[attr-defined]
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
     def _scoring(self, **facts: Any) -> Scoring:
         """Return a new `Scoring` with the options and shares of this trainer."""
         return Scoring(self._run, PATCHED.logits_dtype, self._shares, **facts)
@@ -273,7 +271,7 @@ class FusedLossMixin:
 
     @property
     def _trains(self) -> bool:
-        return bool(self.model.training)  # type: ignore[attr-defined]
+        return bool(self.model.training)
 
 
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
