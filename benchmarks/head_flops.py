@@ -77,7 +77,7 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
     """Counts the head calls of both trainers; yields the hook that counts a trainer's tokens."""
     import trl.trainer.utils as trl_utils
 
-    from grpo_kernels.integrations.trl import hook as trl_hook
+    from grpo_kernels.integrations.trl import fused_head
 
     def prepare(trainer: Any) -> None:
         compute = trainer._compute_loss
@@ -93,10 +93,10 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
     theirs, counter = trl_utils._ChunkedLogProbFunction, operations()
     apply = staticmethod(counted(theirs.apply, counter, counts))
     stock = type("Counted", (), {"apply": apply, "forward": theirs.forward})
-    ours = staticmethod(counted(trl_hook.FusedHead.apply, counter, counts))
+    ours = staticmethod(counted(fused_head.FusedHead.apply, counter, counts))
     with (
         mock.patch.object(trl_utils, "_ChunkedLogProbFunction", stock),
-        mock.patch.object(trl_hook.FusedHead, "apply", ours),
+        mock.patch.object(fused_head.FusedHead, "apply", ours),
         # TRL passes the labelled rows alone where it has Triton; its row work still runs in torch here.
         mock.patch.object(trl_utils, "_use_triton", return_value=compact),
         counter,

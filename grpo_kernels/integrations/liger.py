@@ -20,8 +20,8 @@ from grpo_kernels.call.options import Run, check_run
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of
+from grpo_kernels.integrations.host import Patches, parameters_of
 from grpo_kernels.integrations.packages import needed
-from grpo_kernels.integrations.patching import Patches, parameters_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.objective.config import LossConfig

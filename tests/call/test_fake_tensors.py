@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_kernels import GRPOLoss, LMHeadLogProb, LoRA, LossConfig, Run, grpo_loss, linear_logprob, token_level
+from grpo_kernels import GRPOLoss, LMHeadLogProb, LoRA, LossConfig, grpo_loss, linear_logprob, token_level
 from tests.support.flat import flat
 
 B, T, H, V = 2, 5, 8, 19
@@ -89,19 +89,23 @@ def test_the_fused_head_of_trl() -> None:
     pytest.importorskip("trl")
     import trl.trainer.utils as trl_utils
 
-    from grpo_kernels.integrations.trl import hook as trl_hook
+    from grpo_kernels.integrations.host import during
+    from grpo_kernels.integrations.rows import Rows
+    from grpo_kernels.integrations.trl import fused_head
+    from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
 
-    def run(op: Any, rows: trl_hook.Rows | None = None) -> Any:
+    def run(op: Any, scoring: Scoring) -> Any:
         given = inputs()
-        with trl_hook.rows(rows, Run()):
+        with during(SCORING, scoring):
             found = op.apply(given["hidden"].view(-1, H), given["weight"], None, torch.zeros(B * T).long(), 1.0, 32)
         (found[0] + found[1]).sum().backward()
         return [looks(x) for x in (*found, given["hidden"].grad, given["weight"].grad)]
 
     with FakeTensorMode():
-        theirs = run(trl_utils._ChunkedLogProbFunction)
-        assert run(trl_hook.FusedHead) == theirs
-        assert run(trl_hook.FusedHead, trl_hook.Rows(torch.ones(B, T), B)) == theirs
+        theirs = run(trl_utils._ChunkedLogProbFunction, Scoring())
+        assert run(fused_head.FusedHead, Scoring()) == theirs
+        labelled = torch.ones(B, T)
+        assert run(fused_head.FusedHead, Scoring(rows=Rows(labelled), labelled=labelled, batch_size=B)) == theirs
 
 
 def test_wrong_and_unknown_arguments_are_named() -> None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
+import trl.trainer.utils as trl_utils
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from grpo_kernels.integrations.trl import step as steps
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, micro_batches
+from grpo_kernels.integrations.trl.scoring import PATCHED, SCORING
 
 B, P, T = 8, 10, 14
 Change = Callable[[dict[str, Any], torch.Generator], None]
@@ -208,9 +209,9 @@ def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
         got_loss, got, got_metrics = step(ours, given)
         assert abs(got_loss - loss) <= 1e-6 * max(1.0, abs(loss)), saving
         assert relative(got, gradients) <= 5e-6 or not gradients["lm_head.weight"].any(), saving
-        found = ours._token_count.pairs["sequences/gradient"][0]
+        found = ours._shares.pairs["sequences/gradient"][0]
         assert found >= live.sum(), f"{saving}: {found} of {int(live.sum())} live sequences"
-        ours._token_count.reset()
+        ours._shares.pairs.clear()
         if saving != "skip":
             assert got_metrics.keys() == metrics.keys()
             for metric, x in metrics.items():
@@ -227,7 +228,7 @@ def test_live_sequences_are_no_more_than_those_with_a_gradient() -> None:
         live = truly_live(trainer_of(GRPOTrainer, options), given)
         ours = trainer_of(FusedGRPOTrainer, options)
         step(ours, given)
-        assert ours._token_count.pairs["sequences/gradient"] == (int(live.sum()), B), name
+        assert ours._shares.pairs["sequences/gradient"] == (int(live.sum()), B), name
 
 
 def test_skipped_sequences_leave_the_metrics() -> None:
@@ -242,7 +243,7 @@ def test_skipped_sequences_leave_the_metrics() -> None:
     assert want["clip_ratio/region_mean"] > 0
     for name, x in want.items():
         assert parity.difference(name, x, got[name]) <= 1e-5, name
-    assert ours._token_count.pairs["tokens/computed"][0] == ours._token_count.pairs["tokens/gradient"][0]
+    assert ours._shares.pairs["tokens/computed"][0] == ours._shares.pairs["tokens/gradient"][0]
     all_dead(given, torch.Generator())
     _, gradients, metrics = step(ours, given)
     assert metrics == {}, "a micro-batch without a live sequence has nothing to measure"
@@ -270,6 +271,25 @@ def test_a_gradient_that_was_not_foreseen_is_an_error(saving: str) -> None:
         step(trainer, batch())
     trainer.trunk_options = TrunkOptions(zero_advantage="train")
     assert step(trainer, batch())[1]["lm_head.weight"].any()
+
+
+def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's function is back, and what was known about the micro-batch is forgotten."""
+    trainer, theirs, seen = trainer_of(FusedGRPOTrainer, {}), trl_utils._ChunkedLogProbFunction, []
+    trunk = trainer.model.model
+
+    def fail(*_: Any, **__: Any) -> None:
+        seen.append((SCORING.get().rows is None, trl_utils._ChunkedLogProbFunction is theirs, "forward" in vars(trunk)))
+        raise MemoryError
+
+    monkeypatch.setattr(fused_head, "linear_logprob", fail)
+    with pytest.raises(MemoryError):
+        step(trainer, batch())
+    assert seen == [(False, False, True)]
+    assert SCORING.get() is PATCHED
+    assert PATCHED.rows is None
+    assert trl_utils._ChunkedLogProbFunction is theirs
+    assert "forward" not in vars(trunk)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -315,7 +335,7 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
     prompts = [(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4
     lengths = [3, 4, 5, 2, 6, 6, 6, 6, 1, 1, 2, 1]
     live = [False] * 4 + [True] * 8
-    parts = steps.divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
+    parts = micro_batches.divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
     assert parts == [[4, 5, 6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [], []]
     draw = random.Random(0)
     for _ in range(50):
@@ -324,7 +344,7 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
         prompts = [(g,) * 5 for g in (draw.randrange(groups) for _ in range(samples))]
         lengths = [draw.randrange(1, 9) for _ in range(samples)]
         for in_trees in (True, False):
-            parts = steps.divided(prompts, lengths, [True] * samples, count, size * 14, size, in_trees=in_trees)
+            parts = micro_batches.divided(prompts, lengths, [True] * samples, count, size * 14, size, in_trees=in_trees)
             assert sorted(i for part in parts for i in part) == [*range(samples)]
             used = [sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part}) for part in parts]
             assert max(used) <= size * 14, "a padded micro-batch has as many"

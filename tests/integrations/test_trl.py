@@ -13,8 +13,7 @@ import trl.trainer.utils as trl_utils
 
 from benchmarks import head_flops, parity, tiny_run
 from grpo_kernels import Expectation
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, foreseen
-from grpo_kernels.integrations.trl import hook as trl_hook
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, expected_gradient, fused_head
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 TWICE = {"num_iterations": 2, "beta": 0.04}
@@ -96,7 +95,7 @@ def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
         drawn = torch.randn(completion_mask.numel(), generator=generator)
         return Expectation(lambda index, logps, entropies: drawn[index])
 
-    monkeypatch.setattr(foreseen, "policy_expectation", wrong)
+    monkeypatch.setattr(expected_gradient, "policy_expectation", wrong)
     assert parity.run(case, steps=3).equal
     assert len(asked) == 6  # every micro-batch
 
@@ -147,7 +146,7 @@ def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) ->
     stock = _history(trl.GRPOTrainer, steps=2)
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Changed)
     with pytest.warns(UserWarning, match="TRL works unchanged"):
-        trl_hook.SEAM.warn_unknown()
+        fused_head.HEAD.warn_unknown()
     assert parity.differences(stock, _history(FusedGRPOTrainer, steps=2)) == dict.fromkeys(stock[0], 0.0)
 
 
@@ -166,7 +165,7 @@ def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     warned: list[str] = []
-    monkeypatch.setattr(foreseen.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
+    monkeypatch.setattr(expected_gradient.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
     ours = _history(Ours)
     assert any("not foreseen: advantages: expected shape" in text for text in warned)
     assert max(parity.differences(_history(Stock), ours).values()) <= parity.TOLERANCE

@@ -16,8 +16,7 @@ import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.utils as trl_utils
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.integrations.trl import FusedDistillationTrainer, distillation, patch_trl, unpatch_trl
-from grpo_kernels.integrations.trl import hook as trl_hook
+from grpo_kernels.integrations.trl import FusedDistillationTrainer, distillation, fused_head, patch_trl, unpatch_trl
 from tests.support.ranks import run_ranks
 
 THEIRS = trl_distillation._chunked_divergence_loss
@@ -74,14 +73,14 @@ def test_adapters_on_the_body_train_the_same() -> None:
 
 def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    ours = distillation.SEAM.ours
-    monkeypatch.setattr(distillation.SEAM, "ours", lambda *a, **k: calls.append(1) or ours(*a, **k))
+    ours = distillation.DIVERGENCE.ours
+    monkeypatch.setattr(distillation.DIVERGENCE, "ours", lambda *a, **k: calls.append(1) or ours(*a, **k))
     name = "JSD, tied student"
     stock = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
     assert not calls
     with patch_trl() as done:
         assert done
-        assert trl_distillation._chunked_divergence_loss is distillation.SEAM.ours
+        assert trl_distillation._chunked_divergence_loss is distillation.DIVERGENCE.ours
         patched = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
     assert len(calls) == 2
     assert max(parity.differences(stock, patched).values()) <= parity.TOLERANCE
@@ -152,9 +151,9 @@ def test_an_unknown_trl_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="DistillationTrainer works unchanged") as seen:
         assert patch_trl()  # the heads of the other trainers
     assert len(seen) == 1
-    assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
+    assert trl_utils._ChunkedLogProbFunction is fused_head.FusedHead
     assert trl_distillation._chunked_divergence_loss is changed
-    with distillation.SEAM.filled():
+    with distillation.DIVERGENCE.replaced():
         assert trl_distillation._chunked_divergence_loss is changed
     unpatch_trl()
     assert trl_distillation._chunked_divergence_loss is changed

@@ -14,8 +14,7 @@ import trl
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin
-from grpo_kernels.integrations.trl import hook as trl_hook
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, fused_head
 from tests.support.trl_all_logits import Checked, Drawn
 
 BETA = 0.3
@@ -100,6 +99,6 @@ def test_what_it_does_not_go_with_is_refused(name: str) -> None:
 
 
 def test_a_trl_without_the_known_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl_hook.SEAM, "is_known", lambda: False)
+    monkeypatch.setattr(fused_head.HEAD, "is_known", lambda: False)
     with pytest.raises(ValueError, match="no fused head that is known"):
         train(FusedGRPOTrainer, mixin=Drawn, kl_estimator="full", beta=BETA)

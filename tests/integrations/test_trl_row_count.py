@@ -16,8 +16,10 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from benchmarks import tiny_models, tiny_run
 from grpo_kernels.base import checks
+from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl
-from grpo_kernels.integrations.trl.row_count import PATCHED, RowCount
+from grpo_kernels.integrations.trl.row_count import count_rows
+from grpo_kernels.integrations.trl.scoring import PATCHED
 
 ROWS = {"rows/projected", "rows/gradient"}
 
@@ -100,23 +102,23 @@ def test_distillation_logs_its_rows() -> None:
 
 
 def test_rows_are_counted_once_however_many_results_have_a_gradient_and_never_without_one() -> None:
-    count, mask = RowCount(), torch.tensor([True, True, True, False])
+    shares, mask = Shares(), torch.tensor([True, True, True, False])
     x = torch.randn(4, requires_grad=True)
     logps, entropy = 2 * x, 3 * x
-    count.add(10, mask, (logps, entropy))
+    count_rows(shares, 10, mask, (logps, entropy))
     (logps * torch.tensor([1.0, 0.0, 0.0, 1.0]) + entropy * torch.tensor([1.0, 1.0, 0.0, 0.0])).sum().backward()
-    count.add(10, None, (torch.zeros(4),))  # a scoring call
-    assert count.take() == {"rows/projected": 0.3, "rows/gradient": 2 / 3}
-    assert count.take() == {}
+    count_rows(shares, 10, None, (torch.zeros(4),))  # a scoring call
+    assert shares.take() == {"rows/projected": 0.3, "rows/gradient": 2 / 3}
+    assert shares.take() == {}
 
     logps, entropy = 2 * x, 3 * x
-    count.add(4, None, (logps, entropy))
+    count_rows(shares, 4, None, (logps, entropy))
     logps[:1].sum().backward()  # the entropy has no part in the loss
-    assert count.take() == {"rows/projected": 1.0, "rows/gradient": 0.25}
+    assert shares.take() == {"rows/projected": 1.0, "rows/gradient": 0.25}
 
 
 def test_what_was_counted_before_is_not_logged_after_patching() -> None:
     x = torch.randn(4, requires_grad=True)
-    PATCHED.add(4, None, (2 * x,))
+    count_rows(PATCHED.shares, 4, None, (2 * x,))
     with patch_trl():
-        assert PATCHED.take() == {}
+        assert PATCHED.shares.take() == {}

@@ -67,13 +67,12 @@ def _trl(**options: str) -> None:
     """Their head, wherever they look it up; tests of it take it from the package."""
     import trl.kernels as kernels
 
-    from grpo_kernels.integrations.trl import hook as trl_hook
-    from grpo_kernels.integrations.trl import patch_trl
+    from grpo_kernels.integrations.trl import fused_head, patch_trl
 
     _count_heads()
     if not patch_trl(**options):
         raise pytest.UsageError("this TRL is one that we do not know")
-    kernels.ChunkedLogProbFunction = trl_hook.FusedHead
+    kernels.ChunkedLogProbFunction = fused_head.FusedHead
 
 
 def _trl_rounded() -> None:
@@ -91,9 +90,9 @@ def _fused_trainer() -> None:
 
 
 def _count_heads() -> None:
-    from grpo_kernels.integrations.trl import hook as trl_hook
+    from grpo_kernels.integrations.trl import fused_head
 
-    trl_hook.FusedHead.apply = staticmethod(counted(trl_hook.FusedHead.apply))
+    fused_head.FusedHead.apply = staticmethod(counted(fused_head.FusedHead.apply))
 
 
 def _liger() -> None:

@@ -5,7 +5,7 @@ from grpo_kernels.integrations.packages import needed
 with needed("transformers", "transformers"):
     from grpo_kernels.integrations.transformers.causal_lm import causal_lm_loss
     from grpo_kernels.integrations.transformers.completion import completion_logprobs
-    from grpo_kernels.integrations.transformers.handed import HeadInputs, head_inputs
     from grpo_kernels.integrations.transformers.head import describe_head
+    from grpo_kernels.integrations.transformers.hidden_states import HeadInputs, head_inputs
 
 __all__ = ["HeadInputs", "causal_lm_loss", "completion_logprobs", "describe_head", "head_inputs"]

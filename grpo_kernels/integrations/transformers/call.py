@@ -16,13 +16,13 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
 from grpo_kernels.head.within import within_forwards
+from grpo_kernels.integrations.host import forward_name, replaced
+from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.head_check import HeadCheck
 from grpo_kernels.integrations.transformers.inputs import Batch, check_attended, check_attention_mask
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.token_count import TokenCount
 from grpo_kernels.integrations.transformers.trunk import live_trunk
-from grpo_kernels.integrations.transformers.within import forward_name, replaced
 
 PADDED = TrunkOptions(zero_advantage="train", layout="padded")
 _read_all_cells: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with outputs that are of the whole batch
@@ -36,8 +36,8 @@ def run_scored(
     inputs: dict[str, Any],
     trunk: TrunkOptions,
     live: Tensor | None = None,  # (B,) bool
-) -> tuple[tuple[Tensor, ...], ModelOutput, TokenCount]:
-    """Run `model` with `score` in its head; return (the scores, the model's output without logits, the token count).
+) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
+    """Run `model` with `score` in its head; return (the scores, the model's output without logits, shares computed).
 
     `trunk` and `live` go to `live_trunk`. The first time, the model's logits are checked (`head_check`), and where
     the config was wrong the model runs once more, with the constants that were measured.
@@ -60,10 +60,10 @@ def run_scored(
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
-    def run(head: Head, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], ModelOutput, TokenCount]:
+    def run(head: Head, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
         parts = (PADDED, None) if base in _read_all_cells else (trunk, live)
-        call, count = HeadCall(head, score, check), TokenCount()
-        around = live_trunk(model, parts[0], needed=needed, live=parts[1], count=count)
+        call, shares = HeadCall(head, score, check), Shares()
+        around = live_trunk(model, parts[0], needed=needed, live=parts[1], shares=shares)
         with around as computed, call.within(base):
             returned = model(**inputs)
         call.expect(returned)
@@ -71,7 +71,7 @@ def run_scored(
         if computed and any(isinstance(x, Tensor) and x.dim() == 0 for x in others.values()):
             _read_all_cells.add(base)  # such as an aux_loss: it may be of all hidden states
             return run(head, check)
-        return returned["results"], call.output_type(**_without_left_out(others, computed)), count
+        return returned["results"], call.output_type(**_without_left_out(others, computed)), shares
 
     if is_checked:
         return run(head, None)

@@ -109,14 +109,14 @@ def causal_lm_loss(
         return (done[0].loss,)
 
     model_inputs = {"attention_mask": attention_mask, **inputs}
-    (loss,), output, count = run_scored(model, batch, score, model_inputs, trunk, live)
+    (loss,), output, shares = run_scored(model, batch, score, model_inputs, trunk, live)
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
             router_aux_loss_coef = causal_lm(model).config.get_text_config(decoder=True).router_aux_loss_coef
         loss = loss + router_aux_loss_coef * aux_loss.to(loss.device)
-    shares = {name: (loss.new_tensor(n), loss.new_tensor(total)) for name, (n, total) in count.pairs.items()}
-    return replace(done[0], loss=loss, metrics=done[0].metrics.joined(shares))
+    pairs = {name: (loss.new_tensor(n), loss.new_tensor(total)) for name, (n, total) in shares.pairs.items()}
+    return replace(done[0], loss=loss, metrics=done[0].metrics.joined(pairs))
 
 
 _OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}

@@ -28,6 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels.base.checks import is_dtensor, is_fake, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
+from grpo_kernels.integrations.host import forward_name, replaced
+from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers import layout as layouts
 from grpo_kernels.integrations.transformers.exactness import Verdicts
@@ -36,8 +38,6 @@ from grpo_kernels.integrations.transformers.guard import guard
 from grpo_kernels.integrations.transformers.head import unwrapped
 from grpo_kernels.integrations.transformers.layout import Layout
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.token_count import TokenCount
-from grpo_kernels.integrations.transformers.within import forward_name, replaced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ def live_trunk(
     *,
     needed: Tensor,  # (B, L) bool
     live: Tensor | None,  # (B,) bool
-    count: TokenCount,
+    shares: Shares,
 ) -> Iterator[list[Tensor]]:
     """Inside, the trunk of `model` computes only what `options` ask for of each batch.
 
@@ -62,7 +62,7 @@ def live_trunk(
         needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the B sequences in
             order.
         live: (B,) bool, sequences that may get a gradient; None: all.
-        count: counts the forwards with gradient.
+        shares: where the sequences and tokens of forwards with gradient are counted.
 
     Yields:
         an empty list, to which each call of the trunk that leaves cells out adds (b, L) bool, True where computed.
@@ -76,7 +76,7 @@ def live_trunk(
         say_once(trunk, reason)
     if reason is None and not is_fake(needed) and (options.layout != "padded" or live is not None):
         name = forward_name(trunk)
-        call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, count)
+        call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, shares)
         with replaced(trunk, name, call.run):
             yield call.computed
         if call.was_called:
@@ -85,7 +85,7 @@ def live_trunk(
     else:
         yield []
     if torch.is_grad_enabled():
-        count.add(len(needed), len(needed), *[needed.numel()] * 3)
+        _count(shares, len(needed), len(needed), *[needed.numel()] * 3)
 
 
 class _TrunkCall:
@@ -98,10 +98,10 @@ class _TrunkCall:
         options: TrunkOptions,
         needed: Tensor,
         live: Tensor | None,
-        count: TokenCount,
+        shares: Shares,
     ) -> None:
         self.trunk, self.forward, self.options = trunk, forward, options
-        self.needed, self.live, self.count = needed, live, count
+        self.needed, self.live, self.shares = needed, live, shares
         self.groups = _rank_groups(trunk)
         self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
         self.start = 0  # first sequence of the next call
@@ -176,7 +176,7 @@ class _TrunkCall:
         if isinstance(ids, Tensor) and ids.dim() == 2:
             _, without = self._most_of_ranks([int(graph), int(not graph)])
             if graph:
-                self.count.add(len(ids), len(ids), ids.numel(), ids.numel(), ids.numel())
+                _count(self.shares, len(ids), len(ids), ids.numel(), ids.numel(), ids.numel())
         found = self.forward(**given)
         for _ in range(without - int(not graph)):
             with torch.no_grad():
@@ -201,7 +201,7 @@ class _TrunkCall:
         if graph:
             computed = [layout.sources.numel() for layout, _ in planned]
             gradient = sum(n for n, (layout, _) in zip(computed, planned, strict=True) if layout.graph)
-            self.count.add(int(live.sum()), sequences, sequences * length, sum(computed), gradient)
+            _count(self.shares, int(live.sum()), sequences, sequences * length, sum(computed), gradient)
             guard(hidden, [layout for layout, _ in planned], rows, live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
@@ -210,6 +210,13 @@ class _TrunkCall:
         for group in self.groups:
             counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
         return counts
+
+
+def _count(shares: Shares, live: int, sequences: int, positions: int, computed: int, gradient: int) -> None:
+    """Count one call: sequences with gradient, all sequences; padded positions, computed ones, those with graph."""
+    shares.add("sequences/gradient", live, sequences)
+    shares.add("tokens/computed", computed, positions)
+    shares.add("tokens/gradient", gradient, positions)
 
 
 def trunk_of(model: nn.Module) -> nn.Module:

@@ -21,8 +21,9 @@ from grpo_kernels.call.options import Run
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant
-from grpo_kernels.integrations.trl import row_count
-from grpo_kernels.integrations.trl.seam import Seam
+from grpo_kernels.integrations.host import HostFunction, during
+from grpo_kernels.integrations.trl.row_count import LogsRows, count_rows
+from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
 
 
 def divergence_loss(
@@ -82,7 +83,7 @@ def divergence_loss(
             expected=expected,
             run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),  # for the backward; the teacher's is kept
         )
-    row_count.current().add(valid.numel(), valid, (found.divergence,))
+    count_rows(SCORING.get().shares, valid.numel(), valid, (found.divergence,))
     count = valid.sum()
     total, entropy = found.divergence.sum(), found.entropies.detach().sum()
     return total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch), entropy, count
@@ -103,31 +104,15 @@ def _whole(x: Any) -> Any:
     return whole_constant(x) if is_dtensor(x) else x
 
 
-SEAM = Seam(
+DIVERGENCE = HostFunction(
     trl_distillation,
     "_chunked_divergence_loss",
     divergence_loss,
-    (
-        "student_hidden_states",
-        "teacher_hidden_states",
-        "student_lm_head_weight",
-        "teacher_lm_head_weight",
-        "completion_mask",
-        "beta",
-        "num_items_in_batch",
-        "student_lm_head_bias",
-        "teacher_lm_head_bias",
-        "student_logit_scale",
-        "teacher_logit_scale",
-        "student_final_logit_softcapping",
-        "teacher_final_logit_softcapping",
-        "temperature",
-    ),
     unknown="divergence with the parameters of trl 1.15 and 1.16; its DistillationTrainer works unchanged",
 )
 
 
-class FusedDistillationTrainer(row_count.LogsRows, DistillationTrainer):
+class FusedDistillationTrainer(LogsRows, DistillationTrainer):
     """``trl.DistillationTrainer`` with the same arguments, losses and metrics, and fewer matrix products.
 
     With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step where TRL's costs
@@ -138,11 +123,11 @@ class FusedDistillationTrainer(row_count.LogsRows, DistillationTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not SEAM.is_known():
-            SEAM.warn_unknown()
+        if not DIVERGENCE.is_known():
+            DIVERGENCE.warn_unknown()
         super().__init__(*args, **kwargs)
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, with our divergence."""
-        with SEAM.filled(), row_count.counting(self._row_count):
+        with DIVERGENCE.replaced(), during(SCORING, Scoring(shares=self._shares)):
             return super()._compute_loss(*args, **kwargs)

@@ -8,8 +8,8 @@ added to it, with the same normaliser.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,17 +24,18 @@ from grpo_kernels.call.output import Scores
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import active_adapters, linear_of, whole_constant
+from grpo_kernels.integrations.host import replaced
 from grpo_kernels.integrations.transformers.head import inner_head
-from grpo_kernels.integrations.trl.step import counted_tokens
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.integrations.trl.micro_batches import counted_tokens
+from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.normaliser import token_weights
 
 KEY = "ref_hidden_states"  # an entry of TRL's batch; TRL shuffles and splits it like the other entries
 
 
-class Kept:
-    """The inputs of the reference's head, kept in place of its log-probabilities."""
+class ReferenceHead:
+    """The reference's head, and its inputs, which are kept in place of its log-probabilities."""
 
     def __init__(self, model: Any, labelled: Tensor) -> None:
         """`labelled` (B, T) is True at completion tokens; `model` is read here, with the adapters active now."""
@@ -75,16 +76,16 @@ class Kept:
 
     def give(self) -> Tensor:
         """Return the hidden states (B, T, H'), 0 at padding, and release them."""
-        found, self._hidden = self._hidden, torch.empty(0)
-        return found.view(*self._shape, found.shape[-1])
+        hidden, self._hidden = self._hidden, torch.empty(0)
+        return hidden.view(*self._shape, hidden.shape[-1])
 
 
 @dataclass
-class Reference:
-    """The reference in one call of the policy's head, and the divergences that the call has found."""
+class Comparison:
+    """Comparison with the reference in one call of the policy's head."""
 
     hidden: Tensor  # (B, T, H')
-    head: Kept
+    head: ReferenceHead
     divergences: Tensor | None = None  # (B, T), 0 where no token counts; set by `compare`
 
     def compare(
@@ -114,6 +115,11 @@ def check_estimator(name: Any) -> None:
     """Raise ValueError unless `name` is a KL estimator that TRL's trainer can have."""
     if name not in ("k3", "full"):
         raise ValueError(f"kl_estimator: expected 'k3', which is TRL's own, or 'full', got {name!r}")
+
+
+def is_asked_for(trainer: Any) -> bool:
+    """Return True if the KL term of `trainer` is over the whole vocabulary."""
+    return bool(trainer.kl_estimator == "full" and trainer.args.beta != 0.0)
 
 
 def check_beta(trainer: Any) -> None:
@@ -147,18 +153,16 @@ def is_reference(trainer: Any, model: Any) -> bool:
     return any(getattr(module, "disable_adapters", False) is True for module in policy.modules())
 
 
-@contextmanager
-def without_estimate(trainer: Any) -> Iterator[None]:
-    """Inside, TRL's loss has no KL term of its own."""
-    beta, trainer.beta = trainer.beta, 0.0
-    try:
-        yield
-    finally:
-        trainer.beta = beta
+def without_estimate(trainer: Any) -> AbstractContextManager[None]:
+    """Return a context in which TRL's loss has no KL term of its own."""
+    return replaced(trainer, "beta", 0.0)
 
 
-def add_term(trainer: Any, config: LossConfig, loss: Tensor, inputs: dict[str, Any], divergences: Tensor) -> Tensor:
+def add_term(trainer: Any, loss: Tensor, inputs: dict[str, Any], divergences: Tensor | None) -> Tensor:
     """Return TRL's `loss` () plus beta times the loss type's mean of `divergences` (B, T); and log TRL's metrics."""
+    if divergences is None:
+        raise RuntimeError("kl_estimator: expected trl's loss to call its fused head, got none")
+    config = config_of_trainer(trainer.args)
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
     if loss_of(config).normaliser == "num_items":  # items: of the generated batch; items / per_item: of a micro-batch

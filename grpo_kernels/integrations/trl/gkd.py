@@ -18,14 +18,14 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import constants_of
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import PADDED, run_scored
-from grpo_kernels.integrations.transformers.handed import HeadInputs, head_inputs
+from grpo_kernels.integrations.transformers.hidden_states import HeadInputs, head_inputs
 from grpo_kernels.integrations.transformers.inputs import Batch
-from grpo_kernels.integrations.trl import row_count
+from grpo_kernels.integrations.trl.row_count import LogsRows, count_rows
 
 __all__ = ["FusedGKDTrainer"]
 
 
-class FusedGKDTrainer(row_count.LogsRows, GKDTrainer):
+class FusedGKDTrainer(LogsRows, GKDTrainer):
     """``trl.experimental.gkd.GKDTrainer`` with the same arguments, losses and metrics, and no logits while it trains.
 
     Only the tokens that have a label are projected, 8NVH floating-point operations for N of them, where TRL projects
@@ -55,7 +55,7 @@ class FusedGKDTrainer(row_count.LogsRows, GKDTrainer):
 
         (divergences,), *_ = run_scored(model, batch, score, {"attention_mask": attention_mask}, PADDED)
         counted = batch.needed().roll(1, dims=1)  # the labels that a position before them predicts
-        self._row_count.add(counted.numel(), counted, (divergences,))
+        count_rows(self._shares, counted.numel(), counted, (divergences,))
         items = counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         total = divergences.sum()
         return total / (items.to(total.device) if isinstance(items, Tensor) else items)

@@ -9,7 +9,7 @@ TRL's computation with it runs in place of the head's own forward (`grpo_kernels
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import check_hooks
 from grpo_kernels.head.module import active_adapters, divided_modules, gather_of, linear_of, parameters_of
 from grpo_kernels.head.within import is_fsdp_unit, within_head
-from grpo_kernels.integrations.patching import Patches
+from grpo_kernels.integrations.host import replaced
 from grpo_kernels.integrations.transformers.head import causal_lm, inner_head
 
 _TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
@@ -75,14 +75,10 @@ def whole_heads(model: nn.Module) -> Iterator[None]:
     if not (is_fsdp_unit(head) or divided_modules(head) or _is_tuned(inner_head(head))):
         yield
         return
-    own = vars(base).get("get_output_embeddings")
-    base.get_output_embeddings = lambda: ModelHead(head)
     try:
-        yield
+        with replaced(base, "get_output_embeddings", lambda: ModelHead(head)):
+            yield
     finally:
-        del base.get_output_embeddings
-        if own is not None:
-            base.get_output_embeddings = own
         if not torch.is_grad_enabled():
             _reshard(model)
 
@@ -98,16 +94,11 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-@contextmanager
-def adapters_allowed() -> Iterator[None]:
+def adapters_allowed() -> AbstractContextManager[None]:
     """Inside, TRL's trainers accept models with an adapter on their head; `check_head` checks it afterwards."""
-    patches = Patches()
-    if hasattr(trl_grpo, _TUNED):
-        patches.replace(trl_grpo, _TUNED, type(_TUNED, (), {}))  # a class that has no instances
-    try:
-        yield
-    finally:
-        patches.restore()
+    if not hasattr(trl_grpo, _TUNED):
+        return nullcontext()
+    return replaced(trl_grpo, _TUNED, type(_TUNED, (), {}))  # a class that has no instances
 
 
 def check_head(model: nn.Module, args: Any) -> None:

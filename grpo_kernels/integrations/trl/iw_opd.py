@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from trl.experimental.iw_opd import IWOPDTrainer
 
 from grpo_kernels.integrations.transformers.completion import completion_logprobs
-from grpo_kernels.integrations.trl import row_count
+from grpo_kernels.integrations.trl.row_count import LogsRows, count_rows
 
 __all__ = ["FusedIWOPDTrainer"]
 
 
-class FusedIWOPDTrainer(row_count.LogsRows, IWOPDTrainer):
+class FusedIWOPDTrainer(LogsRows, IWOPDTrainer):
     """``trl.experimental.iw_opd.IWOPDTrainer`` with the same arguments, losses and metrics, and no logits.
 
     That holds for its own objective, ``distillation_objective="iw_opd"``, while it trains with a teacher in the same
@@ -45,7 +45,7 @@ class FusedIWOPDTrainer(row_count.LogsRows, IWOPDTrainer):
         self.teacher_model.eval()
         with torch.no_grad():
             teacher, _ = completion_logprobs(self.teacher_model, *args, **options)
-        self._row_count.add(labels.numel(), labels != -100, (student,))
+        count_rows(self._shares, labels.numel(), labels != -100, (student,))
         return self._compute_iw_opd_loss(
             student_logits=_Sampled(student),
             completion_tokens=ids[:, start:],

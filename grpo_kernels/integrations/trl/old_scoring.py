@@ -24,8 +24,10 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.trl import hook, sampling
-from grpo_kernels.integrations.trl.step import EMPTY
+from grpo_kernels.integrations.host import replaced
+from grpo_kernels.integrations.trl import sampling
+from grpo_kernels.integrations.trl.fused_head import HEAD
+from grpo_kernels.integrations.trl.micro_batches import EMPTY
 
 OLD, RATIO = "old_per_token_logps", "importance_sampling_ratio"
 # Methods that read a batch or the log-probabilities of its loss, and the modules whose versions of them are known.
@@ -52,7 +54,7 @@ class OldScoring:
     def __init__(self) -> None:
         self.is_deferred: bool | None = None  # decided at the first generation
         self._generated_at = 0  # optimizer steps before the last generation
-        self._unscored: dict[str, Any] | None = None  # the micro-batch of TRL's buffer whose loss comes next
+        self._buffered: dict[str, Any] | None = None  # the micro-batch of TRL's buffer whose loss comes next
         self._figures = sampling.SamplingFigures(0)
 
     def prepare(self, trainer: Any, prepare: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class OldScoring:
 
     def start(self, inputs: dict[str, Any]) -> None:
         """Note that the loss of `inputs`, a micro-batch of TRL's buffer, comes next."""
-        self._unscored = inputs if self.is_deferred and OLD not in inputs else None
+        self._buffered = inputs if self.is_deferred and OLD not in inputs else None
 
     def due(self, inputs: dict[str, Any], batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return those of TRL's `batches` to score before the optimizer step that follows the loss of `inputs`."""
@@ -115,9 +117,9 @@ class OldScoring:
 
     def keep(self, inputs: dict[str, Any]) -> None:
         """Copy what the loss's `inputs` took into TRL's micro-batch, for later passes over it."""
-        if self._unscored is not None:
-            self._unscored.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
-            self._unscored = None
+        if self._buffered is not None:
+            self._buffered.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
+            self._buffered = None
 
 
 def reads_dead(trainer: Any) -> bool:
@@ -162,7 +164,7 @@ def _is_deferred(trainer: Any) -> bool:
         return True
     corrects = sampling.is_corrected(trainer)
     is_scored = corrects or trainer.args.gradient_accumulation_steps % _micro_steps(trainer) != 0
-    is_known = hook.SEAM.is_known() and (not corrects or trainer.vllm_importance_sampling_mode in sampling.TRL_MODES)
+    is_known = HEAD.is_known() and (not corrects or trainer.vllm_importance_sampling_mode in sampling.TRL_MODES)
     if trainer.fused_sampling_correction is False or not is_scored or not is_known:
         return False
     reason = _reason_against(trainer)
@@ -200,10 +202,6 @@ def _micro_steps(trainer: Any) -> int:
 @contextmanager
 def _without_scoring(trainer: Any) -> Iterator[None]:
     """Inside, TRL prepares a batch as if nothing read old log-probabilities: no correction, no step before its end."""
-    args = trainer.args
-    corrects, accumulated = trainer.vllm_importance_sampling_correction, args.gradient_accumulation_steps
-    trainer.vllm_importance_sampling_correction, args.gradient_accumulation_steps = False, _micro_steps(trainer)
-    try:
+    uncorrected = replaced(trainer, "vllm_importance_sampling_correction", False)
+    with uncorrected, replaced(trainer.args, "gradient_accumulation_steps", _micro_steps(trainer)):
         yield
-    finally:
-        trainer.vllm_importance_sampling_correction, args.gradient_accumulation_steps = corrects, accumulated

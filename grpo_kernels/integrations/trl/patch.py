@@ -5,8 +5,12 @@ from __future__ import annotations
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
 from grpo_kernels.call.options import Run, check_run
 from grpo_kernels.head.head import Head
-from grpo_kernels.integrations.patching import Patches
-from grpo_kernels.integrations.trl import distillation, hook, row_count
+from grpo_kernels.integrations.host import Patches
+from grpo_kernels.integrations.shares import Shares
+from grpo_kernels.integrations.trl import row_count
+from grpo_kernels.integrations.trl.distillation import DIVERGENCE
+from grpo_kernels.integrations.trl.fused_head import HEAD
+from grpo_kernels.integrations.trl.scoring import PATCHED
 
 _patches = Patches("trl")
 
@@ -56,25 +60,23 @@ def patch_trl(
     Head(None, logits_dtype=logits_dtype)  # raises for an unknown one
     run = Run(engine, backend, workspace_bytes)
     check_run(run)
-    if hook.SEAM.is_filled():
-        pairs = [
-            (name, getattr(hook.run, name), getattr(run, name)) for name in ("engine", "backend", "workspace_bytes")
-        ]
-        for name, in_force, value in [("logits_dtype", hook.logits_dtype, logits_dtype), *pairs]:
+    if HEAD.is_ours():
+        pairs = [(x, getattr(PATCHED.run, x), getattr(run, x)) for x in ("engine", "backend", "workspace_bytes")]
+        for name, in_force, value in [("logits_dtype", PATCHED.logits_dtype, logits_dtype), *pairs]:
             if value != in_force:
                 raise ValueError(
                     f"{name}: expected {in_force!r}, that of the patch in force, got {value!r}; "
                     "unpatch_trl() comes first"
                 )
         return Patch(True)
-    if not hook.SEAM.is_known():
-        hook.SEAM.warn_unknown()
+    if not HEAD.is_known():
+        HEAD.warn_unknown()
         return Patch(False)
-    hook.logits_dtype, hook.run = logits_dtype, run
-    hook.SEAM.fill(_patches)
-    if not distillation.SEAM.is_known():
-        distillation.SEAM.warn_unknown()
-    distillation.SEAM.fill(_patches)
+    PATCHED.logits_dtype, PATCHED.run, PATCHED.shares = logits_dtype, run, Shares()
+    HEAD.replace(_patches)
+    if not DIVERGENCE.is_known():
+        DIVERGENCE.warn_unknown()
+    DIVERGENCE.replace(_patches)
     row_count.patch(_patches)
     done = Patch(True)
     done.undoes = True
@@ -84,5 +86,4 @@ def patch_trl(
 def unpatch_trl() -> None:
     """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
     _patches.restore()
-    row_count.PATCHED.reset()
-    hook.logits_dtype, hook.run = "float32", Run()
+    PATCHED.logits_dtype, PATCHED.run, PATCHED.shares = "float32", Run(), Shares()

@@ -11,16 +11,16 @@ Calls without gradient (old log-probabilities, a reference, evaluation) are not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.patching import Patches
+from grpo_kernels.integrations.host import Patches
+from grpo_kernels.integrations.shares import Shares
+from grpo_kernels.integrations.trl.scoring import PATCHED
 
 try:
     from trl.trainer.base_trainer import _BaseTrainer
@@ -28,92 +28,47 @@ except ImportError:  # another TRL: nothing is logged then
     _BaseTrainer = None
 
 
-class RowCount:
-    """Counter on the device; only `take` waits for it."""
+def count_rows(shares: Shares, positions: int, mask: Tensor | None, results: Sequence[Tensor | None]) -> None:
+    """Count a head call.
 
-    def __init__(self) -> None:
-        self.reset()
+    Args:
+        shares: the counts to add to.
+        positions: number of positions of the call.
+        mask: (rows,), True where a row was projected; None: all were, one row per position.
+        results: (rows,) each; hooks on those with a graph count the rows that get a gradient.
+    """
+    attached = [x for x in results if x is not None and x.requires_grad]
+    if not attached:
+        return
+    projected = positions if mask is None else mask.sum()
+    shares.add("rows/projected", projected, positions)
+    shares.add("rows/gradient", 0, projected)
 
-    def reset(self) -> None:
-        """Begin again at 0."""
-        self._positions = 0
-        self._projected: Tensor | int = 0
-        self._graded: Tensor | int = 0
+    def look(gradients: Sequence[Tensor | None]) -> None:
+        graded = torch.stack([x != 0 for x in gradients if x is not None]).any(dim=0)
+        shares.add("rows/gradient", (graded if mask is None else graded & mask).sum(), 0)
 
-    def add(self, positions: int, mask: Tensor | None, results: Sequence[Tensor | None]) -> None:
-        """Count a call.
-
-        Args:
-            positions: number of positions of the call.
-            mask: (rows,), True where a row was projected; None: all were, one row per position.
-            results: (rows,) each; hooks on those with a graph count the rows that get a gradient.
-        """
-        attached = [x for x in results if x is not None and x.requires_grad]
-        if not attached:
-            return
-        self._positions += positions
-        self._projected = _sum(self._projected, positions if mask is None else mask.sum())
-
-        def look(gradients: Sequence[Tensor | None]) -> None:
-            graded = torch.stack([x != 0 for x in gradients if x is not None]).any(dim=0)
-            self._graded = _sum(self._graded, (graded if mask is None else graded & mask).sum())
-
-        torch.autograd.graph.register_multi_grad_hook(attached, look)
-
-    def take(self) -> dict[str, float]:
-        """Return the shares since the last `take`, by name; empty if there was no call."""
-        positions, projected, graded = self._positions, int(self._projected), int(self._graded)
-        self.reset()
-        if positions == 0:
-            return {}
-        return {"rows/projected": projected / positions, "rows/gradient": graded / max(1, projected)}
-
-
-def _sum(total: Tensor | int, x: Tensor | int) -> Tensor | int:
-    return total + (x.to(total.device) if isinstance(total, Tensor) and isinstance(x, Tensor) else x)
-
-
-PATCHED = RowCount()  # count for the trainers that `patch_trl` has changed
-_current: ContextVar[RowCount] = ContextVar("grpo_kernels_trl_row_count", default=PATCHED)
-
-
-def current() -> RowCount:
-    """Return the counter of the running head call."""
-    return _current.get()
-
-
-@contextmanager
-def counting(count: RowCount) -> Iterator[None]:
-    """Inside, head calls are counted by `count`."""
-    token = _current.set(count)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    torch.autograd.graph.register_multi_grad_hook(attached, look)
 
 
 class LogsRows:
-    """Part of a trainer, in front of TRL's class, that logs the rows of its head calls, counted in `_row_count`."""
+    """Part of a trainer, in front of TRL's class, that logs its `_shares`: those of rows, and others that it counts."""
 
     model: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._row_count = RowCount()
+        self._shares = Shares()
         super().__init__(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the row counts of this process."""
+        """Log as TRL does, with the shares of this process since the last log."""
         if self.model.training:
-            logs.update(self._row_count.take())
+            logs.update(self._shares.take())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
 def patch(patches: Patches) -> None:
-    """Have every TRL trainer log `PATCHED`, the count of this process: no rank waits for another.
-
-    It begins at 0, whatever was counted under an earlier patch and never logged.
-    """
-    PATCHED.reset()
+    """Have every TRL trainer log the shares of `PATCHED`, of this process: no rank waits for another."""
     if _BaseTrainer is not None:
         patches.replace(_BaseTrainer, "log", _log)
 
@@ -121,10 +76,10 @@ def patch(patches: Patches) -> None:
 def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
     """Log as transformers does, with the row counts; warn if a training step had no rows."""
     if self.model.training:
-        found = PATCHED.take()
-        if not found and "loss" in logs and not hasattr(self, "_row_count"):
+        shares = PATCHED.shares.take()
+        if not shares and "loss" in logs and not hasattr(self, "_shares"):
             _warn_not_reached(type(self).__name__)
-        logs.update(found)
+        logs.update(shares)
     super(_BaseTrainer, self).log(logs, *args, **kwargs)
 
 

@@ -110,7 +110,7 @@ def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
 def scoring_over(
     sets: Sequence[SampledSets], labelled: Tensor, without_set: WithoutSet
 ) -> tuple[Callable[..., Scores], Tensor]:
-    """Return the function that computes head calls over the sets of a batch, for `hook.Rows`, and the mask (B, T) of
+    """Return the function that computes head calls over the sets of a batch (`Scoring.compute`), and the mask (B, T) of
     the drawn tokens; `labelled` (B, T).
     """
     columns = labelled.shape[1]
@@ -119,7 +119,7 @@ def scoring_over(
         for x in (pad_sequence([getattr(one, name) for one in sets], batch_first=True) for name in ("counts", "drawn"))
     )
     kept = KeptIds.from_counts(torch.cat([x.ids for x in sets]).to(labelled.device), counts)
-    return partial(_score, kept, without_set), labelled * drawn
+    return partial(_score, kept, without_set), drawn
 
 
 def _score(

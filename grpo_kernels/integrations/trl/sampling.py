@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.importance import scored_difference
-from grpo_kernels.integrations.trl.step import counted_tokens
+from grpo_kernels.integrations.trl.micro_batches import counted_tokens
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.sampler_correction import bounded_ratio
 

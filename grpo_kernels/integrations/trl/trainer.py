@@ -5,11 +5,16 @@ are completion tokens, and which gradient the loss is going to send back (`grpo_
 one-pass engine computes the gradient for the expected coefficients in the forward, and the backward checks them against
 the true ones, so that an expectation that is off (an option this module does not know, a subclass with its own term)
 costs time and never changes the result.
+
+TRL calls three methods for each micro-batch, one after the other and the last within the second:
+
+    _prepare_inputs                       gives the micro-batch; at first generates and scores those of many losses
+    _compute_loss                         puts what is known about the micro-batch into a `Scoring`
+    _get_per_token_logps_and_entropies    calls the model, whose trunk and head compute `only_needed`
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -20,17 +25,22 @@ from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
 from grpo_kernels.call.options import Run, check_run
+from grpo_kernels.integrations.host import during
+from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.token_count import TokenCount
-from grpo_kernels.integrations.transformers.trunk import live_trunk, trunk_of
-from grpo_kernels.integrations.trl import exact_kl, foreseen, hook, old_scoring, sampled_sets, sampling, step
+from grpo_kernels.integrations.transformers.trunk import trunk_of
+from grpo_kernels.integrations.trl import exact_kl, expected_gradient, micro_batches, old_scoring, sampled_sets
 from grpo_kernels.integrations.trl import head as heads
-from grpo_kernels.integrations.trl.row_count import RowCount, counting
-from grpo_kernels.objective.config import LossConfig, config_of_trainer
+from grpo_kernels.integrations.trl.expected_gradient import live_sequences
+from grpo_kernels.integrations.trl.fused_head import HEAD
+from grpo_kernels.integrations.trl.row_count import LogsRows
+from grpo_kernels.integrations.trl.scoring import PATCHED, SCORING, Scoring
+from grpo_kernels.integrations.trl.scoring_call import only_needed
+from grpo_kernels.objective.config import LossConfig
 
 
-class FusedLossMixin:
+class FusedLossMixin(LogsRows):
     """Mixin that makes a ``GRPOTrainer`` subclass use the fused loss: ``class Mine(FusedLossMixin, GMPOTrainer)``.
 
     Args:
@@ -86,60 +96,24 @@ class FusedLossMixin:
         if not isinstance(regroup, bool):
             raise TypeError(f"regroup: expected a bool, got {regroup!r}")
         self.regroup, self.tokens_per_forward = regroup, tokens_per_forward
-        if not hook.SEAM.is_known():
-            hook.SEAM.warn_unknown()
+        if not HEAD.is_known():
+            HEAD.warn_unknown()
         old_scoring.check_option(fused_sampling_correction)
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
         self.sampling_mask = sampling_mask
-        self._sampled: list[sampled_sets.SampledSets] | None = None  # of the batch that is being scored
-        self._reference_head: exact_kl.Kept | None = None  # kept in the reference's last scoring
-        self._reference: exact_kl.Reference | None = None  # for the loss that is being computed
-        self._loss_rows: hook.Rows | None = None
-        self._row_count = RowCount()
-        self._token_count = TokenCount()
         self._old_scoring = old_scoring.OldScoring()
-        self._unscored: dict[str, Any] | None = None  # the inputs of the loss, while it has to score them
-        with heads.adapters_allowed() if hook.SEAM.is_known() else nullcontext():
+        self._reference_head: exact_kl.ReferenceHead | None = None  # of the reference's last scoring
+        with heads.adapters_allowed() if HEAD.is_known() else nullcontext():
             super().__init__(*args, **kwargs)
-        if hook.SEAM.is_known():
-            heads.check_head(self.model, self.args)  # type: ignore[attr-defined]
-        step.check_options(self, self._loss_owner())
+        if HEAD.is_known():
+            heads.check_head(self.model, self.args)
+        micro_batches.check_options(self, self._loss_owner())
         exact_kl.check_beta(self)
-        sampled_sets.check_option(self, is_known=hook.SEAM.is_known())
+        sampled_sets.check_option(self, is_known=HEAD.is_known())
         sampled_sets.warn_of_truncation(self)
-        if self._has_exact_kl:
-            exact_kl.check_trainer(self, self._loss_owner(), hook.SEAM.is_known())
-
-    @property
-    def _has_exact_kl(self) -> bool:
-        return self.kl_estimator == "full" and self.args.beta != 0.0
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
-        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
-        if self.sampling_mask is not None:
-            self._sampled = sampled_sets.taken(generated)
-            sampled_sets.measure(self, self._sampled)
-        return generated
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Return TRL's batch; for the exact KL term the reference's hidden states replace its log-probabilities."""
-        batch = self._prepared_batch(inputs)
-        if self._sampled is not None:
-            batch[sampled_sets.KEY], self._sampled = self._sampled, None
-        if self._has_exact_kl:
-            if self._reference_head is None:
-                raise RuntimeError("kl_estimator: expected trl to score its reference, got a batch without")
-            del batch["ref_per_token_logps"]
-            batch[exact_kl.KEY] = self._reference_head.give()
-        return batch
-
-    def _prepared_batch(self, inputs: Any) -> dict[str, Any]:
-        """Return TRL's batch, as `old_scoring` wants it."""
-        self._reference_head = None
-        prepare = super()._generate_and_score_completions  # type: ignore[misc]
-        return self._old_scoring.prepare(self, prepare, inputs)
+        if exact_kl.is_asked_for(self):
+            exact_kl.check_trainer(self, self._loss_owner(), HEAD.is_known())
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Return TRL's micro-batch; after a generation, regroup all micro-batches if `regroup` is set.
@@ -148,42 +122,147 @@ class FusedLossMixin:
         """
         before = self._buffered_inputs
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
-        if self.regroup and self._trains and self._buffered_inputs is not before:
-            batches, window = self._buffered_inputs, self.args.gradient_accumulation_steps
-            live = [self._live_sequences(self._foreseen_rows(batch)) for batch in batches]
-            in_trees, budget = self._fits_trees(batches[0]), self.tokens_per_forward
-            self._buffered_inputs = step.regrouped(batches, live, min(window, len(batches)), budget, in_trees=in_trees)
-            inputs = self._buffered_inputs[self._step % len(batches)]  # type: ignore[attr-defined]
-        if self._trains:
-            due = self._old_scoring.due(inputs, self._buffered_inputs) if self.accelerator.sync_gradients else []
-            for batch in due:
-                self._score_old(batch)
-            self._old_scoring.start(inputs)
+        if not self._trains:
+            return inputs
+        if self.regroup and self._buffered_inputs is not before:
+            self._buffered_inputs = self._regrouped(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]  # type: ignore[attr-defined]
+        due = self._old_scoring.due(inputs, self._buffered_inputs) if self.accelerator.sync_gradients else []
+        for batch in due:
+            self._score_old(batch)
+        self._old_scoring.start(inputs)
         return inputs
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Return TRL's batch; with `sampling_mask` it has the sampler's sets.
+
+        For the exact KL term the reference's hidden states replace its log-probabilities.
+        """
+        scoring = self._scoring()
+        with during(SCORING, scoring):
+            prepare = super()._generate_and_score_completions  # type: ignore[misc]
+            batch = self._old_scoring.prepare(self, prepare, inputs)
+        if scoring.sampled is not None:
+            batch[sampled_sets.KEY] = scoring.sampled
+        if exact_kl.is_asked_for(self):
+            if scoring.reference_head is None:
+                raise RuntimeError("kl_estimator: expected trl to score its reference, got a batch without")
+            self._reference_head = scoring.reference_head
+            del batch["ref_per_token_logps"]
+            batch[exact_kl.KEY] = scoring.reference_head.give()
+        return batch
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what TRL's rollout generates; with `sampling_mask`, keep the sampler's sets for its scoring."""
+        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
+        if self.sampling_mask is not None:
+            scoring = self._current()
+            scoring.sampled = sampled_sets.taken(generated)
+            sampled_sets.measure(self, scoring.sampled)
+        return generated
+
+    def _regrouped(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the micro-batches of a generation, their samples regrouped within each optimizer step."""
+        live = [live_sequences(self, self._rows_of_loss(batch)) for batch in batches]
+        window = min(self.args.gradient_accumulation_steps, len(batches))
+        in_trees = self._fits_trees(batches[0])
+        return micro_batches.regrouped(batches, live, window, self.tokens_per_forward, in_trees=in_trees)
 
     def _fits_trees(self, batch: dict[str, Any]) -> bool:
         """Return True if micro-batches run as trees; tries the model on one sample of `batch` if it has not run."""
         if self.trunk_options.layout != "tree":
             return False
-        trunk = trunk_of(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
+        trunk = trunk_of(self.accelerator.unwrap_model(self.model))
         if exactness.fits_trees(trunk) is None:
-            old_scoring.score(self, step.first_sample(batch), None)
+            old_scoring.score(self, micro_batches.first_sample(batch), None)
         return exactness.fits_trees(trunk) is True
 
     def _score_old(self, batch: dict[str, Any]) -> None:
         """Put old log-probabilities into a micro-batch that is trained on only after the policy has changed."""
-        if step.EMPTY in batch and self._is_alone:
+        if micro_batches.EMPTY in batch and self._is_alone:
             self._old_scoring.pass_over(self, batch)
             return
         live: Tensor | None = None
         if not old_scoring.reads_dead(self):  # the loss will have a ratio to old log-probabilities, not known yet
             with_old = {**batch, old_scoring.OLD: torch.zeros_like(batch["completion_mask"], dtype=torch.float32)}
-            live = self._live_sequences(self._foreseen_rows(with_old))
-        self._sampled = batch.get(sampled_sets.KEY)
-        try:
+            live = live_sequences(self, self._rows_of_loss(with_old))
+        with during(SCORING, self._scoring(sampled=batch.get(sampled_sets.KEY))):
             self._old_scoring.take(self, batch, old_scoring.score(self, batch, live))
-        finally:
-            self._sampled = None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Compute TRL's loss; its head calls are told which gradient to expect."""
+        if micro_batches.EMPTY in inputs and self._is_alone:
+            self._old_scoring.pass_over(self, inputs)
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        is_unscored = self._old_scoring.is_missing(self, inputs)
+        if is_unscored:
+            inputs = {**inputs}  # the log-probabilities of the loss are put into it
+        scoring = self._scoring(sampled=inputs.get(sampled_sets.KEY), unscored=inputs if is_unscored else None)
+        scoring.rows = self._rows_of_loss(inputs, is_unscored=is_unscored)
+        regroups, skips = self.regroup and self._trains, self.trunk_options.zero_advantage == "skip"
+        factor: Tensor | float = micro_batches.share_of_mean(self, inputs) if regroups else 1.0
+        live = live_sequences(self, scoring.rows) if skips else None
+        if live is not None:
+            config = self._loss_config(is_unscored=is_unscored)
+            inputs, of_tokens = micro_batches.without_dead(inputs, live, config)
+            factor = factor * of_tokens
+            scoring.rows = self._rows_of_loss(inputs, is_unscored=is_unscored)
+        measured = self._measured(inputs) if regroups or live is not None else nullcontext()
+        with measured, during(SCORING, scoring):
+            if exact_kl.is_asked_for(self):
+                return factor * self._loss_with_exact_kl(model, inputs, scoring)
+            return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
+
+    def _loss_with_exact_kl(self, model: Any, inputs: dict[str, Any], scoring: Scoring) -> Tensor:
+        """Compute TRL's loss without its KL term; its head call compares with the reference, for the exact term."""
+        assert self._reference_head is not None
+        comparison = exact_kl.Comparison(inputs[exact_kl.KEY], self._reference_head)
+        scoring.compute = comparison.compare
+        with exact_kl.without_estimate(self):
+            loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        return exact_kl.add_term(self, loss, inputs, comparison.divergences)
+
+    def _measured(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return a context for a loss whose metrics count only if some process has a sequence to measure."""
+        if self.accelerator.gather(inputs["completion_mask"].any().reshape(1)).any():
+            return nullcontext()
+        return micro_batches.unmeasured(self._metrics["train"])  # type: ignore[attr-defined]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
+        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        arguments = inspect.signature(score).bind(*args, **kwargs).arguments
+        scoring = self._current()
+        with only_needed(self, scoring, arguments):
+            results = score(*args, **kwargs)
+        if scoring.unscored is not None:
+            inputs, scoring.unscored = scoring.unscored, None
+            self._old_scoring.take(self, inputs, results[0])
+            self._old_scoring.keep(inputs)
+        return results
+
+    def _scoring(self, **facts: Any) -> Scoring:
+        """Return a new `Scoring` with the options and shares of this trainer."""
+        return Scoring(self._run, PATCHED.logits_dtype, self._shares, **facts)
+
+    def _current(self) -> Scoring:
+        """Return the `Scoring` that is valid now; a new one outside of losses and generations."""
+        return self._scoring() if SCORING.get() is PATCHED else SCORING.get()
+
+    def _rows_of_loss(self, inputs: dict[str, Any], *, is_unscored: bool = False) -> Rows | None:
+        """Rows that the loss of a micro-batch reads, and the gradient it will send; None if the loss is unknown."""
+        is_known = torch.is_grad_enabled() and HEAD.is_known()
+        config = self._loss_config(is_unscored=is_unscored) if is_known else None
+        return None if config is None else expected_gradient.rows_of_loss(self, inputs, config)
+
+    def _loss_config(self, *, is_unscored: bool) -> LossConfig | None:
+        """Configuration of the loss that ``super()._compute_loss`` computes, or None if we do not know that loss."""
+        return expected_gradient.loss_config(self, self._loss_owner(), is_unscored=is_unscored)
+
+    def _loss_owner(self) -> type:
+        """Return the class that defines ``super()._compute_loss``."""
+        after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
+        return next(cls for cls in after if "_compute_loss" in vars(cls))
 
     @property
     def _is_alone(self) -> bool:
@@ -192,127 +271,7 @@ class FusedLossMixin:
 
     @property
     def _trains(self) -> bool:
-        return bool(self.model.training)  # type: ignore[attr-defined]
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Compute TRL's loss; its head calls are told which gradient to expect."""
-        if step.EMPTY in inputs and self._is_alone:
-            self._old_scoring.pass_over(self, inputs)
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        if self._old_scoring.is_missing(self, inputs):
-            inputs = self._unscored = {**inputs}
-        self._sampled = inputs.get(sampled_sets.KEY)
-        self._loss_rows = self._foreseen_rows(inputs)
-        live = self._live_sequences(self._loss_rows)
-        regroups = self.regroup and self._trains
-        factor: Tensor | float = step.share_of_mean(self, inputs) if regroups else 1.0
-        skips = live is not None and self.trunk_options.zero_advantage == "skip"
-        if live is not None and skips:
-            inputs, skipped = step.without_dead(inputs, live, self._loss_config())
-            factor = factor * skipped
-            self._loss_rows = self._foreseen_rows(inputs)
-        measured: AbstractContextManager[None] = nullcontext()
-        if skips or regroups:
-            counts = inputs["completion_mask"].any().reshape(1)
-            if not self.accelerator.gather(counts).any():
-                measured = step.unmeasured(self._metrics["train"])  # type: ignore[attr-defined]
-        try:
-            with measured:
-                if self._has_exact_kl:
-                    return factor * self._loss_with_exact_kl(model, inputs)
-                return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
-        finally:
-            self._loss_rows = self._unscored = self._reference = self._sampled = None
-
-    def _loss_with_exact_kl(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        assert self._reference_head is not None
-        reference = self._reference = exact_kl.Reference(inputs[exact_kl.KEY], self._reference_head)
-        with exact_kl.without_estimate(self):
-            loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        if reference.divergences is None:
-            raise RuntimeError("kl_estimator: expected trl's loss to call its fused head, got none")
-        config = config_of_trainer(self.args)
-        return exact_kl.add_term(self, config, loss, inputs, reference.divergences)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's scoring (policy, old policy, reference), in which only completion tokens are projected."""
-        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        given = inspect.signature(score).bind(*args, **kwargs).arguments
-        rows = self._rows_of_call(given)
-        whole = heads.whole_heads(given["model"]) if hook.SEAM.is_known() else nullcontext()
-        trunk = self._trunk(given, rows) if rows is not None and hook.SEAM.is_known() else nullcontext()
-        with hook.SEAM.filled(), hook.rows(rows, self._run), counting(self._row_count), whole, trunk:
-            results = score(*args, **kwargs)
-        if self._unscored is not None:
-            inputs, self._unscored = self._unscored, None
-            self._old_scoring.take(self, inputs, results[0])
-            self._old_scoring.keep(inputs)
-        return results
-
-    def _trunk(self, given: dict[str, Any], rows: hook.Rows) -> AbstractContextManager[Any]:
-        """Context in which the model's trunk computes only what the rows of a scoring call need."""
-        mask = given["attention_mask"] != 0
-        mask[:, : -rows.labelled.size(1)] = False
-        needed = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # a token is predicted from the one before it
-        live = None if self.trunk_options.zero_advantage == "train" else self._live_sequences(rows)
-        count = self._token_count if self._trains else TokenCount()
-        return live_trunk(given["model"], self.trunk_options, needed=needed, live=live, count=count)
-
-    def _live_sequences(self, rows: hook.Rows | None) -> Tensor | None:
-        """(B,) bool: sequences that may get a gradient; None: not known."""
-        expected = None if rows is None else rows.expected
-        if expected is None or expected.graded is None or self.aux_loss_enabled:  # type: ignore[attr-defined]
-            return None
-        return expected.graded.any(dim=1)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log TRL's metrics, of all ranks, with this rank's row and token counts since the last log."""
-        if self._trains:
-            found = self._row_count.take() | self._token_count.take()
-            for name, mean in found.items():
-                self._metrics["train"][name].append(mean)  # type: ignore[attr-defined]
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-    def _rows_of_call(self, given: dict[str, Any]) -> hook.Rows | None:
-        """The rows of the head calls of one scoring call, whose arguments are `given`."""
-        rows = self._rows_over_vocabulary(given)
-        if rows is None or self._sampled is None or self.sampling_mask is None:
-            return rows
-        compute, drawn = sampled_sets.scoring_over(self._sampled, rows.labelled, self.sampling_mask)
-        return dataclasses.replace(rows, compute=compute, counted=drawn if rows.counted is None else rows.counted)
-
-    def _rows_over_vocabulary(self, given: dict[str, Any]) -> hook.Rows | None:
-        """The same, but for the sampler's sets."""
-        if "attention_mask" not in given or "logits_to_keep" not in given:
-            return None
-        labelled = given["attention_mask"][:, -given["logits_to_keep"] :] != 0  # (B, T)
-        batch_size = given.get("batch_size") or labelled.size(0)
-        if self._reference is not None:
-            known = self._loss_rows or hook.Rows(labelled, batch_size)
-            compare = self._reference.compare
-            return dataclasses.replace(known, labelled=labelled, batch_size=batch_size, compute=compare)
-        if self._has_exact_kl and exact_kl.is_reference(self, given["model"]):
-            self._reference_head = kept = exact_kl.Kept(self.accelerator.unwrap_model(given["model"]), labelled)
-            return hook.Rows(labelled, batch_size, compute=kept.take)
-        loss_rows = self._loss_rows
-        if loss_rows is None or not torch.is_grad_enabled() or loss_rows.labelled.shape != labelled.shape:
-            return hook.Rows(labelled, batch_size)
-        return dataclasses.replace(loss_rows, labelled=labelled, batch_size=batch_size)
-
-    def _foreseen_rows(self, inputs: dict[str, Any]) -> hook.Rows | None:
-        """Rows that the loss of this micro-batch reads, and the gradient it will send; None if the loss is unknown."""
-        config = self._loss_config() if torch.is_grad_enabled() and hook.SEAM.is_known() else None
-        return None if config is None else foreseen.rows_of_loss(self, inputs, config)
-
-    def _loss_config(self) -> LossConfig | None:
-        """Configuration of the loss that ``super()._compute_loss`` computes, or None if we do not know that loss."""
-        makes_ratio = self._unscored is not None and sampling.is_corrected(self)
-        return foreseen.loss_config(self, self._loss_owner(), makes_ratio=makes_ratio)
-
-    def _loss_owner(self) -> type:
-        """Return the class that defines ``super()._compute_loss``."""
-        after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
-        return next(cls for cls in after if "_compute_loss" in vars(cls))
+        return bool(self.model.training)
 
 
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpo_kernels.integrations.patching import function_of
+from grpo_kernels.integrations.host import during, function_of
+from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.verl import zero_advantage
 from grpo_kernels.integrations.verl.distillation import TeacherLogprobs, teacher_of
-from grpo_kernels.integrations.verl.rows import HeadRows, flag, packed_rows
+from grpo_kernels.integrations.verl.rows import flag, numbers_of, packed_rows
 
 BACKEND = "grpo_kernels"
 ARGUMENT = "grpo_kernels_task"  # argument of our forward
@@ -47,11 +48,11 @@ class HeadTask:
     """What a micro-batch asks of the head. No dataclass: FSDP rounds the tensors of a dataclass on the way in.
 
     Attributes:
-        rows: those that count; None: all do.
+        rows: those of the call, as its labels lie; None: all count.
         teacher: of a distillation.
     """
 
-    def __init__(self, rows: HeadRows | None = None, teacher: TeacherLogprobs | None = None) -> None:
+    def __init__(self, rows: Rows | None = None, teacher: TeacherLogprobs | None = None) -> None:
         self.rows, self.teacher = rows, teacher
 
 
@@ -82,25 +83,19 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         def run_with(function: Any) -> Any:
             return step(self, micro_batch, function, forward_only)
 
-        token = _loss_function.set(loss_function)
-        try:
+        with during(_loss_function, loss_function):
             if flag(micro_batch, zero_advantage.DEAD):
                 group = self.get_data_parallel_group()
                 return zero_advantage.score(run_with, micro_batch, loss_function, group)
             return run_with(loss_function)
-        finally:
-            _loss_function.reset(token)
 
     @functools.wraps(run)
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
         live = None
         if _is_ours(self, data) and zero_advantage.is_asked_for(self.model_config.fused_kernel_options):
             live = None if forward_only else zero_advantage.live_sequences(data, loss_function)
-        token = _live.set(live)
-        try:
+        with during(_live, live):
             return run(self, data, loss_function, forward_only)
-        finally:
-            _live.reset(token)
 
     @functools.wraps(divide)
     def prepare_micro_batches(data: Any, dp_group: Any = None, **options: Any) -> Any:
@@ -127,7 +122,7 @@ def _is_ours(engine: Any, data: Any) -> bool:
 def _task(engine: Any, micro_batch: Any) -> HeadTask:
     loss_function = _loss_function.get()
     rows = packed_rows(micro_batch, loss_function, engine.get_data_parallel_group())
-    here = None if rows is None else rows.here(_laid_out(engine, micro_batch, rows.numbers()))
+    here = None if rows is None else rows.at(_laid_out(engine, micro_batch, numbers_of(rows)) - 1)
     return HeadTask(here, teacher_of(engine, micro_batch, loss_function))
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.within import check_module
-from grpo_kernels.integrations.patching import Patches, function_of
+from grpo_kernels.integrations.host import Patches, function_of
+from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.verl.distillation import TeacherLogprobs, aux_of, with_aux
 from grpo_kernels.integrations.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask
-from grpo_kernels.integrations.verl.rows import HeadRows
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.topk_divergence import topk_divergence
 
@@ -182,7 +182,7 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
 
 
 def _logprobs(
-    head: Head, hidden: Tensor, ids: Tensor, rows: HeadRows | None, temperature: Any
+    head: Head, hidden: Tensor, ids: Tensor, rows: Rows | None, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities and entropies, each shaped like the ids, in fp32 (fp64 for fp64 models).
 
@@ -193,12 +193,12 @@ def _logprobs(
         raise ValueError(f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}")
     options: dict[str, Any] = {}
     if rows is not None:
-        options = {"mask": rows.mask, "expected": rows.expected, "entropy": rows.entropy}
+        options = {"mask": rows.counted, "expected": rows.expected, "entropy": rows.entropy}
     found = linear_logprob(hidden, head, ids, temperature=temperature, **options)
     return found.logps if rows is None else rows.filled(found.logps), found.entropies
 
 
-def _distilled(head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: HeadRows | None, temperature: Any) -> Any:
+def _distilled(head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: Rows | None, temperature: Any) -> Any:
     """Return the forward KL on the teacher's ids, and both models' mass on them, (1, N) each; of `rows`, else 0.
 
     Raises:
@@ -213,7 +213,7 @@ def _distilled(head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: HeadR
         teacher.ids,
         teacher.logps,
         log_prob_min_clamp=teacher.log_prob_min_clamp,
-        mask=None if rows is None else rows.mask,
+        mask=None if rows is None else rows.counted,
         temperature=temperature,
     )
     return aux_of(found.divergence, found.student_mass, teacher)

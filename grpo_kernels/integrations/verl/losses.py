@@ -86,7 +86,6 @@ class Slopes:
         data: the micro-batch; its fields of (B, T) numbers, nested or not, are read.
         places: (N,) int64, for each packed token b * T + t of the response's token that it predicts.
         width: T.
-        graded: (N,) bool, False where the derivatives are certainly 0.
         dp_group: as verl passes it to the loss.
         entropy: whether the loss has entropies.
     """
@@ -100,13 +99,12 @@ class Slopes:
         data: Any,
         places: Tensor,
         width: int,
-        graded: Tensor,
         dp_group: Any,
         *,
         entropy: bool,
     ) -> None:
         self.loss_function, self.places, self.width, self.dp_group = loss_function, places, width, dp_group
-        self.graded, self.entropy = graded, entropy
+        self.entropy = entropy
         self.of_entropy = entropy and actor_config(loss_function).entropy_coeff != 0  # that derivative may not be 0
         names = set(data.keys())
         self.fields = {name: padded(data[name], width) for name in self.FIELDS if name in names}

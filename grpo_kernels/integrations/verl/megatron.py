@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.head.head import Head
-from grpo_kernels.integrations.patching import function_of, parameters_of
+from grpo_kernels.integrations.host import during, function_of, parameters_of
+from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.verl import zero_advantage
 from grpo_kernels.integrations.verl.engine import BACKEND
-from grpo_kernels.integrations.verl.rows import HeadRows, PackedRows, flag, packed_rows
+from grpo_kernels.integrations.verl.rows import flag, numbers_of, packed_rows
 from grpo_kernels.logprob import linear_logprob
 
 DIVIDE = (
@@ -57,12 +58,12 @@ class _MicroBatch:
         numbers: those of this rank's rows among them, as its labels lie; None before the labels are divided.
     """
 
-    def __init__(self, rows: PackedRows | None) -> None:
+    def __init__(self, rows: Rows | None) -> None:
         self.rows = rows
         self.numbers: Tensor | None = None
 
-    def here(self) -> HeadRows | None:
-        return None if self.rows is None or self.numbers is None else self.rows.here(self.numbers.reshape(-1))
+    def here(self) -> Rows | None:
+        return None if self.rows is None or self.numbers is None else self.rows.at(self.numbers.reshape(-1) - 1)
 
 
 _micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default=None)
@@ -97,7 +98,7 @@ def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     def preprocess_thd_engine(input_ids: Any, *args: Any, need_roll: bool = False, **options: Any) -> Any:
         micro_batch = _micro_batch.get()
         if need_roll and micro_batch is not None and micro_batch.rows is not None:  # these are the labels
-            numbers = torch.nested.nested_tensor_from_jagged(micro_batch.rows.numbers(), input_ids.offsets())
+            numbers = torch.nested.nested_tensor_from_jagged(numbers_of(micro_batch.rows), input_ids.offsets())
             micro_batch.numbers = divide(numbers, *args, **options)[0]
         return divide(input_ids, *args, need_roll=need_roll, **options)
 
@@ -142,11 +143,8 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         if _is_ours(self) and flag(batch, "use_fused_kernels", default=True):
             loss_function = postprocess_micro_batch_func.keywords["loss_function"]
             rows = packed_rows(batch, loss_function, self.get_data_parallel_group())
-        token = _micro_batch.set(_MicroBatch(rows))
-        try:
+        with during(_micro_batch, _MicroBatch(rows)):
             return step(self, iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
-        finally:
-            _micro_batch.reset(token)
 
     yield engine, "_maybe_enable_fused_kernels", _maybe_enable_fused_kernels
     yield with_head, "forward_step", forward_step
@@ -226,7 +224,7 @@ def score(
         hidden.reshape(-1, hidden.size(-1)),
         Head(weight, process_group=process_group, vocab_size=vocab_size),
         labels.reshape(-1),
-        mask=None if rows is None else rows.mask,
+        mask=None if rows is None else rows.counted,
         expected=None if rows is None else rows.expected,
         entropy=rows is None or rows.entropy,
         temperature=temperature,

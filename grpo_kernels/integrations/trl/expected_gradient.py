@@ -1,4 +1,4 @@
-"""The gradient that TRL's loss is going to send back, foreseen from the trainer's options and a micro-batch."""
+"""The gradient to expect of TRL's loss, from the trainer's options and a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.trl import sampling
-from grpo_kernels.integrations.trl.hook import Rows
-from grpo_kernels.integrations.trl.step import counted_tokens
+from grpo_kernels.integrations.trl.micro_batches import counted_tokens
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.losses import loss_of
 
 
-def loss_config(trainer: Any, owner: type, *, makes_ratio: bool) -> LossConfig | None:
+def loss_config(trainer: Any, owner: type, *, is_unscored: bool) -> LossConfig | None:
     """Return the configuration of the loss of `trainer`, a method of `owner`, or None if we do not know that loss.
 
-    `makes_ratio` is True while the ratio to the sampler is computed from the loss's own log-probabilities (`sampling`).
+    `is_unscored` is True if the micro-batch lacks old log-probabilities: the ratio to the sampler is then computed from
+    the loss's own (`sampling`).
     """
     overrides: dict[str, Any] = {"entropy_coef": _entropy_coef(trainer), "kl_estimator": trainer.kl_estimator}
     if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
@@ -28,7 +30,7 @@ def loss_config(trainer: Any, owner: type, *, makes_ratio: bool) -> LossConfig |
         overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None, "off_policy_mask_threshold": None}
     elif owner is not GRPOTrainer:
         return None
-    elif makes_ratio:
+    elif is_unscored and sampling.is_corrected(trainer):
         overrides |= sampling.options(trainer)
     try:
         return dataclasses.replace(config_of_trainer(trainer.args), **overrides)
@@ -38,9 +40,12 @@ def loss_config(trainer: Any, owner: type, *, makes_ratio: bool) -> LossConfig |
 
 
 def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> Rows:
-    """The rows that the loss `config` of the micro-batch `inputs` reads, and the gradient it will send."""
-    labelled, counted, fill = inputs["completion_mask"], counted_tokens(inputs), None
-    if counted is not labelled:
+    """Return the rows (B, T) that the loss `config` of the micro-batch `inputs` reads, and the gradient it will send.
+
+    Tools' tokens are labelled and not read. They get the old or reference log-probability, so that a ratio is finite.
+    """
+    counted, fill = counted_tokens(inputs), None
+    if counted is not inputs["completion_mask"]:
         scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
         fill = next((logps for logps in scored if logps is not None), None)
     try:
@@ -48,7 +53,13 @@ def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> Ro
     except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not, and the loss is TRL's
         _warn(error)
         expected = None
-    return Rows(labelled, labelled.size(0), None if counted is labelled else counted, fill, expected)
+    return Rows(counted, fill, expected)
+
+
+def live_sequences(trainer: Any, rows: Rows | None) -> Tensor | None:
+    """Return (B,) bool: sequences that may get a gradient from the loss that reads `rows`; None: not known."""
+    graded = None if rows is None or rows.expected is None else rows.expected.graded
+    return None if graded is None or trainer.aux_loss_enabled else graded.any(dim=1)
 
 
 def _warn(error: Exception) -> None:

@@ -17,9 +17,9 @@ import trl.trainer.utils as trl_utils
 from datasets import Dataset
 
 from benchmarks import parity, tiny_run
-from grpo_kernels import Run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
-from grpo_kernels.integrations.trl import hook as trl_hook
+from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, patch_trl, unpatch_trl
+from grpo_kernels.integrations.trl.scoring import Scoring
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 
@@ -52,8 +52,8 @@ def _others() -> dict[str, tuple[type, Any, dict[str, Any]]]:
 def test_patched_trainers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer_class, config_class, arguments = _others()[name]
     calls = []
-    ours = trl_hook.FusedHead.apply
-    monkeypatch.setattr(trl_hook.FusedHead, "apply", staticmethod(lambda *a: calls.append(len(a)) or ours(*a)))
+    ours = fused_head.FusedHead.apply
+    monkeypatch.setattr(fused_head.FusedHead, "apply", staticmethod(lambda *a: calls.append(len(a)) or ours(*a)))
 
     def trained() -> list[dict[str, float]]:
         args = config_class(**tiny_run.common_options(str(tmp_path), steps=2))
@@ -75,10 +75,10 @@ def test_patch_and_unpatch() -> None:
     unpatch_trl()  # nothing to undo
     assert trl_utils._ChunkedLogProbFunction is THEIRS
     assert patch_trl()
-    assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
+    assert trl_utils._ChunkedLogProbFunction is fused_head.FusedHead
     with patch_trl() as again:  # changes nothing, so it undoes nothing
         assert again
-    assert trl_utils._ChunkedLogProbFunction is trl_hook.FusedHead
+    assert trl_utils._ChunkedLogProbFunction is fused_head.FusedHead
     unpatch_trl()
     assert trl_utils._ChunkedLogProbFunction is THEIRS
     unpatch_trl()
@@ -122,8 +122,8 @@ OPTIONS: dict[str, Any] = {"engine": "lean", "backend": "torch", "workspace_byte
 
 def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    compute = trl_hook.linear_logprob
-    monkeypatch.setattr(trl_hook, "linear_logprob", lambda *a, **k: seen.append(k) or compute(*a, **k))
+    compute = fused_head.linear_logprob
+    monkeypatch.setattr(fused_head, "linear_logprob", lambda *a, **k: seen.append(k) or compute(*a, **k))
 
     def given() -> list[dict[str, Any]]:
         found, seen[:] = [{name: getattr(call["run"], name) for name in OPTIONS} for call in seen], []
@@ -131,12 +131,12 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch:
 
     hidden, weight, _, ids = _head_inputs()
     with patch_trl(**OPTIONS):
-        trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0].sum().backward()
+        fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0].sum().backward()
         assert given() == [OPTIONS]
         with pytest.raises(ValueError, match="engine: expected 'lean', that of the patch in force, got 'auto'"):
             patch_trl()
     with patch_trl():
-        trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)
+        fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)
         assert given() == [{"engine": "auto", "backend": "auto", "workspace_bytes": None}]
     with tempfile.TemporaryDirectory() as folder:
         tiny_run.train(FusedGRPOTrainer, tiny_run.config(folder, 1), **OPTIONS)
@@ -173,7 +173,7 @@ def test_an_unknown_trl_is_left_alone(found: Any, monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match="TRL works unchanged") as seen:
         assert patch_trl() == False  # noqa: E712
     assert len(seen) == 1
-    with trl_hook.SEAM.filled():
+    with fused_head.HEAD.replaced():
         assert getattr(trl_utils, "_ChunkedLogProbFunction", None) is found
     unpatch_trl()
     assert getattr(trl_utils, "_ChunkedLogProbFunction", None) is found
@@ -194,7 +194,7 @@ def _head_inputs(rows: int = 9, **options: Any) -> tuple[torch.Tensor, torch.Ten
     [
         ("log_probs",),
         ("log_probs", "entropy"),
-        ("entropy", *trl_hook.EXTRAS),
+        ("entropy", *fused_head.EXTRAS),
         ("is_top1",),
         ("mean_logits", "entropy"),
     ],
@@ -203,7 +203,7 @@ def _head_inputs(rows: int = 9, **options: Any) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 def test_the_op_returns_what_trl_returns(outputs: tuple[str, ...], with_bias: bool) -> None:
     found = []
-    for op in (THEIRS, trl_hook.FusedHead):
+    for op in (THEIRS, fused_head.FusedHead):
         hidden, weight, bias, ids = _head_inputs()
         given = (hidden, weight, bias if with_bias else None, ids, 0.7, 32, 5.0, 0.5, outputs)
         results = op.apply(*given)
@@ -223,7 +223,7 @@ def test_the_op_returns_what_trl_returns(outputs: tuple[str, ...], with_bias: bo
 @pytest.mark.parametrize("needs", ["hidden", "weight", "nothing"])
 def test_the_op_differentiates_what_is_asked(needs: str) -> None:
     grads = []
-    for op in (THEIRS, trl_hook.FusedHead):
+    for op in (THEIRS, fused_head.FusedHead):
         hidden, weight, _, ids = _head_inputs()
         hidden.requires_grad_(needs == "hidden")
         weight.requires_grad_(needs == "weight")
@@ -240,7 +240,7 @@ def test_the_op_differentiates_what_is_asked(needs: str) -> None:
 
 def test_the_op_without_rows() -> None:
     hidden, weight, bias, ids = _head_inputs(rows=0)
-    results = trl_hook.FusedHead.apply(hidden, weight, bias, ids, 1.0, 32)
+    results = fused_head.FusedHead.apply(hidden, weight, bias, ids, 1.0, 32)
     assert all(x is not None and x.shape == (0,) for x in results)
     results[0].sum().backward()
     assert weight.grad is not None
@@ -250,7 +250,7 @@ def test_the_op_without_rows() -> None:
 def test_autocast_multiplies_in_its_dtype_and_keeps_fp32_gradients() -> None:
     hidden, weight, _, ids = _head_inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logps = trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0]
+        logps = fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0]
     logps.sum().backward()
     rounded = (hidden.detach().bfloat16().float() @ weight.detach().bfloat16().float().t()).log_softmax(-1)
     torch.testing.assert_close(logps.detach(), rounded.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
@@ -274,7 +274,7 @@ def test_a_partitioned_weight_is_gathered_for_the_backward(monkeypatch: pytest.M
     plain = THEIRS.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
     d_plain = torch.autograd.grad((plain * torch.arange(len(ids))).sum(), (hidden, weight))
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
-    logps = trl_hook.FusedHead.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
+    logps = fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
     weight.data = apart
     found = torch.autograd.grad((logps * torch.arange(len(ids))).sum(), (hidden, weight))
     assert gathered
@@ -283,15 +283,14 @@ def test_a_partitioned_weight_is_gathered_for_the_backward(monkeypatch: pytest.M
 
 def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL 1.15 has no `_use_triton`, and compacts its rows everywhere."""
-    monkeypatch.delattr(trl_hook.trl_utils, "_use_triton")
-    assert trl_hook.SEAM.is_known()
+    monkeypatch.delattr(fused_head.trl_utils, "_use_triton")
+    assert fused_head.HEAD.is_known()
     labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
     counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
-    with trl_hook.rows(trl_hook.Rows(labelled, batch_size=2, counted=counted), Run()):
-        positions, mask, expected, fill = trl_hook._known(torch.zeros(3, 4))
+    positions = fused_head._positions(Scoring(labelled=labelled, batch_size=2), torch.zeros(3, 4))
     assert positions is not None
     assert positions.tolist() == [0, 1, 3]
-    assert mask is not None
-    assert mask.tolist() == [True, False, True]
-    assert expected is None
-    assert fill is None
+    rows = Rows(counted).at(positions)
+    assert rows.counted.tolist() == [True, False, True]
+    assert rows.expected is None
+    assert rows.fill is None

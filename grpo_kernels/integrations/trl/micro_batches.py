@@ -1,4 +1,4 @@
-"""A training step of TRL that computes less: sequences without gradient left out, samples regrouped."""
+"""TRL's micro-batches: tokens that count, sequences without gradient left out, samples regrouped by prompt."""
 
 from __future__ import annotations
 

@@ -1,0 +1,123 @@
+"""TRL's fused language-model head, computed by our engines.
+
+TRL 1.15 and 1.16 route every fused head (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) through one autograd function, which
+they look up at call time as ``trl.trainer.utils._ChunkedLogProbFunction``. `FusedHead` has the same ``apply`` and
+returns the same five values. What a trainer knows about the rows is in `SCORING` meanwhile.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from torch import Tensor
+
+from grpo_kernels.base.checks import is_fake
+from grpo_kernels.base.choices import Extra, LogitsDtype, choices
+from grpo_kernels.call.output import Scores
+from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.head import Head
+from grpo_kernels.integrations.host import HostFunction
+from grpo_kernels.integrations.trl.head import ModelHead
+from grpo_kernels.integrations.trl.row_count import count_rows
+from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
+from grpo_kernels.logprob import linear_logprob
+
+EXTRAS: tuple[Extra, ...] = choices(Extra)  # type: ignore[assignment]
+
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class FusedHead:
+    """Stand-in for TRL's autograd function: same call, same results, our engines."""
+
+    @staticmethod
+    @torch.compiler.disable  # a compiled model breaks its graph here: which rows count depends on data
+    def apply(
+        hidden: Tensor,  # (N, H)
+        weight: Tensor | ModelHead,  # (V, H)
+        bias: Tensor | None,  # (V,)
+        targets: Tensor,  # (N,)
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", *EXTRAS),
+    ) -> Results:
+        """(logps, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None where `outputs` lacks the name.
+
+        `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
+        """
+        scoring = SCORING.get()
+        options: dict[str, Any] = {
+            "ids": targets,
+            "entropy": "entropy" in outputs,
+            "extras": tuple(name for name in EXTRAS if name in outputs),
+            "temperature": temperature,
+        }
+
+        def score(hidden: Tensor, head: Head, gather: Gather | None) -> Scores:
+            head = replace(
+                head,
+                final_logit_softcapping=final_logit_softcapping,
+                logit_scale=logit_scale,
+                logits_dtype=scoring.logits_dtype,
+            )
+            return _score(scoring, hidden, head, run=replace(scoring.run, gather=gather), **options)
+
+        if isinstance(weight, ModelHead):
+            scores = weight.score(hidden, score)
+        else:
+            # ZeRO-3 partitions the weight again after the forward
+            scores = score(hidden, Head(weight, bias), lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias))
+        return scores.logps, scores.entropies, scores.log_sum_sq_probs, scores.mean_logits, scores.is_top1
+
+
+def _score(scoring: Scoring, hidden: Tensor, head: Head, **options: Any) -> Scores:
+    """Return the results (N,) of one head call on `hidden` (N, H); `options` are those of `linear_logprob`."""
+    positions = _positions(scoring, hidden)
+    rows = None if positions is None or scoring.rows is None else scoring.rows.at(positions)
+    if rows is not None:
+        options |= {"mask": rows.counted, "expected": rows.expected}
+    with _operands_as_trls(hidden, scoring.logits_dtype):
+        if scoring.compute is None:
+            scores = linear_logprob(hidden, head, **options)
+        else:
+            scores = scoring.compute(hidden, head, positions, **options)
+    if rows is not None:
+        scores.logps = rows.filled(scores.logps)
+    if not is_fake(hidden):
+        places, mask = (len(hidden), None) if rows is None else (scoring.passed, rows.counted)
+        count_rows(scoring.shares, places, mask, (scores.logps, scores.entropies))
+    return scores
+
+
+def _positions(scoring: Scoring, hidden: Tensor) -> Tensor | None:
+    """Return the place (N,) of each row of `hidden` (N, H) in the batch's (B, T), -1 outside; None: unknown."""
+    if is_fake(hidden):
+        return None
+    use_triton = getattr(trl_utils, "_use_triton", None)  # TRL 1.15 has none, and always passes only labelled rows
+    positions = scoring.next_call(len(hidden), compact=use_triton is None or use_triton(hidden.device))
+    if positions is None or positions.device != hidden.device:  # a head on another device than the batch
+        return None
+    return positions
+
+
+def _operands_as_trls(hidden: Tensor, logits_dtype: LogitsDtype) -> AbstractContextManager[Any]:
+    """Context in which products of 16-bit hidden states are in 16 bits, if `logits_dtype` is "input"."""
+    kind = hidden.device.type
+    if logits_dtype != "input" or hidden.dtype.itemsize != 2 or torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, hidden.dtype)
+
+
+HEAD = HostFunction(
+    trl_utils,
+    "_ChunkedLogProbFunction",
+    FusedHead,
+    unknown="fused language-model head with the signature of trl 1.15 and 1.16; TRL works unchanged",
+    needed=("add_fused_lm_head", "maybe_gather_lm_head_ctx"),
+)

@@ -1,0 +1,66 @@
+"""One call of TRL's `_get_per_token_logps_and_entropies`, in which the model computes only what is read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grpo_kernels.integrations.host import during
+from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.shares import Shares
+from grpo_kernels.integrations.transformers.trunk import live_trunk
+from grpo_kernels.integrations.trl import exact_kl, sampled_sets
+from grpo_kernels.integrations.trl.expected_gradient import live_sequences
+from grpo_kernels.integrations.trl.fused_head import HEAD
+from grpo_kernels.integrations.trl.head import whole_heads
+from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
+
+
+@contextmanager
+def only_needed(trainer: Any, scoring: Scoring, arguments: dict[str, Any]) -> Iterator[None]:
+    """Inside, trunk and head of the model compute only what the call with `arguments` needs, if this TRL is known.
+
+    `scoring` is that of the loss or generation in which TRL makes the call.
+    """
+    if not HEAD.is_known():
+        yield
+        return
+    trunk: AbstractContextManager[Any] = nullcontext()
+    if "attention_mask" in arguments and "logits_to_keep" in arguments:
+        labelled = arguments["attention_mask"][:, -arguments["logits_to_keep"] :] != 0
+        scoring = _of_call(trainer, scoring, arguments, labelled)
+        trunk = _trunk(trainer, scoring, arguments, labelled)
+    with HEAD.replaced(), during(SCORING, scoring), whole_heads(arguments["model"]), trunk:
+        yield
+
+
+def _of_call(trainer: Any, scoring: Scoring, arguments: dict[str, Any], labelled: Tensor) -> Scoring:
+    """Return `scoring` with the rows of one call and the way to compute them; `labelled` (B, T) as in `Scoring`."""
+    rows, compute, model = scoring.rows, scoring.compute, arguments["model"]
+    if rows is None or rows.counted.shape != labelled.shape or not torch.is_grad_enabled():
+        rows = Rows(labelled)
+    if compute is None and exact_kl.is_asked_for(trainer) and exact_kl.is_reference(trainer, model):
+        scoring.reference_head = exact_kl.ReferenceHead(trainer.accelerator.unwrap_model(model), labelled)
+        compute = scoring.reference_head.take
+    elif scoring.sampled is not None and trainer.sampling_mask is not None:
+        compute, drawn = sampled_sets.scoring_over(scoring.sampled, labelled, trainer.sampling_mask)
+        rows = Rows(rows.counted * drawn, rows.fill, rows.expected)
+    batch_size = arguments.get("batch_size") or labelled.size(0)
+    return replace(scoring, rows=rows, labelled=labelled, batch_size=batch_size, compute=compute)
+
+
+def _trunk(
+    trainer: Any, scoring: Scoring, arguments: dict[str, Any], labelled: Tensor
+) -> AbstractContextManager[list[Tensor]]:
+    """Return a context in which the trunk computes the cells that predict `labelled` (B, T): each the next token."""
+    prompt = arguments["attention_mask"].shape[1] - labelled.shape[1]
+    needed = F.pad(labelled, (prompt - 1, 1))
+    live = None if trainer.trunk_options.zero_advantage == "train" else live_sequences(trainer, scoring.rows)
+    shares = scoring.shares if trainer.model.training else Shares()
+    return live_trunk(arguments["model"], trainer.trunk_options, needed=needed, live=live, shares=shares)
