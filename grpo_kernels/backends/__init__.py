@@ -7,8 +7,8 @@ A backend knows no matrix product, and of the loss only each row's coefficients.
     grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
 If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last two.
-`torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.TritonRows` runs on a GPU,
-`cpp_rows.CppRows` on a CPU.
+`torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.rows.TritonRows` runs on a
+GPU, `cpp_rows.CppRows` on a CPU. Which of them serves is said by `interface.Backend`, one in each of these modules.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _plan_reference(reference: OtherHead, plan: HeadPlan, dtype: torch.dtype) ->
 def _constants(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     """Return what makes logits of the product with `head`, whose operands have `dtype`, as fields of a `HeadPlan`."""
     return {
-        "scale": head.logit_scale,
+        "logit_scale": head.logit_scale,
         "softcap": head.final_logit_softcapping,
         "round_logits": head.logits_dtype == "input" and dtype.itemsize < 4,
     }

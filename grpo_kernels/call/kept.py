@@ -31,7 +31,8 @@ from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import scatter
 from grpo_kernels.engine.records import Operands, Rows
 from grpo_kernels.engine.request import Request
-from grpo_kernels.engine.special.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
+from grpo_kernels.engine.special.gathered import entry_bytes
+from grpo_kernels.engine.special.kept_sets import KeptSetLogprob, KeptSets, Span
 from grpo_kernels.head.lm_head import LMHead
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster

@@ -19,7 +19,7 @@ from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
 from grpo_kernels.engine.records import Gradients, HeadTensors, Operands
-from grpo_kernels.engine.remainder import size_of, split_off
+from grpo_kernels.engine.remainder import check_remainder, split_off
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 
@@ -149,10 +149,10 @@ def _gradient(
         factor, remainder = main[grad_rows, None], request.with_main(main.index_fill(0, grad_rows, 0.0), upstream)
         alone = all(x is None or x is main for x in upstream)
         complete = alone and grad_rows.shape[0] == len(rows)  # then nothing waits for the device
-        any_left = not complete and size_of(remainder, upstream)[0]
+        any_left = not complete and check_remainder(remainder, upstream)[0]
     else:
         factor, remainder = split_off(upstream, first.coefficients)
-        any_left, far = size_of(remainder, upstream)
+        any_left, far = check_remainder(remainder, upstream)
         if far:  # stored and remainder are far larger than their sum, and would cancel
             warn_once(WRONG_EXPECTATION)
             total, indices = second_pass(head, request, stats, upstream)

@@ -27,8 +27,9 @@ A new engine is a name in `base.choices`, a record here, and its passes (`passes
 from __future__ import annotations
 
 from grpo_kernels.base.choices import EngineName, choices
-from grpo_kernels.engine.passes import recompute, recompute_slices, score, score_without_logits, store
+from grpo_kernels.engine.passes import recompute, recompute_slices, score, store
 from grpo_kernels.engine.request import Coupling, Engine, Situation, Stored
+from grpo_kernels.engine.special.score_dot import SCORE_DOT
 
 SCORE = Engine(
     name="score",
@@ -70,14 +71,6 @@ LEAN = Engine(
     first_pass=score,
     second_pass=recompute_slices,
     comes_first=lambda call: call.tight_memory and call.head_trains,
-)
-SCORE_DOT = Engine(
-    name="score_dot",
-    stores=Stored.NOTHING,
-    serves=lambda call: call.no_gradient and call.scores_without_logits,
-    needs="that no gradient is wanted, no output but the entropy, no lora, and the triton backend",
-    first_pass=score_without_logits,
-    second_pass=recompute,
 )
 
 # In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are

@@ -25,7 +25,7 @@ class HeadPlan:
     backend: RowBackend
     compute_dtype: torch.dtype  # of the products' operands
     workspace_bytes: int
-    scale: float = 1.0
+    logit_scale: float = 1.0
     softcap: float | None = None
     round_logits: bool = False  # to the compute dtype
     shard: Shard | None = None  # this rank's, if the head's rows are divided among ranks
@@ -71,7 +71,7 @@ class HeadPlan:
     def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
         """Return the transform of the raw projection of rows into logits; `bias` as `row_bias` gives it."""
         rounded_to = self.compute_dtype if self.round_logits else None
-        return LogitTransform(self.scale, self.softcap, inv_temperature, bias, rounded_to)
+        return LogitTransform(self.logit_scale, self.softcap, inv_temperature, bias, rounded_to)
 
     def stats(self, chunk: Chunk, rows: Rows, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         """Reduce the rows of a chunk; the log-probability is NaN where a row is invalid.

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import DotRowBackend, RowStats
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows, row_bias
+from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
 from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive, gradient_of_one_result
 from grpo_kernels.engine.special.slices import sweep_slices
@@ -29,21 +29,6 @@ def score(head: Operands, request: Request) -> ForwardResult:
     plan, step = request.plan, _reduce(request)
     sweep(plan.converted(head), request.rows, plan, step)
     return ForwardResult(step.statistics(head.hidden))
-
-
-def score_without_logits(head: Operands, request: Request) -> ForwardResult:
-    """Find the statistics alone, by a backend that does the projection itself."""
-    plan, rows = request.plan, request.rows
-    assert isinstance(plan.backend, DotRowBackend)
-    hidden, weight = head.hidden[rows.positions].to(plan.compute_dtype), head.weight.to(plan.compute_dtype)
-    transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
-    ids = rows.ids if plan.shard is None else plan.shard.local_ids(rows.ids)
-    stats = plan.backend.score_dot(hidden, weight.contiguous(), ids, transform, entropy=request.entropy)
-    if plan.shard is not None:
-        stats = plan.shard.joined(stats, rows.ids, transform)
-    if rows.invalid is not None:
-        stats.logps.masked_fill_(rows.invalid, torch.nan)
-    return ForwardResult(stats)
 
 
 def store(head: Operands, request: Request) -> ForwardResult:

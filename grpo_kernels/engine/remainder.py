@@ -1,4 +1,4 @@
-"""The scale between an expected gradient and the upstream gradient, and the remainder that it does not explain."""
+"""The factor between an expected gradient and the upstream gradient, and the remainder that it does not explain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_kernels.token_loss.record import Coefficients
 FAR_TOO_LARGE = 8.0  # remainder over upstream; beyond, more than three bits would cancel in d weight
 
 
-def size_of(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
+def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
     """Return two flags: there is a remainder to compute; it is far larger than all upstream gradients.
 
     Waits for the device.
@@ -30,7 +30,7 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
 
     s is the median ratio, which fits most rows if any does. A row fits if s times its expectation is its upstream
     gradient up to rounding: eight units in the last place of the largest of both and of the rows' upper quartile.
-    (A trainer's gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never match.
+    (A trainer's gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never fit.
     """
     pairs = list(zip(upstream, expected, strict=True))
     ratios = torch.cat([x / y for x, y in pairs if x is not None and y is not None])  # nan or inf where y = 0

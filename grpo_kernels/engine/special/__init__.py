@@ -1,3 +1,3 @@
-"""What few calls need: teachers of K log-probabilities, kept sets, and the gradient by slices of the vocabulary."""
+"""What few calls need: teachers of K log-probabilities, kept sets, slices of the vocabulary, scores without logits."""
 
 from __future__ import annotations

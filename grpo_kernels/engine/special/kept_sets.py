@@ -26,6 +26,7 @@ from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import scatter
 from grpo_kernels.engine.records import HeadTensors, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.request import Gather
+from grpo_kernels.engine.special.gathered import Gathered, entry_bytes
 
 _ROWS = TorchRows()  # sets are short: their row work is little beside the gathering
 
@@ -65,59 +66,6 @@ class KeptSets:
         """Return the transform of the rows `at` (r,), without bias."""
         inv_t = self.rows.inv_temperature
         return self.plan.transform(None, inv_t[at] if isinstance(inv_t, Tensor) else inv_t)
-
-
-def entry_bytes(head: HeadTensors[Tensor], plan: HeadPlan) -> int:
-    """Return the bytes of one entry's gathered rows."""
-    pairs = zip(head.factors(), plan.operand_dtypes(head), strict=True)
-    return sum(
-        matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, plan.accumulator))
-        for (_, matrix), dtype in pairs
-    )
-
-
-def _stages(*dtypes: torch.dtype) -> list[torch.dtype]:
-    """Return the dtypes that a gathered row goes through: as stored, as an operand, as one of fp32 products."""
-    return [x for i, x in enumerate(dtypes) if i == 0 or x != dtypes[i - 1]]
-
-
-class _Gathered:
-    """The rows of a factor's matrix (V, K) for kept ids, in memory that every block uses again.
-
-    Args:
-        dtype: dtype that operands are rounded to.
-        accumulator: dtype of the products.
-        entries: number of rows to gather at a time.
-    """
-
-    def __init__(self, matrix: Tensor, dtype: torch.dtype, accumulator: torch.dtype, entries: int) -> None:
-        self.entries, self._matrix, self._dtypes = entries, matrix.detach(), (dtype, accumulator)
-        stages = _stages(matrix.dtype, *self._dtypes)
-        self._stages = [matrix.new_empty(entries, matrix.shape[1], dtype=x) for x in stages]
-
-    def operand(self, x: Tensor) -> Tensor:
-        """Return rows of the other factor as an operand of the products."""
-        dtype, accumulator = self._dtypes
-        return x.to(dtype).to(accumulator)
-
-    def of(self, kept: Tensor) -> Tensor:
-        """Gather (r, w) ids -> (r, w, K); valid until the next call."""
-        n = kept.numel()
-        torch.index_select(self._matrix, 0, kept.reshape(-1), out=self._stages[0][:n])
-        for x, y in itertools.pairwise(self._stages):
-            y[:n].copy_(x[:n])
-        return self._stages[-1][:n].view(*kept.shape, self._matrix.shape[1])
-
-    def outer(self, d_raw: Tensor, x: Tensor) -> Tensor:
-        """(r, w) and (r, K) -> (r w, K): d matrix of each entry; valid until the next call."""
-        out = self._stages[-1][: d_raw.numel()]
-        torch.bmm(d_raw[:, :, None], x[:, None, :], out=out.view(*d_raw.shape, out.shape[1]))
-        return out
-
-    def pieces(self, rows: int, width: int) -> list[slice]:
-        """Return slices of a (rows, width) block's columns that fit in memory; several only if one row is too long."""
-        step = max(1, self.entries // max(1, rows))
-        return [slice(start, min(start + step, width)) for start in range(0, width, step)]
 
 
 class _SavedBlock(NamedTuple):
@@ -174,13 +122,13 @@ class KeptSetLogprob(torch.autograd.Function):
         return None, *sums.gradients()
 
 
-def _factors(head: Operands, sets: KeptSets) -> list[_Gathered]:
+def _factors(head: Operands, sets: KeptSets) -> list[Gathered]:
     """Return the gathered rows of each factor, for as many entries at a time as the workspace holds."""
     plan = sets.plan
     largest = max(((span.rows.stop - span.rows.start) * span.width for span in sets.spans), default=0)
     entries = min(max(1, plan.workspace_bytes // entry_bytes(head, plan)), largest)
     pairs = zip(head.factors(), plan.operand_dtypes(head), strict=True)
-    return [_Gathered(matrix, dtype, plan.accumulator, entries) for (_, matrix), dtype in pairs]
+    return [Gathered(matrix, dtype, plan.accumulator, entries) for (_, matrix), dtype in pairs]
 
 
 def _no_stats(sets: KeptSets) -> RowStats:
@@ -236,7 +184,7 @@ def _padding(kept: Tensor) -> Tensor:
     return padding
 
 
-def _logits(factors: list[_Gathered], head: Operands, sets: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
+def _logits(factors: list[Gathered], head: Operands, sets: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
     """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
     positions = sets.rows.positions[at]
     z = head.hidden.new_zeros(kept.shape, dtype=sets.plan.accumulator)
@@ -280,7 +228,7 @@ class _GradientSums:
         if head.bias is not None and sets.needs_grad.bias:
             self._bias = torch.zeros_like(head.bias, dtype=dtype)
 
-    def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
+    def add(self, factors: list[Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
         """Add the gradient of the rows `at` (r,), from the ids (r, w) and d raw (r, w) of their sets."""
         positions, features = self._sets.rows.positions[at], (x for x, _ in self._head.factors())
         for factor, x, rows, matrix in zip(factors, features, self._rows, self._matrices, strict=True):
