@@ -306,13 +306,18 @@ def loss_inputs(s: Scene, where: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}]
+    "config",
+    [
+        {},
+        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"},
+        {"loss_type": "luspo", "entropy_coef": 0.02, "top_entropy_quantile": 0.6},
+    ],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_loss_over_kept_sets(config: dict[str, Any], packed: bool) -> None:
     s, where = without_some(scene("all", F64))
     given = loss_inputs(s, where)
-    if "importance_sampling_level" in config:
+    if "loss_type" in config:
         del given["num_items_in_batch"]
     config = {"entropy_coef": 0.01, **config}
     oracle = by_full_logits(whole_sets(s, where))

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import LossConfig, linear_logprob, policy_loss_from_logps
+from grpo_kernels import linear_logprob
 from grpo_kernels.engine.device import device_of
-from tests.support.case_builder import make_case
 from tests.support.flat import flat
 from tests.support.kept_scenes import BIG, HEADS, assert_near, by_full_logits, compute, scene
 from tests.support.measure import count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
-from tests.support.reference import evaluate
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -268,39 +266,3 @@ def test_under_compile_the_graph_breaks_and_the_result_is_the_same() -> None:
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="grpo_kernels"):
         torch.compile(total, backend="eager", fullgraph=True)(s.hidden)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"loss_type": "dapo", "beta": 0.05},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        {"loss_type": "luspo", "entropy_coef": 0.02, "top_entropy_quantile": 0.6},
-    ],
-)
-def test_grpo_over_kept_sets(config: dict[str, Any]) -> None:
-    """The loss, and its gradients through the renormalised log-probabilities, against float64 from all logits."""
-    s = scene("all", torch.float64)
-    case = make_case(f"kept/{config['loss_type']}", b=2, t=9, h=12, v=60, dtype=torch.float64, **config)
-    truth = by_full_logits(s.but(up=(torch.zeros(2, 9), torch.zeros(2, 9))))
-    noise = 0.2 * torch.randn(2, 9, dtype=torch.float64)
-    case = case.but(
-        completion_mask=s.mask,
-        old_per_token_logps=truth["logps"] + noise,
-        ref_per_token_logps=truth["logps"] - 2 * noise if config.get("beta") else None,
-    )
-    at = [truth[name].clone().requires_grad_() for name in ("logps", "entropies")]
-    want = evaluate(case, *at)
-    up = torch.autograd.grad(want.loss, at, allow_unused=True)
-    through = by_full_logits(s.but(up=tuple(torch.zeros(2, 9) if x is None else x for x in up)))
-
-    leaves = s.leaves()
-    scores = flat(linear_logprob)(**leaves, ids=s.ids, kept_ids=s.kept, mask=s.mask, **s.options)
-    out = policy_loss_from_logps(
-        scores.logps, scores.entropies, s.mask, case.advantages, config=LossConfig(**config),
-        old_per_token_logps=case.old_per_token_logps, ref_per_token_logps=case.ref_per_token_logps,
-    )  # fmt: skip
-    out.loss.backward()
-    assert_close(out.loss.detach(), want.loss.detach(), rtol=1e-12, atol=1e-12)
-    for name, x in leaves.items():
-        assert_close(x.grad, through[f"d_{name}"], rtol=1e-11, atol=1e-12)

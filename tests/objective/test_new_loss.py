@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +12,23 @@ import pytest
 
 from grpo_kernels.backends.cpp_rows.compiler import compiler
 from tests.support.acted_build import script
+from tests.support.planted import copy_sources
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
 FORMULA = '''
 
 def novel(log_ratio, advantage, logp, scale):
-    """``(e^(-scale r) - 1) / scale A``"""
-    ratio = exp(log_ratio)
-    loss = times(expm1(-scale * ratio) / scale, advantage)
-    return loss, -times(ratio, exp(-scale * ratio) * advantage), full_like(loss, 0.0)
+    """``-scale r / (1 + r) A``"""
+    gate = sigmoid(log_ratio)
+    loss = -times(scale * gate, advantage)
+    return loss, -times(scale * gate * sigmoid(-log_ratio), advantage), full_like(loss, 0.0)
 '''
 IN_THE_REFERENCE = """
 
 def novel(o, ratio, adv, logps, phi):
-    return torch.expm1(-o.novel_scale * ratio) / o.novel_scale * adv
+    rises = -1 / (1 + ratio)  # as ratio / (1 + ratio), by a slope that keeps its digits
+    return -o.novel_scale * ((ratio / (1 + ratio)).detach() + (rises - rises.detach())) * adv
 
 
 def plain(o, ratio, adv, logps, phi):
@@ -45,7 +45,7 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
     ("grpo_kernels/token_loss/formulas.py", "", "\n\nHELPERS", FORMULA),
     ("grpo_kernels/token_loss/formulas.py", "SURROGATES: dict", ")}", ", novel"),
     ("grpo_kernels/objective/losses.py", "LOSSES = {", "\n    )\n}", RECORDS),
-    ("grpo_kernels/objective/config.py", "    Args:", "\n\n", "\n        novel_scale: curvature of the loss."),
+    ("grpo_kernels/objective/config.py", "    Args:", "\n\n", "\n        novel_scale: bound of the loss."),
     (
         "grpo_kernels/objective/config.py", "    loss_type: LossTypeName =", "\n\n",
         "\n    novel_scale: float = field(default=0.5, metadata=_above(0.0))",
@@ -57,17 +57,17 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
 )  # fmt: skip
 SUITES = [f"tests/{x}" for x in ("call", "engine", "head", "objective", "parallel", "token_loss", "backends")]
 FILES = ["tests/test_catalogue.py", "tests/test_reference.py", "tests/test_types.py", "tests/test_warmup.py"]
-# Parametrised by a loss, or about the list of them.
-CHOSEN = "novel or test_reference or test_config or test_formulas or the_types or every_surrogate"
+# Parametrised by a loss, about the list of them, or going through all of them.
+CHOSEN = (
+    "novel or test_reference or test_config or test_formulas or test_sampling or the_types or every_surrogate "
+    "or every_loss_and or every_loss_takes or with_every_loss or random_cases or every_case_is_exact "
+    "or parts_add_up_to_the_whole"
+)
 
 
 def with_two_losses(to: Path) -> None:
     """A copy of the checkout, with a loss that averages over tokens and one that sums over each sequence."""
-    for name in ("grpo_kernels", "csrc", "benchmarks", "tests", "pyproject.toml"):
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, to)
-            continue
-        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "results"))
+    copy_sources(to)
     for name, beginning, end, text in ADDED:
         path = to / name
         source = path.read_text()

@@ -29,14 +29,19 @@ class Fault:
     tests: tuple[str, ...] = ROWS
 
 
-def plant(fault: Fault, folder: Path) -> None:
-    """Copy the sources to `folder`, with the fault in them."""
+def copy_sources(folder: Path) -> None:
+    """Copy the package, its C++ sources, benchmarks and tests to `folder`."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=IGNORED)
         else:
             shutil.copy(source, folder / name)
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Copy the sources to `folder`, with the fault in them."""
+    copy_sources(folder)
     file = folder / fault.file
     text = file.read_text()
     assert text.count(fault.old) == 1, f"{fault.name}: expected {fault.old!r} once in {fault.file}"
