@@ -1,6 +1,6 @@
 """`python -m tests.fuzz`: random calls for some minutes; of one that fails, the smallest that fails alike.
 
-hypothesis keeps failures in .hypothesis/, and a later run begins with them.
+Failures are kept in .hypothesis/, and the next run without a seed begins with them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import secrets
 import sys
 import time
 import traceback
@@ -23,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if nothing failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="0: one round of each category")
-    parser.add_argument("--seed", type=int, help="of the first round; the next has the next one; drawn if not given")
+    parser.add_argument("--seed", type=int, help="of the first round; the next has the next one")
     parser.add_argument("--category", nargs="+", metavar="C", help="only these")
     options = parser.parse_args(arguments)
 
@@ -39,29 +38,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in categories.ALL:
             parser.error(f"no category {name!r}; there are {', '.join(categories.ALL)}")
-    first = secrets.randbits(32) if options.seed is None else options.seed
     end = time.monotonic() + 60.0 * options.minutes
-    print(f"seed {first}, {options.minutes:g} minutes, {', '.join(names)}")
-    for number in itertools.count(first):
-        failures = [name for name in names if not passes(name, number)]
+    for number in itertools.count():
+        seed = None if options.seed is None else options.seed + number
+        failures = [name for name in names if not passes(name, seed)]
         if failures or time.monotonic() > end:
-            examples = (number - first + 1) * categories.SETTINGS.max_examples
-            print(f"{examples} calls of each category, up to seed {number}; failed: {', '.join(failures) or 'none'}")
+            calls = (number + 1) * categories.SETTINGS.max_examples
+            print(f"{calls} calls of each category; failed: {', '.join(failures) or 'none'}")
             return int(bool(failures))
     raise AssertionError("the rounds have no end")
 
 
-def passes(name: str, number: int) -> bool:
+def passes(name: str, seed: int | None) -> bool:
     """True if a round passes; else its error is told, and how to repeat it."""
     from tests.fuzz import categories
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            categories.ALL[name].run(categories.SETTINGS, number)
+            categories.ALL[name].run(categories.SETTINGS, seed)
     except Exception:
         traceback.print_exc(file=sys.stdout)
-        print(f"{name} failed; again: python -m tests.fuzz --minutes 0 --category {name} --seed {number}")
+        again = f"python -m tests.fuzz --minutes 0 --category {name}" + ("" if seed is None else f" --seed {seed}")
+        print(f"{name} failed; again: {again}")
         return False
     return True
 

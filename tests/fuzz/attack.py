@@ -61,6 +61,9 @@ class Attack:
         return st.composite(lambda draw: self.draw(Draws(draw)))()
 
     def run(self, profile: settings, first: int | None = None) -> None:
-        """Check `profile.max_examples` calls; of one that fails, raise the error of the smallest that fails alike."""
+        """Check `profile.max_examples` calls; of one that fails, raise the error of the smallest that fails alike.
+
+        Without a seed `first`, begin with the failures that the profile's database kept: a seed turns that off.
+        """
         attack = profile(given(options=self.options())(self.check))
         (attack if first is None else seed(first)(attack))()

@@ -7,6 +7,7 @@ import os
 
 import torch
 from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from grpo_kernels.backends import choose_backend
 from tests.fuzz import attack
@@ -14,7 +15,9 @@ from tests.fuzz.expectations import EXPECTED
 from tests.fuzz.losses import LOSS
 
 ALL = {"loss": LOSS, "expected": EXPECTED}
-SETTINGS = settings(attack.SETTINGS, max_examples=400)
+# Whatever profile hypothesis takes for the surroundings, such as continuous integration.
+KEPT = DirectoryBasedExampleDatabase(".hypothesis/failures")
+SETTINGS = settings(attack.SETTINGS, max_examples=400, derandomize=False, database=KEPT)
 
 
 def prepare() -> None:

@@ -37,7 +37,7 @@ def test_a_planted_fault_is_found_shrunk_and_repeated(
         weights = right(config, *rest)
         return weights * 1.001 if config.loss_type == "dapo" else weights
 
-    monkeypatch.setattr(categories, "SETTINGS", settings(SAME, derandomize=False, database=InMemoryExampleDatabase()))
+    monkeypatch.setattr(categories, "SETTINGS", settings(SAME, derandomize=False))
     again = ["--minutes", "0", "--category", "loss", "--seed", "7"]
     monkeypatch.setattr(call, "token_weights", wrong)
     assert command.main(again) == 1
@@ -49,6 +49,21 @@ def test_a_planted_fault_is_found_shrunk_and_repeated(
     assert not [name for name in ("packed", "strides", "garbage", "scale", "lora", "frozen") if f"'{name}'" in smallest]
     monkeypatch.setattr(call, "token_weights", right)
     assert command.main(again) == 0
+
+
+def test_failures_are_kept_and_tried_first() -> None:
+    tried: list[int] = []
+
+    def check(options: dict[str, int]) -> None:
+        tried.append(options["x"])
+        assert options["x"] < 300
+
+    kept = settings(attack.SETTINGS, derandomize=False, database=InMemoryExampleDatabase(), max_examples=1000)
+    for _ in range(2):
+        tried.clear()
+        with pytest.raises(AssertionError):
+            attack.Attack(lambda draw: {"x": draw.randint(0, 400)}, check).run(kept)
+    assert tried[0] == 300
 
 
 def test_random_calls_cover_what_they_are_to_cover() -> None:
