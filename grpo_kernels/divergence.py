@@ -23,11 +23,11 @@ from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.base.choices import DivergenceName
 from grpo_kernels.call.divergence import DivergenceCall, beta_of
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.options import Execution, Run
+from grpo_kernels.call.module_head import whole_reference
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import score
-from grpo_kernels.call.within import whole_reference
 from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead

@@ -27,9 +27,9 @@ from grpo_kernels.base.choices import Extra, WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.expected import Expectation, Expected
 from grpo_kernels.call.kept import KeptCall, score_kept
-from grpo_kernels.call.options import Execution, Run
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import ScoreCall, score
 from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.head.head import Head, HeadLike

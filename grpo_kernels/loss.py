@@ -31,11 +31,11 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.kept_loss import KeptLossCall, kept_loss
 from grpo_kernels.call.loss import LossCall, first_pass
-from grpo_kernels.call.options import Execution, Run, check_run
+from grpo_kernels.call.module_head import whole_reference
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import plan_call
 from grpo_kernels.call.public import refuse_moved, takes_heads
-from grpo_kernels.call.within import whole_reference
+from grpo_kernels.call.run import Execution, Run, check_run
 from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.head.head import Head, HeadLike

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.head.forward import check_module
 from grpo_kernels.head.head import HeadLike
-from grpo_kernels.head.within import check_module
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.topk_divergence import topk_divergence

@@ -19,7 +19,7 @@ from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.base.choices import BackendName
 from grpo_kernels.call.expected import RowGradient
 from grpo_kernels.call.first_use import log_use
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.head_plan import HeadPlan

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.engines import why_engine
 from grpo_kernels.engine.request import Engine, Situation
 

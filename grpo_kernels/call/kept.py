@@ -23,9 +23,9 @@ from grpo_kernels.base.records import take
 from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import Expected, read_expected
-from grpo_kernels.call.options import Execution, check_run
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import check_call
+from grpo_kernels.call.run import Execution, check_run
 from grpo_kernels.call.scores import ScoreCall, scored
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import scatter

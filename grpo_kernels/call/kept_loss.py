@@ -7,12 +7,12 @@ from typing import Any
 
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.checked_head import CheckedHead
-from grpo_kernels.call.given import given_loss
 from grpo_kernels.call.kept import KeptCall, scored_kept
 from grpo_kernels.call.loss import Loss, LossCall
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.loss_from_logps import loss_from_logps
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import check_call
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.head.lm_head import LMHead
 
@@ -74,6 +74,6 @@ def kept_loss(call: KeptLossCall, head: LMHead, execution: Execution) -> LossOut
     loss = Loss.of(call.loss.inputs, tokens, call.loss.config, call.loss.objective)
     expected = loss.expectation() if call.without_set == "full" else None
     scores, of_sets = scored_kept(call, planned, rows, expected)
-    out = given_loss(loss, scores.logps, scores.entropies, engine="kept_sets")
+    out = loss_from_logps(loss, scores.logps, scores.entropies, engine="kept_sets")
     out.metrics = out.metrics.joined(of_sets)
     return out

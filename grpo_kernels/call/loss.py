@@ -18,9 +18,9 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import Expectation, fuses
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import of_loss
 from grpo_kernels.engine.records import Operands, Rows

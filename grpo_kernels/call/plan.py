@@ -8,7 +8,7 @@ from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.choices import BackendName
 from grpo_kernels.call.checked_head import CheckedHead, plan_head
 from grpo_kernels.call.expected import RowGradient
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Request

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from grpo_kernels.call.within import within_module
+from grpo_kernels.call.module_head import within_module
 from grpo_kernels.head.head import Head
 
 F = TypeVar("F", bound=Callable[..., Any])

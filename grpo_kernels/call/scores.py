@@ -14,10 +14,10 @@ from grpo_kernels.base.checks import check_ids, check_mask
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, read_expected
-from grpo_kernels.call.options import Execution, described_temperature, inv_temperature
+from grpo_kernels.call.module_head import whole_reference
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import Call, plan_call
-from grpo_kernels.call.within import whole_reference
+from grpo_kernels.call.run import Execution, described_temperature, inv_temperature
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.records import Rows

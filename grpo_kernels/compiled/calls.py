@@ -18,8 +18,8 @@ from grpo_kernels.base.checks import check_fake
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import LossCall
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.output import LossOutput, Scores
+from grpo_kernels.call.run import Execution
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.compiled.ops import linear_logprob as logprob_op
 from grpo_kernels.compiled.ops import policy_loss as loss_op

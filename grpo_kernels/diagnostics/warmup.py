@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base.choices import BackendName, LossTypeName, choices
-from grpo_kernels.call.options import Run
+from grpo_kernels.call.run import Run
 from grpo_kernels.diagnostics import head_shape
 from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.divergence import linear_divergence

@@ -15,10 +15,10 @@ from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.checked_head import plan_head
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import plan_call
+from grpo_kernels.call.run import Execution
 from grpo_kernels.call.scores import ScoreCall
-from grpo_kernels.compiled.ops.results import Empty
+from grpo_kernels.compiled.ops.empty import Empty
 from grpo_kernels.engine.autograd import returned, shape_and_dtype
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass

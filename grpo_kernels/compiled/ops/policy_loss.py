@@ -17,9 +17,9 @@ from torch import Tensor
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import LossCall, first_pass
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import plan_call
-from grpo_kernels.compiled.ops.results import Empty
+from grpo_kernels.call.run import Execution
+from grpo_kernels.compiled.ops.empty import Empty
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, scatter
 from grpo_kernels.engine.records import NeedsGrad

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.call.output import LossOutput, Scores
+from grpo_kernels.head.forward import check_module, check_present, is_fsdp_unit, within_head
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import run_pre_hooks
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.module import constants_of, divided_modules, parameters_of
-from grpo_kernels.head.within import check_module, check_present, is_fsdp_unit, within_head
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:

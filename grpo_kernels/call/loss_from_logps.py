@@ -14,7 +14,7 @@ from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.objective.evaluation import Evaluation
 
 
-def given_loss(loss: Loss, logps: Tensor, entropies: Tensor, *, engine: str = "given") -> LossOutput:
+def loss_from_logps(loss: Loss, logps: Tensor, entropies: Tensor, *, engine: str = "given") -> LossOutput:
     """Return the value of `loss`, with its gradient in `logps` and `entropies`, both (B, T) or (N,).
 
     Args:
@@ -23,13 +23,13 @@ def given_loss(loss: Loss, logps: Tensor, entropies: Tensor, *, engine: str = "g
     layout, dtype = loss.tokens.layout, loss.tokens.advantages.dtype
     rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
     evaluation = loss.objective.evaluate(*rows)
-    value = _GivenLoss.apply(logps, entropies, evaluation, layout)
+    value = _LossFromLogps.apply(logps, entropies, evaluation, layout)
     scores = [layout.scatter(x) for x in rows]
     return LossOutput(value, scores[0], scores[1], loss.metrics(rows[1], evaluation), engine, "torch")
 
 
 @first_order
-class _GivenLoss(torch.autograd.Function):
+class _LossFromLogps(torch.autograd.Function):
     """``forward(ctx, logps, entropies, done, layout)`` -> the loss () of an evaluation that carries its gradient."""
 
     @staticmethod
