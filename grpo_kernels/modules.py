@@ -73,8 +73,8 @@ def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
     cls: Any = type(lm_head)
     if is_parametrized(lm_head) and len(cls.__bases__) == 1:
         # parametrization made a class for this object alone; `remove_parametrizations` removes it, so it stays in front
-        own = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-        return type(cls.__name__, (_attached(cls.__bases__[0]),), own)
+        attributes = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        return type(cls.__name__, (_attached(cls.__bases__[0]),), attributes)
     return _attached(cls)
 
 

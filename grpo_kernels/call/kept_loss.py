@@ -1,4 +1,4 @@
-"""One call of the loss over kept sets: log-probabilities of `call.kept`, and the loss of these."""
+"""One call of the loss over kept sets: `call.kept` scores, `call.loss_from_logps` computes the loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KeptLossCall(KeptCall):
         )
 
     def check(self, head: LMHead, execution: Execution) -> LMHead:
-        """Check what the loss needs, then the sets."""
+        """Check the inputs of the loss, then the sets."""
         if self.loss.config.needs_reference_head:
             raise ValueError(
                 "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the policy, got 'full', the "
@@ -73,7 +73,7 @@ def kept_loss(call: KeptLossCall, head: LMHead, execution: Execution) -> LossOut
     planned, rows, tokens = check_call(call, head, execution)
     loss = Loss.of(call.loss.inputs, tokens, call.loss.config, call.loss.objective)
     expected = loss.expectation() if call.without_set == "full" else None
-    scores, of_sets = scored_kept(call, planned, rows, expected)
+    scores, set_metrics = scored_kept(call, planned, rows, expected)
     out = loss_from_logps(loss, scores.logps, scores.entropies, engine="kept_sets")
-    out.metrics = out.metrics.joined(of_sets)
+    out.metrics = out.metrics.joined(set_metrics)
     return out
