@@ -152,7 +152,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     completion_mask, advantages = inputs.completion_mask, inputs.advantages
     if completion_mask is not None:
         check_mask("completion_mask", completion_mask, completion_ids)
-    batch, columns, located = sequences_of(completion_ids, inputs.cu_seqlens)
+    batch, columns, locate = sequences_of(completion_ids, inputs.cu_seqlens)
     shape = tuple(completion_ids.shape)
     written = "(B, T)" if inputs.cu_seqlens is None else "(N,)"
     for name, x in inputs.logps.items():
@@ -167,7 +167,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
     positions = counted_positions("completion_mask", completion_mask, completion_ids)
-    layout = Layout(positions, *located(positions), batch, columns, shape)
+    layout = Layout(positions, *locate(positions), batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:  # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token
         return x.shape == (batch,) or x.shape != shape

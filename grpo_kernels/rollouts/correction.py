@@ -100,9 +100,9 @@ def correct(
         rules = checks.rules(reject)
         inputs = old_per_token_logps, sampling_per_token_logps, completion_mask
         counted = checks.counted(*inputs, packed=cu_seqlens is not None)
-        batch, columns, located = sequences_of(old_per_token_logps, cu_seqlens)
+        batch, columns, locate = sequences_of(old_per_token_logps, cu_seqlens)
 
-    place = located(torch.arange(counted.numel(), device=counted.device))
+    place = locate(torch.arange(counted.numel(), device=counted.device))
 
     def padded(x: Tensor) -> Tensor:  # (B, T)
         return x.new_zeros(batch, columns).index_put(place, x.flatten())
