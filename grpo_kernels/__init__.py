@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 from grpo_kernels import advantages, integrations, objectives, presets, report, rewards, rollouts
 from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's module typing
 from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.call.options import Run
+from grpo_kernels.call.moved import gone
 from grpo_kernels.call.output import LossOutput, Scores
-from grpo_kernels.call.public import gone
+from grpo_kernels.call.run import Run
 from grpo_kernels.compiled import ops as ops  # registers the ops, for graphs that were saved
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.expectation import policy_expectation

@@ -23,11 +23,10 @@ from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.base.choices import DivergenceName
 from grpo_kernels.call.divergence import DivergenceCall, beta_of
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.options import Execution, Run
+from grpo_kernels.call.module_head import takes_heads, whole_reference
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import score
-from grpo_kernels.call.within import whole_reference
 from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
@@ -89,29 +88,29 @@ def linear_divergence(
     """
     outputs = ("entropy",) if entropy else ()
     call = DivergenceCall(mask, temperature, outputs, ids, expected, beta_of(divergence, beta))
-    own = LMHead.of_call(hidden, Head.of(head), OtherHead(teacher_hidden, teacher_head, "teacher_"))
-    return _diverge(call, own, Execution.of(run))
+    student = LMHead.of_call(hidden, Head.of(head), OtherHead(teacher_hidden, teacher_head, "teacher_"))
+    return _diverge(call, student, Execution.of(run))
 
 
 @breaks_graph
 def _diverge(call: DivergenceCall, head: LMHead, execution: Execution) -> Scores:
-    """Make the call over the ids that both heads have."""
+    """Compute the divergence over the ids that both heads have."""
     with whole_reference(head) as whole:
         return score(call, whole if whole.process_group is not None else _over_common_ids(whole), execution)
 
 
 def _over_common_ids(head: LMHead) -> LMHead:
-    """Return both heads with the `vocab_size` of the shorter one, if they differ and are what a call takes."""
+    """Return both heads with the `vocab_size` of the shorter one, if they differ and are valid."""
     other = head.reference
     assert other is not None
-    theirs = Head.of(other.head)
-    sizes: set[Any] = {x.vocab_size for x in (head, theirs)} - {None}
-    weights = (head.weight, theirs.weight)
+    teacher = Head.of(other.head)
+    sizes: set[Any] = {x.vocab_size for x in (head, teacher)} - {None}
+    weights = (head.weight, teacher.weight)
     if all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in weights):
         rows = {x.shape[0] for x in weights}
         sizes |= rows if len(rows) > 1 else set()
     if not sizes or not all(isinstance(x, int) for x in sizes):
         return head
     if isinstance(other.head, Head):
-        other = replace(other, head=replace(theirs, vocab_size=None))
+        other = replace(other, head=replace(teacher, vocab_size=None))
     return replace(head, vocab_size=min(sizes), reference=other)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.given import given_loss
 from grpo_kernels.call.loss import Loss, check_loss, counted_tokens
+from grpo_kernels.call.loss_from_logps import loss_from_logps
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.engine.products import accumulator_of
@@ -90,4 +90,4 @@ def _loss_of(
     check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
     dtype = accumulator_of(logps.dtype)
     tokens = counted_tokens(inputs.with_blank_ids(logps), config, objective, dtype)
-    return given_loss(Loss.of(inputs, tokens, config, objective), logps, entropies)
+    return loss_from_logps(Loss.of(inputs, tokens, config, objective), logps, entropies)

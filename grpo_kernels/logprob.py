@@ -1,7 +1,7 @@
 """Log-probabilities and entropies straight from hidden states, both differentiable, for other losses to build on.
 
 With an expected upstream gradient, d hidden and d weight are computed in the forward, from logits that are there
-anyway. The backward finds the scale c between the expected gradient and the one that came, and recomputes only the rows
+anyway. The backward finds the factor c between the expected and the upstream gradient, and recomputes only the rows
 where they do not fit. So the gradient is always exact, and a right expectation saves the recomputation.
 
 **Kept sets.** A sampler that cuts the distribution (top-k, top-p, min-p) draws y from the softmax over its kept set S,
@@ -27,9 +27,9 @@ from grpo_kernels.base.choices import Extra, WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.expected import Expectation, Expected
 from grpo_kernels.call.kept import KeptCall, score_kept
-from grpo_kernels.call.options import Execution, Run
+from grpo_kernels.call.module_head import takes_heads
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import ScoreCall, score
 from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.head.head import Head, HeadLike
@@ -102,16 +102,16 @@ def linear_logprob(
             includes a kept id that is neither -1 nor in [0, V), and a sampled id outside its set; on other devices that
             position's results are NaN.
     """
-    own, execution = LMHead.of_call(hidden, Head.of(head)), Execution.of(run)
+    lm_head, execution = LMHead.of_call(hidden, Head.of(head)), Execution.of(run)
     if kept_ids is not None:
         if extras:
             raise ValueError(f"extras: expected none with kept_ids, got {extras}")
         sets = KeptCall(
             mask, temperature, (), ids, expected, kept_ids=kept_ids, without_set=without_set, entropy_over=entropy
         )
-        return breaks_graph(score_kept)(sets, own, execution)
+        return breaks_graph(score_kept)(sets, lm_head, execution)
     check_without_set(without_set)
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     outputs = (*(("entropy",) if entropy else ()), *extras)
-    return has_op("linear_logprob")(score)(ScoreCall(mask, temperature, outputs, ids, expected), own, execution)
+    return has_op("linear_logprob")(score)(ScoreCall(mask, temperature, outputs, ids, expected), lm_head, execution)

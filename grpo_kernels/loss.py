@@ -31,11 +31,11 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.kept_loss import KeptLossCall, kept_loss
 from grpo_kernels.call.loss import LossCall, first_pass
-from grpo_kernels.call.options import Execution, Run, check_run
+from grpo_kernels.call.module_head import takes_heads, whole_reference
+from grpo_kernels.call.moved import refuse_moved
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import plan_call
-from grpo_kernels.call.public import refuse_moved, takes_heads
-from grpo_kernels.call.within import whole_reference
+from grpo_kernels.call.run import Execution, Run, check_run
 from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.head.head import Head, HeadLike
@@ -161,12 +161,12 @@ def grpo_loss(
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
     call = LossCall(inputs, config, objective)
-    own = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
+    lm_head = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
     execution = Execution.of(run, sequence_group=sequence_group)
     if kept_ids is not None:
-        return breaks_graph(kept_loss)(KeptLossCall.of(call, kept_ids, without_set), own, execution)
+        return breaks_graph(kept_loss)(KeptLossCall.of(call, kept_ids, without_set), lm_head, execution)
     check_without_set(without_set)
-    return _loss(call, own, execution)
+    return _loss(call, lm_head, execution)
 
 
 @has_op("policy_loss")
@@ -232,8 +232,8 @@ class GRPOLoss(nn.Module):
         `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
         check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS)
-        own: dict[str, Any] = {"config": self.config, "objective": self.objective, "run": self.run}
-        return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **own, **inputs)
+        options: dict[str, Any] = {"config": self.config, "objective": self.objective, "run": self.run}
+        return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **options, **inputs)
 
     if TYPE_CHECKING:  # the call runs the hooks, then `forward`; `nn.Module` declares that it returns Any
 

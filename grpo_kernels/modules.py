@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.head.forward import check_module
 from grpo_kernels.head.head import HeadLike
-from grpo_kernels.head.within import check_module
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.topk_divergence import topk_divergence
@@ -73,8 +73,8 @@ def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
     cls: Any = type(lm_head)
     if is_parametrized(lm_head) and len(cls.__bases__) == 1:
         # parametrization made a class for this object alone; `remove_parametrizations` removes it, so it stays in front
-        own = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-        return type(cls.__name__, (_attached(cls.__bases__[0]),), own)
+        attributes = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        return type(cls.__name__, (_attached(cls.__bases__[0]),), attributes)
     return _attached(cls)
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_kernels.base.choices import TopKDivergenceName
-from grpo_kernels.call.options import Execution, Run
+from grpo_kernels.call.module_head import takes_heads
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.public import takes_heads
+from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import score
 from grpo_kernels.call.top_k import TopKCall
 from grpo_kernels.compiled import breaks_graph

@@ -24,7 +24,7 @@ import torch
 import grpo_kernels
 from grpo_kernels import Head, LossConfig, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.run import Execution
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.compiled import calls
 from grpo_kernels.engine.first_order import _Refusal, _Tie

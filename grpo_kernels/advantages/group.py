@@ -48,8 +48,8 @@ def group_advantages(
     https://arxiv.org/abs/2602.02710 (scale "mean"), https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
     Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
     """
-    own = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
-    with check_same("process_group", process_group, "group_advantages", **own) as values:
+    options = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
+    with check_same("process_group", process_group, "group_advantages", **options) as values:
         checks.one_of("scale", scale, choices(AdvantageScale))
         checks.one_of("aggregation", aggregation, choices(RewardAggregation))
         correction = checks.std_correction(std)
@@ -93,8 +93,8 @@ def rloo_advantages(
     Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has advantage 0. ``normalize``
     divides by (sample std over the batch + ``epsilon``). Source: https://arxiv.org/abs/2402.14740
     """
-    own = {"normalize": normalize, "epsilon": epsilon}
-    with check_same("process_group", process_group, "rloo_advantages", **own) as values:
+    options = {"normalize": normalize, "epsilon": epsilon}
+    with check_same("process_group", process_group, "rloo_advantages", **options) as values:
         checks.in_interval("epsilon", epsilon)
         table, weights = checks.reward_table(rewards, reward_weights, values)
         ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
@@ -127,8 +127,8 @@ def passk_advantages(
     and errors as in ``group_advantages``. Source: https://arxiv.org/abs/2503.19595; verl's ``grpo_passk``, which
     refuses groups of one.
     """
-    own = {"scale": scale, "std": std, "epsilon": epsilon}
-    with check_same("process_group", process_group, "passk_advantages", **own) as values:
+    options = {"scale": scale, "std": std, "epsilon": epsilon}
+    with check_same("process_group", process_group, "passk_advantages", **options) as values:
         checks.one_of("scale", scale, ("group", "none"))
         correction = checks.std_correction(std)
         checks.in_interval("epsilon", epsilon)

@@ -37,9 +37,9 @@ def group_extremes(x: Tensor, groups: Groups, op: str) -> Tensor:
     """(N, F) -> (groups, F): each group's "min" or "max" over the non-NaN entries of all ranks; inf or -inf if none."""
     nothing = math.inf if op == "min" else -math.inf
     rows = groups.of_row[:, None].expand_as(x)
-    found = x.new_full((groups.number, x.shape[1]), nothing)
-    found = found.scatter_reduce(0, rows, torch.where(x.isnan(), nothing, x), f"a{op}")
-    return all_reduce(found, op, groups.process_group)
+    extremes = x.new_full((groups.number, x.shape[1]), nothing)
+    extremes = extremes.scatter_reduce(0, rows, torch.where(x.isnan(), nothing, x), f"a{op}")
+    return all_reduce(extremes, op, groups.process_group)
 
 
 def deviations(x: Tensor, groups: Groups, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,8 @@ def check_grouping(
     """
     values |= describe_grouping(rows, num_generations, group_ids)
     if (num_generations is None) == (group_ids is None):
-        given = "neither" if group_ids is None else "both"
-        raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {given}")
+        got = "neither" if group_ids is None else "both"
+        raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
     if group_ids is not None:
         ids = torch.as_tensor(group_ids, device=device) if rows else torch.zeros(0, dtype=torch.int64, device=device)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

@@ -43,14 +43,14 @@ def process_advantages(
     with check_same("process_group", process_group, "process_advantages", std=std, epsilon=epsilon) as values:
         correction = checks.std_correction(std)
         checks.in_interval("epsilon", epsilon)
-        given, ends = _step_table(step_rewards, step_ends)
-        batch_size, steps = given.shape
-        mask = _process_mask(completion_mask, length, batch_size, given.device)
-        x = wide(given)
+        table, ends = _step_table(step_rewards, step_ends)
+        batch_size, steps = table.shape
+        mask = _process_mask(completion_mask, length, batch_size, table.device)
+        x = wide(table)
         checks.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
         in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
         checks.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
-        values |= {"dtype of step_rewards": given.dtype}
+        values |= {"dtype of step_rewards": table.dtype}
         ids = stats.check_grouping(batch_size, num_generations, group_ids, x.device, values, fewest=1)
     groups = stats.sample_groups(ids, num_generations, values, process_group)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
@@ -59,14 +59,14 @@ def process_advantages(
     at_ends = x.new_zeros(mask.shape)
     if mask.shape[1]:
         at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalised)
-    return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(checks.float_dtype(given))
+    return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(checks.float_dtype(table))
 
 
 def _process_mask(completion_mask: Tensor | None, length: int | None, rows: int, device: torch.device) -> Tensor:
     """Mask (B, T) bool, from `completion_mask` or `length`; exactly one is given."""
     if (completion_mask is None) == (length is None):
-        given = "neither" if length is None else "both"
-        raise ValueError(f"completion_mask, length: expected exactly one of the two, got {given}")
+        got = "neither" if length is None else "both"
+        raise ValueError(f"completion_mask, length: expected exactly one of the two, got {got}")
     if completion_mask is not None:
         mask = checks.bool_mask(completion_mask)
         checks.expect_shape("completion_mask", mask, (rows, mask.shape[1]), "(B, T)")

@@ -39,9 +39,9 @@ def gae(
     applies ``whiten``, over all ranks of ``process_group``; the returns keep their scale.
     Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted positions.
     """
-    own: dict[str, Any] = {"gamma": gamma, "lam": lam, "whiten_advantages": whiten_advantages}
-    own["whether there is last_value"] = last_value is not None
-    with check_same("process_group", process_group, "gae", **own):
+    options: dict[str, Any] = {"gamma": gamma, "lam": lam, "whiten_advantages": whiten_advantages}
+    options["whether there is last_value"] = last_value is not None
+    with check_same("process_group", process_group, "gae", **options):
         checks.in_interval("gamma", gamma, 1)
         checks.in_interval("lam", lam, 1)
         mask = checks.bool_mask(completion_mask)
@@ -89,9 +89,10 @@ def reinforce_plus_plus(
     without a score get 0 and are left out of mean and std. Masked positions are jumped over.
     Source: https://arxiv.org/abs/2501.03262
     """
-    own = {"gamma": gamma, "beta": beta, "epsilon": epsilon, "whether there is per_token_kl": per_token_kl is not None}
+    options = {"gamma": gamma, "beta": beta, "epsilon": epsilon}
+    options["whether there is per_token_kl"] = per_token_kl is not None
     ids = None
-    with check_same("process_group", process_group, "reinforce_plus_plus", **own) as values:
+    with check_same("process_group", process_group, "reinforce_plus_plus", **options) as values:
         checks.in_interval("gamma", gamma, 1)
         checks.in_interval("epsilon", epsilon)
         if not math.isfinite(beta):
@@ -159,8 +160,8 @@ def whiten(
 
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
-    own = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon, "dtype of x": getattr(x, "dtype", None)}
-    with check_same("process_group", process_group, "whiten", **own):
+    options = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon, "dtype of x": getattr(x, "dtype", None)}
+    with check_same("process_group", process_group, "whiten", **options):
         correction = checks.std_correction(std)
         checks.in_interval("epsilon", epsilon)
         mask = checks.bool_mask(completion_mask)

@@ -74,12 +74,12 @@ def check_same(argument: str, group: ProcessGroup | None, call: str, /, **values
         plain = {name: x for name, x in values.items() if name not in tensors}
         kinds = {name: x.is_floating_point() for name, x in tensors.items()}
         numbers = [*called, _number([*plain]), _number(kinds), *_packed(""), *map(_number, plain.values())]
-        own = _filled(numbers, [x.to(device) for x in _digests(tensors.values())], device)
+        sent = _filled(numbers, [x.to(device) for x in _digests(tensors.values())], device)
     except Exception as error:
         refusal = _packed(f"{type(error).__name__}: {error}")
         gather_stacked(_filled([*called, 0, 0, *refusal], [], device), group)
         raise
-    table = gather_stacked(own, group).cpu()
+    table = gather_stacked(sent, group).cpu()
     got = _mismatch(call, table, plain, tensors, torch.distributed.get_rank(group))
     if got:
         raise ValueError(f"{argument}: {got}")
@@ -88,29 +88,29 @@ def check_same(argument: str, group: ProcessGroup | None, call: str, /, **values
             values[name] = table[:, i].tolist()
 
 
-def described(x: Any, *, own: Iterable[int] = ()) -> str:
-    """Return dtype and shape of a tensor, with "*" for the sizes in `own`, which may differ; else the repr of `x`."""
+def described(x: Any, *, varying: Iterable[int] = ()) -> str:
+    """Return dtype and shape of a tensor, with "*" for the sizes of dimensions `varying`; else the repr of `x`."""
     if not isinstance(x, Tensor):
         return repr(x)
     sizes = [str(size) for size in x.shape]
-    for dim in own:
+    for dim in varying:
         if -x.dim() <= dim < x.dim():
             sizes[dim] = "*"
     return f"{x.dtype} ({', '.join(sizes)})"
 
 
 def _filled(numbers: list[int], digests: list[Tensor], device: torch.device) -> Tensor:
-    """Return all numbers that a rank sends, padded to one length."""
-    room = _START + FIELDS - len(numbers) - sum(map(len, digests))
-    assert room >= 0, "more values than there is room for"
-    own = torch.tensor([*numbers, *[0] * room], device=device)
-    return torch.cat([own[: len(numbers)], *digests, own[len(numbers) :]])
+    """Return the numbers that a rank sends, padded to one length."""
+    padding = _START + FIELDS - len(numbers) - sum(map(len, digests))
+    assert padding >= 0, "more values than there is room for"
+    plain = torch.tensor([*numbers, *[0] * padding], device=device)
+    return torch.cat([plain[: len(numbers)], *digests, plain[len(numbers) :]])
 
 
 def _mismatch(
     call: str, table: Tensor, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int
 ) -> str | None:
-    """Return what is wrong in `table` (R, numbers) of all ranks, in words; None if nothing is."""
+    """Return the message about a difference in `table` (R, numbers) of all ranks; None if there is none."""
     expected = "expected the same call on every rank, got"
     calls, before, names, kinds = table[:, :_HEADER].T.tolist()
     if others := _others(calls, rank):
@@ -124,31 +124,31 @@ def _mismatch(
     if others := _others(names, rank):
         return f"{expected} other inputs of {call} on {_ranks(others)} than on rank {rank}"
     columns = table[:, _START:].T
-    found = []
-    for (name, own), every in zip(plain.items(), columns.tolist(), strict=False):
-        others = [] if isinstance(own, Each) else _others(every, rank)
-        if others and isinstance(own, int):
-            found.append(f"{name} {every}")
+    differences = []
+    for (name, value), every in zip(plain.items(), columns.tolist(), strict=False):
+        others = [] if isinstance(value, Each) else _others(every, rank)
+        if others and isinstance(value, int):
+            differences.append(f"{name} {every}")
         elif others:
-            found.append(f"{name} = {own} on rank {rank}, another on {_ranks(others)}")
-    if not found:
+            differences.append(f"{name} = {value} on rank {rank}, another on {_ranks(others)}")
+    if not differences:
         if others := _others(kinds, rank):
             return f"{expected} other tensors of {call} on {_ranks(others)} than on rank {rank}"
         for name, every in _compared(tensors, columns[len(plain) :]):
             if others := _others(every, rank):
-                found.append(f"{name} with other numbers on {_ranks(others)} than on rank {rank}")
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"{expected} {'; '.join(found[:SHOWN])}{more}" if found else None
+                differences.append(f"{name} with other numbers on {_ranks(others)} than on rank {rank}")
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return f"{expected} {'; '.join(differences[:SHOWN])}{more}" if differences else None
 
 
 def _compared(tensors: Mapping[str, Tensor], columns: Tensor) -> Iterator[tuple[str, list[int]]]:
     """Yield names and one number per rank, for each tensor; sums that differ only by rounding get the same number."""
-    said = iter(columns)
+    column = iter(columns)
     for name, x in tensors.items():
         if not x.is_floating_point():
-            yield name, next(said).tolist()
+            yield name, next(column).tolist()
             continue
-        sums, zeros, not_finite, sizes = (next(said) for _ in range(4))
+        sums, zeros, not_finite, sizes = (next(column) for _ in range(4))
         sums, sizes = sums.view(torch.float64), sizes.view(torch.float64)
         yield name, ((sums - sums[0]).abs() <= TOLERANCE * sizes.max()).tolist()
         yield f"{name}: its zeros", zeros.tolist()
@@ -165,7 +165,7 @@ def _number(x: Any) -> int:
 
 
 def _packed(text: str) -> tuple[int, ...]:
-    """The first bytes of a text as integers."""
+    """Return the first bytes of a text as integers."""
     return _TEXT.unpack(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
 
 
@@ -177,7 +177,7 @@ def _digests(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _checksums(x: Tensor) -> Tensor:
-    """(k, n) integers -> (k,) checksums: other numbers, or the same in other places, only collide by accident."""
+    """(k, n) integers -> (k,) checksums, which depend on the numbers and on their order."""
     x = (x.to(torch.int64) + 1) * 0x1E3779B97F4A7C15
     places = 2 * torch.arange(x.shape[1], device=x.device) + 1
     return ((x ^ (x >> 29)) * places).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Argument checks: every error names the argument, what was expected and what came, before any work is done."""
+"""Argument checks: every error names the argument, the expected and the actual value, before any work is done."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ELSEWHERE = {
 
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of something that is likely not meant: once in a process, at the user's line that called."""
+    """Warn of a likely mistake: once in a process, at the user's line that called."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("grpo_kernels"):
         level, frame = level + 1, frame.f_back
@@ -40,14 +40,15 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
-    known = [*names]
-    if _ELSEWHERE.get(name) in known:
+    candidates = [*names]
+    if _ELSEWHERE.get(name) in candidates:
         return f"; did you mean {_ELSEWHERE[name]}?"
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
-    longer = [x for x in known if parts <= {*x.split("_")}]  # such as old_per_token_logps for old_logps
+    longer = [x for x in candidates if parts <= {*x.split("_")}]  # such as old_per_token_logps for old_logps
     near = longer if len(parts) > 1 else []
-    near = near or difflib.get_close_matches(name, known, n=1) or [x for x in known if x.endswith(f"_{name}")] or longer
+    near = near or difflib.get_close_matches(name, candidates, n=1)
+    near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -61,7 +62,7 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
 
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
-    """Raise unless `x` is a tensor with data, on the device of `like`, real and floating if asked.
+    """Raise unless `x` is a tensor with data, on the device of `like`, real, and floating if `floating`.
 
     Raises:
         TypeError: not a tensor, or of the wrong kind of dtype.
@@ -95,7 +96,7 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> N
 def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None) -> None:
     """Raise unless hidden states (..., H), weight (V, H) and bias (V,) fit each other.
 
-    `ranks` are the ranks that `hidden` may have; any from 2 up if not given.
+    `ranks`: allowed values of `hidden.dim()`; None: any from 2 up.
     """
     check_tensor("hidden", hidden, floating=True)
     if ranks is not None and hidden.dim() not in ranks:
@@ -168,13 +169,13 @@ def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
-    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` is for its values."""
+    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` checks its values."""
     check_tensor(name, mask, like=ids)
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
 
 
 def check_mask_values(name: str, *, has_nan: bool) -> None:
-    """Refuse a mask that has NaN; else warn, once, that it holds other numbers than 0 and 1.
+    """Refuse a mask that has NaN; else warn, once, that it has values other than 0 and 1.
 
     Raises:
         ValueError: there is NaN in it.
@@ -188,8 +189,7 @@ def check_mask_values(name: str, *, has_nan: bool) -> None:
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
-    """Return a bool (n,), True where the id of a counted position is outside [0, V), or None if it is known to be all
-    False.
+    """Return a bool (n,), True where the id of a counted position is outside [0, V); on a CPU None: nowhere.
 
     Raises:
         ValueError: on a CPU, an id is out of range. On other devices that would cost a wait for the device; there the

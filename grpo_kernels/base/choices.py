@@ -29,9 +29,9 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
 
 
-def choices(of: Any) -> tuple[str, ...]:
-    """The names that a type of this file allows, in its order."""
-    return get_args(of)
+def choices(names: Any) -> tuple[str, ...]:
+    """Return the names that a type of this file allows, in its order."""
+    return get_args(names)
 
 
 # Names of `grpo_kernels.presets`, for errors that point there.

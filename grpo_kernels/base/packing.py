@@ -37,8 +37,8 @@ def sequences_of(of_tokens: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable
         raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
     on_device = cu_seqlens.to(device, torch.long, non_blocking=True)
 
-    def located(positions: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(positions: Tensor) -> tuple[Tensor, Tensor]:
         sequence = torch.repeat_interleave(on_device.diff(), output_size=n)[positions]
         return sequence, positions - on_device[sequence]
 
-    return len(lengths), max(lengths, default=0), located
+    return len(lengths), max(lengths, default=0), locate

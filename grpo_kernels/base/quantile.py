@@ -1,4 +1,4 @@
-"""Quantiles of any number of values. torch's own, up to 2.13, take at most 2^24: fp32 lacks larger indices."""
+"""Quantiles of any number of values. torch's, up to 2.13, take at most 2^24: fp32 lacks larger indices."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ R = TypeVar("R")
 
 def map_tensors(change: Callable[[Tensor], Any], record: R) -> R:
     """Return `record` with `change` of each tensor in it, in the order of the fields; other values stay."""
-    found: R = _mapped(change, record)
-    return found
+    mapped: R = _mapped(change, record)
+    return mapped
 
 
 def take(record: R, index: Tensor | slice) -> R:

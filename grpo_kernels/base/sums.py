@@ -1,4 +1,4 @@
-"""Sums and means along sequences, and the precision that statistics are made in."""
+"""Sums and means along sequences, and the precision of statistics."""
 
 from __future__ import annotations
 

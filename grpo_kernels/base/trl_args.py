@@ -1,4 +1,4 @@
-"""The arguments of a TRL trainer, read without importing TRL: those of the loss, and those that no loss can honour."""
+"""The arguments of a TRL trainer, read without importing TRL: the loss's, and those that no loss can honour."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def check_args(args: Any, overrides: Collection[str]) -> None:
             f"loss{hint}"
         )
     for name, (neutral, instead) in REFUSED.items():
-        found = getattr(args, name, neutral)
-        if found != neutral:
+        value = getattr(args, name, neutral)
+        if value != neutral:
             raise ValueError(
-                f"{name}: expected {neutral}, since a LossConfig cannot hold it, got {found!r}; {instead}, and turn it "
+                f"{name}: expected {neutral}, since a LossConfig cannot hold it, got {value!r}; {instead}, and turn it "
                 f"off in a copy, dataclasses.replace(args, {name}={neutral})"
             )
 
@@ -52,8 +52,8 @@ def loss_fields(args: Any, names: Collection[str], optional: Collection[str]) ->
     if not names:
         hint = "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)" if isinstance(args, Mapping) else ""
         raise TypeError(f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}")
-    found = {name: getattr(args, name) for name in names}
-    found = {name: value for name, value in found.items() if value is not None or name in optional}
+    values = {name: getattr(args, name) for name in names}
+    values = {name: value for name, value in values.items() if value is not None or name in optional}
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
-        found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
-    return found
+        values["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
+    return values

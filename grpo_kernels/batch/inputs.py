@@ -1,4 +1,4 @@
-"""Per-token inputs of a loss as the caller gave them, not checked yet."""
+"""Per-token inputs of a loss, as the caller passes them, not checked yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """The per-token and per-sequence arguments of `grpo_loss`; None where not given."""
+    """The per-token and per-sequence arguments of `grpo_loss`; None where absent."""
 
     completion_ids: Tensor | None  # (B, T), or packed (N,)
     completion_mask: Tensor | None  # (B, T) or (N,)
@@ -23,7 +23,7 @@ class LossInputs:
     cu_seqlens: Tensor | None = None  # (B + 1,)
 
     def with_blank_ids(self, like: Tensor) -> LossInputs:
-        """Return these with zeros as ids, for a loss of given log-probabilities: it reads no ids."""
+        """Return these with zeros as ids, for a loss on existing log-probabilities, which reads no ids."""
         return replace(self, completion_ids=torch.zeros_like(like, dtype=torch.long))
 
     @property

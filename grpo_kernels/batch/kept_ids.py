@@ -22,8 +22,8 @@ class KeptIds:
     """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) did not cut there.
 
     The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Positions are those of the call's `ids` (or
-    `completion_ids`), flattened. Within a position the order does not matter, a
-    repeated id counts once, and -1 is padding. A position without ids has no set.
+    `completion_ids`), flattened. Within a position the order does not matter, a repeated id counts once, and -1 is
+    padding. A position without ids has no set.
 
     Args:
         ids: (M,) signed integers of 16, 32 or 64 bits.
@@ -50,11 +50,11 @@ class KeptIds:
         if mask.dim() != 2 or len(rows) != mask.shape[0]:
             raise ValueError(f"mask: expected shape (B, T) with B = {len(rows)}, as rows, got {tuple(mask.shape)}")
         sampled = mask.detach().cpu() != 0
-        for i, (given, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
-            if len(given) != wanted:
+        for i, (lists, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
+            if len(lists) != wanted:
                 raise ValueError(
                     f"rows: expected {wanted} lists of ids for sequence {i}, one for each position where the mask "
-                    f"counts, got {len(given)}"
+                    f"counts, got {len(lists)}"
                 )
         ids, of_each = joined_ids("rows", itertools.chain.from_iterable(rows))
         counts = torch.zeros(mask.shape, dtype=torch.int64)
@@ -108,7 +108,7 @@ class KeptIds:
         return KeptIds(kept.reshape(-1), bounds)
 
     def at(self, positions: Tensor) -> KeptIds:
-        """Return the sets of some positions, (n,) int64; -1: no set. Waits for the device."""
+        """Return the sets at `positions`, (n,) int64; -1: no set. Waits for the device."""
         inside = positions.clamp(min=0)
         starts, counts = self.offsets[inside], self.offsets.diff()[inside].masked_fill(positions < 0, 0)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -129,14 +129,14 @@ def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: other than integers; the message calls them `name`.
     """
-    found = [[] if x is None else x.tolist() if hasattr(x, "tolist") else [*x] for x in lists]
-    flat = [*itertools.chain.from_iterable(found)]
+    rows = [[] if x is None else x.tolist() if hasattr(x, "tolist") else [*x] for x in lists]
+    flat = [*itertools.chain.from_iterable(rows)]
     wrong = next((x for x in flat if isinstance(x, bool) or not isinstance(x, Integral)), None)
     if wrong is not None:
         raise TypeError(f"{name}: expected lists of integer ids, got one with {wrong!r}")
     ids = torch.tensor([int(x) for x in flat], dtype=torch.int64)
     fits = not len(ids) or (ids.max() <= _INT32.max and ids.min() >= _INT32.min)
-    return ids.int() if fits else ids, torch.tensor([len(x) for x in found], dtype=torch.int64)
+    return ids.int() if fits else ids, torch.tensor([len(x) for x in rows], dtype=torch.int64)
 
 
 def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
@@ -150,20 +150,20 @@ def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
         width = kept_ids.shape[-1] if kept_ids.dim() else 0
         check_shape("kept_ids", kept_ids, ("(*ids.shape, K)", (*ids.shape, width)))
         return KeptIds.from_padded(kept_ids.detach())
-    found, offsets = kept_ids.ids, kept_ids.offsets
-    _check_ids("kept_ids.ids", found, ids)
-    check_shape("kept_ids.ids", found, ("(M,)", (found.numel(),)))
+    kept, offsets = kept_ids.ids, kept_ids.offsets
+    _check_ids("kept_ids.ids", kept, ids)
+    check_shape("kept_ids.ids", kept, ("(M,)", (kept.numel(),)))
     check_tensor("kept_ids.offsets", offsets, like=ids)
     if offsets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"kept_ids.offsets: expected int32 or int64, got {offsets.dtype}")
     check_shape("kept_ids.offsets", offsets, ("(N + 1,), N positions", (ids.numel() + 1,)))
-    wrong = (offsets[0] != 0) | (offsets[-1] != found.numel()) | (offsets.diff() < 0).any()
-    if bool(wrong):  # waits for the device: they are addresses
+    wrong = (offsets[0] != 0) | (offsets[-1] != kept.numel()) | (offsets.diff() < 0).any()
+    if bool(wrong):  # waits for the device: wrong offsets would address foreign memory
         raise ValueError(
-            f"kept_ids.offsets: expected numbers from 0 to M = {found.numel()} that never fall, got some from "
+            f"kept_ids.offsets: expected numbers from 0 to M = {kept.numel()} that never fall, got some from "
             f"{offsets[0].item()} to {offsets[-1].item()}"
         )
-    return KeptIds(found.detach(), offsets.detach().long())
+    return KeptIds(kept.detach(), offsets.detach().long())
 
 
 def check_without_set(without_set: Any) -> None:

@@ -32,11 +32,11 @@ class SequenceShard:
     @cached_property
     def sizes(self) -> list[int]:
         """The counted tokens of each rank. On a GPU this waits for the device."""
-        found: list[int] = self.counts.sum(dim=1).tolist()
-        return found
+        sizes: list[int] = self.counts.sum(dim=1).tolist()
+        return sizes
 
     @cached_property
-    def speaks_for(self) -> Tensor:
+    def reports_on(self) -> Tensor:
         """(B,) bool: sequences that this rank reports on. The first rank with a token does; rank 0 if none has."""
         has = self.counts > 0
         first = has.to(torch.uint8).argmax(dim=0)  # the first of equal values: rank 0 if no rank has a token

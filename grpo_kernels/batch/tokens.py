@@ -76,7 +76,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None where not given."""
+    """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None where absent."""
 
     layout: Layout
     ids: Tensor  # int64
@@ -85,8 +85,8 @@ class Tokens:
     ref_per_token_logps: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
-    sequence_ratio: Tensor | None = None  # (B,): importance_sampling_ratio as it came, if it came per sequence
-    advantages_per_sequence: bool = False  # True if they came as (B,)
+    sequence_ratio: Tensor | None = None  # (B,): importance_sampling_ratio, if the caller passed one per sequence
+    advantages_per_sequence: bool = False  # True if the caller passed (B,)
 
     def at(self, index: Tensor) -> Tokens:
         """Return the tokens at `index` (m,), for computations token by token; fields not per token stay whole."""
@@ -96,11 +96,11 @@ class Tokens:
 
     @property
     def present(self) -> tuple[str, ...]:
-        """The names of the inputs that are there."""
+        """The names of the inputs that are not None."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
     @property
-    def given_ratio(self) -> Tensor | None:
+    def unexpanded_ratio(self) -> Tensor | None:
         """The importance sampling ratio, (n,), or (B,) where it is per sequence."""
         return self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
 
@@ -120,7 +120,7 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
         return torch.arange(ids.numel(), device=ids.device)
     mask = mask.detach().reshape(-1)
     counts = mask.ne(0)
-    if mask.numel() == 0 or not _is_looked_at(mask):
+    if mask.numel() == 0 or not _is_checked(mask):
         return counts.nonzero()[:, 0]
     # a value other than 0 and 1 sets all n flags, and one more: n + 1 indices, a number that the host reads anyway
     odd = mask.ne(counts).any()
@@ -131,8 +131,8 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
     return counts.nonzero()[:, 0]
 
 
-def _is_looked_at(mask: Tensor) -> bool:
-    """True if values other than 0 and 1 are searched for: in floats, and in integers on a CPU (a GPU: 4 launches)."""
+def _is_checked(mask: Tensor) -> bool:
+    """True if values other than 0 and 1 are looked for: in floats, and in integers on a CPU (a GPU: 4 launches)."""
     if mask.is_floating_point():
         return True
     return mask.dtype != torch.bool and mask.device.type == "cpu"
@@ -142,7 +142,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     """Check the per-token inputs of a loss and keep those of the counted tokens, numbers in `dtype`.
 
     Args:
-        inputs: as they came. Only the ids are checked already; their shape and device are what the others must have.
+        inputs: unchecked, except for the ids, whose shape and device the others must have.
 
     Raises:
         TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
@@ -152,7 +152,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     completion_mask, advantages = inputs.completion_mask, inputs.advantages
     if completion_mask is not None:
         check_mask("completion_mask", completion_mask, completion_ids)
-    batch, columns, located = sequences_of(completion_ids, inputs.cu_seqlens)
+    batch, columns, locate = sequences_of(completion_ids, inputs.cu_seqlens)
     shape = tuple(completion_ids.shape)
     written = "(B, T)" if inputs.cu_seqlens is None else "(N,)"
     for name, x in inputs.logps.items():
@@ -167,7 +167,7 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
         check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
     positions = counted_positions("completion_mask", completion_mask, completion_ids)
-    layout = Layout(positions, *located(positions), batch, columns, shape)
+    layout = Layout(positions, *locate(positions), batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:  # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token
         return x.shape == (batch,) or x.shape != shape

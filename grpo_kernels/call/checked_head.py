@@ -1,4 +1,4 @@
-"""The head of a call as it will be used: checked tensors, and how rows are multiplied with them."""
+"""The head of a call after its checks: its tensors, and the plan of its products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.base.choices import BackendName
 from grpo_kernels.call.expected import RowGradient
 from grpo_kernels.call.first_use import log_use
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -43,15 +43,15 @@ class CheckedHead:
     why_backend: str
 
     def described_rows(self) -> dict[str, Any]:
-        """Return the values that ranks must agree on, and each rank's own rows and memory, which `divided` needs."""
-        own = {"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)}
-        same = {**self.described(own_rows=True), "vocab_size": self.head.vocab_size}
-        return same | {name: Each(x) for name, x in own.items()}
+        """Return the values that ranks must agree on, and this rank's rows and memory, which `divided` needs."""
+        this_rank = {"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)}
+        same = {**self.described(divided=True), "vocab_size": self.head.vocab_size}
+        return same | {name: Each(x) for name, x in this_rank.items()}
 
-    def described(self, *, own_rows: bool | None = None) -> dict[str, Any]:
-        """Describe the head as `LMHead.described` does; by default a divided head's ranks have rows of their own."""
-        own_rows = self.plan.shard is not None if own_rows is None else own_rows
-        return self.head.described(self.needs_grad, self.plan, own_rows=own_rows)
+    def described(self, *, divided: bool | None = None) -> dict[str, Any]:
+        """Describe the head as `LMHead.described` does; `divided` None: True if the plan has a shard."""
+        divided = self.plan.shard is not None if divided is None else divided
+        return self.head.described(self.needs_grad, self.plan, divided=divided)
 
     def divided(self, values: Mapping[str, Any]) -> CheckedHead:
         """Keep this rank's rows of the head, and plan by the memory that all ranks have, from agreed `values`.
@@ -86,14 +86,14 @@ class CheckedHead:
         return replace(rows, ids=ids - start if start else ids, invalid=invalid, marked=marked)
 
     def choose_engine(self, gradient: RowGradient, *, only_logps: bool) -> Engine:
-        """Return the engine asked for, or the cheapest; `only_logps`: no output but log-probability and entropy."""
+        """Return the requested engine, or the cheapest; `only_logps`: no output but log-probability and entropy."""
         plain, needs_grad = self.head.lora is None and self.head.reference is None, self.needs_grad
-        asks_entropy = needs_grad.hidden and not needs_grad.head  # only then: the answer may evaluate an objective
+        frozen_head = needs_grad.hidden and not needs_grad.head  # only then: `of_entropy` may evaluate an objective
         situation = Situation(
             gradient.coupling,
             hidden_trains=needs_grad.hidden,
             head_trains=needs_grad.head,
-            entropy_gradient=asks_entropy and gradient.of_entropy,
+            entropy_gradient=frozen_head and gradient.of_entropy,
             mixed_gradient=self.plan.teacher is not None and gradient.of_logps,
             tight_memory=self.plan.memory.tight,
             scores_without_logits=only_logps and plain and isinstance(self.plan.backend, DotRowBackend),
@@ -103,7 +103,7 @@ class CheckedHead:
         return engine
 
     def with_backend(self) -> CheckedHead:
-        """Return the same head with the backend that its execution asks for."""
+        """Return the same head with the backend that its execution names."""
         backend, why = choose_backend(self.execution.backend, self.head.hidden.device, self.plan.compute_dtype)
         return replace(self, plan=replace(self.plan, backend=backend), why_backend=why)
 
@@ -118,7 +118,7 @@ class CheckedHead:
             engine=engine,
             entropy=entropy,
             extras=extras,
-            coefficients_of=gradient.coefficients,
+            coefficients_of=gradient.coefficients_of,
             may_have_grad=gradient.may_have_grad if engine.stores_gradient else None,
             token_loss=gradient.token_loss(self.plan) if engine.stores is Stored.GRADIENT else None,
             gathered_weight=self.execution.gather or nullcontext,
@@ -131,7 +131,7 @@ def plan_head(
     """Plan how the rows of a checked `head` are projected. Does not wait for the device.
 
     Args:
-        backend: the one that serves, whatever the execution says; None: as it says.
+        backend: overrides that of the execution; None: that of the execution.
         jsd_beta: the divergence from the head's reference, if it has one (`backends.interface.Teacher`).
 
     Raises:
@@ -165,13 +165,13 @@ def plan_head(
 
 def _plan_reference(reference: OtherHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
     """Plan the reference's projection, given the policy's `plan`, whose products take operands of `dtype`."""
-    own, prefix = reference.compute_dtype(dtype), reference.prefix
-    _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, own)
-    return replace(plan, compute_dtype=own, **_constants(reference.head, own))
+    operand_dtype, prefix = reference.compute_dtype(dtype), reference.prefix
+    _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, operand_dtype)
+    return replace(plan, compute_dtype=operand_dtype, **_constants(reference.head, operand_dtype))
 
 
 def _constants(head: Head, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what makes logits of the product with `head`, whose operands have `dtype`, as fields of a `HeadPlan`."""
+    """Return the fields of a `HeadPlan` that turn products with `head`, of operands of `dtype`, into logits."""
     return {
         "logit_scale": head.logit_scale,
         "softcap": head.final_logit_softcapping,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_number
 from grpo_kernels.base.choices import DivergenceName, choices
-from grpo_kernels.call.expected import Expectation, ExpectedRows, even_or_given, read_expected
+from grpo_kernels.call.expected import Expectation, ExpectedRows, divergence_weights, read_expected
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.token_loss.record import Coefficients
@@ -44,7 +44,7 @@ def check_beta(name: str, beta: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class DivergenceCall(ScoreCall):
-    """The divergence asked for, from the head's reference, and the ids (...) to score, if any."""
+    """The divergence to compute, from the head's reference, and the ids (...) to score, if any."""
 
     expected: Tensor | tuple[Tensor, Tensor] | Expectation | None = None  # (...)
     jsd_beta: float = 1.0
@@ -52,8 +52,8 @@ class DivergenceCall(ScoreCall):
     function = "linear_divergence"
 
     def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
-        """Return the gradient that is expected, up to one factor: of divergences and log-probabilities, or, from an
-        `Expectation`, of entropies too.
+        """Return the expected gradient in divergences and log-probabilities (from an `Expectation` also in entropies),
+        up to one factor.
         """
         expected = self.expected
         if isinstance(expected, Expectation):
@@ -63,9 +63,9 @@ class DivergenceCall(ScoreCall):
         if len(pair) not in ((1, 2) if self.scores_ids else (1,)):
             raise ValueError(f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}")
         names = ("expected", "expected[1]")
-        weights = [even_or_given(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
+        weights = [divergence_weights(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
         return ExpectedRows.of(Coefficients(d_logp=weights[1] if len(weights) == 2 else None, d_divergence=weights[0]))
 
-    def asked(self, rows: Rows) -> dict[str, Any]:
-        """Return what is asked for, by name."""
-        return {"beta": self.jsd_beta, "whether there are ids": self.ids is not None, **super().asked(rows)}
+    def described_outputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the results to compute, and their options, by name."""
+        return {"beta": self.jsd_beta, "whether there are ids": self.ids is not None, **super().described_outputs(rows)}

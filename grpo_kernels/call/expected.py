@@ -1,4 +1,4 @@
-"""What a call knows of its rows' gradient before the forward; and of scores, the gradient that its caller expects."""
+"""The gradient of a call's rows, as far as it is known before the forward: a loss's, or the one its caller expects."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Expectation:
 
 Expected = Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
 
-KIND = "expected (coefficients, graded, of the entropy)"  # the name under which ranks compare it
+KIND = "expected (coefficients, graded, of the entropy)"  # name of the value that ranks compare
 
 
 class RowGradient(Protocol):
-    """What a call knows, before its forward, of the gradient that its rows will get."""
+    """The gradient that the rows of a call will get, as far as it is known before the forward."""
 
     @property
     def coupling(self) -> Coupling:
@@ -50,8 +50,8 @@ class RowGradient(Protocol):
         ...
 
     @property
-    def coefficients(self) -> CoefficientsOf | None:
-        """The coefficients by index among the rows, from their statistics; None: not known row by row."""
+    def coefficients_of(self) -> CoefficientsOf | None:
+        """Function from rows and their statistics to their coefficients; None: not known row by row."""
         ...
 
     @property
@@ -78,40 +78,44 @@ class RowGradient(Protocol):
 class ExpectedRows:
     """An expected gradient, read for the rows of a call: a `RowGradient`."""
 
-    coefficients: CoefficientsOf | None = None
+    coefficients_of: CoefficientsOf | None = None
     may_have_grad: Tensor | None = None
     of_entropy: bool = False
     of_logps: bool = True
-    given: Coefficients | None = None  # (n,) the coefficients, if they are known before the forward
-    is_captured: bool = False  # True in a CUDA graph: comparing with the gradient that comes would wait
+    coefficients: Coefficients | None = None  # (n,), if they are known before the forward
+    is_captured: bool = False  # True in a CUDA graph: comparing with the upstream gradient would wait
 
     @staticmethod
-    def of(given: Coefficients) -> ExpectedRows:
-        """Return the expectation of `given` numbers (n,)."""
-        return ExpectedRows(lambda index, _: take(given, index), of_logps=given.d_logp is not None, given=given)
+    def of(coefficients: Coefficients) -> ExpectedRows:
+        """Return the expectation of these `coefficients` (n,)."""
+
+        def look_up(index: Tensor, _: RowStats) -> Coefficients:
+            return take(coefficients, index)
+
+        return ExpectedRows(look_up, of_logps=coefficients.d_logp is not None, coefficients=coefficients)
 
     def described(self) -> dict[str, Any]:
         """Return the facts that must be equal on all ranks."""
-        if self.given is not None:
-            of_result = {"expected": self.given.d_divergence, "expected[1]": self.given.d_logp}
+        if self.coefficients is not None:
+            of_result = {"expected": self.coefficients.d_divergence, "expected[1]": self.coefficients.d_logp}
             return {KIND: "numbers", **{name: x for name, x in of_result.items() if x is not None}}
-        kind = self.coefficients is not None, self.may_have_grad is not None, self.of_entropy
+        kind = self.coefficients_of is not None, self.may_have_grad is not None, self.of_entropy
         nonzero = {} if self.may_have_grad is None else {"expected: where it is not 0": self.may_have_grad}
         return {KIND: kind, **nonzero}
 
     @property
     def coupling(self) -> Coupling:
         """When the coefficients of a row are known."""
-        if self.coefficients is None and self.may_have_grad is None and not self.is_captured:
+        if self.coefficients_of is None and self.may_have_grad is None and not self.is_captured:
             return Coupling.UNKNOWN
-        unknown = self.coefficients is None or self.is_captured
-        return Coupling.of(known=self.given is not None and not unknown, coupled=unknown)
+        unknown = self.coefficients_of is None or self.is_captured
+        return Coupling.of(known=self.coefficients is not None and not unknown, coupled=unknown)
 
     def token_loss(self, plan: HeadPlan) -> TokenLoss | None:
         """Return the gradient of divergences from another head as a loss, for a backend that fuses."""
-        if not fuses(plan) or plan.teacher is None or self.given is None:
+        if not fuses(plan) or plan.teacher is None or self.coefficients is None:
             return None
-        weights = self.given.d_divergence
+        weights, d_logps = self.coefficients.d_divergence, self.coefficients.d_logp
         assert weights is not None
         return TokenLoss(
             surrogate="constant",
@@ -119,7 +123,7 @@ class ExpectedRows:
             kl="full",
             corrects_kl=False,
             advantages=None,
-            d_logps=torch.zeros_like(weights) if self.given.d_logp is None else self.given.d_logp,
+            d_logps=torch.zeros_like(weights) if d_logps is None else d_logps,
             weights=weights,
             old=None,
             ref=None,
@@ -130,14 +134,14 @@ class ExpectedRows:
 
 
 def fuses(plan: HeadPlan) -> bool:
-    """Return True if one kernel can do a whole loss; a divided head's ranks meet between statistics and gradient."""
+    """Return True if one kernel can compute a whole loss: no if the head is divided: its ranks combine statistics."""
     return isinstance(plan.backend, FusedRowBackend) and plan.shard is None
 
 
-def even_or_given(name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the expected gradient (n,) of the divergences at `positions` (n,); `expected` None: that of their mean.
-
-    If the loss is their mean, nothing is left to scale.
+def divergence_weights(
+    name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the expected gradient (n,) in the divergences at `positions` (n,); `expected` None: that of their mean.
 
     Raises:
         TypeError, ValueError: `expected` is no tensor that fits `hidden` (..., H); the message calls it `name`.
@@ -158,8 +162,8 @@ def read_expected(
     entropy: bool,
     divergence: bool = False,
 ) -> ExpectedRows:
-    """Read the gradient that is expected at `positions` (n,) of `ids`, in `dtype`; `entropy` and `divergence` are True
-    if the call has that result.
+    """Read the expected gradient at `positions` (n,) of `ids`, in `dtype`; `entropy`, `divergence`: True if the call
+    has that result.
 
     Raises:
         TypeError, ValueError: `expected` does not fit the ids, or is a tuple that is not (a, b).
@@ -170,7 +174,7 @@ def read_expected(
     if expected is None:
         return ExpectedRows()
 
-    def usable(x: Tensor) -> Tensor:  # x, or 0 where its products could overflow, or lose bits to underflow
+    def usable(x: Tensor) -> Tensor:  # 0 where products with x could overflow, or lose bits to underflow
         x, largest = x.to(dtype), torch.finfo(dtype).max ** 0.5
         return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
 
@@ -184,20 +188,20 @@ def read_expected(
     if isinstance(expected, Expectation):
         coefficients = expected.coefficients
 
-        def ask(index: Tensor, stats: RowStats) -> Coefficients:
+        def compute(index: Tensor, stats: RowStats) -> Coefficients:
             assert coefficients is not None
             answer = coefficients(positions[index], stats.logps, stats.entropies)
             a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
             # no gradient can come from a result that the call does not have
-            found = (a, None if stats.entropies is None else b, c if divergence else None)
-            for name, x in zip(("expected", "expected[1]", "expected[2]"), found, strict=True):
+            numbers = (a, None if stats.entropies is None else b, c if divergence else None)
+            for name, x in zip(("expected", "expected[1]", "expected[2]"), numbers, strict=True):
                 if x is not None or name == "expected":
                     check_tensor(name, x, like=ids)
                     check_shape(name, x, ("that of the index", tuple(index.shape)))
-            return Coefficients(*(None if x is None else usable(x) for x in found))
+            return Coefficients(*(None if x is None else usable(x) for x in numbers))
 
         may_have_grad = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
-        return ExpectedRows(None if coefficients is None else ask, may_have_grad, expected.has_entropy_gradient)
+        return ExpectedRows(None if coefficients is None else compute, may_have_grad, expected.has_entropy_gradient)
 
     a, b = expected if isinstance(expected, tuple) else (expected, None)
     a = usable(rows("expected", a))

@@ -1,4 +1,4 @@
-"""Log lines about backend and engine: of the first call on a kind of device, and of the first that trains."""
+"""Log lines about backend and engine, at the first call on a kind of device and at the first that trains."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 
 import torch
 
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.engines import why_engine
 from grpo_kernels.engine.request import Engine, Situation
 
 _logger = logging.getLogger(__name__)
-_said: set[tuple[str, ...]] = set()
+_logged: set[tuple[str, ...]] = set()
 
 
 def log_use(
@@ -23,11 +23,11 @@ def log_use(
     Each line is logged once, at the first call with its level enabled. No tensor is read: nothing waits for the device.
     """
     kind, use = device.type, "scores" if call.no_gradient else "trains"
-    is_known = (kind, "trains") in _said or (kind, use) in _said
+    is_known = (kind, "trains") in _logged or (kind, use) in _logged
     level, key = (logging.DEBUG, (kind, backend, engine.name)) if is_known else (logging.INFO, (kind, use))
-    if key in _said or not _logger.isEnabledFor(level):
+    if key in _logged or not _logger.isEnabledFor(level):
         return
-    _said.update({(kind, use), (kind, backend, engine.name)})
+    _logged.update({(kind, use), (kind, backend, engine.name)})
     compiled = execution.needs_grad is not None  # only the ops of a compiled graph set it
     why = "chosen when the graph was compiled" if compiled else why_engine(engine, call, execution.engine)
     _logger.log(level, "on %s: backend %s (%s), engine %s (%s)", kind, backend, why_backend, engine.name, why)

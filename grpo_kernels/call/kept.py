@@ -1,6 +1,6 @@
-"""A call over kept sets: its arguments, the survey of the sets, and the plan of the work.
+"""A call over kept sets: its arguments, counts of its sets' ids, and the plan of the work.
 
-Positions without a set, and entropies of the whole vocabulary, are an ordinary request beside it.
+Positions without a set, and entropies over the whole vocabulary, are an ordinary request beside it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from grpo_kernels.base.records import take
 from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import Expected, read_expected
-from grpo_kernels.call.options import Execution, check_run
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import check_call
+from grpo_kernels.call.run import Execution, check_run
 from grpo_kernels.call.scores import ScoreCall, scored
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import scatter
@@ -35,15 +35,15 @@ from grpo_kernels.engine.special.gathered import entry_bytes
 from grpo_kernels.engine.special.kept_sets import KeptSetLogprob, KeptSets, Span
 from grpo_kernels.head.lm_head import LMHead
 
-WORKSPACE_BYTES = 64 * 2**20  # by default: more at a time is no faster
-ENTRY_BYTES = 64  # of one entry, besides its row of the head, while sets are surveyed, sorted and reduced
+WORKSPACE_BYTES = 64 * 2**20  # by default: a larger workspace is no faster
+ENTRY_BYTES = 64  # per kept id, besides its row of the head, while sets are counted, sorted and reduced
 
 
 @dataclass(frozen=True, eq=False)
 class KeptCall(ScoreCall):
     """The ids to score, (...), and the sets to score them over.
 
-    What is expected is the gradient of the positions that are scored over the whole vocabulary.
+    `expected` is the gradient of the positions that are scored over the whole vocabulary.
     """
 
     ids: Tensor
@@ -57,7 +57,7 @@ class KeptCall(ScoreCall):
 
     @property
     def entropy(self) -> bool:
-        """True if an entropy is asked for."""
+        """True if the call computes an entropy."""
         return bool(self.entropy_over)
 
     @cached_property
@@ -72,7 +72,7 @@ class KeptCall(ScoreCall):
         return head
 
     def check_sets(self, execution: Execution) -> None:
-        """Raise unless the sets fit the ids, and the options are some that there are."""
+        """Raise unless the sets fit the ids and the options have valid values."""
         if self.without_set not in choices(WithoutSet):
             raise ValueError(f"without_set: expected one of {', '.join(choices(WithoutSet))}, got {self.without_set!r}")
         if not isinstance(self.entropy_over, bool) and self.entropy_over != "full":
@@ -102,7 +102,7 @@ KeptMetrics = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), 0-d each
 
 
 def score_kept(call: KeptCall, head: LMHead, execution: Execution) -> Scores:
-    """Plan the call, look at the sets, and score.
+    """Plan the call, count the sets' ids, and score.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
@@ -114,11 +114,11 @@ def score_kept(call: KeptCall, head: LMHead, execution: Execution) -> Scores:
 def scored_kept(
     call: KeptCall, planned: CheckedHead, rows: Rows, expected: Expected | None
 ) -> tuple[Scores, KeptMetrics]:
-    """Score the rows of a checked call over their sets, those without one over the whole vocabulary; return metrics of
-    the sets, too.
+    """Score the rows of a checked call over their sets, rows without a set over the whole vocabulary; also return the
+    metrics of the sets.
 
     Args:
-        expected: the gradient to expect where there is no set.
+        expected: the expected gradient where there is no set.
 
     Raises:
         ValueError: on a CPU, a set does not exist, or lacks the sampled id.
@@ -127,11 +127,11 @@ def scored_kept(
     plan = replace(planned.plan, workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
     survey = _survey(call, planned.head, plan, rows)
     operands = planned.head.operands(rows.positions)
-    sets, any_without = _plan(call, planned, plan, rows, survey, operands)
+    sets, any_without = _plan_sets(call, planned, plan, rows, survey, operands)
     in_full, whole = call.entropy_over == "full", None
     if any_without or in_full:
-        others = rows if in_full else take(rows, survey.without.nonzero()[:, 0])
-        whole = _plan_whole(call, planned.with_backend(), others, expected)
+        whole_rows = rows if in_full else take(rows, survey.without.nonzero()[:, 0])
+        whole = _plan_whole(call, planned.with_backend(), whole_rows, expected)
     shape = planned.head.hidden.shape[:-1]
     logps, entropies = KeptSetLogprob.apply(sets, *operands)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
@@ -153,10 +153,10 @@ def _plan_whole(call: KeptCall, planned: CheckedHead, rows: Rows, expected: Expe
 
 
 class Survey(NamedTuple):
-    """Facts about the sets of n rows, (n,) each."""
+    """Counts of ids in the sets of n rows, and the rows to treat apart, (n,) each."""
 
     sizes: Tensor  # ids in the set, repetitions included
-    own: Tensor  # those of them that are among this rank's rows of the head
+    local: Tensor  # ids among this rank's rows of the head
     without: Tensor  # bool: scored over the whole vocabulary
     invalid: Tensor | None  # bool: results are NaN; None: none are
 
@@ -170,55 +170,55 @@ class Survey(NamedTuple):
 
 
 def _survey(call: KeptCall, head: LMHead, plan: HeadPlan, rows: Rows) -> Survey:
-    """Look at the entries of all positions, some at a time. Does not wait for a device other than a CPU.
+    """Count the kept ids of all positions, a workspace at a time. Does not wait for a device other than a CPU.
 
     Raises:
         ValueError: on a CPU, at a counted position: an id that does not exist, no set, or a sampled id outside of it.
     """
     sets, shard = call.sets, plan.shard
-    first, local = (0 if shard is None else shard.start), head.weight.shape[0]
-    vocab, sampled = local if shard is None else shard.vocab, call.ids.detach().reshape(-1)
-    # of each position: ids, those among this rank's rows, those that do not exist, those that are the sampled one
+    first, rows_here = (0 if shard is None else shard.start), head.weight.shape[0]
+    vocab, sampled = rows_here if shard is None else shard.vocab, call.ids.detach().reshape(-1)
+    # per position: ids, ids among this rank's rows, ids that do not exist, ids that are the sampled one
     counts = sets.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, plan.workspace_bytes // ENTRY_BYTES)
     for start in range(0, sets.ids.shape[0], step):
-        some = sets.ids[start : start + step]
-        place = torch.arange(start, start + some.shape[0], device=some.device)
+        ids = sets.ids[start : start + step]
+        place = torch.arange(start, start + ids.shape[0], device=ids.device)
         owner = torch.searchsorted(sets.offsets, place, right=True) - 1
-        exists = (some >= 0) & (some < vocab)
-        flags = exists, exists & (some >= first) & (some < first + local), (some < -1) | (some >= vocab)
-        for count, flag in zip(counts, (*flags, exists & (some == sampled[owner])), strict=True):
+        exists = (ids >= 0) & (ids < vocab)
+        flags = exists, exists & (ids >= first) & (ids < first + rows_here), (ids < -1) | (ids >= vocab)
+        for count, flag in zip(counts, (*flags, exists & (ids == sampled[owner])), strict=True):
             count.index_add_(0, owner, flag.long())
-    sizes, own, outside, hits = counts[:, rows.positions]
+    sizes, local, outside, hits = counts[:, rows.positions]
     missing = hits == 0
     invalid = (outside > 0) if call.without_set == "full" else (outside > 0) | missing
     if invalid.device.type != "cpu":
         without = missing & ~invalid
-        return Survey(sizes, own, without, invalid)
+        return Survey(sizes, local, without, invalid)
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
         raise ValueError(_wrong(call, rows.positions[i], int(sizes[i]), int(outside[i]), vocab))
     _check_others(call, rows.positions[(sizes == 1) & ~missing])
-    return Survey(sizes, own, missing, None)
+    return Survey(sizes, local, missing, None)
 
 
 def _check_others(call: KeptCall, alone: Tensor) -> None:
     """Raise unless log-probabilities of other policies are 0 at the positions `alone`, whose set is one id.
 
     Raises:
-        ValueError: they are not, so they were made over other sets.
+        ValueError: they are not, so they were computed over other sets.
     """
     for name, x in call.others.items():
-        some = None if x is None else x.detach().reshape(-1)[alone]
-        if some is not None and bool((some.abs() > HIGHEST_LOGP).any()):
+        logps = None if x is None else x.detach().reshape(-1)[alone]
+        if logps is not None and bool((logps.abs() > HIGHEST_LOGP).any()):
             raise ValueError(
                 f"{name}: expected log-probabilities over the same kept sets, so 0 where a set is one id, got "
-                f"{some[some.abs() > HIGHEST_LOGP][0].item():.4g}: make them with kept_ids, too"
+                f"{logps[logps.abs() > HIGHEST_LOGP][0].item():.4g}: make them with kept_ids, too"
             )
 
 
 def _wrong(call: KeptCall, position: Tensor, size: int, outside: int, vocab: int) -> str:
-    """Return what is wrong with the set at a position, in words."""
+    """Return the message about a wrong set at a position."""
     sets, at = call.sets, tuple(int(x) for x in torch.unravel_index(position, call.ids.shape))
     if outside:
         entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
@@ -231,19 +231,19 @@ def _wrong(call: KeptCall, position: Tensor, size: int, outside: int, vocab: int
     return f"ids: expected an id of the position's kept set, got {got} at position {at}{way_out}"
 
 
-def _plan(
+def _plan_sets(
     call: KeptCall, planned: CheckedHead, plan: HeadPlan, rows: Rows, survey: Survey, operands: Operands
 ) -> tuple[KeptSets, bool]:
-    """Plan the work; also return True if a position is without a set. Waits for the device: the work depends on it."""
+    """Plan the work; also return True if a position has no set. Waits for the device, to read the sets' sizes."""
     sets, first_id = call.sets, 0 if plan.shard is None else plan.shard.start
     projected = (survey.sizes > 1) & ~survey.without
-    own, order = torch.where(projected, survey.own, 0).sort(descending=True, stable=True)
+    local, order = torch.where(projected, survey.local, 0).sort(descending=True, stable=True)
     longest = sets.offsets.diff()[rows.positions][order]
-    sizes, lists, without = torch.stack([own, longest, survey.without.long()]).tolist()
+    sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
     row_bytes = 2 * plan.accumulator.itemsize * sum(matrix.shape[1] for _, matrix in operands.factors())
     head_bytes = entry_bytes(operands, plan)
-    found = KeptSets(
+    kept_sets = KeptSets(
         rows=replace(rows, ids=rows.ids - first_id, invalid=survey.invalid),
         ids=sets.ids,
         offsets=sets.offsets,
@@ -255,7 +255,7 @@ def _plan(
         entropy=call.entropy_over is True,
         gathered_weight=planned.execution.gather or nullcontext,
     )
-    return found, any(without)
+    return kept_sets, any(without)
 
 
 def plan_spans(sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int) -> list[Span]:

@@ -1,4 +1,4 @@
-"""One call of the loss over kept sets: log-probabilities of `call.kept`, and the loss of these."""
+"""One call of the loss over kept sets: `call.kept` scores, `call.loss_from_logps` computes the loss."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.checked_head import CheckedHead
-from grpo_kernels.call.given import given_loss
 from grpo_kernels.call.kept import KeptCall, scored_kept
 from grpo_kernels.call.loss import Loss, LossCall
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.loss_from_logps import loss_from_logps
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import check_call
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.head.lm_head import LMHead
 
@@ -42,7 +42,7 @@ class KeptLossCall(KeptCall):
         )
 
     def check(self, head: LMHead, execution: Execution) -> LMHead:
-        """Check what the loss needs, then the sets."""
+        """Check the inputs of the loss, then the sets."""
         if self.loss.config.needs_reference_head:
             raise ValueError(
                 "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the policy, got 'full', the "
@@ -73,7 +73,7 @@ def kept_loss(call: KeptLossCall, head: LMHead, execution: Execution) -> LossOut
     planned, rows, tokens = check_call(call, head, execution)
     loss = Loss.of(call.loss.inputs, tokens, call.loss.config, call.loss.objective)
     expected = loss.expectation() if call.without_set == "full" else None
-    scores, of_sets = scored_kept(call, planned, rows, expected)
-    out = given_loss(loss, scores.logps, scores.entropies, engine="kept_sets")
-    out.metrics = out.metrics.joined(of_sets)
+    scores, set_metrics = scored_kept(call, planned, rows, expected)
+    out = loss_from_logps(loss, scores.logps, scores.entropies, engine="kept_sets")
+    out.metrics = out.metrics.joined(set_metrics)
     return out

@@ -18,9 +18,9 @@ from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import Expectation, fuses
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import of_loss
 from grpo_kernels.engine.records import Operands, Rows
@@ -37,12 +37,12 @@ from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.objective.sampler_correction import check_sampling
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
-Custom = Callable[[TokenInputs], Tensor]  # an objective of the user's own
+Custom = Callable[[TokenInputs], Tensor]  # a user's objective
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A loss of the counted tokens: what is known of its gradient (a `RowGradient`), then its value and metrics."""
+    """A loss of the counted tokens: its gradient before the forward (a `RowGradient`), then its value and metrics."""
 
     config: LossConfig
     tokens: Tokens
@@ -60,7 +60,7 @@ class Loss:
             return Loss(config, tokens, CustomObjective(objective, tokens, weights), num_items)
         policy = PolicyObjective(config, tokens, weights)
         if tokens.layout.shard is not None:
-            policy.settle()
+            policy.evaluate_at_ratio_one()
         return Loss(config, tokens, policy, num_items)
 
     @property
@@ -76,15 +76,15 @@ class Loss:
     @cached_property
     def may_have_grad(self) -> Tensor | None:
         """(n,) bool: tokens that may have a coefficient other than 0; None: all."""
-        return self.objective.may_have_gradient()
+        return self.objective.may_have_grad()
 
-    def coefficients(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """Return the coefficients of the tokens at `index` (m,), from their own statistics."""
+    def coefficients_of(self, index: Tensor, stats: RowStats) -> Coefficients:
+        """Return the coefficients of the tokens at `index` (m,), from the statistics of these tokens."""
         assert stats.entropies is not None
-        return self.objective.coefficients(index, stats.logps, stats.entropies)
+        return self.objective.coefficients_of(index, stats.logps, stats.entropies)
 
     def token_loss(self, plan: HeadPlan) -> TokenLoss | None:
-        """Return the loss as a backend that fuses computes it; None if it cannot."""
+        """Return the loss for a backend that fuses it; None if it cannot."""
         return self.objective.token_loss() if fuses(plan) else None
 
     def evaluate(self, request: Request, stats: RowStats) -> Evaluation:
@@ -111,7 +111,7 @@ class Loss:
         return loss_metrics(self.config, self.tokens, entropies, evaluation, with_grad.sum(), num_items=self.num_items)
 
     def expectation(self) -> Expectation:
-        """Return the gradient that log-probabilities and entropies will get, for ids in the batch's shape."""
+        """Return the gradient that log-probabilities and entropies will get, for ids of the batch's shape."""
         layout, dtype = self.tokens.layout, self.tokens.advantages.dtype
         row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=self.tokens.ids.device)  # of each position
         row[layout.positions] = torch.arange(len(self.tokens), device=row.device)
@@ -121,7 +121,7 @@ class Loss:
 
         def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor | None, ...]:
             entropies = logps if entropies is None else entropies
-            return self.objective.coefficients(row[index], logps.to(dtype), entropies.to(dtype))
+            return self.objective.coefficients_of(row[index], logps.to(dtype), entropies.to(dtype))
 
         return Expectation(
             None if self.objective.couples_tokens else coefficients,
@@ -141,7 +141,7 @@ class LossCall(Call[Tokens, Loss]):
     function = "grpo_loss"
 
     def check(self, head: LMHead, execution: Execution) -> LMHead:
-        """Check what the loss needs; return the head without a reference that no term reads."""
+        """Check the inputs of the loss; return the head without a reference that no term reads."""
         inputs = self.inputs
         check_loss(inputs, self.config, self.objective, has_reference=head.reference is not None)
         if not self.config.needs_reference_head:  # beta is 0
@@ -193,7 +193,7 @@ def first_pass(loss: Loss, operands: Operands, request: Request) -> tuple[Forwar
 def check_loss(
     inputs: LossInputs, config: LossConfig, objective: Custom | None = None, *, has_reference: bool = False
 ) -> None:
-    """Raise unless `inputs` have what the loss needs; `read_tokens` checks their shapes.
+    """Raise unless `inputs` have all that the loss reads; `read_tokens` checks their shapes.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.

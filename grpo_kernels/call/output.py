@@ -1,4 +1,4 @@
-"""Results of the calls, and how torch takes them apart."""
+"""Results of the calls, registered as pytrees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Scores:
         student_mass: the student's probability of the teacher's ids.
     """
 
-    # typed for those who read what they asked for
+    # typed as Tensor: a caller reads the results that the call computes
 
     logps: Tensor = None  # type: ignore[assignment]
     entropies: Tensor = None  # type: ignore[assignment]
@@ -60,15 +60,15 @@ class Scores:
     student_mass: Tensor = None  # type: ignore[assignment]
 
     @staticmethod
-    def of(**found: Tensor | None) -> Scores:
-        """Return results of which some may be None."""
-        return Scores(**{name: x for name, x in found.items() if x is not None})
+    def of(**results: Tensor | None) -> Scores:
+        """Return these results, without those that are None."""
+        return Scores(**{name: x for name, x in results.items() if x is not None})
 
     @property
     def given(self) -> dict[str, Tensor]:
-        """The results that there are, by name."""
-        found = {name: getattr(self, name) for name in _OF_SCORES}
-        return {name: x for name, x in found.items() if x is not None}
+        """The results that are not None, by name."""
+        results = {name: getattr(self, name) for name in _OF_SCORES}
+        return {name: x for name, x in results.items() if x is not None}
 
 
 _OF_SCORES = [x.name for x in fields(Scores)]
@@ -80,13 +80,13 @@ def _flatten(out: LossOutput) -> tuple[list[Any], _Context]:
 
 
 def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
-    found, context = _flatten(out)
+    leaves, context = _flatten(out)
     names = (field.name for field in fields(LossOutput))
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, found, strict=False)], context
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, leaves, strict=False)], context
 
 
-def _unflatten(found: Iterable[Any], context: _Context) -> LossOutput:
-    loss, per_token_logps, entropies, metrics = found
+def _unflatten(leaves: Iterable[Any], context: _Context) -> LossOutput:
+    loss, per_token_logps, entropies, metrics = leaves
     return LossOutput(loss, per_token_logps, entropies, metrics, *context)
 
 
@@ -110,8 +110,8 @@ def _flatten_scores_with_keys(scores: Scores) -> tuple[list[tuple[pytree.KeyEntr
     return [(pytree.GetAttrKey(name), x) for name, x in scores.given.items()], [*scores.given]
 
 
-def _unflatten_scores(found: Iterable[Any], names: list[str]) -> Scores:
-    return Scores(**dict(zip(names, found, strict=True)))
+def _unflatten_scores(leaves: Iterable[Any], names: list[str]) -> Scores:
+    return Scores(**dict(zip(names, leaves, strict=True)))
 
 
 pytree.register_pytree_node(

@@ -1,4 +1,4 @@
-"""From the arguments of a public call to a `Request` to an engine: check them, compare them over the ranks, plan."""
+"""Turn a call's arguments into a `Request` to an engine: check them, compare them over the ranks, plan."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.choices import BackendName
 from grpo_kernels.call.checked_head import CheckedHead, plan_head
 from grpo_kernels.call.expected import RowGradient
-from grpo_kernels.call.options import Execution
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Request
 from grpo_kernels.head.lm_head import LMHead
 
-T = TypeVar("T")  # what a call reads beside its rows
+T = TypeVar("T")  # the result of `Call.read` beside the rows
 G = TypeVar("G", bound=RowGradient)
 
 
 class Call(Generic[T, G]):
     """One call of a public function: its arguments by position, and how they become rows.
 
-    `check_call` and `plan_call` ask its methods in their order here.
+    `check_call` and `plan_call` call its methods in the order in which they stand here.
     """
 
     function: ClassVar[str]  # the public function's name
-    backend: ClassVar[BackendName | None] = None  # the one that serves; None: that of the execution
+    backend: ClassVar[BackendName | None] = None  # overrides that of the execution, unless it is None
     jsd_beta: float = 1.0  # the divergence from the head's reference, see `Teacher`
 
     @property
     def entropy(self) -> bool:
-        """True if entropies are asked for."""
+        """True if the call computes entropies."""
         return True
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The statistics asked for besides log-probability, entropy and divergence."""
+        """Names of the results besides log-probability, entropy and divergence."""
         return ()
 
     def check(self, head: LMHead, execution: Execution) -> LMHead:
@@ -47,7 +47,7 @@ class Call(Generic[T, G]):
         raise NotImplementedError
 
     def read(self, planned: CheckedHead) -> tuple[Rows, T]:
-        """Return the rows, whose ids are not yet checked for range, and what else the arguments say."""
+        """Return the rows, with ids not yet checked for range, and the other inputs read."""
         raise NotImplementedError
 
     def described(self, planned: CheckedHead, rows: Rows, read: T) -> dict[str, Any]:
@@ -67,12 +67,12 @@ class Call(Generic[T, G]):
         return planned.check_range("ids", rows)
 
     def gradient(self, planned: CheckedHead, read: T) -> G:
-        """Return what is known of the rows' gradient. A collective, if ranks share the sequences."""
+        """Return the rows' gradient as far as it is known. A collective, if ranks share the sequences."""
         raise NotImplementedError
 
 
 def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[CheckedHead, Rows, T]:
-    """Check the arguments of a call; return this rank's head, the rows, and what else the call has read.
+    """Check the arguments of a call; return this rank's head, and both results of `Call.read`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
@@ -95,8 +95,8 @@ def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[Ch
 
 
 def plan_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[LMHead, Request, G]:
-    """Check the arguments of a call and plan it; return this rank's head, the request, and what is known of the
-    gradient.
+    """Check the arguments of a call and plan it; return this rank's head, the request, and the gradient as far as it is
+    known.
 
     Raises:
         TypeError, ValueError: as `check_call`; or no engine of that name gives this gradient.

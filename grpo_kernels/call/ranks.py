@@ -1,4 +1,4 @@
-"""Values that a group's ranks compare before a loss: if all make the same call, or have parts of the same sequences."""
+"""Values that the ranks of a group compare before a loss: of the same call, or of parts of the same sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def options_of_loss(
 
 
 def tokens_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the values that ranks with the same inputs compare: `inputs` as they came, `tokens` those that count."""
+    """Return the values that ranks with the same inputs compare, from the raw `inputs` and the counted `tokens`."""
     return {
         **{f"dtype and shape of {name}": described(x) for name, x in inputs.items()},
         "completion_mask": tokens.layout.positions,
@@ -57,14 +57,14 @@ def check_sequence_group(sequence_group: ProcessGroup | None, cu_seqlens: Any, o
 
 
 def part_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return the values that ranks with parts of the same sequences compare; `inputs` as they came."""
+    """Return the values that ranks with parts of the same sequences compare, from the raw `inputs` and the `tokens`."""
     whole = {
         "advantages": inputs["advantages"] if tokens.advantages_per_sequence else None,
         "importance_sampling_ratio": tokens.sequence_ratio,
     }
     return {
         "sequences of completion_ids": tokens.layout.batch,
-        **{f"dtype and shape of {name}": described(x, own=(1,)) for name, x in inputs.items()},
+        **{f"dtype and shape of {name}": described(x, varying=(1,)) for name, x in inputs.items()},
         **{name: x for name, x in whole.items() if x is not None},
     }
 

@@ -1,4 +1,4 @@
-"""Calls whose results are numbers of each position, log-probabilities first of all, and their forward."""
+"""Calls whose results are numbers per position, above all log-probabilities, and their forward."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.base.agreement import described
-from grpo_kernels.base.checks import check_ids, check_mask
+from grpo_kernels.base.checks import check_ids, check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, read_expected
-from grpo_kernels.call.options import Execution, described_temperature, inv_temperature
+from grpo_kernels.call.module_head import whole_reference
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import Call, plan_call
-from grpo_kernels.call.within import whole_reference
+from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.records import Rows
@@ -27,9 +27,9 @@ from grpo_kernels.head.lm_head import LMHead
 
 @dataclass(frozen=True, eq=False)
 class ScoreCall(Call[ExpectedRows, ExpectedRows]):
-    """A call whose results are numbers of each position; by itself, that of `linear_logprob`.
+    """A call whose results are numbers per position; this class is the call of `linear_logprob`.
 
-    Others override what is about their ids, and about the gradient that they expect.
+    Subclasses override the methods about ids and about the expected gradient.
     """
 
     mask: Tensor | None  # (...)
@@ -42,12 +42,12 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
 
     @property
     def scores_ids(self) -> bool:
-        """True if the ids' log-probabilities are asked for."""
+        """True if the call computes the ids' log-probabilities."""
         return self.ids is not None
 
     @property
     def entropy(self) -> bool:
-        """True if the entropy is asked for."""
+        """True if the call computes the entropy."""
         return "entropy" in self.outputs
 
     @property
@@ -72,26 +72,26 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
             raise ValueError(f"extras: expected some of {', '.join(STATISTICS)}, got {sorted(unknown)}")
 
     def ids_of(self, hidden: Tensor) -> Tensor:
-        """Return the ids, or zeros in their place for the positions of hidden states (..., H)."""
+        """Return the ids, or zeros, one per position of hidden states (..., H)."""
         if self.ids is not None:
             return self.ids
         return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
 
     def read(self, planned: CheckedHead) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, and the gradient that is expected of them."""
+        """Return the rows and their expected gradient."""
         ids, dtype = self.ids_of(planned.head.hidden), planned.plan.accumulator
         positions = counted_positions("mask", self.mask, ids)
-        inverse = inv_temperature(self.temperature, ids, positions, dtype)
+        inverse = _inv_temperature(self.temperature, ids, positions, dtype)
         rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
         expected = self.expectation(planned.head.hidden, positions, dtype)
         return rows, replace(expected, is_captured=device_of(positions.device).is_capturing())
 
     def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
-        """Return the gradient that is expected at `positions` (n,)."""
+        """Return the expected gradient at `positions` (n,)."""
         return read_expected(self.expected, self.ids_of(hidden), positions, dtype, entropy=self.entropy)
 
-    def asked(self, rows: Rows) -> dict[str, Any]:
-        """Return what is asked for, by name."""
+    def described_outputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the results to compute, and their options, by name."""
         return {"entropy": self.entropy, "extras": self.extras, "ids": rows.ids}
 
     def described(self, planned: CheckedHead, rows: Rows, read: ExpectedRows) -> dict[str, Any]:
@@ -99,13 +99,13 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
         return {
             "hidden": described(planned.head.hidden),
             "mask": rows.positions,
-            **self.asked(rows),
+            **self.described_outputs(rows),
             **read.described(),
-            **described_temperature(self.temperature, rows.inv_temperature),
+            **_described_temperature(self.temperature, rows.inv_temperature),
         }
 
     def gradient(self, planned: CheckedHead, read: ExpectedRows) -> ExpectedRows:
-        """Return what has been read."""
+        """Return `read`, which is the expected gradient."""
         return read
 
 
@@ -127,3 +127,30 @@ def scored(call: ScoreCall, head: LMHead, request: Request) -> Scores:
     results |= dict(zip(request.extras, extras, strict=True))
     shape = head.hidden.shape[:-1]
     return Scores(**{name: x.view(shape) for name, x in results.items() if x is not None})
+
+
+def _inv_temperature(temperature: float | Tensor, ids: Tensor, positions: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Return 1 / temperature of the rows at `positions` (n,) of `ids`: a number, or (n, 1) if it is one per position.
+
+    Raises:
+        TypeError, ValueError: a number that is not > 0; a tensor that does not fit the ids, or, on a CPU, has wrong
+            numbers.
+    """
+    if not isinstance(temperature, Tensor):
+        check_number("temperature", temperature, 0.0)
+        return 1.0 / float(temperature)
+    check_tensor("temperature", temperature, like=ids, floating=True)
+    check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
+    rows = temperature.detach().reshape(-1)[positions].to(dtype)
+    bad = ~((rows > 0) & torch.isfinite(rows))
+    if rows.device.type == "cpu" and bool(bad.any()):
+        got = rows[bad][0].item()
+        raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {got}")
+    return (1.0 / rows)[:, None]
+
+
+def _described_temperature(temperature: float | Tensor, inverse: float | Tensor) -> dict[str, Any]:
+    """Return the values that must be equal on all ranks; `inverse` is 1 / temperature of the rows."""
+    if not isinstance(temperature, Tensor):
+        return {"temperature": float(temperature)}
+    return {"temperature": "one per position", "temperatures": inverse}

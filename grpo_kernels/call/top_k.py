@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import TopKDivergenceName, choices
 from grpo_kernels.call.checked_head import CheckedHead
-from grpo_kernels.call.expected import ExpectedRows, even_or_given
+from grpo_kernels.call.expected import ExpectedRows, divergence_weights
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.special.top_k import Measure, TopKTeacher
@@ -54,7 +54,7 @@ def measure_of(
 
 @dataclass(frozen=True, eq=False)
 class TopKCall(ScoreCall):
-    """The teacher's ids and their log-probabilities, (..., K), and the divergence from them that is asked for."""
+    """The teacher's ids and their log-probabilities, (..., K), and the divergence from them to compute."""
 
     teacher_ids: Tensor = field(kw_only=True)
     teacher_logps: Tensor = field(kw_only=True)
@@ -67,7 +67,7 @@ class TopKCall(ScoreCall):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What else there is: it costs nothing."""
+        """The student's mass on the teacher's ids, which costs nothing."""
         return ("student_mass",)
 
     def check_positions(self, hidden: Tensor) -> None:
@@ -82,7 +82,7 @@ class TopKCall(ScoreCall):
         check_shape("teacher_logps", logps, ("that of teacher_ids", shape))
 
     def read(self, planned: CheckedHead) -> tuple[Rows, ExpectedRows]:
-        """Return the rows, with the teacher's ids as they came, and the gradient that is expected of them."""
+        """Return the rows, with the teacher's unsorted ids, and their expected gradient."""
         rows, expected = super().read(planned)
         clamps, dtypes = (
             (self.log_prob_min_clamp, self.loss_max_clamp),
@@ -93,8 +93,8 @@ class TopKCall(ScoreCall):
         return replace(rows, top_k=TopKTeacher(ids.long(), logps.double(), measure)), expected
 
     def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
-        """Return the gradient that is expected of the divergences."""
-        weights = even_or_given("expected", self.expected, hidden, positions, dtype)
+        """Return the expected gradient in the divergences."""
+        weights = divergence_weights("expected", self.expected, hidden, positions, dtype)
         return ExpectedRows.of(Coefficients(d_divergence=weights))
 
     def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
@@ -122,8 +122,8 @@ class TopKCall(ScoreCall):
         logps = logps.masked_fill(padding, -torch.inf).masked_fill(outside.any(dim=1, keepdim=True), torch.nan)
         return replace(rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, teacher.measure))
 
-    def asked(self, rows: Rows) -> dict[str, Any]:
-        """Return what is asked for, by name."""
+    def described_outputs(self, rows: Rows) -> dict[str, Any]:
+        """Return the results to compute, and their options, by name."""
         teacher = rows.top_k
         assert teacher is not None
         return {

@@ -18,8 +18,8 @@ from grpo_kernels.base.checks import check_fake
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import LossCall
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.output import LossOutput, Scores
+from grpo_kernels.call.run import Execution
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.compiled.ops import linear_logprob as logprob_op
 from grpo_kernels.compiled.ops import policy_loss as loss_op
@@ -69,7 +69,7 @@ def policy_loss(eager: Callable[..., LossOutput], call: LossCall, head: LMHead, 
 
 
 def linear_logprob(eager: Callable[..., Scores], call: ScoreCall, head: LMHead, execution: Execution) -> Scores:
-    """Compute log-probabilities by one op, which has no use for an expectation; or by `eager`."""
+    """Compute log-probabilities by one op, which ignores an expectation; or by `eager`."""
     execution.check()
     if call.expected is not None and execution.engine == ONE_PASS.name:  # an expectation only buys speed
         execution = replace(execution, engine="auto")
@@ -82,7 +82,7 @@ def linear_logprob(eager: Callable[..., Scores], call: ScoreCall, head: LMHead, 
 def _for_fakes(
     head: LMHead, execution: Execution, ids: tuple[str, Any], mask: tuple[str, Any], **refused: Any
 ) -> tuple[LMHead, Execution]:
-    """With fake tensors, check what shapes tell, and leave out what no shape depends on."""
+    """With fake tensors, check devices, dtypes and shapes, and drop the options on which no shape depends."""
     if torch.compiler.is_compiling():
         return head, execution
     check_fake(
@@ -113,7 +113,7 @@ def _policy_loss(
         # torch.full would specialise the graph on the number: a new graph for each value
         num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
     computed = (*_constants(head), engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
-    done = loss_op.LossResults(
+    results = loss_op.LossResults(
         *_POLICY_LOSS(
             hidden.detach(),
             weight.detach(),
@@ -131,22 +131,23 @@ def _policy_loss(
             *computed,
         )
     )
-    loss = done.loss
+    loss = results.loss
     if needs_grad.hidden or needs_grad.head:
         if stores:
-            stored = (done.d_hidden, done.d_weight, done.d_bias)
+            stored = (results.d_hidden, results.d_weight, results.d_bias)
             loss = _Stored.apply(hidden, weight, bias, mask, loss, *stored)
         else:
             settings = logprob_op.Settings(temperature, *computed)
-            known = (done.logps, done.entropies if has_b else None, done.max_logit, done.log_sum)
-            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, None, *known)
-            loss = _Coefficients.apply(logps, entropies, loss, done.d_logps, done.d_entropies if has_b else None)
-    pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, done.pairs.unbind(0), strict=True)}
-    extremes = dict(zip(extreme_names, done.extremes.unbind(0), strict=True))
+            stats = (results.logps, results.entropies if has_b else None, results.max_logit, results.log_sum)
+            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, None, *stats)
+            d_entropies = results.d_entropies if has_b else None
+            loss = _Coefficients.apply(logps, entropies, loss, results.d_logps, d_entropies)
+    pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, results.pairs.unbind(0), strict=True)}
+    extremes = dict(zip(extreme_names, results.extremes.unbind(0), strict=True))
     sequences = ids.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     metrics = Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
     backend = _plan_backend(execution.backend, hidden.device.type, dtype)
-    return loss, done.logps, done.entropies, metrics, engine, backend
+    return loss, results.logps, results.entropies, metrics, engine, backend
 
 
 def _constants(head: LMHead) -> tuple[float | None, float, LogitsDtype]:
@@ -174,15 +175,15 @@ def _plan_loss(
     temperature, `averaged_over`, and the metrics' names (pairs, extremes).
     """
     config = config_of(key)
-    known = config.knows_gradient(on_policy=on_policy, sampled=sampled)
+    is_known = config.knows_gradient(on_policy=on_policy, sampled=sampled)
     coupled = config.couples_tokens(on_policy=on_policy, sampled=sampled)
     has_b = config.entropy_coef != 0.0
     situation = Situation(
-        Coupling.of(known=known, coupled=coupled),
+        Coupling.of(known=is_known, coupled=coupled),
         hidden_trains=hidden_trains,
         head_trains=head_trains,
         entropy_gradient=has_b and not head_trains,
-        scores_without_logits=True,  # the op asks the backend
+        scores_without_logits=True,  # the op checks the backend
     )
     chosen = choose_engine(situation, engine)
     names = metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
@@ -212,16 +213,16 @@ def _linear_logprob(call: ScoreCall, head: LMHead, execution: Execution) -> Scor
         dtype=head.compute_dtype(),
         wants=_three(needs_grad),
     )
-    given = (hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, mask, temperatures)
-    done = logprob_op.ScoreResults(*_LINEAR_LOGPROB(*given, list(outputs), *settings))
-    logps, entropies = done.logps, done.entropies if entropy else None
+    inputs = (hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, mask, temperatures)
+    results = logprob_op.ScoreResults(*_LINEAR_LOGPROB(*inputs, list(outputs), *settings))
+    logps, entropies = results.logps, results.entropies if entropy else None
     if needs_grad.hidden or needs_grad.head:
         if stores:
-            logps = _Stored.apply(hidden, weight, bias, mask, logps, done.d_hidden, None, None)
+            logps = _Stored.apply(hidden, weight, bias, mask, logps, results.d_hidden, None, None)
         else:
-            known = (logps, entropies, done.max_logit, done.log_sum)
-            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, temperatures, *known)
-    extras = dict(zip([x for x in outputs if x != "entropy"], done.extras, strict=True))
+            stats = (logps, entropies, results.max_logit, results.log_sum)
+            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, temperatures, *stats)
+    extras = dict(zip([x for x in outputs if x != "entropy"], results.extras, strict=True))
     return Scores.of(logps=logps, entropies=entropies, **extras)
 
 
@@ -233,7 +234,7 @@ def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine:
         hidden_trains=hidden_trains,
         head_trains=head_trains,
         entropy_gradient=False,  # as in the eager call, where only the backward can tell
-        scores_without_logits=True,  # the op asks the backend
+        scores_without_logits=True,  # the op checks the backend
     )
     chosen = choose_engine(situation, engine)
     if chosen.stores is Stored.PER_ROW and entropy:
@@ -294,8 +295,8 @@ class _SecondPass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        found = _LINEAR_LOGPROB_BACKWARD(*saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings)
-        gradients = [x if wanted else None for x, wanted in zip(found, ctx.settings.wants, strict=True)]
+        grads = _LINEAR_LOGPROB_BACKWARD(*saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings)
+        gradients = [x if wanted else None for x, wanted in zip(grads, ctx.settings.wants, strict=True)]
         return None, *gradients, *[None] * 7
 
 

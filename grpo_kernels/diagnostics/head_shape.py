@@ -20,7 +20,7 @@ MODELS = {  # V, H, from the models' published configurations
     "gpt-oss-20B": (201088, 2880),
 }
 SOFTCAPS = {"Gemma-2-2B": 30.0}
-MOST = 10**9  # of a size that is believed
+MOST = 10**9  # upper bound of a plausible size
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def described(parser: argparse.ArgumentParser, options: argparse.Namespace) -> HeadShape:
-    """Return the head of ``--model``, ``--config``, or ``--vocab`` and ``--hidden``; or exit with what is wrong."""
+    """Return the head of ``--model``, ``--config``, or ``--vocab`` and ``--hidden``; or exit with an error."""
     sizes, dtype = (options.vocab, options.hidden), DTYPES[options.dtype]
     named = options.model is not None or options.config is not None
     if named == (sizes != (None, None)):
@@ -74,13 +74,13 @@ def described(parser: argparse.ArgumentParser, options: argparse.Namespace) -> H
     return HeadShape(*sizes, dtype)
 
 
-def _model(given: str) -> str:
-    """Return the name of the model that is meant: in any case, with or without the organisation before it."""
-    name = given.rpartition("/")[2].casefold()
-    found = next((x for x in MODELS if x.casefold() == name), None)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"expected {', '.join(MODELS)}, or --config DIR for another, got {given}")
-    return found
+def _model(argument: str) -> str:
+    """Return the model's name as in `MODELS`, whatever the case, with or without the organisation before it."""
+    name = argument.rpartition("/")[2].casefold()
+    model = next((x for x in MODELS if x.casefold() == name), None)
+    if model is None:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(MODELS)}, or --config DIR for another, got {argument}")
+    return model
 
 
 def _configured(parser: argparse.ArgumentParser, folder: Path, dtype: torch.dtype) -> HeadShape:
@@ -96,7 +96,7 @@ def _configured(parser: argparse.ArgumentParser, folder: Path, dtype: torch.dtyp
         read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config: Any = read.get_text_config(decoder=True)
         sizes: dict[str, Any] = {name: getattr(config, name, None) for name in ("vocab_size", "hidden_size")}
-    except Exception as error:  # a config's own checks raise whatever they like
+    except Exception as error:  # the checks of a config may raise anything
         reason = (str(error).splitlines() or [""])[0]
         parser.error(f"--config: {folder / 'config.json'} cannot be read ({reason}); give --vocab and --hidden")
     for name, value in sizes.items():

@@ -22,7 +22,7 @@ from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
 from grpo_kernels.engine.special.slices import plan_slices
 
 MIB = 2**20
-ROWS = 16 * 1024  # of a step, if none are given: 16 sequences of 1,024 tokens
+ROWS = 16 * 1024  # default rows of a step: 16 sequences of 1,024 tokens
 FP32 = 4  # bytes per accumulated element
 GPUS = {  # GiB as sold; the driver has up to a tenth less
     "A10G": 24,
@@ -197,15 +197,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 0
 
 
-def _gpu(parser: argparse.ArgumentParser, given: str) -> GPU:
+def _gpu(parser: argparse.ArgumentParser, argument: str) -> GPU:
     """Return the GPU of this name, with or without its "RTX", or the one with this memory."""
     for name, sold in GPUS.items():
-        if given.casefold() in (name.casefold(), name.casefold().removeprefix("rtx ")):
+        if argument.casefold() in (name.casefold(), name.casefold().removeprefix("rtx ")):
             return GPU(name, sold)
     try:
-        gib = float(given)
+        gib = float(argument)
     except ValueError:
         gib = 0.0
     if not 0.0 < gib <= MOST_GIB:
-        parser.error(f"--gpu: expected {', '.join(GPUS)}, or the GPU's memory in GiB, got {given}")
+        parser.error(f"--gpu: expected {', '.join(GPUS)}, or the GPU's memory in GiB, got {argument}")
     return GPU("the GPU", gib)

@@ -1,4 +1,4 @@
-"""The environment as a bug report needs it: versions, devices, and which backend is used there and why."""
+"""The environment for a bug report: versions, devices, and which backend is used there and why."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def _describe(device: torch.device) -> str:
     """Name, capability and memory of a GPU; the architecture of the CPU."""
     if device.type == "cpu":
         return platform.machine()
-    found = torch.cuda.get_device_properties(device)
+    gpu = torch.cuda.get_device_properties(device)
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return f"{found.name}, capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB, {runtime}"
+    return f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB, {runtime}"
 
 
 def _backend(device: torch.device) -> str:
@@ -105,8 +105,8 @@ def _library() -> str:
     library = build.load()
     if library.refusal:
         return "none"
-    found = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
-    return f"{found}; {library.warning}" if library.warning else found
+    text = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
+    return f"{text}; {library.warning}" if library.warning else text
 
 
 def _default_workspace() -> str:
@@ -119,13 +119,13 @@ def _settings() -> dict[str, str]:
     """The settings of torch, in this process, that change the results of products."""
     cuda, mkldnn = torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn)  # its type stub lacks matmul
     # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set; this shows both
-    found = {
+    settings = {
         "float32 products, cpu": ("mkldnn", mkldnn.matmul.fp32_precision),
         "float32 products, cuda": ("cuda", cuda.fp32_precision),
     }
     lines = {
         name: f"{PRECISIONS.get(value, value)} (torch.backends.{where}.matmul.fp32_precision: {value})"
-        for name, (where, value) in found.items()
+        for name, (where, value) in settings.items()
     }
     refused = cuda.allow_fp16_accumulation
     lines["float16 products, cuda"] = (

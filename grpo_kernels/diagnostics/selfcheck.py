@@ -35,7 +35,7 @@ BATCH, TIME, HIDDEN, VOCAB = 4, 9, 16, 67
 WIDE_VOCAB = 9001  # several steps of a GPU kernel's tile, and a tail
 DIVERGENCES: tuple[DivergenceName, ...] = get_args(DivergenceName)
 
-# name -> differences from the default case: dapo, token ratios, old log-probabilities given, a trainable head
+# name -> differences from the default case: dapo, token ratios, old log-probabilities, a trainable head
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo")},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
@@ -189,19 +189,19 @@ def _logprob_case(head: HeadShape, device: torch.device) -> Pairs:
 
     ours = [_leaf(x, device) for x in (hidden, weight, bias)]
     head_of_call = Head(ours[1], ours[2], final_logit_softcapping=cap, logit_scale=scale)
-    found = linear_logprob(ours[0], head_of_call, ids.to(device), temperature=temperature)
-    (torch.stack((found.logps, found.entropies)) * upstream.to(device)).sum().backward()
+    scores = linear_logprob(ours[0], head_of_call, ids.to(device), temperature=temperature)
+    (torch.stack((scores.logps, scores.entropies)) * upstream.to(device)).sum().backward()
 
     full = [_leaf(x.double()) for x in (hidden, weight, bias)]
     exact = _full_logits(full[0], full[1], ids, temperature, full[2], scale, cap)
     (torch.stack(exact) * upstream).sum().backward()
     names = ("gradient of hidden", "gradient of weight", "gradient of bias")
     pairs = {name: (mine.grad, theirs.grad) for name, mine, theirs in zip(names, ours, full, strict=True)}
-    return {"logps": (found.logps, exact[0]), "entropy": (found.entropies, exact[1]), **pairs}
+    return {"logps": (scores.logps, exact[0]), "entropy": (scores.entropies, exact[1]), **pairs}
 
 
 def _leaf(x: Tensor, device: torch.device | str = "cpu", trains: bool = True) -> Tensor:
-    """A copy with a gradient of its own."""
+    """Return a copy that is a leaf of the graph."""
     return x.detach().to(device, copy=True).requires_grad_(trains)
 
 
@@ -225,15 +225,15 @@ def _divergence_case(name: DivergenceName, head: HeadShape, device: torch.device
     """Return the results of `linear_divergence`, and of the formula in float64 on the same values."""
     draw = torch.Generator().manual_seed(len(CASES))
     shapes = ((TIME, HIDDEN), (head.vocab, HIDDEN)) * 2
-    given = [torch.randn(shape, generator=draw).to(head.dtype) for shape in shapes]
+    inputs = [torch.randn(shape, generator=draw).to(head.dtype) for shape in shapes]
 
     def leaves(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return [change(x.detach()).requires_grad_(i < 2) for i, x in enumerate(given)]
+        return [change(x.detach()).requires_grad_(i < 2) for i, x in enumerate(inputs)]
 
     ours = leaves(lambda x: x.to(device))
-    found = linear_divergence(ours[0], ours[1], ours[2], ours[3], divergence=name).divergence
-    assert found is not None
-    found.sum().backward()
+    divergence = linear_divergence(ours[0], ours[1], ours[2], ours[3], divergence=name).divergence
+    assert divergence is not None
+    divergence.sum().backward()
     exact = leaves(lambda x: x.double())
     log_p, log_q = ((exact[i] @ exact[i + 1].T).log_softmax(-1) for i in (0, 2))
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
@@ -244,7 +244,7 @@ def _divergence_case(name: DivergenceName, head: HeadShape, device: torch.device
     }[name].sum(-1)
     want.sum().backward()
     pairs = zip(("d hidden", "d weight"), ours, exact, strict=False)
-    return {"divergence": (found, want), **{what: (x.grad, y.grad) for what, x, y in pairs}}
+    return {"divergence": (divergence, want), **{what: (x.grad, y.grad) for what, x, y in pairs}}
 
 
 def _formula(

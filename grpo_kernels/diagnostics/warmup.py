@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base.choices import BackendName, LossTypeName, choices
-from grpo_kernels.call.options import Run
+from grpo_kernels.call.run import Run
 from grpo_kernels.diagnostics import head_shape
 from grpo_kernels.diagnostics.head_shape import HeadShape
 from grpo_kernels.divergence import linear_divergence
@@ -31,7 +31,7 @@ from grpo_kernels.objective.config import LossConfig
 
 BATCH, TIME = 2, 8
 NAME_WIDTH = 44
-# Name of a line -> (log-probabilities given to the loss, fields of its config, other arguments).
+# Name of a line -> (log-probabilities for the loss, fields of its config, other arguments).
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "loss, on-policy": ((), {}, {}),
     "loss, old log-probabilities": (("old",), {}, {}),
@@ -61,17 +61,17 @@ def steps(
 ) -> dict[str, Callable[[], None]]:
     """Return the calls to make on `device`, by the names of their lines; with `teacher` the divergences too."""
     loss = partial(_loss, head, device, backend, loss_type)
-    found: dict[str, Callable[[], None]] = {
+    calls: dict[str, Callable[[], None]] = {
         "log-probabilities": partial(_logps, head, device, backend, "score"),
         "log-probabilities, frozen head": partial(_logps, head, device, backend, "frozen"),
-        **{name: partial(loss, given, config, **options) for name, (given, config, options) in LOSSES.items()},
+        **{name: partial(loss, logps, config, **options) for name, (logps, config, options) in LOSSES.items()},
     }
     if teacher:
-        found["divergence from a teacher"] = partial(_divergence, head, device, backend)
-        exact, given = {"beta": 0.04, "kl_estimator": "full"}, ("old", "reference")
+        calls["divergence from a teacher"] = partial(_divergence, head, device, backend)
+        exact, logps = {"beta": 0.04, "kl_estimator": "full"}, ("old", "reference")
         for suffix, engine in (("", "auto"), (", two passes", "two_pass")):
-            found[f"loss, exact KL to a reference{suffix}"] = partial(loss, given, exact, engine=engine)
-    return found
+            calls[f"loss, exact KL to a reference{suffix}"] = partial(loss, logps, exact, engine=engine)
+    return calls
 
 
 def _tensors(
@@ -96,21 +96,21 @@ def _constant_head(shape: HeadShape, weight: Tensor, bias: Tensor | None) -> Hea
 def _logps(head: HeadShape, device: torch.device, backend: BackendName, engine: Any) -> None:
     hidden, weight, ids, bias = _tensors(head, device, trains=False)
     with torch.set_grad_enabled(engine != "score"):
-        found = linear_logprob(hidden, _head(head, weight, bias), ids, run=Run(engine, backend))
-    if found.logps.requires_grad:
-        found.logps.sum().backward()
+        scores = linear_logprob(hidden, _head(head, weight, bias), ids, run=Run(engine, backend))
+    if scores.logps.requires_grad:
+        scores.logps.sum().backward()
 
 
 def _divergence(head: HeadShape, device: torch.device, backend: BackendName) -> None:
     hidden, weight, _, bias = _tensors(head, device)
-    found = linear_divergence(
+    scores = linear_divergence(
         hidden,
         _head(head, weight, bias),
         hidden.detach(),
         _constant_head(head, weight, bias),
         run=Run(backend=backend),
     )
-    (found.divergence * torch.arange(TIME, device=device)).sum().backward()  # unequal: equal ones would take one pass
+    (scores.divergence * torch.arange(TIME, device=device)).sum().backward()  # unequal: equal ones would take one pass
 
 
 def _loss(
@@ -118,14 +118,14 @@ def _loss(
     device: torch.device,
     backend: BackendName,
     loss_type: LossTypeName,
-    given: tuple[str, ...],
+    inputs: tuple[str, ...],
     config: dict[str, Any],
     engine: Any = "auto",
 ) -> None:
     hidden, weight, ids, bias = _tensors(head, device)
-    logps = torch.full((BATCH, TIME), -math.log(head.vocab), device=device)  # those of zero logits: no ratio is clipped
+    logps = torch.full((BATCH, TIME), -math.log(head.vocab), device=device)  # of zero logits: no ratio is clipped
     options: dict[str, Any] = {}
-    if "reference" in given:
+    if "reference" in inputs:
         options["reference"] = hidden.detach(), _constant_head(head, weight, bias)
     out = grpo_loss(
         hidden,
@@ -133,8 +133,8 @@ def _loss(
         ids,
         None,
         torch.arange(BATCH, dtype=torch.float32, device=device),  # the first sequence has no gradient
-        old_per_token_logps=logps if "old" in given else None,
-        ref_per_token_logps=logps if "ref" in given else None,
+        old_per_token_logps=logps if "old" in inputs else None,
+        ref_per_token_logps=logps if "ref" in inputs else None,
         config=LossConfig(loss_type=loss_type, **config),
         run=Run(engine, backend),
         **options,
@@ -159,11 +159,11 @@ def timed(name: str, step: Callable[[], object]) -> bool:
     print(f"  {name:<{NAME_WIDTH}}", end="", flush=True)
     start = time.perf_counter()
     try:
-        said = step() or ""
+        result = step() or ""
         failed = False
     except Exception as error:
-        said, failed = f"FAILED {type(error).__name__}: {error}", True
-    print(f"{time.perf_counter() - start:7.1f} s  {said}".rstrip(), flush=True)
+        result, failed = f"FAILED {type(error).__name__}: {error}", True
+    print(f"{time.perf_counter() - start:7.1f} s  {result}".rstrip(), flush=True)
     return not failed
 
 

@@ -1,4 +1,4 @@
-"""A language model's head, as every call takes it: the tensors, and what makes logits of their product."""
+"""A language model's head, as every call takes it: its tensors, and the constants that turn products into logits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Head:
         check_number("logit_scale", scale)
         if self.logits_dtype not in allowed:
             raise ValueError(f"logits_dtype: expected one of {', '.join(allowed)}, got {self.logits_dtype!r}")
-        # in Python's own types, whether numpy's or enums were given
+        # as Python's types, from numpy's or enums
         object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
         object.__setattr__(self, "logit_scale", float(scale))
         object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])

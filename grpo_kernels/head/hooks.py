@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Origins of the hooks that are left alone: FSDP2 and ZeRO-3, which `modules` serves, and `causal_lm_loss`
+# Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and `causal_lm_loss`'s
 _KNOWN = ("torch.distributed.", "deepspeed.", "grpo_kernels.")
 _REFUSED = {
     "_forward_hooks": "forward hook",
@@ -31,11 +31,11 @@ def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
         for attribute, kind in _REFUSED.items():
             if module is lm_head and attribute == "_forward_pre_hooks":
                 continue
-            found = foreign_hooks(module, attribute)
-            if found:
+            hooks = foreign_hooks(module, attribute)
+            if hooks:
                 where = f"{name}.{path}" if path else name
                 raise TypeError(
-                    f"{where}: expected no {kind}, since a head that scores makes no logits, got {', '.join(found)}"
+                    f"{where}: expected no {kind}, since a head that scores makes no logits, got {', '.join(hooks)}"
                 )
 
 
@@ -58,8 +58,8 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
         if key in lm_head._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(lm_head, args, kwargs) or (args, kwargs)
         else:
-            found = hook(lm_head, args)
-            args = args if found is None else found if isinstance(found, tuple) else (found,)
+            changed = hook(lm_head, args)
+            args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
         if len(args) != 1 or kwargs:
             got = [*(type(x).__name__ for x in args), *kwargs]
             raise TypeError(

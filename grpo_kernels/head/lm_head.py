@@ -1,4 +1,4 @@
-"""The head of a call: as the caller gave it, then this rank's tensors (`local`), then its rows (`divided`).
+"""The head of a call: as the caller passes it, then with this rank's tensors (`local`), then its rows (`divided`).
 
 A head is divided by rows of the vocabulary over a process group (tensor parallelism), in rank order; hidden states are
 the same on every rank, and get their whole gradient there. Padding rows at the end of the head can be left out.
@@ -47,7 +47,7 @@ class LMHead(Head):
         return LMHead(*[getattr(head, name) for name in _OF_HEAD], hidden=hidden, reference=reference)
 
     def grouped(self) -> LMHead:
-        """Return the head with its process group: the given one, or that of the DTensors hidden and weight.
+        """Return the head with its process group: the argument, or that of the DTensors hidden and weight.
 
         Raises:
             TypeError, ValueError: `process_group` is no group, or a DTensor weight is not sharded once, by rows.
@@ -59,9 +59,9 @@ class LMHead(Head):
 
     @property
     def is_plain(self) -> bool:
-        """True if the head is plain hidden, weight and bias only, which is all that a compiled graph can hold."""
-        apart = (self.lora, self.process_group, self.vocab_size, self.reference)
-        return all(x is None for x in apart) and not is_dtensor(self.weight)
+        """True if a compiled graph can hold the head: it has plain hidden states, weight and bias only."""
+        others = (self.lora, self.process_group, self.vocab_size, self.reference)
+        return all(x is None for x in others) and not is_dtensor(self.weight)
 
     def local(self) -> LMHead:
         """Return the head with this rank's plain tensors; a whole head loses its rows beyond `vocab_size`.
@@ -106,15 +106,16 @@ class LMHead(Head):
             self.reference.check(self.hidden, self.weight)
 
     def needs_grad(self) -> NeedsGrad:
-        """Return which gradients autograd will ask for; none where grad mode is off."""
+        """Return which gradients autograd will need; none where grad mode is off."""
         if not torch.is_grad_enabled():
             return NeedsGrad()
         bias, lora = self.bias, self.lora
-        found = NeedsGrad(self.hidden.requires_grad, self.weight.requires_grad, bias is not None and bias.requires_grad)
+        trains_bias = bias is not None and bias.requires_grad
+        needs_grad = NeedsGrad(self.hidden.requires_grad, self.weight.requires_grad, trains_bias)
         if lora is None:
-            return found
+            return needs_grad
         x = self.hidden if lora.input is None else lora.input
-        return replace(found, lora_u=x.requires_grad or lora.a.requires_grad, lora_b=lora.b.requires_grad)
+        return replace(needs_grad, lora_u=x.requires_grad or lora.a.requires_grad, lora_b=lora.b.requires_grad)
 
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype of the products' operands: autocast's within autocast, else that of the tensors."""
@@ -135,19 +136,19 @@ class LMHead(Head):
             teacher = tensors.map(Tensor.detach)
         return Operands(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher)
 
-    def described(self, needs_grad: NeedsGrad, plan: HeadPlan, *, own_rows: bool) -> dict[str, Any]:
-        """Return facts for ranks to compare: all tensors but `hidden`, which of them train, how rows are projected.
+    def described(self, needs_grad: NeedsGrad, plan: HeadPlan, *, divided: bool) -> dict[str, Any]:
+        """Return the values that ranks compare: all tensors but `hidden`, which of them train, how rows are projected.
 
         Args:
-            own_rows: True if each rank has its own rows of the head.
+            divided: True if the head's rows are divided over the ranks.
         """
-        rows = (0,) if own_rows else ()
+        rows = (0,) if divided else ()
         lora = self.lora
         return {
-            "weight": described(self.weight, own=rows),
-            "bias": described(self.bias, own=rows),
+            "weight": described(self.weight, varying=rows),
+            "bias": described(self.bias, varying=rows),
             "lora.a": described(None if lora is None else lora.a),
-            "lora.b": described(None if lora is None else lora.b, own=rows),
+            "lora.b": described(None if lora is None else lora.b, varying=rows),
             "lora.input": lora is not None and lora.input is not None,
             "lora.scaling": None if lora is None else lora.scaling,
             **{name: getattr(self, name) for name in CONSTANTS},
@@ -160,15 +161,15 @@ class LMHead(Head):
             "the backend that serves": plan.backend.name,
         }
 
-    def _described_reference(self, own_rows: tuple[int, ...]) -> dict[str, Any]:
+    def _described_reference(self, varying: tuple[int, ...]) -> dict[str, Any]:
         other = self.reference
         if other is None:
             return {"reference": None}
         return {
             "reference": tuple(getattr(other.head, name) for name in CONSTANTS),
             f"{other.prefix}hidden": (str(other.hidden.dtype), other.hidden.shape[-1]),  # its rows are those of hidden
-            f"{other.prefix}weight": described(other.weight, own=own_rows),
-            f"{other.prefix}bias": described(other.bias, own=own_rows),
+            f"{other.prefix}weight": described(other.weight, varying=varying),
+            f"{other.prefix}bias": described(other.bias, varying=varying),
         }
 
     def divided(self, values: Mapping[str, Any]) -> tuple[LMHead, Shard | None, FreeMemory | None]:
@@ -214,7 +215,7 @@ class LMHead(Head):
 
 
 def _sharding_group(weight: Any) -> ProcessGroup:
-    """The group of the one dimension of the mesh that `weight`, a DTensor, is sharded over."""
+    """Return the group of the one mesh dimension over which `weight`, a DTensor, is sharded."""
     dims = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(dims) != 1 or not weight.placements[dims[0]].is_shard(0):
         raise ValueError(f"weight: expected a DTensor sharded once, by rows: Shard(0), got {weight.placements}")
@@ -223,7 +224,7 @@ def _sharding_group(weight: Any) -> ProcessGroup:
 
 
 def _local(name: str, x: Any, process_group: ProcessGroup, *, sharded: bool) -> Any:
-    """This rank's part of a DTensor, sharded by rows over the group or replicated; anything else as it is."""
+    """Return this rank's part of a DTensor, sharded by rows over the group or replicated; anything else as it is."""
     if not is_dtensor(x):
         return x
     if sharded:

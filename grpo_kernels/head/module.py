@@ -63,8 +63,8 @@ def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterat
     """Yield the whole weight and bias of a head that does not train here: the second head of a call.
 
     Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a
-    copy of its own: a backward that has kept it gathers nothing. A head that is `sharded` over a process group is not
-    gathered: each rank gets its own rows.
+    copy: a backward that has kept it gathers nothing. A head that is `sharded` over a process group is not gathered:
+    each rank gets its rows.
 
     Raises:
         TypeError: as `linear_of`.
@@ -86,8 +86,8 @@ def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterat
 
 def whole_constant(x: Any) -> Tensor:
     """Return `x` detached; if FSDP2 has divided it, the whole tensor, by a collective."""
-    found: Tensor = x.detach().full_tensor() if is_dtensor(x) else x.detach()
-    return found
+    whole: Tensor = x.detach().full_tensor() if is_dtensor(x) else x.detach()
+    return whole
 
 
 def gather_of(parameters: Iterable[Tensor]) -> Gather | None:

@@ -1,4 +1,4 @@
-"""The second head of a call: that of another model, whose distributions the policy's are compared with.
+"""The second head of a call: that of another model, with whose distributions the policy's are compared.
 
 A reference and a teacher are one thing. A KL term calls the second head a reference (argument `reference`),
 distillation calls it a teacher (`teacher_hidden`, `teacher_head`); only the names in errors differ. `LMHead.reference`
@@ -41,7 +41,7 @@ class OtherHead:
         return OtherHead(hidden, head, "reference.")
 
     def read(self, policy: Head) -> OtherHead:
-        """Return the same with a `Head` that says all about its logits.
+        """Return the same with a `Head`, which has all constants of its logits.
 
         Raises:
             TypeError: there is no head.
@@ -62,9 +62,9 @@ class OtherHead:
         if head.lora is not None:
             raise ValueError(f"{self.prefix}head.lora: expected None, since the head is a constant, got a LoRA")
         for name in ("process_group", "vocab_size"):
-            own = getattr(head, name)
-            if own is not None and own is not getattr(policy, name) and own != getattr(policy, name):
-                raise ValueError(f"{self.prefix}head.{name}: expected None or that of the other head, got {own!r}")
+            value, of_policy = getattr(head, name), getattr(policy, name)
+            if value is not None and value is not of_policy and value != of_policy:
+                raise ValueError(f"{self.prefix}head.{name}: expected None or that of the other head, got {value!r}")
         return replace(self, head=head)
 
     @property
@@ -103,13 +103,13 @@ class OtherHead:
     def compute_dtype(self, of_policy: torch.dtype) -> torch.dtype:
         """Return the dtype that the products' operands are rounded to, given the policy's.
 
-        It is the tensors' own; within autocast a wider one becomes the policy's, since autocast rounds both alike. Both
-        heads share one accumulator dtype, so float64 is for both or for neither.
+        It is that of the tensors; within autocast a wider one becomes the policy's, since autocast rounds both alike.
+        Both heads share one accumulator dtype, so float64 is for both or for neither.
         """
-        own = torch.promote_types(self.hidden.dtype, self.weight.dtype)
-        if of_policy == torch.float64 or (torch.is_autocast_enabled(self.hidden.device.type) and own.itemsize > 2):
+        dtype = torch.promote_types(self.hidden.dtype, self.weight.dtype)
+        if of_policy == torch.float64 or (torch.is_autocast_enabled(self.hidden.device.type) and dtype.itemsize > 2):
             return of_policy
-        return torch.float32 if own == torch.float64 else own
+        return torch.float32 if dtype == torch.float64 else dtype
 
     def with_tensors(self, hidden: Tensor, weight: Any, bias: Tensor | None) -> OtherHead:
         """Return the same head with other tensors."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
-from grpo_kernels.call.options import Run, check_run
 from grpo_kernels.call.output import LossOutput
+from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.host import Patches, parameters_of

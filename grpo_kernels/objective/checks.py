@@ -12,7 +12,7 @@ from grpo_kernels.objective.losses import loss_of
 
 FIELDS = tuple(x.name for x in fields(LossConfig))
 _DEFAULT = LossConfig()
-# Fields that a custom objective leaves in force: its normaliser's, and the temperature.
+# Fields that apply beside a custom objective: the normaliser's, and the temperature.
 _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 
 
@@ -23,9 +23,9 @@ def check_config(config: Any) -> None:
 
 
 def config_with(
-    config: LossConfig | None, given: Mapping[str, Any], call: Collection[str], function: str
+    config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
 ) -> LossConfig:
-    """Return `config` (None: the default one) with the fields `given`, keyword arguments of `function`.
+    """Return `config` (None: the default one) with the fields in `options`, keyword arguments of `function`.
 
     Args:
         call: the other arguments of `function`, for the message.
@@ -34,29 +34,29 @@ def config_with(
         TypeError: a name that is no field. TypeError, ValueError: a wrong value.
     """
     config = _DEFAULT if config is None else config
-    if not given:
+    if not options:
         return config
     check_config(config)
-    check_names(given, f"an argument of {function} or a field of LossConfig", [*FIELDS, *call])
-    return replace(config, **given)
+    check_names(options, f"an argument of {function} or a field of LossConfig", [*FIELDS, *call])
+    return replace(config, **options)
 
 
 def check_names(
-    given: Iterable[str], what: str, known: Collection[str], elsewhere: str = "", others: Collection[str] = ()
+    names: Iterable[str], what: str, allowed: Collection[str], elsewhere: str = "", others: Collection[str] = ()
 ) -> None:
-    """Raise TypeError unless all names `given` are `known`; the message suggests one, or one of `others`."""
-    for name in given:
-        if name not in known:
-            hint = did_you_mean(name, known)
+    """Raise TypeError unless all `names` are `allowed`; the message suggests one of those, or one of `others`."""
+    for name in names:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed)
             if name in others:
                 hint = f"; it is {elsewhere}"
-            elif not hint and (found := did_you_mean(name, others)):
-                hint = f"{found} It is {elsewhere}"
+            elif not hint and (other := did_you_mean(name, others)):
+                hint = f"{other} It is {elsewhere}"
             raise TypeError(f"{name}: expected {what}, got a name that is none{hint}")
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
-    """Raise unless `objective` is None, or a function beside a config with all its own terms off."""
+    """Raise unless `objective` is None, or a function beside a config with all terms off."""
     if objective is None:
         return
     if not callable(objective):

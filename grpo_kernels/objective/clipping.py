@@ -16,7 +16,7 @@ def outside_range(config: Any, ratio: Tensor, token_log_ratio: Tensor, advantage
 
 
 def outside_log_range(config: Any, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (below, above), (n,) bool, likewise of the tokens' own log-ratios and [-epsilon, epsilon_high]."""
+    """Return (below, above), (n,) bool, likewise of each token's log-ratio and [-epsilon, epsilon_high]."""
     below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
     return below & (advantages < 0), above & (advantages > 0)
 

@@ -126,7 +126,7 @@ class LossConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for option in fields(self):  # stored in Python's own types, whether numpy's or enums were given
+        for option in fields(self):  # stored as Python's types, from numpy's or enums
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
         if self.top_entropy_quantile > 1.0:
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
@@ -246,7 +246,7 @@ class LossConfig:
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
-    """Do `LossConfig.from_trl` for TRL's trainer: it serves the options itself that are refused there."""
+    """Like `LossConfig.from_trl`, for TRL's trainer, which itself serves the options that are refused there."""
     names = {option.name for option in fields(LossConfig)}
     optional = {option.name for option in fields(LossConfig) if _is_optional(option)}
     return LossConfig(**{**loss_fields(args, names, optional), **overrides})
@@ -257,7 +257,7 @@ def _is_optional(option: Field[Any]) -> bool:
 
 
 def _checked(option: Field[Any], value: Any) -> Any:
-    """Return `value` as one of Python's own types.
+    """Return `value` as a Python type.
 
     Raises:
         TypeError, ValueError: `value` does not fit the field's annotation or its rule.
@@ -284,9 +284,9 @@ def _checked(option: Field[Any], value: Any) -> Any:
 
 
 def preset_hint(name: Any) -> str:
-    """Return the words that point to the preset of this `name`, or nothing."""
-    found = str(name).upper().replace("-", "_")
-    return f"; grpo_kernels.presets.{found} is that loss: GRPOLoss(presets.{found})" if found in PRESETS else ""
+    """Return a hint that points to the preset of this `name`, or nothing."""
+    preset = str(name).upper().replace("-", "_")
+    return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})" if preset in PRESETS else ""
 
 
 @functools.lru_cache(maxsize=1024)

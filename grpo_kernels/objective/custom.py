@@ -61,7 +61,7 @@ class TokenInputs:
     ref_per_token_logps: Tensor | None
     sampling_per_token_logps: Tensor | None
     importance_sampling_ratio: Tensor | None
-    # not given: `logps` are all of a padded batch, (B, T), or of one sequence, (n,)
+    # absent: `logps` are all of a padded batch, (B, T), or of one sequence, (n,)
     index: Tensor = field(default=None)  # type: ignore[assignment]
     sequence: Tensor = field(default=None)  # type: ignore[assignment]
     position: Tensor = field(default=None)  # type: ignore[assignment]
@@ -71,9 +71,9 @@ class TokenInputs:
         if absent:
             places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
             columns = max(1, self.logps.shape[-1])
-            found = {"index": places, "sequence": places // columns, "position": places % columns}
+            defaults = {"index": places, "sequence": places // columns, "position": places % columns}
             for name in absent:
-                object.__setattr__(self, name, found[name])
+                object.__setattr__(self, name, defaults[name])
 
 
 TOLERANCE = 1e-3  # relative to a number, or to the mean size of all: far above rounding
@@ -112,7 +112,7 @@ def token_level(objective: PerTokenLoss, *, verify: bool = True) -> PerTokenLoss
 
 
 class CustomObjective:
-    """A user's function in the place of `objective.PolicyObjective`."""
+    """A user's function in place of `PolicyObjective`."""
 
     is_known = False
 
@@ -132,11 +132,11 @@ class CustomObjective:
         nothing = torch.zeros_like(self.tokens.advantages)
         return self._evaluate(nothing, nothing)[0].coefficients.d_entropy is not None
 
-    def may_have_gradient(self) -> None:
-        """Return None: any token may have one."""
+    def may_have_grad(self) -> None:
+        """Return None: any token may have a gradient."""
         return None
 
-    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
+    def coefficients_of(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
         """Return the coefficients of the tokens at `index` (m,), from these tokens alone."""
         return self._at(index)._evaluate(logps, entropies)[0].coefficients
 
@@ -157,10 +157,10 @@ class CustomObjective:
         """
         result, per_token = self._evaluate(logps, entropies)
         verified: set[tuple[str, ...]] | None = getattr(self.function, "verified", None)
-        given = self.tokens.present
+        present = self.tokens.present
         can_tell = len(self.tokens) > 1 and not torch.is_inference_mode_enabled() and not is_captured(logps)
-        if verified is not None and can_tell and given not in verified:
-            verified.update([given] if self._verify(logps, entropies, result, per_token) else [])
+        if verified is not None and can_tell and present not in verified:
+            verified.update([present] if self._verify(logps, entropies, result, per_token) else [])
         return result
 
     def _verify(self, logps: Tensor, entropies: Tensor, whole: Evaluation, per_token: Tensor) -> bool:
@@ -175,8 +175,8 @@ class CustomObjective:
         few = max(1, min(n // 3, FEW))
         differences = []
         for part in order.tensor_split([few] if n < 3 else [few, few + (n - few) // 2]):
-            alone, own = self._at(part)._evaluate(logps[part], entropies[part])
-            pairs = [(own, per_token), (alone.d_logp, whole.d_logp)]
+            alone, losses = self._at(part)._evaluate(logps[part], entropies[part])
+            pairs = [(losses, per_token), (alone.d_logp, whole.d_logp)]
             of_alone, of_whole = alone.coefficients.d_entropy, whole.coefficients.d_entropy
             if of_whole is not None or of_alone is not None:
                 nothing = torch.zeros_like(logps)
@@ -197,7 +197,7 @@ class CustomObjective:
 
     def _evaluate(self, logps: Tensor, entropies: Tensor) -> tuple[Evaluation, Tensor]:
         """Return the evaluation, and the loss of each token, (n,)."""
-        if torch.is_inference_mode_enabled():  # nobody can want a gradient
+        if torch.is_inference_mode_enabled():  # no gradient can follow
             per_token = self._call(logps, entropies)
             loss = (self.weights * per_token).sum()
             return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss), per_token
@@ -216,24 +216,24 @@ class CustomObjective:
     def _call(self, logps: Tensor, entropies: Tensor) -> Tensor:
         layout, tokens = self.tokens.layout, self.tokens
 
-        def view(x: Tensor) -> Tensor:
+        def shaped(x: Tensor) -> Tensor:
             return layout.dense(x) if self.couples_tokens else x
 
-        def maybe(x: Tensor | None) -> Tensor | None:
-            return None if x is None else view(x)
+        def optional(x: Tensor | None) -> Tensor | None:
+            return None if x is None else shaped(x)
 
         places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.column}
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         inputs = TokenInputs(
-            logps=view(logps),
-            entropies=view(entropies),
-            mask=view(torch.ones_like(logps, dtype=torch.bool)),
-            advantages=view(tokens.advantages),
-            old_per_token_logps=view(old),
-            ref_per_token_logps=maybe(tokens.ref_per_token_logps),
-            sampling_per_token_logps=maybe(tokens.sampling_per_token_logps),
-            importance_sampling_ratio=maybe(tokens.importance_sampling_ratio),
-            **{name: view(x if self._chosen is None else x[self._chosen]) for name, x in places.items()},
+            logps=shaped(logps),
+            entropies=shaped(entropies),
+            mask=shaped(torch.ones_like(logps, dtype=torch.bool)),
+            advantages=shaped(tokens.advantages),
+            old_per_token_logps=shaped(old),
+            ref_per_token_logps=optional(tokens.ref_per_token_logps),
+            sampling_per_token_logps=optional(tokens.sampling_per_token_logps),
+            importance_sampling_ratio=optional(tokens.importance_sampling_ratio),
+            **{name: shaped(x if self._chosen is None else x[self._chosen]) for name, x in places.items()},
         )
         try:
             per_token = self.function(inputs)
@@ -262,8 +262,8 @@ class CustomObjective:
         return per_token[layout.sequence, layout.column] if self.couples_tokens else per_token
 
 
-def _check_leaves(loss: Tensor, *own: Tensor) -> None:
-    """Raise ValueError if `loss` depends on another tensor that trains than `own`: it would get no gradient."""
+def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:
+    """Raise ValueError if `loss` depends on a tensor that trains but `inputs`: it would get no gradient."""
     left, seen = [loss.grad_fn], set()
     while left:
         node = left.pop()
@@ -271,7 +271,7 @@ def _check_leaves(loss: Tensor, *own: Tensor) -> None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is x for x in own):
+        if leaf is not None and not any(leaf is x for x in inputs):
             raise ValueError(
                 "objective: expected no tensor that trains but tokens.logps and tokens.entropies, got one of the "
                 f"shape {tuple(leaf.shape)}, which would get no gradient here: detach it, or make the loss from the "

@@ -1,7 +1,7 @@
 """The loss types, each declared once: `LOSSES`.
 
-A new loss type is a name in `base.choices`, a record here, a formula in `token_loss.formulas` if it needs its own (then
-run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for each parameter that it adds.
+A new loss type is a name in `base.choices`, a record here, a formula in `token_loss.formulas` if none fits (then run
+``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for each parameter that it adds.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ LOSSES = {
 
 
 def loss_of(config: Config) -> LossType:
-    """The loss type of a config."""
-    found = LOSSES.get(config.loss_type)
-    if found is None:
+    """Return the loss type of a config."""
+    loss_type = LOSSES.get(config.loss_type)
+    if loss_type is None:
         raise NotImplementedError(f"loss_type: no loss is declared as {config.loss_type!r}")
-    return found
+    return loss_type

@@ -1,6 +1,6 @@
-"""Metrics of a loss: their names, and how each is counted.
+"""Metrics of a loss: their names and definitions.
 
-Everything stays on the device: nothing here waits for it. Names and definitions are TRL's, except where said.
+Everything stays on the device: nothing here waits for it. Names and definitions are TRL's, unless noted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLING_EXTREMES = (
 def metric_names(
     config: LossConfig, *, importance_ratio: bool, sampled: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that `loss_metrics` gives a loss of `config`: those with a pair, and the extremes.
+    """Return the names of the metrics of a loss of `config`: those with a pair, and the extremes.
 
     Args:
         importance_ratio, sampled: True if the tokens have importance sampling ratios, and sampling log-probabilities.
@@ -66,7 +66,7 @@ def loss_metrics(
     *,
     num_items: bool,
 ) -> Metrics:
-    """The metrics of one loss. A sequence without a counted token has the ratio 1.
+    """Return the metrics of one loss. A sequence without a counted token has the ratio 1.
 
     `num_items` is True if ``num_items_in_batch`` was given.
 
@@ -86,8 +86,8 @@ def loss_metrics(
     """
     layout, terms = tokens.layout, evaluation.terms
     part = _Part(layout, entropies)
-    n, speaks = len(tokens), layout.shard is None or layout.shard.rank == 0
-    part.pairs["policy_loss"] = (evaluation.policy_loss, part.number(int(speaks)))
+    n, reports = len(tokens), layout.shard is None or layout.shard.rank == 0
+    part.pairs["policy_loss"] = (evaluation.policy_loss, part.number(int(reports)))
     part.over_tokens("entropy", entropies)
     part.over_tokens("advantages/mean", tokens.advantages)
     part.over_tokens("advantages/zero", tokens.advantages == 0)
@@ -95,7 +95,7 @@ def loss_metrics(
     part.pairs["rows/gradient"] = (with_grad.to(entropies.dtype), part.number(n))
     if terms.kl is not None:
         part.over_tokens("kl", terms.kl)
-    ratio = tokens.given_ratio if terms.importance_sampling_ratio is None else terms.importance_sampling_ratio
+    ratio = tokens.unexpanded_ratio if terms.importance_sampling_ratio is None else terms.importance_sampling_ratio
     if ratio is not None:
         per_sequence = tokens.sequence_ratio is not None
         if terms.sampling_difference is not None:
@@ -140,12 +140,12 @@ class _Part:
         self.pairs[name] = (x, self.number(x.shape[0]))  # keeps the place in the order; `joined` sums x
 
     def over_sequences(self, name: str, x: Tensor) -> None:
-        """Add the mean of `x` (B,), of which only the sequences that this rank speaks for are read."""
+        """Add the mean of `x` (B,), of which only the sequences that this rank reports on are read."""
         shard, x = self.layout.shard, x.to(self._like.dtype)
         if shard is None:
             self.pairs[name] = (x.sum(), self.number(self.layout.batch))
         else:
-            self.pairs[name] = (torch.where(shard.speaks_for, x, 0.0).sum(), shard.speaks_for.to(x.dtype).sum())
+            self.pairs[name] = (torch.where(shard.reports_on, x, 0.0).sum(), shard.reports_on.to(x.dtype).sum())
 
     def over_shared(self, name: str, x: Tensor, *, empty: float = 0.0) -> None:
         """Add the mean over the sequences of `x` (n,), shared by a sequence's tokens; `empty` where it has none."""
@@ -158,13 +158,13 @@ class _Part:
         return shared
 
     def count_clipped(self, name: str, x: Tensor, *, once: bool) -> None:
-        """Count each sequence's clipped tokens `x` (n,) bool; `once`: all or none of them are, which counts as one."""
+        """Count each sequence's clipped tokens `x` (n,) bool; `once`: count a sequence, clipped as a whole, as one."""
         self.clipped_once = once
         if not once:
             self.clipped[name] = x
             return
         shard, shared = self.layout.shard, self.shared(x)
-        self.clipped[name] = shared if shard is None else torch.where(shard.speaks_for, shared, 0.0)
+        self.clipped[name] = shared if shard is None else torch.where(shard.reports_on, shared, 0.0)
 
     def joined(self, loss_over: str) -> Metrics:
         """Return the metrics, joined from all ranks' parts."""
@@ -172,8 +172,8 @@ class _Part:
         shard, pairs, clipped = self.layout.shard, self.pairs, self.clipped
         extremes = {name: x for name, (x, _) in self.extremes.items()}
         if shard is not None:
-            own = [*(x for pair in pairs.values() for x in pair), *clipped.values(), *extremes.values()]
-            of_ranks = gather_stacked(torch.cat([x.reshape(-1) for x in own]), shard.group)  # (R, ...)
+            of_part = [*(x for pair in pairs.values() for x in pair), *clipped.values(), *extremes.values()]
+            of_ranks = gather_stacked(torch.cat([x.reshape(-1) for x in of_part]), shard.group)  # (R, ...)
             per_sequence, last = len(clipped) * self.layout.batch, of_ranks.shape[1] - len(extremes)
             sums = of_ranks[:, :last].sum(dim=0)
             both = sums[: last - per_sequence].view(-1, 2)
@@ -181,8 +181,8 @@ class _Part:
             counts = sums[last - per_sequence :].view(len(clipped), self.layout.batch)
             clipped = dict(zip(clipped, counts, strict=True))
             largest = [x for _, x in self.extremes.values()]
-            found = zip(extremes, of_ranks[:, last:].unbind(1), largest, strict=True)
-            extremes = {name: extreme(x, largest=is_largest) for name, x, is_largest in found}
+            columns = zip(extremes, of_ranks[:, last:].unbind(1), largest, strict=True)
+            extremes = {name: extreme(x, largest=is_largest) for name, x, is_largest in columns}
         for name, x in clipped.items():
             share = x if self.clipped_once else x / self.layout.lengths  # NaN for one without tokens
             extremes[name] = extreme(share, largest=name.endswith("max"))
@@ -191,11 +191,11 @@ class _Part:
     def _add_up(self) -> None:
         """Sum over the tokens: all numbers in one sum, all flags in another; clipped tokens by sequence."""
         for flags in (False, True):
-            some = {name: x for name, x in self._summed.items() if (x.dtype == torch.bool) == flags}
-            if some:
-                sums = torch.stack([*some.values()]).sum(dim=1, dtype=self._like.dtype)
-                found = zip(some, sums.unbind(), strict=True)
-                self.pairs |= {name: (x, self.pairs[name][1]) for name, x in found}
+            summands = {name: x for name, x in self._summed.items() if (x.dtype == torch.bool) == flags}
+            if summands:
+                sums = torch.stack([*summands.values()]).sum(dim=1, dtype=self._like.dtype)
+                totals = zip(summands, sums.unbind(), strict=True)
+                self.pairs |= {name: (x, self.pairs[name][1]) for name, x in totals}
         if self.clipped and not self.clipped_once:
             ones = torch.stack([*self.clipped.values()], dim=1).to(self._like.dtype)  # counted exactly, in any order
             counts = ones.new_zeros(self.layout.batch, ones.shape[1]).index_add_(0, self.layout.sequence, ones)

@@ -1,6 +1,6 @@
 """Metrics of a loss as means and as (sum, count) pairs, so that micro-batches and ranks can be added up.
 
-What is counted and how: `measure`. Everything stays on the device: nothing here waits for it.
+`measure` computes them. Everything stays on the device: nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, An
 
 
 def _unflatten(leaves: Iterable[Any], context: _Context) -> Metrics:
-    found = iter(leaves)
-    pairs = {name: (next(found), next(found)) for name in context.pairs}
-    extremes = dict(zip(context.extremes, found, strict=True))
+    values = iter(leaves)
+    pairs = {name: (next(values), next(values)) for name in context.pairs}
+    extremes = dict(zip(context.extremes, values, strict=True))
     if context.lost:
         return Metrics(extremes)
     return Metrics(pairs, extremes, sequences=context.sequences, loss_over=context.loss_over)

@@ -38,7 +38,7 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 from grpo_kernels.base.sums import discounted_sums
 from grpo_kernels.objective.custom import TokenInputs
-from grpo_kernels.objective.verl_losses import ABOVE_0, Objective, Ranged, times_exp
+from grpo_kernels.objective.verl_losses import ABOVE_0, NamedLoss, Ranged, times_exp
 from grpo_kernels.token_loss.formulas import times
 
 __all__ = ["fipo", "icepop", "ipo", "kpop", "m2po_mask", "rollout_is", "topr"]
@@ -47,7 +47,7 @@ KPOP_MARGIN = 1e-6  # prime-rl's: probabilities are held this far from 0 and 1 i
 
 
 @dataclass(frozen=True)
-class ipo(Objective):
+class ipo(NamedLoss):
     """IPO (INTELLECT policy optimisation), prime-rl's default loss: a trust region in probability, not in the ratio.
 
     ``-A min(r, ratio_max)`` where |p - mu| <= eps, 0 elsewhere, plus ``kl_tau R^2`` at every token. The derivative of
@@ -76,7 +76,7 @@ class ipo(Objective):
 
 
 @dataclass(frozen=True)
-class icepop(Objective):
+class icepop(NamedLoss):
     """IcePop as prime-rl has it: ``-A r`` where ratio_low <= r <= ratio_high, 0 elsewhere; the ratio has the gradient.
 
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526. IcePop as OpenRLHF and NeMo-RL have it, a weight
@@ -97,7 +97,7 @@ class icepop(Objective):
 
 
 @dataclass(frozen=True)
-class kpop(Objective):
+class kpop(NamedLoss):
     """KPop: ``-A r`` where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`, 0 elsewhere.
 
     Plus ``kl_tau R^2`` at every token. In the KLs both probabilities are held within [1e-6, 1 - 1e-6]; the ratio has no
@@ -123,7 +123,7 @@ class kpop(Objective):
 
 
 @dataclass(frozen=True)
-class rollout_is(Objective):
+class rollout_is(NamedLoss):
     """GLM-5's loss, SkyRL's ``rollout_is``: ``-r A logp``, r a constant, where r is within the range, 0 elsewhere.
 
     The range is the open interval (1 - eps_clip_low, 1 + eps_clip_high). No old log-probabilities are needed.
@@ -145,7 +145,7 @@ class rollout_is(Objective):
 
 
 @dataclass(frozen=True)
-class topr(Objective):
+class topr(NamedLoss):
     """TOPR (tapered off-policy REINFORCE): ``-A logp`` for good completions, ``-min(r, 1) A logp`` for the others.
 
     r is the token's ratio to the old log-probabilities, a constant.
@@ -235,9 +235,9 @@ def m2po_mask(
         TypeError, ValueError: a wrong argument; the message names it.
     """
     check_number("threshold", threshold, lowest=0.0)
-    given = {"old_per_token_logps": old_per_token_logps, "sampling_per_token_logps": sampling_per_token_logps}
+    logps = {"old_per_token_logps": old_per_token_logps, "sampling_per_token_logps": sampling_per_token_logps}
     check_tensor("completion_mask", completion_mask)
-    for name, x in given.items():
+    for name, x in logps.items():
         check_tensor(name, x, like=completion_mask, floating=True)
         check_shape(name, x, ("that of completion_mask", tuple(completion_mask.shape)))
     counts = completion_mask != 0
@@ -252,7 +252,7 @@ def m2po_mask(
 
 
 def _sampled(tokens: TokenInputs) -> Tensor:
-    """The sampler's log-probabilities; the policy's own, held constant, where the sampler has none (NaN)."""
+    """Return the sampler's log-probabilities; where it has none (NaN), the policy's, held constant."""
     sampled = tokens.sampling_per_token_logps
     return torch.where(torch.isnan(sampled), tokens.logps.detach(), sampled)  # type: ignore[arg-type]
 

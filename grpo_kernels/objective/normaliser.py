@@ -29,7 +29,7 @@ from grpo_kernels.objective.losses import loss_of
 def token_weights(
     config: LossConfig, layout: Layout, num_items_in_batch: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The weight of each counted token, (n,). `num_items_in_batch`: a number, a 0-d tensor or None; below 1 it is 1."""
+    """Return each counted token's weight (n,). `num_items_in_batch`: a number, tensor () or None; below 1 it is 1."""
     batch, device = max(layout.batch, 1), layout.positions.device
     normaliser = loss_of(config).normaliser
 
@@ -52,7 +52,7 @@ def token_weights(
 
 
 def averaged_over(config: LossConfig, *, num_items: bool) -> str:
-    """Return "sequences" or "tokens" if a call's policy loss is a mean over its own, else "nothing".
+    """Return "sequences" or "tokens" if a call's policy loss is a mean over those of the call, else "nothing".
 
     `num_items` is True if ``num_items_in_batch`` was given: the losses of a batch's calls then add up.
     """

@@ -8,8 +8,8 @@ policy term of a token's loss) and KL estimators of `formulas`::
     l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]    KL_t: an estimate, or the divergence D_t
     loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
 
-keep_t is the off-policy and the top-entropy mask (token_masks.py), is_t the importance sampling ratio, given or made
-here (sampler_correction.py); neither touches the KL term.
+keep_t is the off-policy and the top-entropy mask (token_masks.py), is_t the importance sampling ratio, an input or
+computed here (sampler_correction.py); neither touches the KL term.
 The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss / d entropy_t. If KL_t is a divergence
 over the vocabulary, from a second head, there is a third, c_t = d loss / d D_t = w_t beta. The derivative is written
 out here: ``a_t = sum_s w_s * dl_s/dlogp_t``, where s is t alone, or every token of its sequence if they share R.
@@ -73,7 +73,7 @@ class PolicyObjective:
 
     Attributes:
         on_policy: True without old log-probabilities: R is 0, the policy term's gradient known unless `lacks_ratio`.
-        lacks_ratio: True if the importance sampling ratio must be made of this call's log-probabilities.
+        lacks_ratio: True if the importance sampling ratio must be computed from this call's log-probabilities.
         couples_tokens: True if a token's gradient depends on other tokens' log-probabilities or entropies.
         is_known: True if the whole gradient is known before any log-probability.
         has_entropy_gradient: True if the loss depends on the entropies.
@@ -83,14 +83,14 @@ class PolicyObjective:
         old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
         self.on_policy = old is None
         self.lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
-        if self.lacks_ratio and old is not None:  # then old and sampling logps give it now
+        if self.lacks_ratio and old is not None:  # old and sampling logps are enough for it
             tokens, self.lacks_ratio = with_sampling_ratio(config, tokens, old), False
         self.config, self.tokens, self.weights, self.loss_type = config, tokens, weights, loss_of(config)
         self.couples_tokens = config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
         self.is_known = config.knows_gradient(on_policy=self.on_policy, sampled=sampled)
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
-    def settle(self) -> None:
+    def evaluate_at_ratio_one(self) -> None:
         """Evaluate at ratio 1 now, not at the first chunk of rows: it may need all ranks, and a rank without rows has
         no chunk.
         """
@@ -104,7 +104,7 @@ class PolicyObjective:
         nothing = torch.zeros_like(self.tokens.advantages)
         return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing)
 
-    def may_have_gradient(self) -> Tensor | None:
+    def may_have_grad(self) -> Tensor | None:
         """(n,) bool: False where a = b = 0 is certain before the forward; None: True everywhere."""
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
@@ -118,7 +118,7 @@ class PolicyObjective:
             moves = tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
         return moves
 
-    def coefficients(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
+    def coefficients_of(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
         """Return the coefficients at `index` (m,) from these tokens alone; only if nothing couples tokens."""
         assert not self.couples_tokens
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
@@ -145,9 +145,9 @@ class PolicyObjective:
         if self.couples_tokens or self.lacks_ratio:
             return None
         config, tokens = self.config, self.tokens
-        known = "linear" if self.loss_type.is_linear else "constant"
+        on_policy_surrogate = "linear" if self.loss_type.is_linear else "constant"
         return TokenLoss(
-            surrogate=known if self.on_policy else self.loss_type.surrogate,
+            surrogate=on_policy_surrogate if self.on_policy else self.loss_type.surrogate,
             constants=() if self.on_policy else self._constants,
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=config.corrects_kl,
@@ -163,17 +163,17 @@ class PolicyObjective:
 
     def assemble(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
         """Return the result of `evaluate` from the terms (n,) that a row kernel computed for `token_loss`."""
-        policy_loss, known = terms["loss"].sum(), Terms()
+        policy_loss, at_one = terms["loss"].sum(), Terms()
         if self.on_policy:
-            known = self._at_ratio_one.terms
+            at_one = self._at_ratio_one.terms
             if not self.loss_type.is_linear:
                 policy_loss = policy_loss + self._at_ratio_one.policy_loss
         bonus, d_entropy = self._entropy_bonus(entropies, None)
         log_ratio = terms["log_ratio"]
         sampling = self._sampling_terms(None)
-        found = Terms(log_ratio, log_ratio, terms.get("kl"), known.phi, known.on_policy_keep, *sampling)
+        all_terms = Terms(log_ratio, log_ratio, terms.get("kl"), at_one.phi, at_one.on_policy_keep, *sampling)
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, Coefficients(terms["d_logp"], d_entropy, self._d_divergence), policy_loss, found)
+        return Evaluation(loss, Coefficients(terms["d_logp"], d_entropy, self._d_divergence), policy_loss, all_terms)
 
     def evaluate(self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies` and, from a second head, `divergences`, (n,) each."""
@@ -234,10 +234,10 @@ class PolicyObjective:
         """The importance sampling ratio; and old - sampling logps, NaN included, if the ratio was made of them here."""
         tokens = self.tokens
         if not self.config.corrects_sampling:
-            return tokens.given_ratio, None
+            return tokens.unexpanded_ratio, None
         old = logps if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         assert old is not None and tokens.sampling_per_token_logps is not None
-        return tokens.given_ratio, old - tokens.sampling_per_token_logps
+        return tokens.unexpanded_ratio, old - tokens.sampling_per_token_logps
 
     def _gate(self, on_policy_keep: Tensor | None, keep_entropy: Tensor | None) -> Tensor | None:
         """(n,) the factor on the policy term: 0 where a mask drops the token, else the importance sampling ratio.

@@ -1,4 +1,4 @@
-"""The importance sampling ratio of the policy to the sampler, made of log-probabilities that the loss has anyway.
+"""The importance sampling ratio of the policy to the sampler, from log-probabilities that the loss has anyway.
 
 A sampler such as vLLM has other arithmetic than the trainer, so that it does not sample from exactly the policy. Let d
 be a counted token's old log-probability (if absent: the current one, held constant) minus the sampler's, or 0 if the
@@ -30,7 +30,7 @@ from grpo_kernels.objective.config import LossConfig
 
 
 def check_sampling(config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any) -> None:
-    """Raise ValueError if the config asks for the ratio, but it is given already or cannot be made."""
+    """Raise ValueError if the loss is to compute the ratio, but the caller passes it, or no sampling logps."""
     if not config.vllm_importance_sampling_correction:
         return
     if importance_sampling_ratio is not None:

@@ -51,7 +51,7 @@ LARGEST_SEQUENCE_LOG_RATIO = 10.0  # verl's upper bound of log s in gspo; beyond
 
 
 @dataclass(frozen=True)
-class Objective:
+class NamedLoss:
     """A policy loss without entropies: `loss` times the importance sampling ratio. Checks its numbers."""
 
     token_level: ClassVar[bool] = False
@@ -72,8 +72,8 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Ranged(Objective):
-    """A policy loss with a clip range, given as verl gives it: the distances of both ends from the middle."""
+class Ranged(NamedLoss):
+    """A policy loss with a clip range: the distances of its two ends from the middle, as in verl."""
 
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
@@ -88,7 +88,7 @@ class Ranged(Objective):
         return -torch.where(beyond, bound * advantages, inside), beyond
 
 
-class gpg(Objective):
+class gpg(NamedLoss):
     """Group policy gradient: ``-A logp``."""
 
     token_level: ClassVar[bool] = True
@@ -98,7 +98,7 @@ class gpg(Objective):
 
 
 @dataclass(frozen=True)
-class dro(Objective):
+class dro(NamedLoss):
     """Direct reward optimisation: ``-A logp + dro_beta / 2 R^2``.
 
     Args:
@@ -205,7 +205,7 @@ class clip_cov(Ranged):
 
 
 @dataclass(frozen=True)
-class kl_cov(Objective):
+class kl_cov(NamedLoss):
     """KL-Cov: ``-e^R A``, plus ``ppo_kl_coef |R|`` for the ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of
     highest covariance, as in `clip_cov`.
 
@@ -239,9 +239,9 @@ class gspo(Ranged):
     """
 
     def loss(self, tokens: TokenInputs) -> Tensor:
-        own = tokens.logps - tokens.logps.detach()
+        attached = tokens.logps - tokens.logps.detach()  # 0, with the gradient of logps
         mean = sequence_means(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
-        log_ratio = _at_most(LARGEST_SEQUENCE_LOG_RATIO, own + mean)
+        log_ratio = _at_most(LARGEST_SEQUENCE_LOG_RATIO, attached + mean)
         return self._clipped(log_ratio, tokens.advantages)[0]
 
 
@@ -291,7 +291,7 @@ def _covariance(tokens: TokenInputs) -> Tensor:
 
 
 def _at_places(places: Tensor, like: Tensor) -> Tensor:
-    """Bool, shaped like `like`: True at `places`, indices into the flattened tensor."""
-    found = torch.zeros_like(like).flatten()
-    found[places] = True
-    return found.view_as(like)
+    """Return bool, shaped like `like`: True at `places`, indices into the flattened tensor."""
+    flags = torch.zeros_like(like).flatten()
+    flags[places] = True
+    return flags.view_as(like)

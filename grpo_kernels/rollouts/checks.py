@@ -1,4 +1,4 @@
-"""Checks of what ``correct`` takes. Each error names the argument, what was expected and what came."""
+"""Checks of the arguments of ``correct``. Each error names the argument, the expected and the actual value."""
 
 from __future__ import annotations
 

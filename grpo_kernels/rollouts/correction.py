@@ -1,4 +1,4 @@
-"""Importance weights, bounded and normalised, and the mask of what is kept."""
+"""Importance weights, bounded and normalised, and the mask of the kept tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SMALLEST_MEAN = 1e-8  # of weights that are divided by it
 
 
 class Correction(NamedTuple):
-    """Result of ``correct``: weights and the mask of what is kept, each (B, T) or (N,), and metrics by name."""
+    """Result of ``correct``: weights and the mask of the kept tokens, each (B, T) or (N,), and metrics by name."""
 
     weights: Tensor  # 0 where masked
-    keep: Tensor  # the completion mask with 0 at what is rejected
+    keep: Tensor  # the completion mask with 0 at rejected tokens
     metrics: dict[str, float]
 
 
@@ -93,16 +93,16 @@ def correct(
     verl's ``rollout_corr_helper``.
     Raises ValueError for arguments out of range and shapes that disagree, TypeError for wrong types.
     """
-    own = {"level": level, "mode": mode, "clip_max": clip_max, "clip_min": clip_min, "reject": reject}
-    own |= {"batch_normalize": batch_normalize, "veto_threshold": veto_threshold, "safety_bound": safety_bound}
-    with check_same("process_group", process_group, "correct", **own):
+    settings = {"level": level, "mode": mode, "clip_max": clip_max, "clip_min": clip_min, "reject": reject}
+    settings |= {"batch_normalize": batch_normalize, "veto_threshold": veto_threshold, "safety_bound": safety_bound}
+    with check_same("process_group", process_group, "correct", **settings):
         checks.options(level, mode, clip_max, clip_min, batch_normalize, veto_threshold, safety_bound)
         rules = checks.rules(reject)
-        given = old_per_token_logps, sampling_per_token_logps, completion_mask
-        counted = checks.counted(*given, packed=cu_seqlens is not None)
-        batch, columns, located = sequences_of(old_per_token_logps, cu_seqlens)
+        inputs = old_per_token_logps, sampling_per_token_logps, completion_mask
+        counted = checks.counted(*inputs, packed=cu_seqlens is not None)
+        batch, columns, locate = sequences_of(old_per_token_logps, cu_seqlens)
 
-    place = located(torch.arange(counted.numel(), device=counted.device))
+    place = locate(torch.arange(counted.numel(), device=counted.device))
 
     def padded(x: Tensor) -> Tensor:  # (B, T)
         return x.new_zeros(batch, columns).index_put(place, x.flatten())
@@ -112,37 +112,37 @@ def correct(
     mask = counts[sequences]
     old = torch.where(mask, wide(padded(old_per_token_logps)[sequences]), 0.0)
     d = torch.where(mask, scored_difference(old, wide(padded(sampling_per_token_logps)[sequences])), 0.0)
-    found = metrics.off_policy(old, d, mask, safety_bound)
+    results = metrics.off_policy(old, d, mask, safety_bound)
 
     weights = mask.to(d.dtype)
     if level is not None:
         raw = log_ratio(level, d, mask).clamp(-safety_bound, safety_bound).exp()
         weights = bounded(raw, clip_min, clip_max, truncates=mode == "truncate")
-        found |= metrics.of_weights(raw, weights, mask, mode, clip_min, clip_max)
+        results |= metrics.of_weights(raw, weights, mask, mode, clip_min, clip_max)
         if batch_normalize:
             mean = _mean(weights[mask] if level == "token" else weights[:, 0], process_group)
             weights = weights / mean
-            found["rollout_is_batch_norm_factor"] = mean
+            results["rollout_is_batch_norm_factor"] = mean
         weights = torch.where(mask, weights, 0.0)
 
     kept = mask
     for rule in rules:
         values = statistic(rule, d, mask, safety_bound)
         inside = ((values >= rule.low) & (values <= rule.high)).expand_as(mask)
-        found |= metrics.of_rule(rule, values, inside, mask)
+        results |= metrics.of_rule(rule, values, inside, mask)
         kept = kept & inside
     if veto_threshold is not None:
         vetoed = mask & (d.exp() < veto_threshold)
-        found |= metrics.of_veto(vetoed, mask)
+        results |= metrics.of_veto(vetoed, mask)
         kept = kept & ~vetoed.any(dim=1, keepdim=True)
     if rules or veto_threshold is not None:
-        found |= metrics.rejected("rollout_rs", kept, mask)
+        results |= metrics.rejected("rollout_rs", kept, mask)
 
     whole_weights, whole_kept = weights.new_zeros(counts.shape), torch.zeros_like(counts)
     whole_weights[sequences], whole_kept[sequences] = weights, kept
     weights, kept = (x[place].view(counted.shape) for x in (whole_weights, whole_kept))
     keep = completion_mask.masked_fill(~kept, 0)
-    return Correction(weights.to(old_per_token_logps.dtype), keep, metrics.read(found) if len(mask) else {})
+    return Correction(weights.to(old_per_token_logps.dtype), keep, metrics.read(results) if len(mask) else {})
 
 
 def _mean(weights: Tensor, process_group: ProcessGroup | None) -> Tensor:

@@ -51,15 +51,15 @@ def of_weights(
     tokens = bounded.expand_as(mask)[mask]
     extremes = tokens if of_tokens else raw
     sequences = row_means(bounded.expand_as(mask), mask)
-    found = _spread(tokens, sequences, tokens.clamp(0, high), ideal=1.0)
-    found |= {"max": _extreme(extremes, "max"), "min": _extreme(extremes, "min")}
-    found |= _outside("ratio_fraction", raw[mask] if of_tokens else raw, low, high)
-    found |= _outside("seq_fraction", row_means(raw.expand_as(mask), mask), low, high)
+    results = _spread(tokens, sequences, tokens.clamp(0, high), ideal=1.0)
+    results |= {"max": _extreme(extremes, "max"), "min": _extreme(extremes, "min")}
+    results |= _outside("ratio_fraction", raw[mask] if of_tokens else raw, low, high)
+    results |= _outside("seq_fraction", row_means(raw.expand_as(mask), mask), low, high)
     squares = tokens.square().mean()
-    found["eff_sample_size"] = tokens.mean().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+    results["eff_sample_size"] = tokens.mean().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
     if mode == "mask":
-        found["oob_ratio"] = _share(tokens != raw.expand_as(mask)[mask])
-    return {f"rollout_is_{name}": x for name, x in found.items()}
+        results["oob_ratio"] = _share(tokens != raw.expand_as(mask)[mask])
+    return {f"rollout_is_{name}": x for name, x in results.items()}
 
 
 def of_rule(rule: Rule, values: Tensor, inside: Tensor, mask: Tensor) -> Metrics:
@@ -67,12 +67,12 @@ def of_rule(rule: Rule, values: Tensor, inside: Tensor, mask: Tensor) -> Metrics
     tokens = values.expand_as(mask)[mask]
     judged = tokens if rule.level == "token" else values
     sequences = row_means(values.expand_as(mask), mask)
-    found = _spread(tokens, sequences, tokens.clamp(rule.low, rule.high), ideal=0.0)
-    found |= {"max": _extreme(judged, "max"), "min": _extreme(judged, "min")}
-    found |= _outside("fraction", judged, rule.low, rule.high)
-    found |= _outside("seq_fraction", sequences, rule.low, rule.high)
+    results = _spread(tokens, sequences, tokens.clamp(rule.low, rule.high), ideal=0.0)
+    results |= {"max": _extreme(judged, "max"), "min": _extreme(judged, "min")}
+    results |= _outside("fraction", judged, rule.low, rule.high)
+    results |= _outside("seq_fraction", sequences, rule.low, rule.high)
     prefix = f"rollout_rs_{rule.name}"
-    return {f"{prefix}_{name}": x for name, x in found.items()} | rejected(prefix, inside & mask, mask)
+    return {f"{prefix}_{name}": x for name, x in results.items()} | rejected(prefix, inside & mask, mask)
 
 
 def of_veto(vetoed: Tensor, mask: Tensor) -> Metrics:
@@ -89,10 +89,10 @@ def rejected(prefix: str, kept: Tensor, mask: Tensor) -> Metrics:
     return {f"{prefix}_masked_fraction": _share(gone[mask]), f"{prefix}_seq_masked_fraction": _share(gone.any(dim=1))}
 
 
-def read(found: Mapping[str, Tensor]) -> dict[str, float]:
+def read(results: Mapping[str, Tensor]) -> dict[str, float]:
     """Bring the numbers to the host, in one wait for the device."""
-    values = torch.stack([*found.values()]).tolist()
-    return {f"rollout_corr/{name}": x for name, x in zip(found, values, strict=True)}
+    values = torch.stack([*results.values()]).tolist()
+    return {f"rollout_corr/{name}": x for name, x in zip(results, values, strict=True)}
 
 
 def _spread(tokens: Tensor, sequences: Tensor, clamped: Tensor, ideal: float) -> Metrics:

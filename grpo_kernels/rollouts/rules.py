@@ -15,7 +15,7 @@ Bound = float | tuple[float | None, float | None]
 
 
 class Rule(NamedTuple):
-    """A statistic and its bounds, in its own unit."""
+    """A statistic and its bounds, in the statistic's unit."""
 
     name: str
     level: str

@@ -4,10 +4,10 @@ torch runs these functions as they stand; Triton compiles the same ones with its
 torch's (`backends/triton_rows/surrogates.py`); of their text `csrc/generate.py` makes `csrc/formulas.h`. Hence they use
 the functions imported here, names, arithmetic and comparisons only, and numbers are floats.
 
-A surrogate maps the log-ratio R (or what its loss type has in that place), the advantage A, the log-probability, and
-constants of its own to ``(loss, d loss / d R, d loss / d logp)``, where R is held apart from logp: what R depends on is
-the objective's business. Derivatives take the branch in use only, so that a ratio that overflows on a branch not taken
-leaves 0 behind and not NaN. An advantage of exactly 0 contributes exactly 0, unless the ratio is NaN.
+A surrogate maps the log-ratio R (or the argument that its loss type has in its place), the advantage A, the
+log-probability and its constants to ``(loss, d loss / d R, d loss / d logp)``. R counts as independent of logp: the
+objective knows what R depends on. Derivatives take the branch in use only, so that a ratio that overflows on a branch
+not taken leaves 0 behind and not NaN. An advantage of exactly 0 contributes exactly 0, unless the ratio is NaN.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def times(x, factor):
     return where((factor == 0.0) & (x == x), 0.0, x * factor)
 
 
-HELPERS = (times, phi)  # what the others are made of, before what calls it
+HELPERS = (times, phi)  # functions that the formulas call; the callee first
 SURROGATES: dict[str, Formula] = {f.__name__: f for f in (clipped, cispo, sapo, vespo, unclipped, constant, linear)}
 ESTIMATORS: dict[str, Formula] = {f.__name__: f for f in (k1, k2, k3)}

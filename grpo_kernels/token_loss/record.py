@@ -10,7 +10,7 @@ those of `formulas`::
 On-policy R is 0 and the policy term's derivative, `d_logps`, is known beforehand. Two surrogates are for that alone:
 ``"constant"``, whose loss is known, too, and left out here, and ``"linear"``, whose loss is d_logp * logp. The loss is
 NaN where the log-probability is not finite. d_logp is NaN, too, where the id is -1.
-`objective.PolicyObjective.token_loss` makes the record. It knows no vocabulary; the kernels know no policy.
+`PolicyObjective.token_loss` makes the record. It knows no vocabulary; the kernels know no policy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TERMS = ("loss", "d_logp", "log_ratio", "kl")  # results of a fused kernel per token, besides the statistics
+LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")  # per-token results of a fused kernel, besides the statistics
 
 
 class Coefficients(NamedTuple):
@@ -39,7 +39,7 @@ class TokenLoss:
     """A loss whose tokens are not coupled. Tensors are (n,), in the accumulator's dtype."""
 
     surrogate: str  # one of `formulas.SURROGATES`
-    constants: tuple[float, ...]  # the surrogate's own, in its order
+    constants: tuple[float, ...]  # of the surrogate, in the order of its arguments
     kl: str | None  # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
     corrects_kl: bool  # the estimate is multiplied by exp(R)
     advantages: Tensor | None  # A; None on-policy
@@ -53,5 +53,5 @@ class TokenLoss:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Return the `TERMS` that this loss has."""
-        return TERMS if self.kl is not None else TERMS[:-1]
+        """The `LOSS_TERMS` that this loss has."""
+        return LOSS_TERMS if self.kl is not None else LOSS_TERMS[:-1]

@@ -26,7 +26,7 @@ def training_batch() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """A process in which nothing was called yet."""
-    monkeypatch.setattr(first_use, "_said", set())
+    monkeypatch.setattr(first_use, "_logged", set())
     return caplog
 
 

@@ -73,7 +73,7 @@ def test_coefficients_of_some_rows_are_those_of_all(loss_type: str, old_given: b
     logps, entropies = draw().flatten(), draw().flatten().abs()
     whole = made.evaluate(logps, entropies)
     for index in (torch.tensor([7, 2, 3]), torch.arange(10)):
-        found = made.coefficients(index, logps[index], entropies[index])
+        found = made.coefficients_of(index, logps[index], entropies[index])
         torch.testing.assert_close(found, take(whole.coefficients, index), rtol=1e-14, atol=1e-16)
 
 

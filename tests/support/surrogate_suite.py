@@ -137,7 +137,7 @@ class FusedSuite:
         assert loss is not None
         fused = self.kernels.fused(Chunk(raw, ids, LogitTransform()), loss, None)
         found = {"fused": fused.terms["d_logp"], "evaluated": made.evaluate(logps, logps).d_logp}
-        found["in part"] = made.coefficients(torch.arange(12, device=self.device), logps, logps)[0]
+        found["in part"] = made.coefficients_of(torch.arange(12, device=self.device), logps, logps)[0]
         at = logps.double()
         assert tokens.ref_per_token_logps is not None
         d = tokens.ref_per_token_logps.double() - at

@@ -15,10 +15,10 @@ from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.checked_head import plan_head
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import plan_call
+from grpo_kernels.call.run import Execution
 from grpo_kernels.call.scores import ScoreCall
-from grpo_kernels.compiled.ops.results import Empty
+from grpo_kernels.compiled.ops.empty import Empty
 from grpo_kernels.engine.autograd import returned, shape_and_dtype
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
@@ -29,7 +29,7 @@ from grpo_kernels.token_loss.record import Coefficients
 
 
 class Settings(NamedTuple):
-    """Arguments of the op; as in `linear_logprob`, except where said."""
+    """Arguments of the op; as in `linear_logprob`, unless a comment differs."""
 
     temperature: float  # not read if there are `temperatures`
     final_logit_softcapping: float | None
@@ -42,19 +42,19 @@ class Settings(NamedTuple):
     wants: list[bool]  # gradients of hidden, weight, bias
 
     def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LMHead:
-        """The head of a call."""
+        """Return the head of a call."""
         constants = (self.final_logit_softcapping, self.logit_scale, self.logits_dtype)
         return LMHead(weight, bias, None, None, None, *constants, hidden=hidden)
 
     def execution(self) -> Execution:
-        """Options of how the call is computed."""
+        """Return the options that decide how the call is computed."""
         needs_grad = NeedsGrad(*self.wants)
         computed: Any = (self.engine, self.backend, self.workspace_bytes)
         return Execution(*computed, needs_grad=needs_grad, dtype=self.dtype)
 
 
 class ScoreResults(NamedTuple):
-    """Tensors of the shape of `ids` in the accumulator's dtype, except where said."""
+    """Tensors of the shape of `ids` in the accumulator's dtype, unless a comment differs."""
 
     logps: Tensor
     entropies: Tensor
@@ -156,16 +156,16 @@ def run_backward(
     flat = ids.reshape(-1).long()
     flat = torch.where((flat < 0) | (flat >= weight.shape[0]), 0, flat)  # masked, or invalid and its logp NaN
     rows = Rows(torch.arange(count, device=ids.device), flat, inv_t)
-    known = RowStats(
+    stats = RowStats(
         logps=logps.reshape(-1),
         max_logit=max_logit.reshape(-1),
         log_sum=log_sum.reshape(-1),
         entropies=None if entropies is None else entropies.reshape(-1),
     )
     request = Request(rows=rows, plan=plan, needs_grad=planned.needs_grad, engine=engine_named(settings.engine))
-    came = Coefficients(upstream(d_logps), None if d_entropies is None else upstream(d_entropies))
+    coefficients = Coefficients(upstream(d_logps), None if d_entropies is None else upstream(d_entropies))
     operands = head.operands(rows.positions)
-    grads, indices = second_pass(operands, request, known, came)
+    grads, indices = second_pass(operands, request, stats, coefficients)
     d_hidden, d_weight, d_bias, *_ = returned(grads, operands.map(shape_and_dtype), request, indices)
     return (
         hidden.new_empty(0) if d_hidden is None else d_hidden.view(hidden.shape),

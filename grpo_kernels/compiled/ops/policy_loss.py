@@ -17,9 +17,9 @@ from torch import Tensor
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import LossCall, first_pass
-from grpo_kernels.call.options import Execution
 from grpo_kernels.call.plan import plan_call
-from grpo_kernels.compiled.ops.results import Empty
+from grpo_kernels.call.run import Execution
+from grpo_kernels.compiled.ops.empty import Empty
 from grpo_kernels.engine.engines import engine_named
 from grpo_kernels.engine.passes import all_rows, scatter
 from grpo_kernels.engine.records import NeedsGrad
@@ -29,7 +29,7 @@ from grpo_kernels.objective.measure import metric_names
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op; as in `grpo_loss`, except where said."""
+    """Arguments of the op; as in `grpo_loss`, unless a comment differs."""
 
     hidden: Tensor
     weight: Tensor
@@ -54,11 +54,11 @@ class Arguments(NamedTuple):
     wants: list[bool]  # gradients of hidden, weight, bias
 
     def inputs(self) -> LossInputs:
-        """Per-token and per-sequence inputs."""
+        """Return the per-token and per-sequence inputs."""
         return LossInputs(**{field.name: getattr(self, field.name) for field in fields(LossInputs)})
 
     def execution(self) -> Execution:
-        """Options of how the loss is computed."""
+        """Return the options that decide how the loss is computed."""
         computed: Any = (self.engine, self.backend, self.workspace_bytes)
         return Execution(*computed, needs_grad=NeedsGrad(*self.wants), dtype=self.dtype)
 
@@ -83,27 +83,27 @@ class LossResults(NamedTuple):
 @torch.no_grad()
 def run(*arguments: Any) -> LossResults:
     """The op on real tensors."""
-    given = Arguments(*arguments)
-    constants = (given.final_logit_softcapping, given.logit_scale, given.logits_dtype)
-    head = LMHead(given.weight, given.bias, None, None, None, *constants, hidden=given.hidden)
-    call = LossCall(given.inputs(), config_of(given.config))
-    head, request, loss = plan_call(call, head, given.execution())
-    new, rows, n = Empty(given.hidden, given.dtype), request.rows, given.completion_ids.numel()
-    first, done = first_pass(loss, head.operands(rows.positions), request)
+    args = Arguments(*arguments)
+    constants = (args.final_logit_softcapping, args.logit_scale, args.logits_dtype)
+    head = LMHead(args.weight, args.bias, None, None, None, *constants, hidden=args.hidden)
+    call = LossCall(args.inputs(), config_of(args.config))
+    head, request, loss = plan_call(call, head, args.execution())
+    new, rows, n = Empty(args.hidden, args.dtype), request.rows, args.completion_ids.numel()
+    first, evaluation = first_pass(loss, head.operands(rows.positions), request)
     stats, grads = first.stats, first.grads
     assert stats is not None
-    pairs, extremes = loss.metrics(first.entropies, done, request).stacked()
+    pairs, extremes = loss.metrics(first.entropies, evaluation, request).stacked()
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
-        return new() if x is None or not wanted else scatter(x, rows, n).view(given.completion_ids.shape)
+        return new() if x is None or not wanted else scatter(x, rows, n).view(args.completion_ids.shape)
 
     d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
     if d_hidden is not None:
         assert first.grad_rows is not None
-        d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(given.hidden.shape)
+        d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(args.hidden.shape)
     recomputes = request.engine.recomputes
     return LossResults(
-        loss=done.loss,
+        loss=evaluation.loss,
         logps=per_token(stats.logps),
         entropies=per_token(stats.entropies),
         pairs=pairs,
@@ -111,8 +111,8 @@ def run(*arguments: Any) -> LossResults:
         d_hidden=new() if d_hidden is None else d_hidden,
         d_weight=new() if d_weight is None else d_weight,
         d_bias=new() if d_bias is None else d_bias,
-        d_logps=per_token(done.d_logp, wanted=recomputes),
-        d_entropies=per_token(done.coefficients.d_entropy, wanted=recomputes),
+        d_logps=per_token(evaluation.d_logp, wanted=recomputes),
+        d_entropies=per_token(evaluation.coefficients.d_entropy, wanted=recomputes),
         max_logit=per_token(stats.max_logit, wanted=recomputes),
         log_sum=per_token(stats.log_sum, wanted=recomputes),
     )
@@ -120,14 +120,14 @@ def run(*arguments: Any) -> LossResults:
 
 def fake(*arguments: Any) -> LossResults:
     """Return tensors with the shapes of the results of `run`."""
-    given = Arguments(*arguments)
-    config, new, ids = config_of(given.config), Empty(given.hidden, given.dtype), given.completion_ids
-    engine = engine_named(given.engine)
+    args = Arguments(*arguments)
+    config, new, ids = config_of(args.config), Empty(args.hidden, args.dtype), args.completion_ids
+    engine = engine_named(args.engine)
     stores, recomputes = engine.stores_gradient, engine.recomputes
     pairs, extremes = metric_names(
         config,
-        importance_ratio=given.importance_sampling_ratio is not None,
-        sampled=given.sampling_per_token_logps is not None,
+        importance_ratio=args.importance_sampling_ratio is not None,
+        sampled=args.sampling_per_token_logps is not None,
     )
     return LossResults(
         loss=new(()),
@@ -135,9 +135,9 @@ def fake(*arguments: Any) -> LossResults:
         entropies=new(ids.shape),
         pairs=new((len(pairs), 2)),
         extremes=new((len(extremes),)),
-        d_hidden=new(given.hidden.shape, wanted=stores and given.wants[0]),
-        d_weight=new(given.weight.shape, wanted=stores and given.wants[1]),
-        d_bias=new() if given.bias is None else new(given.bias.shape, wanted=stores and given.wants[2]),
+        d_hidden=new(args.hidden.shape, wanted=stores and args.wants[0]),
+        d_weight=new(args.weight.shape, wanted=stores and args.wants[1]),
+        d_bias=new() if args.bias is None else new(args.bias.shape, wanted=stores and args.wants[2]),
         d_logps=new(ids.shape, wanted=recomputes),
         d_entropies=new(ids.shape, wanted=recomputes and config.entropy_coef != 0.0),
         max_logit=new(ids.shape, wanted=recomputes),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from grpo_kernels.head.forward import within_forwards
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
-from grpo_kernels.head.within import within_forwards
 from grpo_kernels.integrations.host import forward_name, replaced
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.transformers import head as heads

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_kernels.call.options import Run
+from grpo_kernels.call.run import Run
 from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of

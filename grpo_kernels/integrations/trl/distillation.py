@@ -17,7 +17,7 @@ from trl import DistillationTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.call.options import Run
+from grpo_kernels.call.run import Run
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant

@@ -3,7 +3,7 @@
 TRL's forward asks the model for its head and passes on ``lm_head.weight``. For a head with LoRA that is the base weight
 alone, and TRL refuses such models. For a head that is an FSDP2 unit of its own it is a shard, which TRL gathers by
 ``full_tensor()``: a copy whose gradient is not summed over ranks. Here the model returns a `ModelHead` instead, and
-TRL's computation with it runs in place of the head's own forward (`grpo_kernels.head.within`).
+TRL's computation with it runs in place of the head's own forward (`grpo_kernels.head.forward`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from grpo_kernels.call.output import Scores
 from grpo_kernels.engine.request import Gather
+from grpo_kernels.head.forward import is_fsdp_unit, within_head
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import check_hooks
 from grpo_kernels.head.module import active_adapters, divided_modules, gather_of, linear_of, parameters_of
-from grpo_kernels.head.within import is_fsdp_unit, within_head
 from grpo_kernels.integrations.host import replaced
 from grpo_kernels.integrations.transformers.head import causal_lm, inner_head
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
-from grpo_kernels.call.options import Run, check_run
+from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.host import Patches
 from grpo_kernels.integrations.shares import Shares

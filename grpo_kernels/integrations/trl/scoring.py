@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.choices import LogitsDtype
-from grpo_kernels.call.options import Run
 from grpo_kernels.call.output import Scores
+from grpo_kernels.call.run import Run
 from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.trl.exact_kl import ReferenceHead

@@ -24,7 +24,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
-from grpo_kernels.call.options import Run, check_run
+from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.integrations.host import during
 from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.transformers import exactness

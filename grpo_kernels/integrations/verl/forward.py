@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.head.forward import check_module
 from grpo_kernels.head.head import Head
-from grpo_kernels.head.within import check_module
 from grpo_kernels.integrations.host import Patches, function_of
 from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.verl.distillation import TeacherLogprobs, aux_of, with_aux

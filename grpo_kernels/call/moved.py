@@ -1,17 +1,9 @@
-"""What the public calls share: the forms in which they take a head, and errors that say where arguments went."""
+"""Names and arguments of 0.1.0.dev that have moved: errors that say what to use instead."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-from torch import nn
-
-from grpo_kernels.call.within import within_module
-from grpo_kernels.head.head import Head
-
-F = TypeVar("F", bound=Callable[..., Any])
+from typing import Any
 
 _HEAD = "the second argument, head: a weight, a Head or a module"
 # Arguments of 0.1.0.dev, and where they are now (docs/from-0.1.0.dev.md)
@@ -36,7 +28,7 @@ MOVED = {
 }  # fmt: skip
 
 
-# Names of 0.1.0.dev that have gone, and what is called instead
+# Names of 0.1.0.dev that have gone, and what to call instead
 _GONE = {
     "linear_logprob_with": "linear_logprob(..., extras=...)",
     "linear_divergence_with": "linear_divergence(..., entropy=True, ids=...)",
@@ -47,7 +39,7 @@ _GONE = {
 
 
 def gone(name: str) -> Callable[..., Any]:
-    """Return a function that raises TypeError, with what to call instead of `name`.
+    """Return a function that raises TypeError, which names what to call instead of `name`.
 
     Raises:
         AttributeError: there was never such a name.
@@ -61,22 +53,8 @@ def gone(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def refuse_moved(function: str, given: Any) -> None:
-    """Raise TypeError if a name `given` is that of an argument which has moved."""
-    for name in given:
+def refuse_moved(function: str, names: Any) -> None:
+    """Raise TypeError if one of `names` is an argument that has moved."""
+    for name in names:
         if name in MOVED:
             raise TypeError(f"{name}: no argument of {function} any more, but {MOVED[name]}")
-
-
-def takes_heads(function: F) -> F:
-    """Let a function of hidden states and a `Head` of tensors take a plain weight or a module too."""
-
-    @functools.wraps(function)
-    def call(hidden: Any, head: Any = None, *args: Any, **options: Any) -> Any:
-        refuse_moved(function.__name__, options)
-        head = Head.of(head)
-        if not isinstance(head.weight, nn.Module):
-            return function(hidden, head, *args, **options)
-        return within_module(lambda states, whole: function(states, whole, *args, **options), hidden, head)
-
-    return cast(Any, call)

@@ -1,4 +1,4 @@
-"""Layout of the ops' results."""
+"""Uninitialised results for the ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_kernels.engine.products import accumulator_of
 
 
 class Empty:
-    """Makes uninitialised results in the accumulator's dtype; of 0 elements if not wanted."""
+    """Factory of uninitialised results in the accumulator's dtype, of 0 elements if not wanted."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         """`dtype` is that of the products' operands."""

@@ -1,10 +1,9 @@
-"""A head module in a call: its parameters, made whole for the length of it.
+"""Run a computation in the place of a head's forward, which makes its parameters whole.
 
 FSDP2 and DeepSpeed ZeRO-3 divide parameters over ranks and make them whole around the forward of the module that owns
 them. Code that reads ``lm_head.weight`` from outside gets a part of it; and ``weight.full_tensor()`` is a copy whose
-gradient is not summed over the ranks. A call that runs in the place of the head's forward, with those hooks around it,
-sees the whole weight, in the forward and in the backward, and its gradient goes where that of ``lm_head(hidden)`` would
-go.
+gradient is not summed over the ranks. A call in the place of the head's forward has those hooks around it: it sees the
+whole weight, in forward and backward, and its gradient goes where that of ``lm_head(hidden)`` would go.
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tens
     # the backward to them; the rounded results that it may return are not used.
     done: list[tuple[Tensor, ...]] = []
 
-    def noted(hidden: Tensor) -> tuple[Tensor, ...]:
+    def recorded(hidden: Tensor) -> tuple[Tensor, ...]:
         done.append(compute(hidden))
         return done[0]
 
     # The module is called, since `register_fsdp_forward_method` of torch 2.11 begins a unit of several modules anew.
-    within_forwards([head], noted, hidden)
+    within_forwards([head], recorded, hidden)
     return done[0]
 
 
@@ -83,11 +82,11 @@ def within_forwards(modules: Sequence[nn.Module], compute: Compute, hidden: Tens
     if not modules:
         return compute(hidden)
     first, others = modules[0], modules[1:]
-    own = vars(first).get("forward")  # a forward that was set on the object, such as accelerate's
+    replaced = vars(first).get("forward")  # a forward that was set on the object, such as accelerate's
     first.forward = partial(within_forwards, others, compute)
     try:
         return first(hidden)
     finally:
         del first.forward
-        if own is not None:
-            first.forward = own
+        if replaced is not None:
+            first.forward = replaced

@@ -1,25 +1,43 @@
-"""Calls whose head, or reference, is a module: with its parameters, made whole for the length of the call."""
+"""Public calls whose head, or reference, is a module: its parameters are made whole for the length of the call."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.call.moved import refuse_moved
 from grpo_kernels.call.output import LossOutput, Scores
+from grpo_kernels.head.forward import check_module, check_present, is_fsdp_unit, within_head
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import run_pre_hooks
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.module import constants_of, divided_modules, parameters_of
-from grpo_kernels.head.within import check_module, check_present, is_fsdp_unit, within_head
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_heads(function: F) -> F:
+    """Let a function of hidden states and a `Head` of tensors take a plain weight or a module too."""
+
+    @functools.wraps(function)
+    def call(hidden: Any, head: Any = None, *args: Any, **options: Any) -> Any:
+        refuse_moved(function.__name__, options)
+        head = Head.of(head)
+        if not isinstance(head.weight, nn.Module):
+            return function(hidden, head, *args, **options)
+        return within_module(lambda states, whole: function(states, whole, *args, **options), hidden, head)
+
+    return cast(Any, call)
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
-    """Return ``call(hidden, head)``, whose head has the module's parameters in place of the module.
+    """Return ``call(hidden, head)`` for a head that has the module's parameters in place of the module.
 
     Raises:
         TypeError, ValueError: a module that cannot score, or a bias or an adapter beside the module's own.
@@ -29,7 +47,7 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
     check_present(module)
     if head.bias is not None:
         raise ValueError("bias: expected None, since it is lm_head's own, got another")
-    done: list[Any] = []
+    done: list[Any] = []  # the result of the call
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
         if not hooks_have_run:
@@ -37,17 +55,17 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
         weight, bias, lora = parameters_of(module, hidden)
         if lora is not None and head.lora is not None:
             raise ValueError("lora: expected None, since PEFT's adapters are taken from lm_head, got a LoRA")
-        found = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
-        done.append(found)
-        if isinstance(found, LossOutput):
-            return (found.loss,)
-        return tuple(x.clone() for x in found.given.values())  # no views: FSDP2 warns of them
+        output = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
+        done.append(output)
+        if isinstance(output, LossOutput):
+            return (output.loss,)
+        return tuple(x.clone() for x in output.given.values())  # no views: FSDP2 warns of them
 
     hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)  # `within_forwards` calls it
-    results, found = within_head(module, compute, hidden), done[0]
-    if isinstance(found, LossOutput):
-        return replace(found, loss=results[0])
-    return Scores(**dict(zip(found.given, results, strict=True)))
+    results, output = within_head(module, compute, hidden), done[0]
+    if isinstance(output, LossOutput):
+        return replace(output, loss=results[0])
+    return Scores(**dict(zip(output.given, results, strict=True)))
 
 
 @contextmanager
