@@ -1,19 +1,24 @@
-"""The GRPO family of losses straight from hidden states. The algorithm, and where it is:
+"""The GRPO family of losses straight from hidden states. The algorithm, in the order in which it runs, and where it is:
 
 ::
 
-    request = the arguments checked, alike on all ranks, and the engine chosen   call/plan.py, call/loss.py
-    tokens  = the positions that count                                           batch/tokens.py
-    weights = the loss type's normaliser, one weight per token                   objective/normaliser.py
-    logps, entropies = hidden @ weight.T, a chunk of rows at a time              engine/sweep.py, backends/
-    R       = logps - old_per_token_logps                                        objective/policy.py
-    l       = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL  token_loss/formulas.py
-    loss    = sum(weights * l) - entropy_coef * mean entropy
-    engine  = the cheapest that gives this loss its exact gradient               engine/engines.py
+    tokens  = the positions that count                                              batch/tokens.py
+    weights = the loss type's normaliser, one weight per token                      objective/normaliser.py
+    engine  = the cheapest that gives this loss its exact gradient                  call/plan.py, engine/engines.py
+    for each chunk of rows:                                                         engine/passes.py, engine/sweep.py
+        z = hidden @ weight.T                                                       engine/projection.py
+        logps, entropies = log softmax(z)[id], -sum p log p                         backends/
+        R = logps - old_per_token_logps                                             objective/policy.py
+        l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL       token_loss/formulas.py
+        a, b = d loss / d logps, d loss / d entropies                               objective/policy.py
+        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)                      backends/
+        d hidden, d weight += dz @ weight, dz.T @ hidden                            engine/gradient_sums.py
+    loss = sum(weights * l) - entropy_coef * mean entropy                           objective/policy.py
+    the gradient of the loss, in its backward                                       engine/autograd.py
 
-and the gradient of the logits is ``a_t (1[j = y_t] - p_j) - b_t p_j (log p_j + entropy_t)`` with the objective's two
-numbers a_t = d loss / d logp_t and b_t = d loss / d entropy_t. With a KL term over the whole vocabulary (`reference`)
-there is a third, c_t = d loss / d KL_t, and ``c_t p_j (log p_j - log q_j - KL_t)`` is added.
+Where a token's a depends on other tokens, the loop ends with the log-probabilities, and the backward projects again.
+With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL, and
+``c p_j (log p_j - log q_j - KL)`` is added to dz_j.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():  # before Triton is imported: its kernels then
 from torch.utils import deterministic
 
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.call import checked_head
+from grpo_kernels.call import planned_head
 from tests.support import interpreter
 
 SEED = 20240203
@@ -78,14 +78,14 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
 @pytest.fixture(params=["torch", "triton", "cpp"])
 def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The test with each row backend in the place of "auto"; float64, which Triton's lacks, runs in torch instead."""
-    choose = checked_head.choose_backend
+    choose = planned_head.choose_backend
 
     def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):
         if name == "auto":
             name = "torch" if request.param == "triton" and dtype == torch.float64 else request.param
         return choose(name, device, dtype)
 
-    monkeypatch.setattr(checked_head, "choose_backend", chosen)
+    monkeypatch.setattr(planned_head, "choose_backend", chosen)
     return request.param
 
 

@@ -45,6 +45,11 @@ class RowGradient(Protocol):
     """The gradient that the rows of a call will get, as far as it is known before the forward."""
 
     @property
+    def is_expected(self) -> bool:
+        """True if the backward compares the coefficients with the gradient that arrives."""
+        ...
+
+    @property
     def coupling(self) -> Coupling:
         """When the coefficients of a row are known."""
         ...
@@ -84,6 +89,8 @@ class ExpectedRows:
     of_logps: bool = True
     coefficients: Coefficients | None = None  # (n,), if they are known before the forward
     is_captured: bool = False  # True in a CUDA graph: comparing with the upstream gradient would wait
+
+    is_expected = True
 
     @staticmethod
     def of(coefficients: Coefficients) -> ExpectedRows:

@@ -21,10 +21,10 @@ from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import WithoutSet, choices
 from grpo_kernels.base.records import take
 from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import Expected, read_expected
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import check_call
+from grpo_kernels.call.planned_head import PlannedHead
 from grpo_kernels.call.run import Execution, check_run
 from grpo_kernels.call.scores import ScoreCall, scored
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -80,11 +80,11 @@ class KeptCall(ScoreCall):
         check_run(execution)
         assert self.sets is not None  # raises if they do not fit
 
-    def described(self, planned: CheckedHead, rows: Rows, read: Any) -> dict[str, Any]:
+    def described(self, planned: PlannedHead, rows: Rows, read: Any) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
         return {**super().described(planned, rows, read), "entropy": self.entropy_over, **self.described_sets(planned)}
 
-    def described_sets(self, planned: CheckedHead) -> dict[str, Any]:
+    def described_sets(self, planned: PlannedHead) -> dict[str, Any]:
         """Return the values of the sets that must be equal on all ranks of a divided head."""
         return {
             "without_set": self.without_set,
@@ -93,7 +93,7 @@ class KeptCall(ScoreCall):
             "the backend without a set": planned.with_backend().plan.backend.name,
         }
 
-    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
+    def check_range(self, planned: PlannedHead, rows: Rows) -> Rows:
         """Return the rows as they are: `_survey` checks that their ids are in their sets."""
         return rows
 
@@ -112,7 +112,7 @@ def score_kept(call: KeptCall, head: LMHead, execution: Execution) -> Scores:
 
 
 def scored_kept(
-    call: KeptCall, planned: CheckedHead, rows: Rows, expected: Expected | None
+    call: KeptCall, planned: PlannedHead, rows: Rows, expected: Expected | None
 ) -> tuple[Scores, KeptMetrics]:
     """Score the rows of a checked call over their sets, rows without a set over the whole vocabulary; also return the
     metrics of the sets.
@@ -144,12 +144,12 @@ def scored_kept(
     return Scores.of(logps=logps, entropies=entropies), survey.metrics(plan.accumulator)
 
 
-def _plan_whole(call: KeptCall, planned: CheckedHead, rows: Rows, expected: Expected | None) -> Request:
+def _plan_whole(call: KeptCall, planned: PlannedHead, rows: Rows, expected: Expected | None) -> Request:
     """Return the request that scores `rows` over the whole vocabulary."""
     dtype = planned.plan.accumulator
     gradient = read_expected(expected, call.ids, rows.positions, dtype, entropy=call.entropy)
     engine = planned.choose_engine(gradient, only_logps=True)
-    return planned.request(planned.check_range("ids", rows), gradient, engine, entropy=call.entropy)
+    return planned.request(planned.check_range(call.ids_name, rows), gradient, engine, entropy=call.entropy)
 
 
 class Survey(NamedTuple):
@@ -228,11 +228,11 @@ def _wrong(call: KeptCall, position: Tensor, size: int, outside: int, vocab: int
     if size == 0:
         return f"kept_ids: expected a set where the mask counts, got none at position {at}{way_out}"
     got = call.ids.reshape(-1)[position].item()
-    return f"ids: expected an id of the position's kept set, got {got} at position {at}{way_out}"
+    return f"{call.ids_name}: expected an id of the position's kept set, got {got} at position {at}{way_out}"
 
 
 def _plan_sets(
-    call: KeptCall, planned: CheckedHead, plan: HeadPlan, rows: Rows, survey: Survey, operands: Operands
+    call: KeptCall, planned: PlannedHead, plan: HeadPlan, rows: Rows, survey: Survey, operands: Operands
 ) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if a position has no set. Waits for the device, to read the sets' sizes."""
     sets, first_id = call.sets, 0 if plan.shard is None else plan.shard.start

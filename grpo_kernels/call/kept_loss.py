@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.kept import KeptCall, scored_kept
 from grpo_kernels.call.loss import Loss, LossCall
 from grpo_kernels.call.loss_from_logps import loss_from_logps
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import check_call
+from grpo_kernels.call.planned_head import PlannedHead
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.head.lm_head import LMHead
@@ -23,7 +23,7 @@ class KeptLossCall(KeptCall):
 
     loss: LossCall = field(kw_only=True)
 
-    function = "grpo_loss"
+    function, ids_name = "grpo_loss", "completion_ids"
 
     @staticmethod
     def of(loss: LossCall, kept_ids: Any, without_set: Any) -> KeptLossCall:
@@ -54,11 +54,11 @@ class KeptLossCall(KeptCall):
         self.check_sets(execution)
         return head
 
-    def read(self, planned: CheckedHead) -> tuple[Rows, Any]:
+    def read(self, planned: PlannedHead) -> tuple[Rows, Any]:
         """Return the rows, and the tokens that count."""
         return self.loss.read(planned)
 
-    def described(self, planned: CheckedHead, rows: Rows, read: Any) -> dict[str, Any]:
+    def described(self, planned: PlannedHead, rows: Rows, read: Any) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
         return {**self.loss.described(planned, rows, read), **self.described_sets(planned)}
 

@@ -16,9 +16,9 @@ from grpo_kernels.base.checks import check_ids, check_logps, warn_of_ratio
 from grpo_kernels.base.profiling import phase
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
-from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import Expectation, fuses
 from grpo_kernels.call.plan import Call
+from grpo_kernels.call.planned_head import PlannedHead
 from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -49,7 +49,7 @@ class Loss:
     objective: PolicyObjective | CustomObjective
     num_items: bool  # True if num_items_in_batch was given
 
-    of_logps = True
+    is_expected, of_logps = False, True
 
     @staticmethod
     def of(inputs: LossInputs, tokens: Tokens, config: LossConfig, objective: Custom | None = None) -> Loss:
@@ -138,7 +138,7 @@ class LossCall(Call[Tokens, Loss]):
     config: LossConfig
     objective: Custom | None = None
 
-    function = "grpo_loss"
+    function, ids_name = "grpo_loss", "completion_ids"
 
     def check(self, head: LMHead, execution: Execution) -> LMHead:
         """Check the inputs of the loss; return the head without a reference that no term reads."""
@@ -151,24 +151,20 @@ class LossCall(Call[Tokens, Loss]):
         check_ids("completion_ids", inputs.completion_ids, head.hidden)
         return head
 
-    def read(self, planned: CheckedHead) -> tuple[Rows, Tokens]:
+    def read(self, planned: PlannedHead) -> tuple[Rows, Tokens]:
         """Return the rows, and the tokens that count."""
         tokens = counted_tokens(self.inputs, self.config, self.objective, planned.plan.accumulator)
         return Rows(tokens.layout.positions, tokens.ids, 1.0 / self.config.temperature), tokens
 
-    def described(self, planned: CheckedHead, rows: Rows, read: Tokens) -> dict[str, Any]:
+    def described(self, planned: PlannedHead, rows: Rows, read: Tokens) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
         return self._options() | tokens_of_loss(read, self._numbers(planned))
 
-    def described_part(self, planned: CheckedHead, read: Tokens) -> dict[str, Any]:
+    def described_part(self, planned: PlannedHead, read: Tokens) -> dict[str, Any]:
         """Return the values that must be equal on all ranks that have parts of the same sequences."""
         return self._options() | part_of_loss(read, self._numbers(planned))
 
-    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
-        """Return the rows with ids checked for range and counted from this rank's first row."""
-        return planned.check_range("completion_ids", rows)
-
-    def gradient(self, planned: CheckedHead, read: Tokens) -> Loss:
+    def gradient(self, planned: PlannedHead, read: Tokens) -> Loss:
         """Return the loss of the tokens. A collective, if ranks share the sequences."""
         group = planned.execution.sequence_group
         tokens = read if group is None else sharded(read, group)
@@ -177,7 +173,7 @@ class LossCall(Call[Tokens, Loss]):
     def _options(self) -> dict[str, Any]:
         return options_of_loss(self.config, self.objective, self.inputs.num_items_in_batch)
 
-    def _numbers(self, planned: CheckedHead) -> dict[str, Tensor | None]:
+    def _numbers(self, planned: PlannedHead) -> dict[str, Tensor | None]:
         return {"hidden": planned.head.hidden, **self.inputs.numbers}
 
 

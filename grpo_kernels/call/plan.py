@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.choices import BackendName
-from grpo_kernels.call.checked_head import CheckedHead, plan_head
 from grpo_kernels.call.expected import RowGradient
+from grpo_kernels.call.planned_head import PlannedHead, plan_head
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.records import Rows
@@ -25,6 +25,7 @@ class Call(Generic[T, G]):
     """
 
     function: ClassVar[str]  # the public function's name
+    ids_name: ClassVar[str] = "ids"  # the name of its argument
     backend: ClassVar[BackendName | None] = None  # overrides that of the execution, unless it is None
     jsd_beta: float = 1.0  # the divergence from the head's reference, see `Teacher`
 
@@ -46,32 +47,32 @@ class Call(Generic[T, G]):
         """
         raise NotImplementedError
 
-    def read(self, planned: CheckedHead) -> tuple[Rows, T]:
+    def read(self, planned: PlannedHead) -> tuple[Rows, T]:
         """Return the rows, with ids not yet checked for range, and the other inputs read."""
         raise NotImplementedError
 
-    def described(self, planned: CheckedHead, rows: Rows, read: T) -> dict[str, Any]:
+    def described(self, planned: PlannedHead, rows: Rows, read: T) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
         raise NotImplementedError
 
-    def described_part(self, planned: CheckedHead, read: T) -> dict[str, Any]:
+    def described_part(self, planned: PlannedHead, read: T) -> dict[str, Any]:
         """Return the values that must be equal on all ranks that have parts of the same sequences."""
         raise NotImplementedError
 
-    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
+    def check_range(self, planned: PlannedHead, rows: Rows) -> Rows:
         """Return the rows with ids checked for range and counted from this rank's first row.
 
         Raises:
             ValueError: on a CPU, an id is out of range.
         """
-        return planned.check_range("ids", rows)
+        return planned.check_range(self.ids_name, rows)
 
-    def gradient(self, planned: CheckedHead, read: T) -> G:
+    def gradient(self, planned: PlannedHead, read: T) -> G:
         """Return the rows' gradient as far as it is known. A collective, if ranks share the sequences."""
         raise NotImplementedError
 
 
-def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[CheckedHead, Rows, T]:
+def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[PlannedHead, Rows, T]:
     """Check the arguments of a call; return this rank's head, and both results of `Call.read`.
 
     Raises:
@@ -86,7 +87,8 @@ def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[Ch
             rows, read = call.read(planned)
             if head.process_group is not None:
                 of_shards |= planned.described_rows() | execution.described() | call.described(planned, rows, read)
-        planned = planned.divided(of_shards)
+        if head.process_group is not None:
+            planned = planned.divided(of_shards)
         rows = call.check_range(planned, rows)
         if execution.sequence_group is not None:
             of_parts |= {"vocab_size": head.vocab_size, **planned.described(), **execution.described()}

@@ -12,11 +12,11 @@ from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.base.agreement import described
 from grpo_kernels.base.checks import check_ids, check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.batch.tokens import counted_positions
-from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, read_expected
 from grpo_kernels.call.module_head import whole_reference
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.plan import Call, plan_call
+from grpo_kernels.call.planned_head import PlannedHead
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.device import device_of
@@ -77,7 +77,7 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
             return self.ids
         return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
 
-    def read(self, planned: CheckedHead) -> tuple[Rows, ExpectedRows]:
+    def read(self, planned: PlannedHead) -> tuple[Rows, ExpectedRows]:
         """Return the rows and their expected gradient."""
         ids, dtype = self.ids_of(planned.head.hidden), planned.plan.accumulator
         positions = counted_positions("mask", self.mask, ids)
@@ -94,7 +94,7 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
         """Return the results to compute, and their options, by name."""
         return {"entropy": self.entropy, "extras": self.extras, "ids": rows.ids}
 
-    def described(self, planned: CheckedHead, rows: Rows, read: ExpectedRows) -> dict[str, Any]:
+    def described(self, planned: PlannedHead, rows: Rows, read: ExpectedRows) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
         return {
             "hidden": described(planned.head.hidden),
@@ -104,7 +104,7 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
             **_described_temperature(self.temperature, rows.inv_temperature),
         }
 
-    def gradient(self, planned: CheckedHead, read: ExpectedRows) -> ExpectedRows:
+    def gradient(self, planned: PlannedHead, read: ExpectedRows) -> ExpectedRows:
         """Return `read`, which is the expected gradient."""
         return read
 

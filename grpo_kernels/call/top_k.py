@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import TopKDivergenceName, choices
-from grpo_kernels.call.checked_head import CheckedHead
 from grpo_kernels.call.expected import ExpectedRows, divergence_weights
+from grpo_kernels.call.planned_head import PlannedHead
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.special.top_k import Measure, TopKTeacher
@@ -81,7 +81,7 @@ class TopKCall(ScoreCall):
         check_tensor("teacher_logps", logps, like=hidden, floating=True)
         check_shape("teacher_logps", logps, ("that of teacher_ids", shape))
 
-    def read(self, planned: CheckedHead) -> tuple[Rows, ExpectedRows]:
+    def read(self, planned: PlannedHead) -> tuple[Rows, ExpectedRows]:
         """Return the rows, with the teacher's unsorted ids, and their expected gradient."""
         rows, expected = super().read(planned)
         clamps, dtypes = (
@@ -97,7 +97,7 @@ class TopKCall(ScoreCall):
         weights = divergence_weights("expected", self.expected, hidden, positions, dtype)
         return ExpectedRows.of(Coefficients(d_divergence=weights))
 
-    def check_range(self, planned: CheckedHead, rows: Rows) -> Rows:
+    def check_range(self, planned: PlannedHead, rows: Rows) -> Rows:
         """Return the rows with the teacher's ids sorted; padding and repeated ids get the log-probability -inf.
 
         Raises:

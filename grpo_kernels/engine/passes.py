@@ -136,7 +136,8 @@ def indices_of(chosen: Tensor) -> Tensor:
 
 
 class _Recorded:
-    """Call a request's `coefficients_of`, by indices into its rows that may have a gradient, and record the results.
+    """Call a request's `coefficients_of`, by indices into its rows that may have a gradient, and record the results
+    if the backward compares them (a loss has those of its evaluation).
 
     Attributes:
         coefficients: the results, (n,) each over all rows of the request, 0 in the others; None if not recorded.
@@ -144,7 +145,8 @@ class _Recorded:
 
     def __init__(self, request: Request, grad_rows: Tensor) -> None:
         self._request, self._grad_rows = request, grad_rows
-        self._records = request.token_loss is None and request.engine.stores is Stored.GRADIENT
+        is_stored = request.engine.stores is Stored.GRADIENT and request.token_loss is None
+        self._records = request.compares and is_stored
         self.coefficients = NO_COEFFICIENTS
         if self._records:
             self.coefficients = request.with_main(self._zeros())  # also if there are no rows

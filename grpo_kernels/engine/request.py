@@ -103,6 +103,7 @@ class Request:
     extras: tuple[str, ...] = ()
     coefficients_of: CoefficientsOf | None = None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
     token_loss: TokenLoss | None = None  # the same, as a loss that a backend fuses; its terms reach `evaluate`
+    compares: bool = False  # True if the backward compares these coefficients with the gradient that arrives
     may_have_grad: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
     gathered_weight: Gather = nullcontext  # context in which the backward has the whole weight (ZeRO-3)
 

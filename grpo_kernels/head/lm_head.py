@@ -172,17 +172,16 @@ class LMHead(Head):
             f"{other.prefix}bias": described(other.bias, varying=varying),
         }
 
-    def divided(self, values: Mapping[str, Any]) -> tuple[LMHead, Shard | None, FreeMemory | None]:
-        """Return this rank's head without padding, its `Shard` (None: whole) and the ranks' least free memory (None: no
-        group), from all ranks' `values`.
+    def divided(self, values: Mapping[str, Any]) -> tuple[LMHead, Shard | None, FreeMemory]:
+        """Return this rank's head without padding, its `Shard` (None: the only rank) and the ranks' least free memory,
+        from all ranks' `values`.
 
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.
         """
-        if self.process_group is None:
-            return self, None, None
         import torch.distributed as dist
 
+        assert self.process_group is not None
         sizes, rank, vocab_size = values["rows of weight"], dist.get_rank(self.process_group), self.vocab_size
         if vocab_size is not None:
             if vocab_size > sum(sizes):

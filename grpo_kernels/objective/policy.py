@@ -121,19 +121,22 @@ class PolicyObjective:
     def coefficients_of(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
         """Return the coefficients at `index` (m,) from these tokens alone; only if nothing couples tokens."""
         assert not self.couples_tokens
+        if self.on_policy and not self.lacks_ratio:
+            d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
+            if self.config.estimates_kl:
+                d_logp = d_logp + self._at(index)._estimated_kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
+        else:
+            d_logp = self._at(index)._per_token(logps, None, None)[1]
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
-        part = PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
-        if not self.on_policy or self.lacks_ratio:
-            return Coefficients(part._per_token(logps, None, None)[1], d_entropy, part._d_divergence)
-        d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
-        if self.config.estimates_kl:
-            d_logp = d_logp + part._estimated_kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
-        return Coefficients(d_logp, d_entropy, part._d_divergence)
+        return Coefficients(d_logp, d_entropy, self._d_divergence(index))
 
-    @property
-    def _d_divergence(self) -> Tensor | None:
-        """(n,) d loss / d divergence, known beforehand."""
-        return self.config.beta * self.weights if self.config.needs_reference_head else None
+    def _at(self, index: Tensor) -> PolicyObjective:
+        """Return the loss of the tokens at `index` alone."""
+        return PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
+
+    def _d_divergence(self, index: Tensor | slice = slice(None)) -> Tensor | None:
+        """Return d loss / d divergence at `index`, known beforehand."""
+        return self.config.beta * self.weights[index] if self.config.needs_reference_head else None
 
     @property
     def _d_entropy(self) -> float:
@@ -173,7 +176,7 @@ class PolicyObjective:
         sampling = self._sampling_terms(None)
         all_terms = Terms(log_ratio, log_ratio, terms.get("kl"), at_one.phi, at_one.on_policy_keep, *sampling)
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, Coefficients(terms["d_logp"], d_entropy, self._d_divergence), policy_loss, all_terms)
+        return Evaluation(loss, Coefficients(terms["d_logp"], d_entropy, self._d_divergence()), policy_loss, all_terms)
 
     def evaluate(self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies` and, from a second head, `divergences`, (n,) each."""
@@ -182,7 +185,7 @@ class PolicyObjective:
         policy_loss = (self.weights * loss).sum()
         bonus, d_entropy = self._entropy_bonus(entropies, keep_entropy)
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, Coefficients(d_logp, d_entropy, self._d_divergence), policy_loss, terms)
+        return Evaluation(loss, Coefficients(d_logp, d_entropy, self._d_divergence()), policy_loss, terms)
 
     def _per_token(
         self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None

@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob
-from grpo_kernels.call import checked_head
+from grpo_kernels.call import planned_head
 from grpo_kernels.diagnostics import report
 from grpo_kernels.engine import probe
 from tests.support.flat import flat
@@ -135,7 +135,7 @@ def test_fp16_accumulation_concerns_nothing_else(fp16_accumulation: None) -> Non
 
 def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
     """What calls with hidden and weight of these dtypes warn of, in a process that has not warned yet."""
-    checked_head._warn_of_promotion.cache_clear()
+    planned_head._warn_of_promotion.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for pair in pairs:
@@ -151,7 +151,7 @@ def test_a_promotion_to_fp32_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert "autocast" in said
         assert len(promotions((HALF, BRAIN))) == 1  # two kinds of 16 bits have only fp32 in common
         given = [torch.randn(1, 4, H), torch.randn(V, H).half(), torch.zeros(1, 4, dtype=torch.long)]
-        checked_head._warn_of_promotion.cache_clear()
+        planned_head._warn_of_promotion.cache_clear()
         with pytest.warns(RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"):
             grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
 

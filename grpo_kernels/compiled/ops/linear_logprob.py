@@ -13,9 +13,9 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.choices import LogitsDtype
-from grpo_kernels.call.checked_head import plan_head
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.plan import plan_call
+from grpo_kernels.call.planned_head import plan_head
 from grpo_kernels.call.run import Execution
 from grpo_kernels.call.scores import ScoreCall
 from grpo_kernels.compiled.ops.empty import Empty

@@ -33,7 +33,7 @@ from grpo_kernels.head.other_head import OtherHead
 
 
 @dataclass(frozen=True)
-class CheckedHead:
+class PlannedHead:
     """A checked `LMHead`, its `HeadPlan`, and the gradients it wants."""
 
     head: LMHead
@@ -53,14 +53,14 @@ class CheckedHead:
         divided = self.plan.shard is not None if divided is None else divided
         return self.head.described(self.needs_grad, self.plan, divided=divided)
 
-    def divided(self, values: Mapping[str, Any]) -> CheckedHead:
-        """Keep this rank's rows of the head, and plan by the memory that all ranks have, from agreed `values`.
+    def divided(self, values: Mapping[str, Any]) -> PlannedHead:
+        """Keep this rank's rows of a divided head, and plan by the memory that all ranks have, from agreed `values`.
 
         Raises:
             ValueError: on all ranks: `vocab_size` does not fit the shards.
         """
         head, shard, memory = self.head.divided(values)
-        if shard is None or memory is None:
+        if shard is None:
             return replace(self, head=head)
         budget = self.execution.workspace_bytes
         if budget is None:
@@ -102,7 +102,7 @@ class CheckedHead:
         log_use(self.head.hidden.device, self.plan.backend.name, self.why_backend, engine, situation, self.execution)
         return engine
 
-    def with_backend(self) -> CheckedHead:
+    def with_backend(self) -> PlannedHead:
         """Return the same head with the backend that its execution names."""
         backend, why = choose_backend(self.execution.backend, self.head.hidden.device, self.plan.compute_dtype)
         return replace(self, plan=replace(self.plan, backend=backend), why_backend=why)
@@ -119,6 +119,7 @@ class CheckedHead:
             entropy=entropy,
             extras=extras,
             coefficients_of=gradient.coefficients_of,
+            compares=gradient.is_expected,
             may_have_grad=gradient.may_have_grad if engine.stores_gradient else None,
             token_loss=gradient.token_loss(self.plan) if engine.stores is Stored.GRADIENT else None,
             gathered_weight=self.execution.gather or nullcontext,
@@ -127,7 +128,7 @@ class CheckedHead:
 
 def plan_head(
     head: LMHead, execution: Execution, *, backend: BackendName | None = None, jsd_beta: float = 1.0
-) -> CheckedHead:
+) -> PlannedHead:
     """Plan how the rows of a checked `head` are projected. Does not wait for the device.
 
     Args:
@@ -160,7 +161,7 @@ def plan_head(
     )
     if other is not None:
         plan = replace(plan, teacher=_plan_reference(other, plan, dtype), jsd_beta=jsd_beta)
-    return CheckedHead(head, plan, needs_grad, execution, why)
+    return PlannedHead(head, plan, needs_grad, execution, why)
 
 
 def _plan_reference(reference: OtherHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
