@@ -1,9 +1,9 @@
 """``python -m benchmarks.real.expectations``: what a training of Qwen3 may expect, by arithmetic (docs/real.md).
 
-Matrix products of a step of stock TRL over those of ours, for one group in a micro-batch; attention is left out. A token of
-the body (the model below the head) takes 1 in the forward and 2 in the backward, with LoRA 1; the head takes what
-docs/costs.md says. Stock TRL computes prompt and completion padded to the longest. Ours computes the prompt once and each
-completion's own tokens, and a backward for the groups with unequal rewards alone.
+Matrix products of a step of stock TRL over those of ours, for one group in a micro-batch; attention is left out. A
+token of the body (the model below the head) takes 1 in the forward and 2 in the backward, with LoRA 1; the head takes
+what docs/costs.md says. Stock TRL computes prompt and completion padded to the longest. Ours computes the prompt once
+and each completion's own tokens, and a backward for the groups with unequal rewards alone.
 """
 
 from __future__ import annotations
