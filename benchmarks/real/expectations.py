@@ -51,7 +51,7 @@ BATCHES = (
     Batch("prompt 256, with vLLM", 256, vllm=True),
     Batch("prompt 2,048, without vLLM", 2048),
     Batch("prompt 2,048, with vLLM", 2048, vllm=True),
-    Batch("the least: prompt 256, without vLLM, equal lengths, no equal rewards", 256, longest=MEAN, equal=0.0),
+    Batch("the least", 256, longest=MEAN, equal=0.0),  # all completions equally long, no equal rewards
 )
 
 
