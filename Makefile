@@ -59,6 +59,8 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONUNBUFFERED := 1
 
 help:  ## this list
+	@echo "A contributor needs three: make test, make lint, make docs (the last if words or names changed)."
+	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) $(PEERS) $(ZERO3)

@@ -363,7 +363,8 @@ def step_lines(step: dict[str, Any]) -> list[str]:
         count, rounds = words.count(scene["steps"] - 1, "step"), words.count(scene["rounds"], "round")
         first = next(iter(step["scenes"].values()))["about"]
         about = _difference(scene["about"], first) if i else first
-        text += ["", f"**{name}**: {about}; {count} in {rounds}{words.busy(scene)}", ""]
+        said = f"**{name}**: {about}" if about != name else f"**{name}**"  # which may say how the scene differs
+        text += ["", f"{said}; {count} in {rounds}{words.busy(scene)}", ""]
         text += markdown([_variant(scene, x) for x in scene["variants"]])
         if over := figures.faster(scene, REGROUPED, than=ONE_GROUP):
             text += ["", f"*{REGROUPED}* is {with_range(over)} times as fast as *{ONE_GROUP}*."]

@@ -154,7 +154,7 @@ def grpo_loss(
         fields: fields of `config`, which they replace: ``loss_type="grpo", beta=0.04``.
 
     Returns:
-        `LossOutput`.
+        The loss, which carries the gradient, each token's log-probability and entropy, and the metrics: a `LossOutput`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it, what was expected and what came. Raised before

@@ -148,48 +148,6 @@ def _error(draws: list[float] | None) -> str:
     return with_range((mean, min(draws), max(draws)), small) if len(draws) > 1 else small(mean)
 
 
-def expected(beta: float, equal: float, prompt: int, longest: int, mean: int, group: int = 8, *, lora: bool) -> float:
-    """Stock TRL's matrix products over ours for Qwen3-8B, without generation and attention.
-
-    For each token of the trunk the forward takes 1 and the backward 2, with LoRA 1; the operations of the head are
-    over N V H: stock's, ours of each token, and more of a token with a gradient.
-    """
-    backward, (of_stock, of_ours, with_gradient) = (1.0, (6.0, 2.0, 2.0)) if lora else (2.0, (8.0, 2.0, 4.0))
-    trunk, head, counted = 6.95e9, 151_936 * 4096, group * mean
-    live, reference = (1.0, 1.0) if beta else (1.0 - equal, 0.0)
-    stock = 2 * trunk * group * (prompt + longest) * (1 + backward + reference)
-    stock += head * counted * (of_stock + 2 * reference)
-    ours = 2 * trunk * (prompt + counted) * (1 + backward * live + reference)
-    ours += head * counted * (of_ours + with_gradient * live + 2 * reference)
-    return stock / ours
-
-
-GROUPS = ((0.25, 256, 1024, 512), (0.5, 256, 1024, 512), (0.5, 2048, 1024, 512), (0.0, 256, 512, 512))
-
-
-def _expected() -> list[str]:
-    """What Qwen3-8B may expect, by arithmetic."""
-    heads = {
-        f"{share(group[0])} of the groups equal; prompt {group[1]}, completions {group[3]} in the mean, {group[2]} the "
-        "longest": group
-        for group in GROUPS
-    }
-    rows = [
-        {
-            "Qwen3-8B": f"{name}, beta {beta}",
-            **{head: f"{expected(beta, *group, lora=name == 'LoRA'):.1f}" for head, group in heads.items()},
-        }
-        for name in ("all parameters", "LoRA")
-        for beta in (0, 0.04)
-    ]
-    return [
-        "**By arithmetic, not measured**: stock TRL's matrix products over ours for Qwen3-8B, without generation and",
-        "attention, one group in a micro-batch:",
-        "",
-        *markdown(rows),
-    ]
-
-
 def draw(data: dict[str, Any]) -> Figure:
     """Reward, share of groups with equal rewards, and seconds of both, over the steps."""
     stock, ours = named(data, STOCK), named(data, DEFAULTS)
@@ -241,5 +199,5 @@ def write(data: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{path}: expected one {BEGIN} and one {END}, got {len(rest)} marks")
     picture = f"![{claim(data)}](plots/real.png)"
     conditions = f"Conditions: {words.footer(data)}."
-    middle = words.page(["", picture, "", *lines(data), "", *_expected(), "", conditions])
+    middle = words.page(["", picture, "", *lines(data), "", conditions])
     path.write_text(f"{before}{BEGIN}\n{middle}{END}{rest[1]}", encoding="utf-8")

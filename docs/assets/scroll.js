@@ -1,6 +1,6 @@
-// Marks tables, code and figures that are wider than the page: each scrolls in its own box, and fades at the edge where more is.
+// Marks tables and code that are wider than the page: each scrolls in its own box, and fades at the edge where more is.
 (() => {
-  const BOXES = ".md-typeset__scrollwrap, .md-typeset pre > code, .md-typeset p:has(> img)";
+  const BOXES = ".md-typeset__scrollwrap, .md-typeset pre > code";
 
   const mark = (box) => {
     const rest = box.scrollWidth - box.clientWidth;
@@ -12,7 +12,6 @@
     const sized = new ResizeObserver((entries) => entries.forEach((entry) => mark(entry.target)));
     for (const box of document.querySelectorAll(BOXES)) {
       box.addEventListener("scroll", () => mark(box), { passive: true });
-      box.querySelectorAll("img").forEach((image) => image.addEventListener("load", () => mark(box)));
       sized.observe(box);
       mark(box);
     }

@@ -101,13 +101,6 @@ def test_the_reward_is_the_last_number() -> None:
     assert not asked & held_out
 
 
-def test_the_arithmetic_of_another_run() -> None:
-    trunk, head = 2 * 6.95e9, 151_936 * 4096
-    stock = 2 * trunk * 8 * 1280 + 6 * head * 8 * 512
-    ours = 1.5 * trunk * (256 + 8 * 512) + 3 * head * 8 * 512
-    assert report.expected(0, 0.5, 256, 1024, 512, lora=True) == pytest.approx(stock / ours)
-
-
 def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json", runs={})
     jobs = [command.Job("no such training", 0, 1), command.Job(DEFAULTS, 0, 1)]
