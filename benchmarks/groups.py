@@ -104,7 +104,7 @@ def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
     ids, mask = torch.cat([prompt, completions], dim=1).to(device), torch.ones_like(completions).to(device)
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask}
     with torch.no_grad():
-        logps, _ = completion_logprobs(model, **found, entropy=False)
+        logps = completion_logprobs(model, **found, entropy=False).logps
     return {**found, "advantages": advantages.to(device), "old_per_token_logps": logps + DRIFT * noise.to(device)}
 
 

@@ -77,7 +77,7 @@ def train(model: Any, steps: int) -> tuple[float, float, float]:
         attention_mask, mask = torch.ones_like(ids), torch.ones_like(completion)
         advantages = group_advantages(reward, num_generations=GROUP)
         with torch.no_grad():
-            old, _ = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn)
+            old = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn).logps
             gap = max(gap, (old - own_logprobs(model, ids)).abs().max().item())
         for _ in range(2):
             out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, old_per_token_logps=old)

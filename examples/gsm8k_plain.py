@@ -164,10 +164,10 @@ def main() -> None:
         parts = [{name: x[rows] for name, x in inputs.items()} for rows in slices]
         with torch.no_grad(), AUTOCAST:
             scores = [completion_logprobs(model, **part, loss_fn=loss_fn) for part in parts]
-        entropy = (torch.cat([x for _, x in scores]) * inputs["completion_mask"]).sum() / count
+        entropy = (torch.cat([x.entropies for x in scores]) * inputs["completion_mask"]).sum() / count
         for _ in range(args.updates):
             live = 0.0
-            for part, (old, _), rows in zip(parts, scores, slices, strict=True):
+            for part, old, rows in zip(parts, [x.logps for x in scores], slices, strict=True):
                 given = {"advantages": advantages[rows], "old_per_token_logps": old, "num_items_in_batch": count}
                 with AUTOCAST:
                     out = causal_lm_loss(model, loss_fn, **part, **given, zero_advantage="skip")

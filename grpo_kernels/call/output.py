@@ -35,9 +35,10 @@ class LossOutput:
 
 @dataclass
 class Scores:
-    """Results of `linear_logprob`, `linear_divergence` and `topk_divergence`; what was not asked for is None.
+    """Results of `linear_logprob`, `linear_divergence`, `topk_divergence` and `completion_logprobs`.
 
-    Each has the shape of the positions, fp32 (fp64 for fp64 inputs), and is 0 where masked.
+    What was not asked for is None. Each has the shape of the positions, fp32 (fp64 for fp64 inputs), and is 0 where
+    masked.
 
     Attributes:
         logps: log-probabilities of the ids, differentiable.

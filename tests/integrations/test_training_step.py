@@ -90,13 +90,13 @@ def test_holes_in_a_sequence_are_left_out() -> None:
 def test_log_probabilities_with_and_without_gradient() -> None:
     model, given = family("qwen3"), batch()
     given.pop("advantages")
-    want, entropies = completion_logprobs(model, **given, layout="padded")
+    want = completion_logprobs(model, **given, layout="padded")
     for options in MODES.values():
         for graph in (True, False):
             with torch.set_grad_enabled(graph):
                 got = completion_logprobs(model, **given, **options)
-            torch.testing.assert_close(got, (want, entropies), rtol=3e-6, atol=3e-6)
-            assert got[0].requires_grad == graph
+            torch.testing.assert_close(got.given, want.given, rtol=3e-6, atol=3e-6)
+            assert got.logps.requires_grad == graph
 
 
 def test_turns_and_whole_batches_without_attention_mask() -> None:
@@ -151,8 +151,8 @@ def test_turns_of_a_conversation_compute_each_prefix_once() -> None:
     assert round(out.metrics["tokens/computed"].item() * given["input_ids"].numel()) == prefixes
     given.pop("advantages")
     with torch.no_grad():
-        padded = completion_logprobs(model, **given, layout="padded")
-        torch.testing.assert_close(completion_logprobs(model, **given), padded, rtol=3e-6, atol=3e-6)
+        padded = completion_logprobs(model, **given, layout="padded").given
+        torch.testing.assert_close(completion_logprobs(model, **given).given, padded, rtol=3e-6, atol=3e-6)
 
 
 def test_padding_is_never_read() -> None:

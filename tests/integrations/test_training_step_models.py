@@ -64,8 +64,7 @@ def ours(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS, **more: An
 
 def logps_of(model: Any, given: dict[str, Any]) -> Tensor:
     with torch.no_grad():
-        found = completion_logprobs(model, **given)
-    return found[0]
+        return completion_logprobs(model, **given).logps
 
 
 def assert_scores_as_padded(model: Any, given: dict[str, Any]) -> None:
@@ -219,7 +218,7 @@ def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
     model, given = reader(), {name: batch()[name] for name in SCORED}
     want = model(given["input_ids"], given["attention_mask"]).values
     for _ in range(2):  # the first call checks the head, too
-        output = completion_logprobs(model, **given, return_output=True)[2]
+        output = completion_logprobs(model, **given, return_output=True)[1]
         if output.values is not None:
             real = given["attention_mask"].bool() & ~output.values.isnan()
             torch.testing.assert_close(output.values[real], want[real], rtol=1e-5, atol=1e-5)

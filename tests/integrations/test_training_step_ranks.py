@@ -69,7 +69,7 @@ def step(model: nn.Module, rank: int, advantages: str, options: dict[str, Any]) 
     scored = {name: given[name] for name in ("input_ids", "attention_mask", "completion_mask")}
     layout = {name: x for name, x in options.items() if name != "zero_advantage"}
     with torch.no_grad():
-        logps, _ = completion_logprobs(model, **scored, **layout)
+        logps = completion_logprobs(model, **scored, **layout).logps
     loss_fn = GRPOLoss(loss_type="dapo", epsilon=0.1)
     return causal_lm_loss(model, loss_fn, **given, num_items_in_batch=20.0, **options), logps
 

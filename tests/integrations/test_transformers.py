@@ -42,9 +42,9 @@ def test_vision_language_models(kind: str) -> None:
     mask = torch.ones(2, 6)
     mask[0, 4:] = 0
     assert_as_model(model, ids, mask, **inputs)
-    seen = completion_logprobs(model, ids, completion_mask=mask, **inputs)[0]
+    seen = completion_logprobs(model, ids, completion_mask=mask, **inputs).logps
     other = {**inputs, "pixel_values": -inputs["pixel_values"]}
-    assert (completion_logprobs(model, ids, completion_mask=mask, **other)[0] - seen).abs().max() > 1e-3
+    assert (completion_logprobs(model, ids, completion_mask=mask, **other).logps - seen).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -60,7 +60,7 @@ def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> 
         loss = ((a * logps + b * entropies) * counted).sum()
         return torch.autograd.grad(loss, parameters, allow_unused=True)
 
-    ours = gradients(*completion_logprobs(model, ids, attention_mask, mask))
+    ours = gradients(**completion_logprobs(model, ids, attention_mask, mask).given)
     theirs = gradients(*(x[:, -5:] for x in tiny.plain_logprobs(model, ids, attention_mask=attention_mask)))
     bound = 1e-3 if next(model.parameters()).dtype == torch.float32 else 1e-5
     assert sum(x is not None for x in theirs) > len(parameters) // 2
@@ -107,7 +107,7 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
     outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
     want = logits.masked_fill(outside, -torch.inf).log_softmax(-1).gather(-1, ids[:, -5:, None])[..., 0] * mask
     for _ in range(2):
-        got, _ = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7, kept_ids=kept)
+        got = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7, kept_ids=kept).logps
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     loss_fn, advantages = GRPOLoss(temperature=0.7), torch.tensor([1.0, 0.0, 0.3])
     for zero_advantage in ("score", "train"):
@@ -123,8 +123,8 @@ def test_temperature_divides_what_the_cap_has_left() -> None:
     mask = last_columns(attention_mask)
     got = completion_logprobs(model, ids, attention_mask, mask, temperature=0.4, entropy=False)
     want, _ = tiny.plain_logprobs(model, ids, 0.4, attention_mask=attention_mask)
-    torch.testing.assert_close(got[0], want[:, -5:] * mask, rtol=1e-6, atol=1e-6)
-    assert got[1] is None
+    torch.testing.assert_close(got.logps, want[:, -5:] * mask, rtol=1e-6, atol=1e-6)
+    assert got.entropies is None
 
 
 def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
@@ -156,8 +156,8 @@ def test_the_check_costs_nothing_and_leaves_nothing() -> None:
     mask = last_columns(attention_mask)
     calls, attributes, random = body_calls(model), set(vars(model.lm_head)), torch.get_rng_state()
     hooks = len(model.lm_head._forward_hooks)
-    first = completion_logprobs(model, ids, attention_mask, mask)[0]
-    again = completion_logprobs(model, ids, attention_mask, mask)[0]
+    first = completion_logprobs(model, ids, attention_mask, mask).logps
+    again = completion_logprobs(model, ids, attention_mask, mask).logps
     assert calls == [False, False]
     assert torch.equal(first, again)
     assert torch.equal(torch.get_rng_state(), random)
@@ -203,13 +203,13 @@ def test_bfloat16_and_autocast() -> None:
     model = tiny.text_model("gemma3_text", torch.bfloat16)
     ids, attention_mask = text_batch()
     mask = last_columns(attention_mask)
-    logps = completion_logprobs(model, ids, attention_mask, mask)[0]
+    logps = completion_logprobs(model, ids, attention_mask, mask).logps
     assert logps.dtype == torch.float32
     want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
     assert (logps - want)[mask.bool()].abs().max() < 0.05
     model = tiny.text_model("gemma3_text", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        logps = completion_logprobs(model, ids, attention_mask, mask)[0]
+        logps = completion_logprobs(model, ids, attention_mask, mask).logps
         want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
     assert logps.dtype == torch.float32
     assert (logps - want)[mask.bool()].abs().max() < 0.05

@@ -119,8 +119,8 @@ def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
     loss_fn = GRPOLoss(temperature=0.7)
     for logits_dtype in ("float32", "input"):
         options = {"logits_dtype": logits_dtype}
-        old, _ = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn, **options)
-        plain, _ = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7)
+        old = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn, **options).logps
+        plain = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7).logps
         torch.testing.assert_close(old, plain, rtol=1e-2, atol=1e-2)
         given = {"old_per_token_logps": old.detach(), **options}
         out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, torch.ones(3), **given)

@@ -32,10 +32,10 @@ def test_peft(fields: dict[str, Any]) -> None:
     ids, attention_mask = text_batch()
     mask = last_columns(attention_mask)
     assert_as_model(model, ids, mask, attention_mask=attention_mask)
-    with_adapter = completion_logprobs(model, ids, attention_mask, mask)[0]
+    with_adapter = completion_logprobs(model, ids, attention_mask, mask).logps
     with model.disable_adapter():  # the reference model of a trainer with LoRA
         assert_as_model(model, ids, mask, attention_mask=attention_mask)
-        assert (completion_logprobs(model, ids, attention_mask, mask)[0] - with_adapter).abs().max() > 0.01
+        assert (completion_logprobs(model, ids, attention_mask, mask).logps - with_adapter).abs().max() > 0.01
     parameters = [x for x in model.parameters() if x.requires_grad]
     ours = torch.autograd.grad((with_adapter * mask).sum(), parameters)
     plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
@@ -46,7 +46,9 @@ def test_peft(fields: dict[str, Any]) -> None:
 def test_dropout_of_an_adapter_on_the_head_is_not_mistaken_for_another_head() -> None:
     model = peft_model(tiny.text_model("llama"), target_modules=["lm_head"], lora_dropout=0.5).train()
     ids, attention_mask = text_batch()
-    first, second = (completion_logprobs(model, ids, attention_mask, last_columns(attention_mask))[0] for _ in range(2))
+    first, second = (
+        completion_logprobs(model, ids, attention_mask, last_columns(attention_mask)).logps for _ in range(2)
+    )
     assert (first - second).abs().max() > 1e-3
     assert all(x.training for x in model.modules())
 
@@ -74,11 +76,11 @@ def test_a_head_that_accelerate_has_offloaded() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny.text_model("llama")
     ids, attention_mask = text_batch()
-    want, _ = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask))
+    want = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask)).logps
     d_want = torch.autograd.grad(want.sum(), model.model.norm.weight)
     accelerate.cpu_offload(model.lm_head, execution_device="cpu")
     assert model.lm_head.weight.is_meta
-    got, _ = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask))
+    got = completion_logprobs(model, ids, attention_mask, last_columns(attention_mask)).logps
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got.sum(), model.model.norm.weight), d_want)
 
@@ -120,9 +122,9 @@ def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> Non
         before = compiled(input_ids=ids, attention_mask=attention_mask).logits
         warn_once.cache_clear()
         with pytest.warns(UserWarning, match="the whole model is compiled; compile its layers instead"):
-            got = completion_logprobs(compiled, ids, attention_mask, mask)[0]
+            got = completion_logprobs(compiled, ids, attention_mask, mask).logps
         assert torch.equal(compiled(input_ids=ids, attention_mask=attention_mask).logits, before)
-    assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask, layout="padded")[0])
+    assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask, layout="padded").logps)
 
 
 def masking(forward: Any) -> Any:
@@ -216,7 +218,7 @@ def test_wrong_arguments_are_named() -> None:
         completion_logprobs(model, ids, attention_mask, mask, labels=ids)
     with pytest.raises(RuntimeError, match="is logits_to_keep too small"):
         completion_logprobs(model, ids, attention_mask, mask, logits_to_keep=5)
-    assert completion_logprobs(model, ids, attention_mask, mask, logits_to_keep=6)[0].shape == (3, 5)
+    assert completion_logprobs(model, ids, attention_mask, mask, logits_to_keep=6).logps.shape == (3, 5)
     with pytest.raises(TypeError, match="loss_fn: expected a GRPOLoss, got LossConfig"):
         causal_lm_loss(model, LossConfig(), ids, attention_mask, mask, advantages)  # type: ignore[arg-type]
     for name in ("head", "run", "cu_seqlens", "sequence_group"):
@@ -269,15 +271,15 @@ def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
     ids, attention_mask = text_batch()
     batch = (ids, attention_mask, last_columns(attention_mask))
     model = tiny.text_model("granitemoe")
-    want = completion_logprobs(model, *batch)[0]
+    want = completion_logprobs(model, *batch).logps
     names = {"weigh": 2.0, "output_attentions": False, "position_ids": None, "use_cache": False, "return_dict": True}
-    torch.testing.assert_close(completion_logprobs(Weighs(model), *batch, **names)[0], want)
+    torch.testing.assert_close(completion_logprobs(Weighs(model), *batch, **names).logps, want)
     with pytest.raises(TypeError, match="weigh: expected an input of GraniteMoeForCausalLM, got"):
         completion_logprobs(model, *batch, weigh=2.0)
     adapted = peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
-    mixed = completion_logprobs(adapted, *batch, adapter_names=["default", "__base__", "default"])[0]
-    torch.testing.assert_close(mixed[::2], completion_logprobs(adapted, *batch)[0][::2])
+    mixed = completion_logprobs(adapted, *batch, adapter_names=["default", "__base__", "default"]).logps
+    torch.testing.assert_close(mixed[::2], completion_logprobs(adapted, *batch).logps[::2])
     with adapted.disable_adapter():
-        torch.testing.assert_close(mixed[1], completion_logprobs(adapted, *batch)[0][1])
+        torch.testing.assert_close(mixed[1], completion_logprobs(adapted, *batch).logps[1])
     with pytest.raises(TypeError, match=r"adapter_name: .* did you mean adapter_names\?"):
         completion_logprobs(adapted, *batch, adapter_name="default")

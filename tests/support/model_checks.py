@@ -38,7 +38,7 @@ def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: 
     with torch.no_grad():
         want = [x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **inputs)]
     got = completion_logprobs(model, ids, completion_mask=completion_mask, **inputs)
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip((got.logps, got.entropies), want, strict=True):
         assert ours.shape == completion_mask.shape
         assert ours.isfinite().all()
         assert (ours == 0)[~counted].all()

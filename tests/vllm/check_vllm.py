@@ -83,14 +83,14 @@ def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str,
         given["kept_ids"] = KeptIds.from_logprobs([x["top"] for x in samples], given["completion_mask"])
     model = AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
     with torch.no_grad():
-        logps, _ = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False)
+        logps = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False).logps
     gaps = (of_samples(logps, samples) - of_engine(samples)).abs()
     print(f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e} in the mean, {gaps.max():.1e} at most")
     assert gaps.max() < NEAR
     if "top_k" in options:  # without the sets
         del given["kept_ids"]
         with torch.no_grad():
-            logps, _ = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False)
+            logps = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False).logps
         _, metrics = corrected(logps, samples)
         assert metrics["mean"] < 0.97
         assert metrics["eff_sample_size"] > 0.9  # which does not show the truncation

@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.call.output import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import run_scored
@@ -34,49 +35,11 @@ def completion_logprobs(
     logits_dtype: LogitsDtype = ...,
     kept_ids: Tensor | KeptIds | None = ...,
     without_set: WithoutSet = ...,
-    entropy: Literal[True] = ...,
+    entropy: bool = ...,
     layout: BatchLayout = ...,
     return_output: Literal[False] = ...,
     **model_inputs: Any,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def completion_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    completion_mask: Tensor,
-    *,
-    loss_fn: GRPOLoss | None = ...,
-    temperature: float | None = ...,
-    logits_dtype: LogitsDtype = ...,
-    kept_ids: Tensor | KeptIds | None = ...,
-    without_set: WithoutSet = ...,
-    entropy: Literal[False],
-    layout: BatchLayout = ...,
-    return_output: Literal[False] = ...,
-    **model_inputs: Any,
-) -> tuple[Tensor, None]: ...
-
-
-@overload
-def completion_logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    completion_mask: Tensor,
-    *,
-    loss_fn: GRPOLoss | None = ...,
-    temperature: float | None = ...,
-    logits_dtype: LogitsDtype = ...,
-    kept_ids: Tensor | KeptIds | None = ...,
-    without_set: WithoutSet = ...,
-    entropy: bool,
-    layout: BatchLayout = ...,
-    return_output: Literal[False] = ...,
-    **model_inputs: Any,
-) -> tuple[Tensor, Tensor | None]: ...
+) -> Scores: ...
 
 
 @overload
@@ -95,7 +58,7 @@ def completion_logprobs(
     layout: BatchLayout = ...,
     return_output: Literal[True],
     **model_inputs: Any,
-) -> tuple[Tensor, Tensor | None, ModelOutput]: ...
+) -> tuple[Scores, ModelOutput]: ...
 
 
 def completion_logprobs(
@@ -113,7 +76,7 @@ def completion_logprobs(
     layout: BatchLayout = "tree",
     return_output: bool = False,
     **model_inputs: Any,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, ModelOutput]:
+) -> Scores | tuple[Scores, ModelOutput]:
     """Log-probability of each completion token under the model, and the entropy at its position; differentiable.
 
     Only tokens that count are projected, and the full logits are never stored.
@@ -138,9 +101,9 @@ def completion_logprobs(
             wrapper's or of the body's, or one that transformers documents for all models.
 
     Returns:
-        logps (B, T) and entropies (B, T), fp32 (fp64 for an fp64 model), 0 where the mask is 0; entropies are None
-        if `entropy` is False. With `return_output` a third: the output of the model's forward, of its own class, with
-        all that it has but logits, which were never made (None).
+        `Scores` with `logps` (B, T) and, unless `entropy` is False, `entropies` (B, T): fp32 (fp64 for an fp64 model),
+        0 where the mask is 0. With `return_output` a pair of them and the output of the model's forward, of its own
+        class, with all that it has but logits, which were never made (None).
 
     Raises:
         TypeError: the model's head is not one linear layer, an argument is of the wrong type, or has a name that
@@ -168,8 +131,8 @@ def completion_logprobs(
         return tuple(found.given.values())
 
     results, output, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
-    scores = results[0], results[1] if entropy else None
-    return (*scores, output) if return_output else scores
+    scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
+    return (scores, output) if return_output else scores
 
 
 _OF_SCORING = (

@@ -41,10 +41,10 @@ class FusedIWOPDTrainer(LogsRows, IWOPDTrainer):
         ids, labels, rollout = inputs["input_ids"], inputs["labels"][:, start:], inputs.get("rollout_logprobs")
         args = ids, inputs["attention_mask"], labels != -100
         options: dict[str, Any] = {"temperature": self.temperature, "entropy": False, "layout": "padded"}
-        student, _ = completion_logprobs(model, *args, **options)
+        student = completion_logprobs(model, *args, **options).logps
         self.teacher_model.eval()
         with torch.no_grad():
-            teacher, _ = completion_logprobs(self.teacher_model, *args, **options)
+            teacher = completion_logprobs(self.teacher_model, *args, **options).logps
         count_rows(self._shares, labels.numel(), labels != -100, (student,))
         return self._compute_iw_opd_loss(
             student_logits=_Sampled(student),
