@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import Each, check_same
-from grpo_kernels.base.sums import discounted_sums, wide
+from grpo_kernels.base.sums import counted_first, discounted_sums, last_counted, widen
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,7 +32,7 @@ def remax_advantages(
     mask = checks.bool_mask(completion_mask)
     checks.expect_shape("baselines", baselines, mask.shape[:1], "(B,)")
     checks.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row")
-    result = _rewards_to_go(rewards, mask) - wide(baselines)[:, None]
+    result = _rewards_to_go(rewards, mask) - widen(baselines)[:, None]
     dtype = torch.promote_types(checks.float_dtype(rewards), checks.float_dtype(baselines))
     return torch.where(mask, result.nan_to_num(nan=0.0), 0.0).to(dtype)
 
@@ -85,13 +85,13 @@ def optimal_token_baseline(
             factor = checks.counted_values("importance_sampling_ratio", factor, mask).square()
         ids = stats.check_grouping(len(mask), num_generations, group_ids, mask.device, values)
         values |= {"whether there is importance_sampling_ratio": factor is not None, "columns": Each(mask.shape[1])}
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     others = (squares - torch.exp(2 * logps)).clamp(min=0.0)  # squared probabilities of the tokens not chosen
     energy = torch.where(mask, torch.expm1(logps).square() + others, 0.0)
     if factor is not None:
         energy = energy * factor
 
-    order, inside = stats.counted_first(mask)
+    order, inside = counted_first(mask)
     width = max(values["columns"])
     returns = _widened(torch.where(inside, to_go.gather(1, order), stats.NAN), width, stats.NAN)
     weights = _widened(energy.cumsum(dim=1).gather(1, order), width, 0.0)
@@ -105,14 +105,14 @@ def optimal_token_baseline(
 
 
 def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """(B, T), wide: the sum of a row's counted rewards from each position on; NaN everywhere in an unscored row."""
+    """(B, T), widened: the sum of a row's counted rewards from each position on; NaN everywhere in an unscored row."""
     checks.real_tensor("rewards", rewards)
     if rewards.dim() == 2:
         checks.expect_shape("rewards", rewards, mask.shape, "(B, T)")
-        per_token = torch.where(mask, wide(rewards), 0.0)
+        per_token = torch.where(mask, widen(rewards), 0.0)
     else:
         checks.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
-        per_token = torch.where(stats.last_counted(mask), wide(rewards)[:, None], 0.0)
+        per_token = torch.where(last_counted(mask), widen(rewards)[:, None], 0.0)
     checks.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
     unscored = per_token.isnan().any(dim=1, keepdim=True)
     return torch.where(unscored, stats.NAN, discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))

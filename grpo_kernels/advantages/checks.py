@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_mask_values
 from grpo_kernels.base.choices import AdvantageStd, choices
-from grpo_kernels.base.sums import wide
+from grpo_kernels.base.sums import widen
 
 
 def reward_table(
@@ -23,19 +23,19 @@ def reward_table(
     reward_weights: Tensor | Sequence[float] | None,  # (F,)
     values: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments; return rewards as (B, F) and weights as (F,), both in `wide` precision.
+    """Check the arguments; return rewards as (B, F) and weights as (F,), both as `widen` returns them.
 
     Add to `values` the entries that the ranks have to compare.
     """
     real_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
-    table = wide(rewards if rewards.dim() == 2 else rewards[:, None])
+    table = widen(rewards if rewards.dim() == 2 else rewards[:, None])
     require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
     if reward_weights is None:
         weights = table.new_ones(table.shape[1])
     else:
-        weights = wide(_numbers("reward_weights", reward_weights)).to(table.device)
+        weights = widen(_numbers("reward_weights", reward_weights)).to(table.device)
         expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
         require_all(weights.isfinite(), weights, "reward_weights", "finite values")
     values |= {"F of rewards": table.shape[1], "dtype of rewards": rewards.dtype, "reward_weights": weights}
@@ -67,10 +67,10 @@ def bool_mask(mask: Tensor) -> Tensor:
 
 
 def counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T), wide: ``x`` where the mask counts, 0 elsewhere. Raises for a counted number that is not finite."""
+    """(B, T), widened: ``x`` where the mask counts, 0 elsewhere. Raises for a counted number that is not finite."""
     expect_shape(name, x, mask.shape, "(B, T)")
     require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
-    return torch.where(mask, wide(x), 0.0)
+    return torch.where(mask, widen(x), 0.0)
 
 
 def require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:

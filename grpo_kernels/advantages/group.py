@@ -56,7 +56,7 @@ def group_advantages(
         checks.in_interval("epsilon", epsilon)
         table, weights = checks.reward_table(rewards, reward_weights, values)
         ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     batch = stats.one_group(len(table), table.device, process_group)
 
     if aggregation == "sum_then_normalize":
@@ -98,7 +98,7 @@ def rloo_advantages(
         checks.in_interval("epsilon", epsilon)
         table, weights = checks.reward_table(rewards, reward_weights, values)
         ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     centred, _, n = stats.moments(stats.weighted_sum(table, weights), groups, 0)
     result = centred * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
     if normalize:
@@ -134,7 +134,7 @@ def passk_advantages(
         checks.in_interval("epsilon", epsilon)
         table, weights = checks.reward_table(rewards, reward_weights, values)
         ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     total = stats.weighted_sum(table, weights)
     is_best = total == stats.group_extremes(total, groups, "max")[groups.of_row]
     best = stats.group_sums(is_best.to(total.dtype), groups)[groups.of_row]
@@ -167,7 +167,7 @@ def opo_advantages(
         table, weights = checks.reward_table(rewards, reward_weights, values)
         checks.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
         ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     lengths = mask.sum(dim=1, keepdim=True).to(table.dtype)
     result, _ = stats.deviations(stats.weighted_sum(table, weights), groups, lengths)
     return result[:, 0].nan_to_num(nan=0.0).to(checks.float_dtype(rewards))
@@ -191,7 +191,7 @@ def gpg_advantages(
     with check_same("process_group", process_group, "gpg_advantages") as values:
         table, weights = checks.reward_table(rewards, reward_weights, values)
         ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     centred, spread, _ = stats.moments(stats.weighted_sum(table, weights), groups, 0)
     scored = ~centred.isnan()
     counts = torch.cat([scored, scored & (spread > 0)], dim=1).to(table.dtype)

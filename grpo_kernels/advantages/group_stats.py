@@ -1,10 +1,10 @@
-"""Building blocks of the advantage estimators: groups, their statistics, which skip NaN, and discounted sums."""
+"""Groups of rows, which may lie on several ranks, and their statistics: what advantage estimators are built from."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,25 +20,25 @@ NAN = float("nan")
 
 
 class Groups(NamedTuple):
-    """Assignment of this rank's rows to the ``number`` groups of all ranks."""
+    """Assignment of this rank's rows to the groups of all ranks."""
 
-    of_row: Tensor  # (N,) int64
-    number: int
+    of_row: Tensor  # (N,) int64, each row's group, in [0, n_groups)
+    n_groups: int
     process_group: ProcessGroup | None
 
 
 def group_sums(x: Tensor, groups: Groups) -> Tensor:
-    """(N, F) -> (groups, F): each group's sum, over all ranks."""
-    sums = x.new_zeros(groups.number, x.shape[1]).index_add(0, groups.of_row, x)
+    """(N, F) -> (groups, F): each group's sum, over all ranks; NaN if an entry is."""
+    sums = x.new_zeros(groups.n_groups, x.shape[1]).index_add(0, groups.of_row, x)
     return all_reduce(sums, "sum", groups.process_group)
 
 
-def group_extremes(x: Tensor, groups: Groups, op: str) -> Tensor:
+def group_extremes(x: Tensor, groups: Groups, op: Literal["min", "max"]) -> Tensor:
     """(N, F) -> (groups, F): each group's "min" or "max" over the non-NaN entries of all ranks; inf or -inf if none."""
-    nothing = math.inf if op == "min" else -math.inf
+    limit = math.inf if op == "min" else -math.inf
     rows = groups.of_row[:, None].expand_as(x)
-    extremes = x.new_full((groups.number, x.shape[1]), nothing)
-    extremes = extremes.scatter_reduce(0, rows, torch.where(x.isnan(), nothing, x), f"a{op}")
+    extremes = x.new_full((groups.n_groups, x.shape[1]), limit)
+    extremes = extremes.scatter_reduce(0, rows, torch.where(x.isnan(), limit, x), f"a{op}")
     return all_reduce(extremes, op, groups.process_group)
 
 
@@ -60,8 +60,10 @@ def deviations(x: Tensor, groups: Groups, weights: Tensor | None = None) -> tupl
 def moments(x: Tensor, groups: Groups, correction: int) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean, std, n) of each entry's group, (N, F) each, over the n entries that are not NaN.
 
-    std = sqrt(sum of (x - mean)^2 / (n - correction)), 0 for fewer than correction + 1 entries. x - mean is NaN where x
-    is.
+    std = sqrt(sum of (x - mean)^2 / (n - correction)), 0 for a single entry. x - mean is NaN where x is.
+
+    Args:
+        correction: 0 or 1.
     """
     centred, count = deviations(x, groups)
     squares = group_sums(centred.nan_to_num(nan=0.0).square(), groups)
@@ -75,26 +77,15 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
-    """(N, F) -> (N, 1): sum_f w_f r_f over the scored entries, NaN for a row without any."""
+    """(N, F), weights (F,) -> (N, 1): sum_f w_f r_f over the scored entries, NaN for a row without any."""
     unscored = table.isnan().all(dim=1, keepdim=True)
     return torch.where(unscored, NAN, (table * weights).nansum(dim=1, keepdim=True))
 
 
 def summed_z_scores(table: Tensor, weights: Tensor, groups: Groups, correction: int, epsilon: float) -> Tensor:
-    """(N, F) -> (N, 1): the weighted sum of each column's (x - mean) / (std + epsilon), NaN for an unscored row."""
+    """(N, F), weights (F,) -> (N, 1): the weighted sum of (x - mean) / (std + epsilon), NaN for an unscored row."""
     centred, std, _ = moments(table, groups, correction)
     return weighted_sum(divide(centred, std + epsilon), weights)
-
-
-def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) each: the order that moves a row's counted positions to its front, and the mask in that order."""
-    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
-    return order, mask.gather(1, order)
-
-
-def last_counted(mask: Tensor) -> Tensor:
-    """(B, T) bool, true at each row's last counted position."""
-    return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
 
 
 def one_group(rows: int, device: torch.device, process_group: ProcessGroup | None) -> Groups:
@@ -117,11 +108,11 @@ def check_grouping(
     *,
     fewest: int = 2,
 ) -> Tensor:
-    """Check the two ways of naming groups; return ids (rows,) int64 for `sample_groups`.
+    """Check the arguments that name groups, add what the ranks have to compare to `values`, and make ids of the rows.
 
-    The ids are ``group_ids``, or, if a group is ``num_generations`` consecutive rows over all ranks, each row's index
-    on this rank. `fewest` is the least ``num_generations``: 2 if rows are compared with the other rows of their group,
-    since a group of one then gets 0. Add to `values` the entries that the ranks have to compare.
+    The ids (rows,) int64, for `groups_of_samples`, are ``group_ids``, or, if a group is ``num_generations`` consecutive
+    rows over all ranks, each row's index on this rank. `fewest` is the least ``num_generations``: 2 if rows are
+    compared with the other rows of their group, since a group of one then gets 0.
     """
     values |= describe_grouping(rows, num_generations, group_ids)
     if (num_generations is None) == (group_ids is None):
@@ -136,27 +127,30 @@ def check_grouping(
     if isinstance(num_generations, bool) or not isinstance(num_generations, int):
         raise TypeError(f"num_generations: expected an int, got {type(num_generations).__name__}")
     if num_generations < fewest:
-        why = " completions of a prompt: alone each has advantage 0, and nothing trains" if num_generations == 1 else ""
-        raise ValueError(f"num_generations: expected at least {fewest}{why}, got {num_generations}")
+        reason = (
+            " completions of a prompt: alone each has advantage 0, and nothing trains" if num_generations == 1 else ""
+        )
+        raise ValueError(f"num_generations: expected at least {fewest}{reason}, got {num_generations}")
     return torch.arange(rows, device=device)
 
 
-def sample_groups(
+def groups_of_samples(
     ids: Tensor, num_generations: int | None, values: Mapping[str, Any], process_group: ProcessGroup | None
 ) -> Groups:
     """Return the groups of all ranks from the `ids` of `check_grouping`, after the ranks have agreed on `values`.
 
-    With `group_ids` this is a collective.
+    `num_generations` is None if the ids are group ids; the ranks then gather them, which is a collective.
 
     Raises:
         ValueError: on all ranks: the rows are not a multiple of ``num_generations``.
     """
-    rows, sizes = len(ids), values["rows"]
-    start = 0 if process_group is None else sum(sizes[: torch.distributed.get_rank(process_group)])
+    rows, rows_by_rank = len(ids), values["rows"]  # which `check_same` made a list
+    start = 0 if process_group is None else sum(rows_by_rank[: torch.distributed.get_rank(process_group)])
     if num_generations is None:
-        all_ids = ids if process_group is None else gather_uneven(ids, sizes, process_group)
+        all_ids = ids if process_group is None else gather_uneven(ids, rows_by_rank, process_group)
         unique, index = all_ids.unique(return_inverse=True)
         return Groups(index[start : start + rows], len(unique), process_group)
-    if sum(sizes) % num_generations:
-        raise ValueError(f"num_generations: expected a divisor of the {sum(sizes)} rewards, got {num_generations}")
-    return Groups((start + ids) // num_generations, sum(sizes) // num_generations, process_group)
+    total = sum(rows_by_rank)
+    if total % num_generations:
+        raise ValueError(f"num_generations: expected a divisor of the {total} rewards, got {num_generations}")
+    return Groups((start + ids) // num_generations, total // num_generations, process_group)

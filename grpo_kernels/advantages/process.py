@@ -12,7 +12,7 @@ from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
-from grpo_kernels.base.sums import discounted_sums, wide
+from grpo_kernels.base.sums import discounted_sums, widen
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,13 +46,13 @@ def process_advantages(
         table, ends = _step_table(step_rewards, step_ends)
         batch_size, steps = table.shape
         mask = _process_mask(completion_mask, length, batch_size, table.device)
-        x = wide(table)
+        x = widen(table)
         checks.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
         in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
         checks.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
         values |= {"dtype of step_rewards": table.dtype}
         ids = stats.check_grouping(batch_size, num_generations, group_ids, x.device, values, fewest=1)
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centred, spread, _ = stats.moments(x.reshape(-1, 1), by_step, correction)
     normalised = stats.divide(centred, spread + epsilon).nan_to_num(nan=0.0).view(batch_size, steps)

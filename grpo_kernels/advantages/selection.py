@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
-from grpo_kernels.base.sums import wide
+from grpo_kernels.base.sums import widen
 
 
 @torch.no_grad()
@@ -56,6 +56,6 @@ def _bound(threshold: float | Tensor, total: Tensor) -> Tensor:
     checks.real_tensor("threshold", threshold)
     if threshold.dim():
         checks.expect_shape("threshold", threshold, total.shape, "(B,)")
-    bound = wide(threshold).to(total.device).expand(total.shape)
+    bound = widen(threshold).to(total.device).expand(total.shape)
     checks.require_all(~bound.isnan() | total.isnan(), bound, "threshold", "numbers other than NaN")
     return bound

@@ -13,7 +13,7 @@ from grpo_kernels.advantages import checks
 from grpo_kernels.advantages import group_stats as stats
 from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import AdvantageStd
-from grpo_kernels.base.sums import discounted_sums, wide
+from grpo_kernels.base.sums import counted_first, discounted_sums, last_counted, widen
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,12 +52,12 @@ def gae(
             checks.expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
             finite = last_value.isfinite() | ~mask.any(dim=1)
             checks.require_all(finite, last_value, "last_value", "finite values")
-    order, inside = stats.counted_first(mask)
+    order, inside = counted_first(mask)
     v_packed = v.gather(1, order)
     next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
     if last_value is not None:
-        is_last = stats.last_counted(mask).gather(1, order)
-        next_v = torch.where(is_last, wide(last_value)[:, None], next_v)
+        is_last = last_counted(mask).gather(1, order)
+        next_v = torch.where(is_last, widen(last_value)[:, None], next_v)
     delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
     advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked
@@ -108,9 +108,9 @@ def reinforce_plus_plus(
         else:
             ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
     if ids is not None:
-        total, _, _ = stats.moments(total, stats.sample_groups(ids, num_generations, values, process_group), 0)
-    x = torch.where(stats.last_counted(scored), total, 0.0) - penalty
-    order, _ = stats.counted_first(scored)
+        total, _, _ = stats.moments(total, stats.groups_of_samples(ids, num_generations, values, process_group), 0)
+    x = torch.where(last_counted(scored), total, 0.0) - penalty
+    order, _ = counted_first(scored)
     returns = torch.zeros_like(x).scatter(1, order, discounted_sums(x.gather(1, order), gamma))
     return _whitened(returns, scored, process_group, epsilon=epsilon).to(checks.float_dtype(rewards))
 
@@ -139,7 +139,7 @@ def gdpo_advantages(
         table, weights = checks.reward_table(rewards, reward_weights, values)
         checks.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B, F) or (B,)")
         ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
-    groups = stats.sample_groups(ids, num_generations, values, process_group)
+    groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     total = stats.summed_z_scores(table, weights, groups, 1, epsilon)
     mask = mask & ~total.isnan()
     result = _whitened(total.expand(mask.shape), mask, process_group, correction=1)
@@ -188,9 +188,9 @@ def _whitened(
 
 
 def _token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """(B, T), wide, 0 where masked: rewards (B, T) as they are, rewards (B,) at each row's last counted position."""
+    """(B, T), widened, 0 where masked: rewards (B, T) as they are, rewards (B,) at each row's last counted position."""
     checks.real_tensor("rewards", rewards)
     if rewards.dim() == 2:
         return checks.counted_values("rewards", rewards, mask)
     checks.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
-    return checks.counted_values("rewards", rewards[:, None].expand(mask.shape), stats.last_counted(mask))
+    return checks.counted_values("rewards", rewards[:, None].expand(mask.shape), last_counted(mask))

@@ -1,8 +1,12 @@
-"""Collectives over a process group. If a group may be ``None``, the function is then the identity and sends nothing."""
+"""Collectives over a process group.
+
+`torch.distributed` is imported inside the functions that use it: a build of torch may lack it, and calls without a
+group do not need it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,21 +15,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def check_group(name: str, group: Any) -> None:
-    """Raise TypeError unless `group` is a process group, or None."""
-    if group is None:
+def check_group(name: str, process_group: Any) -> None:
+    """Raise TypeError unless `process_group`, the argument `name` of a call, is a process group or None."""
+    if process_group is None:
         return
     from torch.distributed import ProcessGroup
 
-    if not isinstance(group, ProcessGroup):
+    if not isinstance(process_group, ProcessGroup):
         raise TypeError(
             f"{name}: expected a torch.distributed.ProcessGroup that this rank is in, or None, got "
-            f"{type(group).__name__}"
+            f"{type(process_group).__name__}"
         )
 
 
-def all_reduce(x: Tensor, op: str, process_group: ProcessGroup | None) -> Tensor:
-    """``x`` reduced over the group's ranks; ``op`` is "sum", "min" or "max". Reduces in place and returns ``x``."""
+def all_reduce(x: Tensor, op: Literal["sum", "min", "max"], process_group: ProcessGroup | None) -> Tensor:
+    """Reduce `x` in place over the group's ranks and return it; without a group, return it as it is."""
     if process_group is None:
         return x
     import torch.distributed as dist
@@ -35,7 +39,7 @@ def all_reduce(x: Tensor, op: str, process_group: ProcessGroup | None) -> Tensor
 
 
 def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """(R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
+    """Return (R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
     import torch.distributed as dist
 
     parts = x.new_empty(dist.get_world_size(process_group), *x.shape)
@@ -44,7 +48,7 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def group_device(process_group: ProcessGroup) -> torch.device:
-    """Return the device on which ranks exchange tensors: the GPU if the group serves it, whatever a call's tensors."""
+    """Return the device of tensors that ranks exchange: the GPU if the group serves it, even for CPU tensors."""
     import torch.distributed as dist
 
     if torch.accelerator.is_available() and (here := torch.accelerator.current_accelerator()) is not None:

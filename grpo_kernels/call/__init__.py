@@ -1,1 +1,1 @@
-"""Turn a public call's arguments into a `Request` to an engine: check them, compare them over the ranks, plan."""
+"""Check the arguments of a public call, compare them between ranks, and make the `Request` that an engine serves."""

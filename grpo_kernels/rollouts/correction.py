@@ -13,7 +13,7 @@ from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.base.importance import bounded, scored_difference
 from grpo_kernels.base.packing import sequences_of
-from grpo_kernels.base.sums import wide
+from grpo_kernels.base.sums import widen
 from grpo_kernels.rollouts import checks, metrics
 from grpo_kernels.rollouts.rules import Bound, log_ratio, statistic
 
@@ -110,8 +110,8 @@ def correct(
     counts = padded(counted)
     sequences = counts.any(dim=1)
     mask = counts[sequences]
-    old = torch.where(mask, wide(padded(old_per_token_logps)[sequences]), 0.0)
-    d = torch.where(mask, scored_difference(old, wide(padded(sampling_per_token_logps)[sequences])), 0.0)
+    old = torch.where(mask, widen(padded(old_per_token_logps)[sequences]), 0.0)
+    d = torch.where(mask, scored_difference(old, widen(padded(sampling_per_token_logps)[sequences])), 0.0)
     results = metrics.off_policy(old, d, mask, safety_bound)
 
     weights = mask.to(d.dtype)

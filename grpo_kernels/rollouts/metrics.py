@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.sums import wide
+from grpo_kernels.base.sums import widen
 from grpo_kernels.rollouts.rules import DIVERGENCES, Rule, row_means
 
 Metrics = dict[str, Tensor]
@@ -123,4 +123,4 @@ def _extreme(x: Tensor, which: str) -> Tensor:
 
 def _share(x: Tensor) -> Tensor:
     """Share that is True."""
-    return wide(x).mean()
+    return widen(x).mean()

@@ -71,7 +71,7 @@ def combine_kernel(
     BLOCK_S: tl.constexpr,
 ):
     """Make the statistics of `BLOCK_N` rows from their parts (n, splits)."""
-    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     offs_s = tl.arange(0, BLOCK_S)[None, :]
     at = rows.to(tl.int64)[:, None] * splits + offs_s
     m = tl.load(max_ptr + at, mask=offs_s < splits, other=float("-inf"))
@@ -81,8 +81,8 @@ def combine_kernel(
     rest, log_sum, entropy = finish(m, rest, t)
     ids = tl.load(ids_ptr + rows)
     logp = target_logp(m, rest, tl.load(target_ptr + rows))
-    tl.store(logps_ptr + rows, tl.where((ids >= 0) & (ids < V), logp, float("nan")), mask=counts)
-    tl.store(max_logit_ptr + rows, m, mask=counts)
-    tl.store(log_sum_ptr + rows, log_sum, mask=counts)
+    tl.store(logps_ptr + rows, tl.where((ids >= 0) & (ids < V), logp, float("nan")), mask=is_row)
+    tl.store(max_logit_ptr + rows, m, mask=is_row)
+    tl.store(log_sum_ptr + rows, log_sum, mask=is_row)
     if entropies_ptr is not None:
-        tl.store(entropies_ptr + rows, entropy, mask=counts)
+        tl.store(entropies_ptr + rows, entropy, mask=is_row)

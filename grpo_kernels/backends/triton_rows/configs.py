@@ -1,9 +1,10 @@
 """Tile shapes, warps and pipeline stages of every kernel, from a table: `tuned.json`.
 
-The table was filled in beforehand (`benchmarks/tune.py`); nothing is timed at run time: the winner would change
-from one run to the next, and the bits with it. For the same reason a configuration follows from the vocabulary, the
-width of the hidden states, their dtype and the device's family alone: never from the number of rows. The first entry of
-a family that fits is taken. ``"measured"`` says whether an entry was timed, and on which device.
+The table was filled in beforehand (`benchmarks/tune.py`); nothing is timed at run time: the winner would change from
+one run to the next, and with it the results' bits, which have to be the same in every run. For the same reason a
+configuration follows from the vocabulary, the width of the hidden states, their dtype and the device's family alone:
+never from the number of rows. The first entry of a family that fits is taken. ``"measured"`` says whether an entry was
+timed, and on which device.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import torch
 
 TABLE = "tuned.json"
 FAMILIES = ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter", "default")
-KIN = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942"}
-# The most shared memory of a program; "default" stands for all other devices.
-SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 65536}
+FAMILY_OF_ARCH = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942"}
 Entry = dict[str, Any]
 
 REGISTERS = 65536  # of an NVIDIA multiprocessor
+COLUMNS_OF_WARP = 4 * 32  # of a step, at least: a lane of four columns for each thread
 
 ROW_KERNELS = ("stats", "fused", "grad")  # the first two share their entries, so that the statistics' bits agree
 
@@ -39,17 +39,17 @@ class RowConfig:
     maxnreg: int | None = None  # registers per thread of the fused kernel for two heads; None: the assembler decides
 
     def for_two_heads(self, vocab: int) -> RowConfig:
-        """Return the same tile, and so the same bits, with twice the threads where the vocabulary is no multiple of 16.
+        """Return the same tile, and so the same bits; with twice the threads if the vocabulary is no multiple of 16.
 
         Elements are then read one by one, and two rows take more registers than a thread has. A step of a small
         vocabulary has one column for each thread at most: with more threads, several would hold the same column, and
         one would write in place what another still reads.
         """
-        has_columns = self.block_v >= 4 * 32 * 2 * self.num_warps
+        has_columns = self.block_v >= 2 * COLUMNS_OF_WARP * self.num_warps
         return replace(self, num_warps=2 * self.num_warps) if vocab % 16 and has_columns else self
 
-    def arguments_within_registers(self) -> dict[str, Any]:
-        """Return `arguments`, with `maxnreg` if it is set: left alone, the assembler keeps to fewer and spills."""
+    def arguments_with_register_limit(self) -> dict[str, Any]:
+        """Return `arguments`, with `maxnreg` if it is set: by itself the assembler takes fewer registers and spills."""
         if self.maxnreg is None:
             return self.arguments()
         return {**self.arguments(), "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps))}
@@ -87,16 +87,16 @@ class DotConfig:
 
 def family(arch: str) -> str:
     """Return the family whose entries `arch` takes: ``"interpreter"`` for ``"cpu"``, ``"default"`` if it is unknown."""
-    return arch if arch in FAMILIES else KIN.get(arch, "default")
+    return arch if arch in FAMILIES else FAMILY_OF_ARCH.get(arch, "default")
 
 
 def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
     """The tile of one of `ROW_KERNELS` for logits (n, vocab) on `arch`, such as ``"sm_90"`` or ``"cpu"``."""
     for e in _entries("rows", family(arch)):
-        if kernel in e["kernels"] and _holds(e["vocab_at_most"], vocab):
+        if kernel in e["kernels"] and _within(e["vocab_at_most"], vocab):
             config = _row_config(e)
-            least = 4 * 32 * config.num_warps  # a lane of four columns for each thread
-            block_v = min(config.block_v, max(_power_of_2(vocab), least))
+            least = COLUMNS_OF_WARP * config.num_warps
+            block_v = min(config.block_v, max(_next_power_of_2(vocab), least))
             maxnreg = None if arch.startswith("gfx") else config.maxnreg  # AMD's compiler knows no such option
             return replace(config, block_v=block_v, maxnreg=maxnreg)
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
@@ -113,7 +113,7 @@ def dot_config(
         aligned: True if the weight is aligned (`dot.is_aligned`); else loads of single elements take registers, too.
     """
     for e in _dot_entries(8 * dtype.itemsize, family(arch), softcap=softcap, aligned=aligned):
-        if _holds(e["hidden_width_at_most"], hidden_width) and _holds(e["vocab_at_most"], vocab):
+        if _within(e["hidden_width_at_most"], hidden_width) and _within(e["vocab_at_most"], vocab):
             return _dot_config(e, vocab)
     raise LookupError(f"{TABLE}: no tiles of the scoring kernel for {dtype} on {arch}")
 
@@ -159,7 +159,7 @@ def _dot_config(entry: Entry, vocab: int) -> DotConfig:
     return DotConfig(splits=splits, **{f.name: entry[f.name] for f in fields(DotConfig) if f.name != "splits"})
 
 
-def _holds(bound: int | None, x: int) -> bool:
+def _within(bound: int | None, x: int) -> bool:
     return bound is None or x <= bound
 
 
@@ -167,5 +167,5 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _power_of_2(x: int) -> int:
+def _next_power_of_2(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()

@@ -142,7 +142,7 @@ def diverge_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """The divergence of `BLOCK_N` rows, and the sum of their k."""
-    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
     head = (row_ptrs, bias_ptr, inner, outer)
     teacher_ptrs, teacher_inner, teacher_outer = head_rows(
@@ -160,8 +160,8 @@ def diverge_kernel(
         head, teacher, known, V, jsd_beta, TERMS,
         HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_N, BLOCK_V, NUM_STAGES,
     )  # fmt: skip
-    tl.store(value_ptr + rows, value, mask=counts)
-    tl.store(sum_k_ptr + rows, sum_k, mask=counts)
+    tl.store(value_ptr + rows, value, mask=is_row)
+    tl.store(sum_k_ptr + rows, sum_k, mask=is_row)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP = 16
 MOST_STRIDE = 2**23  # elements: offsets within a tile of 256 rows fit in 32 bits
 
-FLOOR = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number
+FLOOR = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number, for logits; LOWEST is for exponents
 
 
 def score_dot(
@@ -43,7 +43,6 @@ def score_dot(
     transform: LogitTransform,
     *,
     entropy: bool,
-    extras: tuple[str, ...] = (),
     config: DotConfig | None = None,
 ) -> RowStats:
     """The statistics of ``hidden @ weight.T``, whose logits are never in memory.
@@ -52,10 +51,8 @@ def score_dot(
         config: the tiles; chosen by `dot_config` if None.
 
     Raises:
-        ValueError: operands that the kernel cannot take, or `extras`, which it does not compute.
+        ValueError: operands that the kernel cannot take. The engine "score", which stores logits, takes them.
     """
-    if extras:
-        raise ValueError(f"extras: expected none without logits, got {extras}; engine='score' computes them")
     if hidden.dtype not in DTYPES:
         raise ValueError(f"hidden: expected float32, bfloat16 or float16, got {hidden.dtype}; engine='score' takes it")
     if weight.dtype != hidden.dtype:
@@ -82,7 +79,7 @@ def launch_dot(
     if n == 0:
         return launch_combine(maxima, rests, ts, target, ids, vocab, entropy=entropy)
     weight, stride_wv = _with_stride(weight)
-    hidden, stride_hn = _with_stride(hidden, copies=is_aligned(weight) and not is_aligned(hidden))
+    hidden, stride_hn = _with_stride(hidden, copies=is_aligned(weight) and not is_aligned(hidden))  # for wide loads
     use_tma = config.use_tma and is_aligned(weight)
     h: Any = hidden
     w: Any = weight
@@ -231,17 +228,18 @@ def dot_kernel(
         m, rest, t = join(m, rest, t, tile_m, tile_rest, tile_t)
 
     is_empty = (m == FLOOR) & (rest < 0.0)
-    offs_n = tl.arange(0, BLOCK_N)
-    rows = first_row.to(tl.int64) + offs_n
-    mask_n = first_row + offs_n < n
-    ids = tl.load(ids_ptr + rows, mask=mask_n, other=-1)
-    at = rows * splits + split
-    m = tl.where(rest == rest, m, float("nan"))
+    # Made anew, now with rows past the end: what lives through the loop takes registers.
+    offs_all = tl.arange(0, BLOCK_N)
+    all_rows = first_row.to(tl.int64) + offs_all
+    mask_n = first_row + offs_all < n
+    all_ids = tl.load(ids_ptr + all_rows, mask=mask_n, other=-1)
+    at = all_rows * splits + split
+    m = tl.where(rest == rest, m, float("nan"))  # a NaN shows in rest alone
     tl.store(max_ptr + at, tl.where(is_empty, float("-inf"), m), mask=mask_n)
     tl.store(rest_ptr + at, rest, mask=mask_n)
     tl.store(t_ptr + at, t, mask=mask_n)
-    is_here = (ids >= first_tile * BLOCK_V) & (ids < last_tile * BLOCK_V)
-    tl.store(target_ptr + rows, target, mask=mask_n & is_here)
+    is_here = (all_ids >= first_tile * BLOCK_V) & (all_ids < last_tile * BLOCK_V)
+    tl.store(target_ptr + all_rows, target, mask=mask_n & is_here)
 
 
 @triton.jit

@@ -57,10 +57,10 @@ def launch_fused(
 
 
 def loss_arguments(loss: TokenLoss) -> dict[str, Any]:
-    """Kernel arguments that describe `loss`, except its KL term."""
+    """Kernel arguments that describe `loss`; `fused_kernel` takes `ref` and the KL estimator as well."""
     return {
         "advantages_ptr": loss.advantages,
-        "d_logps_ptr": loss.d_logps,
+        "d_policy_ptr": loss.d_logps,
         "weights_ptr": loss.weights,
         "old_ptr": loss.old,
         "gate_ptr": loss.gate,
@@ -80,7 +80,7 @@ def fused_kernel(
     ids_ptr,
     # tokens: (n,)
     advantages_ptr,
-    d_logps_ptr,
+    d_policy_ptr,
     weights_ptr,
     old_ptr,
     ref_ptr,
@@ -120,21 +120,21 @@ def fused_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient; a KL term if there is `ref_ptr`."""
-    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
-    head = (row_ptrs, bias_ptr, inner, outer)
-    ids = tl.load(ids_ptr + rows)
+    head = (row_ptrs, bias_ptr, inner, outer)  # see `head_rows`
+    ids = tl.load(ids_ptr + rows)  # in [0, V), or -1: the caller has marked all invalid ids, those of V or more, too
     is_id = (ids >= 0) & (ids < V)
     x_target = load_at(head, ids, is_id, ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
-    wanted = (True, False, False, False)
+    wanted = (True, False, False, False)  # of (t, squares, total, top_id), see `steps`; m, rest, t: see `reduce`
     m, rest, t, _squares, _total, _top_id = reduce_rows(
         head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
 
-    tokens = (advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr)
+    tokens = (advantages_ptr, d_policy_ptr, weights_ptr, old_ptr, gate_ptr)
     loss, d_logp, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
     if ref_ptr is not None:
         kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
@@ -144,17 +144,17 @@ def fused_kernel(
             d_kl = times(ratio, d_corrected)
         loss += beta * weight * kl
         d_logp += beta * weight * d_kl
-        tl.store(kl_ptr + rows, kl, mask=counts)
+        tl.store(kl_ptr + rows, kl, mask=is_row)
     d_logp = tl.where(ids < 0, float("nan"), d_logp)  # on-policy nothing else makes it NaN
     loss = tl.where(ids < 0, float("nan"), loss)
 
-    tl.store(logps_ptr + rows, logp, mask=counts)
-    tl.store(max_logit_ptr + rows, m, mask=counts)
-    tl.store(log_sum_ptr + rows, log_sum, mask=counts)
-    tl.store(entropies_ptr + rows, entropy, mask=counts)
-    tl.store(loss_ptr + rows, loss, mask=counts)
-    tl.store(d_logp_ptr + rows, d_logp, mask=counts)
-    tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
+    tl.store(logps_ptr + rows, logp, mask=is_row)
+    tl.store(max_logit_ptr + rows, m, mask=is_row)
+    tl.store(log_sum_ptr + rows, log_sum, mask=is_row)
+    tl.store(entropies_ptr + rows, entropy, mask=is_row)
+    tl.store(loss_ptr + rows, loss, mask=is_row)
+    tl.store(d_logp_ptr + rows, d_logp, mask=is_row)
+    tl.store(log_ratio_ptr + rows, log_ratio, mask=is_row)
     if out_ptr is not None:
         d_entropies = tl.zeros_like(d_logp) + d_entropy
         level, tilt = row_terms(
@@ -171,31 +171,33 @@ def fused_kernel(
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
             write_gradient(
-                head, out_ptrs, whole, V, counts, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
+                head, out_ptrs, whole, V, is_row, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
                 HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
             write_gradient(
-                head, out_ptrs, whole - back, None, counts, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
+                head, out_ptrs, whole - back, None, is_row, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
                 HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         d_target = target_gradient(
             logp[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None], HAS_ENTROPY_GRADIENT
         )
-        store_target(out_ptrs, ids, is_id & counts, of_raw(d_target, x_target, head, HAS_SOFTCAP))
+        # overwrites what `write_gradient` wrote: it begins with a barrier
+        store_target(out_ptrs, ids, is_id & is_row, of_raw(d_target, x_target, head, HAS_SOFTCAP))
 
 
 @triton.jit
 def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
     """Return for each row (R,): the loss without a KL term, d loss / d logp, the log-ratio, and the weight.
 
-    `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the reference.
+    `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the reference. On-policy there
+    is no `old_ptr`; SURROGATE is then "constant" or "linear", which take the policy term's derivative as advantage.
     """
-    advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr = tokens
+    advantages_ptr, d_policy_ptr, weights_ptr, old_ptr, gate_ptr = tokens
     weight = tl.load(weights_ptr + rows)
     if old_ptr is None:
         log_ratio = tl.where(logp == logp, 0.0, logp)
-        loss, d_log_ratio, d_logp = SURROGATE(log_ratio, tl.load(d_logps_ptr + rows), logp, *constants)
+        loss, d_log_ratio, d_logp = SURROGATE(log_ratio, tl.load(d_policy_ptr + rows), logp, *constants)
         loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
     else:
         log_ratio = logp - tl.load(old_ptr + rows)

@@ -122,7 +122,7 @@ def grad_kernel(
 ):
     """Write up to `STEPS` tiles of the gradient; the entropy's if `d_entropy_ptr`, the teacher's if `TERMS`."""
     parts = tl.cdiv(V, STEPS * BLOCK_V)
-    rows, counts = row_block(tl.program_id(0) // parts, n, BLOCK_N)
+    rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
     last = tl.minimum(first + STEPS * BLOCK_V, V)
     row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
@@ -130,7 +130,7 @@ def grad_kernel(
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
 
     target = tl.load(ids_ptr + rows) - first_id
-    is_here = counts & (target >= first) & (target < last)
+    is_here = is_row & (target >= first) & (target < last)
     has_target = tl.max(is_here.to(tl.int32), axis=0) > 0
     x_target = tl.zeros((BLOCK_N, 1), tl.float32)
     d_target = x_target
@@ -173,13 +173,13 @@ def grad_kernel(
     whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
     for start in tl.range(first, whole, BLOCK_V, num_stages=NUM_STAGES):
         write_gradient(
-            head, out_ptrs, start, None, counts, m, level, tilt,
+            head, out_ptrs, start, None, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     if whole < last:
         write_gradient(
-            head, out_ptrs, whole, V, counts, m, level, tilt,
+            head, out_ptrs, whole, V, is_row, m, level, tilt,
             d_entropy_ptr is not None, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
@@ -223,7 +223,7 @@ def write_gradient(
     out_ptrs,
     start,
     end,
-    counts,
+    is_row,
     # of the rows: (R, 1)
     m,
     level,
@@ -248,13 +248,13 @@ def write_gradient(
     if TERMS is not None:
         y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_step(pair[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4)
     d0 = gradient(x0, y0, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
-    store_rows(out_ptrs, d0, columns0, end, counts)
+    store_rows(out_ptrs, d0, columns0, end, is_row)
     d1 = gradient(x1, y1, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
-    store_rows(out_ptrs, d1, columns1, end, counts)
+    store_rows(out_ptrs, d1, columns1, end, is_row)
     d2 = gradient(x2, y2, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
-    store_rows(out_ptrs, d2, columns2, end, counts)
+    store_rows(out_ptrs, d2, columns2, end, is_row)
     d3 = gradient(x3, y3, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
-    store_rows(out_ptrs, d3, columns3, end, counts)
+    store_rows(out_ptrs, d3, columns3, end, is_row)
 
 
 @triton.jit
@@ -296,11 +296,11 @@ def store_target(out_ptrs, target, mask, d):
 
 
 @triton.jit
-def store_rows(ptrs, x, columns, end, counts):
+def store_rows(ptrs, x, columns, end, is_row):
     """Store x (R, W) in its columns, below `end` if it is not None, of the rows that count; a lone row always does."""
     x = x.to(ptrs.dtype.element_ty)
-    if counts.shape[0] > 1:
-        mask = tl.broadcast_to(counts[:, None], x.shape)
+    if is_row.shape[0] > 1:
+        mask = tl.broadcast_to(is_row[:, None], x.shape)
         if end is not None:
             mask = mask & (columns < end)
         tl.store(ptrs + columns, x, mask=mask)

@@ -7,7 +7,8 @@ A running sum (m, rest, t) over logits x stands for::
     t = sum of e^(x - m) (x - m)
 
 so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly certain. Where nothing
-was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN.
+was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN. All kernels use these three names; the names of
+the gradient, `level` and `tilt`, are those of `grad.row_terms`.
 
 `fold` adds four logits to each of many lanes, with five exponentials. `merge` joins lanes, or parts of a vocabulary,
 that lie along an axis; `join` joins two. `finish` and `target_logp` turn a whole row's sums into statistics. No step

@@ -104,7 +104,7 @@ def single_pass_kernel(
 ):
     """`BLOCK_N` rows, from raw projection to statistics and gradient."""
     LANES: tl.constexpr = BLOCK_V // 4
-    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
     head = (row_ptrs, bias_ptr, inner, outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
@@ -127,11 +127,11 @@ def single_pass_kernel(
         sums = no_logits(BLOCK_N, LANES)
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-            sums = reduce_and_write(sums, head, out_ptrs, start, None, counts, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
+            sums = reduce_and_write(sums, head, out_ptrs, start, None, is_row, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
         if whole < V:
-            sums = reduce_and_write(sums, head, out_ptrs, whole, V, counts, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
+            sums = reduce_and_write(sums, head, out_ptrs, whole, V, is_row, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
         sums = merge_lanes(sums, V, wanted)
-    rest, log_sum, logp = store_statistics(rows, counts, ids, V, sums, tl.reshape(z_target, ids.shape), results)
+    rest, log_sum, logp = store_statistics(rows, is_row, ids, V, sums, tl.reshape(z_target, ids.shape), results)
 
     m = sums[0][:, None]
     rest = rest[:, None]
@@ -143,8 +143,8 @@ def single_pass_kernel(
     d_target = expm1(logp)[:, None] * tl.where(is_near, sum_exp, -in_row)  # 1 - p, which must not cancel
     if HAS_SOFTCAP:
         d_target *= bend(x_target, head)
-    tl.store(scale_ptr + rows[:, None], scale, mask=counts[:, None])
-    again = tl.reshape(is_near == 0, rows.shape) & counts
+    tl.store(scale_ptr + rows[:, None], scale, mask=is_row[:, None])
+    again = tl.reshape(is_near == 0, rows.shape) & is_row
     barrier()  # all threads have read and written before one writes again
     if tl.max(again.to(tl.int32), axis=0) > 0:
         one = tl.full(m.shape, 1.0, tl.float32)
@@ -155,40 +155,40 @@ def single_pass_kernel(
         if whole < V:
             write_gradient(head, out_ptrs, whole, V, again, m, level, tilt, False, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V)
         barrier()
-    mask = (is_id & counts)[:, None]
+    mask = (is_id & is_row)[:, None]
     tl.store(out_ptrs + ids[:, None], d_target.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def reduce_and_write(
-    sums, head, out_ptrs, start, end, counts, ref, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
+    sums, head, out_ptrs, start, end, is_row, ref, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
     """Reduce as `reduce_step` does, and write e^(z - ref)."""
     LANES: tl.constexpr = sums[0].shape[1]
     if end is None:
         x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, None, ROUNDED_TO, LANES)
-        z0 = write_unscaled(x0, id0, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
-        z1 = write_unscaled(x1, id1, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
-        z2 = write_unscaled(x2, id2, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
-        z3 = write_unscaled(x3, id3, None, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z0 = write_unscaled(x0, id0, None, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
+        z1 = write_unscaled(x1, id1, None, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
+        z2 = write_unscaled(x2, id2, None, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
+        z3 = write_unscaled(x3, id3, None, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
     else:  # masks take registers: one tile after the other
         x0, id0 = load_x(head, start, end, ROUNDED_TO, LANES)
-        z0 = write_unscaled(x0, id0, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z0 = write_unscaled(x0, id0, end, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
         x1, id1 = load_x(head, start + LANES, end, ROUNDED_TO, LANES)
-        z1 = write_unscaled(x1, id1, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z1 = write_unscaled(x1, id1, end, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
         x2, id2 = load_x(head, start + 2 * LANES, end, ROUNDED_TO, LANES)
-        z2 = write_unscaled(x2, id2, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z2 = write_unscaled(x2, id2, end, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
         x3, id3 = load_x(head, start + 3 * LANES, end, ROUNDED_TO, LANES)
-        z3 = write_unscaled(x3, id3, end, out_ptrs, counts, ref, head, HAS_SOFTCAP)
+        z3 = write_unscaled(x3, id3, end, out_ptrs, is_row, ref, head, HAS_SOFTCAP)
     return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
 
 @triton.jit
-def write_unscaled(x, columns, end, out_ptrs, counts, ref, head, HAS_SOFTCAP: tl.constexpr):
+def write_unscaled(x, columns, end, out_ptrs, is_row, ref, head, HAS_SOFTCAP: tl.constexpr):
     """Write e^(z - ref) of x (R, W), times `bend` with a soft-cap; return z."""
     z = logits(x, columns, end, head, HAS_SOFTCAP)
     d = exp_term(z - ref)
     if HAS_SOFTCAP:
         d = d * bend(x, head)
-    store_rows(out_ptrs, d, columns, end, counts)
+    store_rows(out_ptrs, d, columns, end, is_row)
     return z

@@ -78,7 +78,7 @@ def stats_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
-    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
     head = (row_ptrs, bias_ptr, inner, outer)
     ids = tl.load(ids_ptr + rows)
@@ -88,7 +88,7 @@ def stats_kernel(
     sums = reduce_rows(head, V, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES)
     x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
-    store_statistics(rows, counts, ids, V, sums, z_target, results)
+    store_statistics(rows, is_row, ids, V, sums, z_target, results)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def sums_for(results):
 
 
 @triton.jit
-def store_statistics(rows, counts, ids, V, sums, z_target, results):
+def store_statistics(rows, is_row, ids, V, sums, z_target, results):
     """Store the wanted results of the rows that count; return rest and log_sum, as `finish` does, and logp.
 
     The sums are those of whole rows, as `merge_lanes` returned them, z_target (R,) the targets' z. `results` is a tuple
@@ -109,16 +109,16 @@ def store_statistics(rows, counts, ids, V, sums, z_target, results):
     logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr = results
     rest, log_sum, entropy = finish(m, rest, t)
     logp = target_logp(m, rest, z_target)
-    tl.store(logps_ptr + rows, logp, mask=counts)
-    tl.store(max_logit_ptr + rows, m, mask=counts)
-    tl.store(log_sum_ptr + rows, log_sum, mask=counts)
+    tl.store(logps_ptr + rows, logp, mask=is_row)
+    tl.store(max_logit_ptr + rows, m, mask=is_row)
+    tl.store(log_sum_ptr + rows, log_sum, mask=is_row)
     if entropies_ptr is not None:
-        tl.store(entropies_ptr + rows, entropy, mask=counts)
+        tl.store(entropies_ptr + rows, entropy, mask=is_row)
     if log_sum_sq_probs_ptr is not None:
         # sum p^2 = (1 + squares) / (1 + rest)^2
-        tl.store(log_sum_sq_probs_ptr + rows, log1p(squares) - 2.0 * log_sum, mask=counts)
+        tl.store(log_sum_sq_probs_ptr + rows, log1p(squares) - 2.0 * log_sum, mask=is_row)
     if mean_logits_ptr is not None:
-        tl.store(mean_logits_ptr + rows, total / V, mask=counts)
+        tl.store(mean_logits_ptr + rows, total / V, mask=is_row)
     if is_top1_ptr is not None:
-        tl.store(is_top1_ptr + rows, (top_id == ids) & (log_sum == log_sum), mask=counts)
+        tl.store(is_top1_ptr + rows, (top_id == ids) & (log_sum == log_sum), mask=is_row)
     return rest, log_sum, logp

@@ -50,7 +50,7 @@ def launch_teacher_fused(
         log_ratio_ptr=terms["log_ratio"],
         out_ptr=out,
         stride_out_n=0 if out is None else out.stride(0),
-        **config.for_two_heads(chunk.logits.shape[1]).arguments_within_registers(),
+        **config.for_two_heads(chunk.logits.shape[1]).arguments_with_register_limit(),
     )
     return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=divergence)
 
@@ -64,7 +64,7 @@ def teacher_fused_kernel(
     ids_ptr,
     # tokens: (n,)
     advantages_ptr,
-    d_logps_ptr,
+    d_policy_ptr,
     weights_ptr,
     old_ptr,
     gate_ptr,
@@ -113,7 +113,7 @@ def teacher_fused_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """`BLOCK_N` rows, from both raw projections to loss and, with `out_ptr`, gradient."""
-    rows, counts = row_block(tl.program_id(0), n, BLOCK_N)
+    rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
     head = (row_ptrs, bias_ptr, inner, outer)
     teacher_ptrs, teacher_inner, teacher_outer = head_rows(
@@ -132,12 +132,12 @@ def teacher_fused_kernel(
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
     # stored before the rows are read again, and the ids loaded anew after it: this takes fewer registers
-    tl.store(logps_ptr + rows, logp, mask=counts)
-    tl.store(max_logit_ptr + rows, m, mask=counts)
-    tl.store(log_sum_ptr + rows, log_sum, mask=counts)
-    tl.store(entropies_ptr + rows, entropy, mask=counts)
-    tl.store(teacher_max_logit_ptr + rows, teacher_m, mask=counts)
-    tl.store(teacher_log_sum_ptr + rows, teacher_log_sum, mask=counts)
+    tl.store(logps_ptr + rows, logp, mask=is_row)
+    tl.store(max_logit_ptr + rows, m, mask=is_row)
+    tl.store(log_sum_ptr + rows, log_sum, mask=is_row)
+    tl.store(entropies_ptr + rows, entropy, mask=is_row)
+    tl.store(teacher_max_logit_ptr + rows, teacher_m, mask=is_row)
+    tl.store(teacher_log_sum_ptr + rows, teacher_log_sum, mask=is_row)
     known = normalisers(m[:, None], log_sum[:, None], teacher_m[:, None], teacher_log_sum[:, None])
     value, sum_k = diverge_rows(
         head, teacher, known, V, jsd_beta, TERMS,
@@ -145,16 +145,16 @@ def teacher_fused_kernel(
     )  # fmt: skip
 
     ids = tl.load(ids_ptr + rows)
-    tokens = (advantages_ptr, d_logps_ptr, weights_ptr, old_ptr, gate_ptr)
+    tokens = (advantages_ptr, d_policy_ptr, weights_ptr, old_ptr, gate_ptr)
     loss, d_logp, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
     d_divergence = beta * weight
     loss = tl.where(ids < 0, float("nan"), loss + d_divergence * value)
     d_logp = tl.where(ids < 0, float("nan"), d_logp)  # on-policy nothing else makes it NaN
-    tl.store(value_ptr + rows, value, mask=counts)
-    tl.store(sum_k_ptr + rows, sum_k, mask=counts)
-    tl.store(loss_ptr + rows, loss, mask=counts)
-    tl.store(d_logp_ptr + rows, d_logp, mask=counts)
-    tl.store(log_ratio_ptr + rows, log_ratio, mask=counts)
+    tl.store(value_ptr + rows, value, mask=is_row)
+    tl.store(sum_k_ptr + rows, sum_k, mask=is_row)
+    tl.store(loss_ptr + rows, loss, mask=is_row)
+    tl.store(d_logp_ptr + rows, d_logp, mask=is_row)
+    tl.store(log_ratio_ptr + rows, log_ratio, mask=is_row)
     if out_ptr is not None:
         sum_k, d_logp, d_divergence = sum_k[:, None], d_logp[:, None], d_divergence[:, None]
         logp, log_sum, entropy = logp[:, None], log_sum[:, None], entropy[:, None]
@@ -163,7 +163,7 @@ def teacher_fused_kernel(
         level, tilt = row_terms(head, log_sum, entropy, taken_off, d_entropies, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP)
         pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), jsd_beta)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
-        mask = counts & (ids >= 0) & (ids < V)
+        mask = is_row & (ids >= 0) & (ids < V)
         x_target = load_at(head, ids, mask, ROUNDED_TO)
         y_target = load_at(teacher, ids, mask, TEACHER_ROUNDED_TO)
         d_target = target_gradient(logp, entropy, d_logp, d_entropies, HAS_ENTROPY_GRADIENT)
@@ -174,16 +174,16 @@ def teacher_fused_kernel(
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
             write_gradient(
-                head, out_ptrs, start, None, counts, known[0], level, tilt, HAS_ENTROPY_GRADIENT,
+                head, out_ptrs, start, None, is_row, known[0], level, tilt, HAS_ENTROPY_GRADIENT,
                 HAS_SOFTCAP, ROUNDED_TO, BLOCK_V, pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
             )  # fmt: skip
         if whole < V:
             write_gradient(
-                head, out_ptrs, whole, V, counts, known[0], level, tilt, HAS_ENTROPY_GRADIENT,
+                head, out_ptrs, whole, V, is_row, known[0], level, tilt, HAS_ENTROPY_GRADIENT,
                 HAS_SOFTCAP, ROUNDED_TO, BLOCK_V, pair, TERMS, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
             )  # fmt: skip
         ids = tl.load(ids_ptr + rows)
-        store_target(out_ptrs, ids, counts & (ids >= 0) & (ids < V), d_target)
+        store_target(out_ptrs, ids, is_row & (ids >= 0) & (ids < V), d_target)
 
 
 @triton.jit

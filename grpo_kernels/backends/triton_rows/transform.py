@@ -20,7 +20,7 @@ from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 PER_ROW = [
     *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
     *("mean_logits_ptr", "is_top1_ptr", "d_logp_ptr", "d_entropy_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
-    *("advantages_ptr", "d_logps_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
+    *("advantages_ptr", "d_policy_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
     *(
         "teacher_inv_t_ptr",
         "teacher_max_logit_ptr",

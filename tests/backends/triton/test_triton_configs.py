@@ -71,7 +71,7 @@ def test_a_small_vocabulary_has_a_small_tile(vocab: int) -> None:
 
 def test_amd_is_not_told_of_registers() -> None:
     """Its compiler refuses the option, which entries of the default family have for NVIDIA."""
-    given = {arch: row_config("fused", 151936, arch).arguments_within_registers() for arch in ("sm_86", "gfx90a")}
+    given = {arch: row_config("fused", 151936, arch).arguments_with_register_limit() for arch in ("sm_86", "gfx90a")}
     assert given["sm_86"]["maxnreg"] == 168
     assert "maxnreg" not in given["gfx90a"]
 

@@ -247,8 +247,6 @@ def test_what_it_refuses() -> None:
         score_dot(hidden, weight.half(), ids, PLAIN, entropy=True)
     with pytest.raises(ValueError, match=r"hidden: expected float32, bfloat16 or float16, got torch\.float64"):
         score_dot(hidden.double(), weight.double(), ids, PLAIN, entropy=True)
-    with pytest.raises(ValueError, match=r"extras: expected none .* engine='score' computes them"):
-        score_dot(hidden, weight, ids, PLAIN, entropy=True, extras=("is_top1",))
 
 
 def test_cpu_tensors_without_the_interpreter() -> None:
