@@ -90,7 +90,7 @@ def test_the_fused_head_of_trl() -> None:
     import trl.trainer.utils as trl_utils
 
     from grpo_kernels.integrations.host import during
-    from grpo_kernels.integrations.rows import Rows
+    from grpo_kernels.integrations.rows import KnownRows
     from grpo_kernels.integrations.trl import fused_head
     from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
 
@@ -105,7 +105,7 @@ def test_the_fused_head_of_trl() -> None:
         theirs = run(trl_utils._ChunkedLogProbFunction, Scoring())
         assert run(fused_head.FusedHead, Scoring()) == theirs
         labelled = torch.ones(B, T)
-        assert run(fused_head.FusedHead, Scoring(rows=Rows(labelled), labelled=labelled, batch_size=B)) == theirs
+        assert run(fused_head.FusedHead, Scoring(rows=KnownRows(labelled), labelled=labelled, batch_size=B)) == theirs
 
 
 def test_wrong_and_unknown_arguments_are_named() -> None:

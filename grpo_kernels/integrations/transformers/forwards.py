@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.integrations.transformers.attention import Segments, call_cells, install
-from grpo_kernels.integrations.transformers.layout import Layout, Row
+from grpo_kernels.integrations.transformers.layout import Row, TrunkLayout
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
 Positions = Literal["given", "column", "depth", "none"]
@@ -141,7 +141,7 @@ class Cells:
 
 
 def run_layout(
-    trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layout: Layout, way: Way
+    trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layout: TrunkLayout, way: Way
 ) -> tuple[Any, Segments | None]:
     """Return the output of ``forward`` on the tokens of `layout`, with hidden states (b, w, H); and a tree's segments.
 

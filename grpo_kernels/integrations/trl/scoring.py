@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.run import Run
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.trl.exact_kl import ReferenceHead
 from grpo_kernels.integrations.trl.sampled_sets import SampledSets
@@ -46,7 +46,7 @@ class Scoring:
     run: Run = field(default_factory=Run)
     logits_dtype: LogitsDtype = "float32"
     shares: Shares = field(default_factory=Shares)
-    rows: Rows | None = None
+    rows: KnownRows | None = None
     sampled: list[SampledSets] | None = None
     unscored: dict[str, Any] | None = None
     reference_head: ReferenceHead | None = None

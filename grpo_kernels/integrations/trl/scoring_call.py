@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grpo_kernels.integrations.host import during
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.transformers.trunk import live_trunk
 from grpo_kernels.integrations.trl import exact_kl, sampled_sets
@@ -44,13 +44,13 @@ def _of_call(trainer: Any, scoring: Scoring, arguments: dict[str, Any], labelled
     """Return `scoring` with the rows of one call and the way to compute them; `labelled` (B, T) as in `Scoring`."""
     rows, compute, model = scoring.rows, scoring.compute, arguments["model"]
     if rows is None or rows.counted.shape != labelled.shape or not torch.is_grad_enabled():
-        rows = Rows(labelled)
+        rows = KnownRows(labelled)
     if compute is None and exact_kl.is_asked_for(trainer) and exact_kl.is_reference(trainer, model):
         scoring.reference_head = exact_kl.ReferenceHead(trainer.accelerator.unwrap_model(model), labelled)
         compute = scoring.reference_head.take
     elif scoring.sampled is not None and trainer.sampling_mask is not None:
         compute, drawn = sampled_sets.scoring_over(scoring.sampled, labelled, trainer.sampling_mask)
-        rows = Rows(rows.counted * drawn, rows.fill, rows.expected)
+        rows = KnownRows(rows.counted * drawn, rows.fill, rows.expected)
     batch_size = arguments.get("batch_size") or labelled.size(0)
     return replace(scoring, rows=rows, labelled=labelled, batch_size=batch_size, compute=compute)
 

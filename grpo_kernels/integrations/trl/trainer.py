@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
 from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.integrations.host import during
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.trunk import trunk_of
@@ -249,7 +249,7 @@ class FusedLossMixin(LogsRows):
         """Return the `Scoring` that is valid now; a new one outside of losses and generations."""
         return self._scoring() if SCORING.get() is PATCHED else SCORING.get()
 
-    def _rows_of_loss(self, inputs: dict[str, Any], *, is_unscored: bool = False) -> Rows | None:
+    def _rows_of_loss(self, inputs: dict[str, Any], *, is_unscored: bool = False) -> KnownRows | None:
         """Rows that the loss of a micro-batch reads, and the gradient it will send; None if the loss is unknown."""
         is_known = torch.is_grad_enabled() and HEAD.is_known()
         config = self._loss_config(is_unscored=is_unscored) if is_known else None
