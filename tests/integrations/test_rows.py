@@ -21,9 +21,8 @@ def asked(index: torch.Tensor, logps: torch.Tensor, entropies: torch.Tensor | No
 def test_rows_of_a_call_are_those_at_its_positions() -> None:
     """In any order, in any shape, and padding among them."""
     positions = torch.tensor([[4, -1, 1], [0, 5, -1]])
-    of_call = KnownRows(COUNTED, FILL, Expectation(asked, GRADED, has_entropy_gradient=False), entropy=False).at(
-        positions
-    )
+    of_batch = Expectation(asked, GRADED, has_entropy_gradient=False)
+    of_call = KnownRows(COUNTED, FILL, of_batch, entropy=False).at(positions)
     assert of_call.counted.tolist() == [[True, False, False], [True, True, False]]
     assert not of_call.entropy
     logps = torch.full((2, 3), -1.0)

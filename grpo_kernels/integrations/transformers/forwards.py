@@ -49,8 +49,8 @@ class TrunkInputs:
         """The inputs `given` by name, or a str: the reason why they cannot be computed in parts."""
         given = {name: x for name, x in given.items() if x is not None}
         config: Any = trunk.config
-        for name in _RETURNED:
-            if given.get(name, getattr(config, name, False)):
+        for name in _RETURNED:  # a vision-language model's decoder reads the config of its own
+            if given.get(name, any(getattr(x, name, False) for x in (config, text_config(trunk)))):
                 return f"{name} is returned for the padded batch, so the padded forward runs"
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             return "return_dict: expected outputs with names"
