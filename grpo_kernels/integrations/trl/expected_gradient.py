@@ -39,11 +39,15 @@ def loss_config(trainer: Any, owner: type, *, is_unscored: bool) -> LossConfig |
         return None
 
 
-def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> KnownRows:
+def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig | None) -> KnownRows | None:
     """Return the rows (B, T) that the loss `config` of the micro-batch `inputs` reads, and the gradient it will send.
+
+    Without a `config` nothing is known of them: None.
 
     Tools' tokens are labelled and not read. They get the old or reference log-probability, so that a ratio is finite.
     """
+    if config is None:
+        return None
     counted, fill = counted_tokens(inputs), None
     if counted is not inputs["completion_mask"]:
         scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
