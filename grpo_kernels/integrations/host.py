@@ -112,7 +112,7 @@ class HostFunction:
         self.owner, self.name, self.ours = owner, name, ours
         self.unknown, self.needed = unknown, needed
         apply = getattr(ours, "apply", None)
-        self.parameters = parameters_of(ours) if apply is None else ("ctx", *parameters_of(apply))
+        self.parameters = parameter_names(ours) if apply is None else ("ctx", *parameter_names(apply))
 
     def is_ours(self) -> bool:
         """Return True if our function is in place."""
@@ -122,7 +122,7 @@ class HostFunction:
         """Return True if our function is in place, or theirs has the known parameters (and `needed` exist)."""
         theirs = getattr(self.owner, self.name, None)
         function = getattr(theirs, "forward", theirs)
-        is_same = callable(function) and parameters_of(function) == self.parameters
+        is_same = callable(function) and parameter_names(function) == self.parameters
         return self.is_ours() or (is_same and all(hasattr(self.owner, name) for name in self.needed))
 
     def warn_unknown(self) -> None:
@@ -141,7 +141,7 @@ class HostFunction:
         return replaced(self.owner, self.name, self.ours) if self.is_known() else nullcontext()
 
 
-def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the parameters of `function`, by which it is recognised."""
     return tuple(inspect.signature(function).parameters)
 
@@ -155,7 +155,7 @@ def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..
     function = getattr(owner, name, None)
     if not callable(function):
         raise LookupError(f"{owner.__name__} has no function {name}")
-    names = parameters_of(function)
+    names = parameter_names(function)
     if names != tuple(parameters):
         raise LookupError(f"{owner.__name__}.{name}: expected the parameters {tuple(parameters)}, got {names}")
     return function

@@ -20,7 +20,7 @@ from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of
-from grpo_kernels.integrations.host import Patches, parameters_of
+from grpo_kernels.integrations.host import Patches, parameter_names
 from grpo_kernels.integrations.packages import needed
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import grpo_loss
@@ -277,8 +277,8 @@ def patch_liger() -> bool:
     unknown = [
         f"{function}({parameter})"
         for function in ("__init__", "forward")
-        for parameter in (() if theirs is None else parameters_of(getattr(theirs, function)))
-        if parameter not in parameters_of(getattr(LigerFusedLinearGRPOLoss, function))
+        for parameter in (() if theirs is None else parameter_names(getattr(theirs, function)))
+        if parameter not in parameter_names(getattr(LigerFusedLinearGRPOLoss, function))
     ]
     if theirs is None or unknown:
         what = f"has no {NAME}" if theirs is None else f"takes {', '.join(unknown)}"

@@ -1,4 +1,4 @@
-"""`Rows`: what is known about the rows of a head before it is called."""
+"""`KnownRows`: what is known about the rows of a head before it is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from grpo_kernels.call.expected import Expectation
 
 
-class Rows:
+class KnownRows:
     """Facts about the rows of a batch, in the trainer's order: (B, T) or packed (N,). `at` selects those of a call.
 
     No dataclass: FSDP rounds the tensors of a dataclass on the way into a model.
@@ -34,7 +34,7 @@ class Rows:
     ) -> None:
         self.counted, self.fill, self.expected, self.entropy = counted, fill, expected, entropy
 
-    def at(self, positions: Tensor) -> Rows:
+    def at(self, positions: Tensor) -> KnownRows:
         """Return the facts about the rows at `positions` of the flattened batch; at -1 is a row that does not count."""
 
         def select(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Rows:
             graded = None if expected.graded is None else select(expected.graded)
             expected = replace(_renumbered(expected, positions.reshape(-1)), graded=graded)
         fill = None if self.fill is None else select(self.fill)
-        return Rows(select(self.counted) != 0, fill, expected, entropy=self.entropy)
+        return KnownRows(select(self.counted) != 0, fill, expected, entropy=self.entropy)
 
     def filled(self, logps: Tensor) -> Tensor:
         """Return log-probabilities, with `fill` at the rows that do not count."""

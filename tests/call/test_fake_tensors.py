@@ -90,22 +90,22 @@ def test_the_fused_head_of_trl() -> None:
     import trl.trainer.utils as trl_utils
 
     from grpo_kernels.integrations.host import during
-    from grpo_kernels.integrations.rows import Rows
+    from grpo_kernels.integrations.rows import KnownRows
     from grpo_kernels.integrations.trl import fused_head
-    from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
+    from grpo_kernels.integrations.trl.scoring import CALL, ModelCall
 
-    def run(op: Any, scoring: Scoring) -> Any:
+    def run(op: Any, call: ModelCall) -> Any:
         given = inputs()
-        with during(SCORING, scoring):
+        with during(CALL, call):
             found = op.apply(given["hidden"].view(-1, H), given["weight"], None, torch.zeros(B * T).long(), 1.0, 32)
         (found[0] + found[1]).sum().backward()
         return [looks(x) for x in (*found, given["hidden"].grad, given["weight"].grad)]
 
     with FakeTensorMode():
-        theirs = run(trl_utils._ChunkedLogProbFunction, Scoring())
-        assert run(fused_head.FusedHead, Scoring()) == theirs
+        theirs = run(trl_utils._ChunkedLogProbFunction, ModelCall())
+        assert run(fused_head.FusedHead, ModelCall()) == theirs
         labelled = torch.ones(B, T)
-        assert run(fused_head.FusedHead, Scoring(rows=Rows(labelled), labelled=labelled, batch_size=B)) == theirs
+        assert run(fused_head.FusedHead, ModelCall(labelled, B, KnownRows(labelled))) == theirs
 
 
 def test_wrong_and_unknown_arguments_are_named() -> None:

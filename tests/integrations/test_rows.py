@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_kernels import Expectation
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.shares import Shares
 
 COUNTED = torch.tensor([[1, 0, 1], [0, 1, 1]])
@@ -21,7 +21,8 @@ def asked(index: torch.Tensor, logps: torch.Tensor, entropies: torch.Tensor | No
 def test_rows_of_a_call_are_those_at_its_positions() -> None:
     """In any order, in any shape, and padding among them."""
     positions = torch.tensor([[4, -1, 1], [0, 5, -1]])
-    of_call = Rows(COUNTED, FILL, Expectation(asked, GRADED, has_entropy_gradient=False), entropy=False).at(positions)
+    of_batch = Expectation(asked, GRADED, has_entropy_gradient=False)
+    of_call = KnownRows(COUNTED, FILL, of_batch, entropy=False).at(positions)
     assert of_call.counted.tolist() == [[True, False, False], [True, True, False]]
     assert not of_call.entropy
     logps = torch.full((2, 3), -1.0)
@@ -38,16 +39,16 @@ def test_rows_of_a_call_are_those_at_its_positions() -> None:
 
 
 def test_rows_of_which_less_is_known() -> None:
-    of_call = Rows(COUNTED).at(torch.tensor([2, -1]))
+    of_call = KnownRows(COUNTED).at(torch.tensor([2, -1]))
     logps = torch.ones(2)
     assert of_call.filled(logps) is logps
     assert of_call.entropy
     assert of_call.expected is None
-    expected = Rows(COUNTED, expected=Expectation(None, GRADED)).at(torch.tensor([0])).expected
+    expected = KnownRows(COUNTED, expected=Expectation(None, GRADED)).at(torch.tensor([0])).expected
     assert expected is not None
     assert expected.coefficients is None, "a gradient that is not known row by row"
     with torch.no_grad():
-        assert Rows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0])).expected is None
+        assert KnownRows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0])).expected is None
 
 
 def test_shares_are_of_all_calls_since_the_last_log() -> None:

@@ -193,6 +193,8 @@ class ReadOutput(ModelOutput):
     logits: Tensor | None = None
     values: Tensor | None = None
     aux_loss: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    losses: tuple[Tensor, ...] | None = None
 
 
 class Reader(LlamaForCausalLM):  # type: ignore[misc]
@@ -201,12 +203,14 @@ class Reader(LlamaForCausalLM):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.value_head = nn.Linear(config.hidden_size, 1)
-        self.adds_loss = False
+        self.adds_loss = self.nests_loss = False
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> ReadOutput:
         hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
         aux_loss = hidden[attention_mask.bool()].square().mean() if self.adds_loss else None
-        return ReadOutput(self.lm_head(hidden), self.value_head(hidden)[..., 0], aux_loss)
+        losses = None if aux_loss is None else (aux_loss,)
+        values = self.value_head(hidden)[..., 0]
+        return ReadOutput(self.lm_head(hidden), values, None if self.nests_loss else aux_loss, (hidden,), losses)
 
 
 def reader() -> Any:
@@ -216,12 +220,31 @@ def reader() -> Any:
 
 def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
     model, given = reader(), {name: batch()[name] for name in SCORED}
-    want = model(given["input_ids"], given["attention_mask"]).values
+    want = model(given["input_ids"], given["attention_mask"])
     for _ in range(2):  # the first call checks the head, too
         output = completion_logprobs(model, **given, return_output=True)[1]
-        if output.values is not None:
-            real = given["attention_mask"].bool() & ~output.values.isnan()
-            torch.testing.assert_close(output.values[real], want[real], rtol=1e-5, atol=1e-5)
+        pairs = [(output.values, want.values), (output.hidden_states[0], want.hidden_states[0])]
+        for value, theirs in pairs:
+            real = given["attention_mask"].bool() & ~value.isnan().reshape(*value.shape[:2], -1).any(-1)
+            assert real.any()
+            torch.testing.assert_close(value[real], theirs[real], rtol=1e-5, atol=1e-5)
+
+
+def test_hidden_states_that_the_config_of_a_decoder_asks_for_are_those_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model, given = tiny.gemma3_vl()[0].eval(), {name: batch()[name] for name in SCORED}
+    model.config.get_text_config().output_hidden_states = True
+    for _ in range(2):  # the first call checks the head, too
+        output = completion_logprobs(model, **given, return_output=True)[1]
+        assert {x.shape[:2] for x in output.hidden_states} == {given["input_ids"].shape}
+
+
+def test_a_scalar_within_a_field_is_that_of_the_whole_batch() -> None:
+    model, given = reader(), {name: batch()[name] for name in SCORED}
+    model.adds_loss = model.nests_loss = True
+    want = model(given["input_ids"], given["attention_mask"]).losses
+    output = completion_logprobs(model, **given, return_output=True)[1]
+    torch.testing.assert_close(output.losses, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("zero_advantage", ["score", "train", "skip"])

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, micro_batches
-from grpo_kernels.integrations.trl.scoring import PATCHED, SCORING
+from grpo_kernels.integrations.trl.scoring import CALL, PATCHED, SCORING, UNKNOWN_CALL
 
 B, P, T = 8, 10, 14
 Change = Callable[[dict[str, Any], torch.Generator], None]
@@ -279,7 +279,7 @@ def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) 
     trunk = trainer.model.model
 
     def fail(*_: Any, **__: Any) -> None:
-        seen.append((SCORING.get().rows is None, trl_utils._ChunkedLogProbFunction is theirs, "forward" in vars(trunk)))
+        seen.append((CALL.get().rows is None, trl_utils._ChunkedLogProbFunction is theirs, "forward" in vars(trunk)))
         raise MemoryError
 
     monkeypatch.setattr(fused_head, "linear_logprob", fail)
@@ -287,7 +287,9 @@ def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) 
         step(trainer, batch())
     assert seen == [(False, False, True)]
     assert SCORING.get() is PATCHED
+    assert CALL.get() is UNKNOWN_CALL
     assert PATCHED.rows is None
+    assert UNKNOWN_CALL.rows is None
     assert trl_utils._ChunkedLogProbFunction is theirs
     assert "forward" not in vars(trunk)
 

@@ -17,9 +17,9 @@ import trl.trainer.utils as trl_utils
 from datasets import Dataset
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, patch_trl, unpatch_trl
-from grpo_kernels.integrations.trl.scoring import Scoring
+from grpo_kernels.integrations.trl.scoring import ModelCall
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 
@@ -287,10 +287,10 @@ def test_a_trl_that_passes_the_labelled_rows_alone(monkeypatch: pytest.MonkeyPat
     assert fused_head.HEAD.is_known()
     labelled = torch.tensor([[1, 1, 0], [1, 0, 0]]) != 0
     counted = torch.tensor([[1, 0, 0], [1, 0, 0]])
-    positions = fused_head._positions(Scoring(labelled=labelled, batch_size=2), torch.zeros(3, 4))
+    positions = fused_head._positions(ModelCall(labelled=labelled, batch_size=2), torch.zeros(3, 4))
     assert positions is not None
     assert positions.tolist() == [0, 1, 3]
-    rows = Rows(counted).at(positions)
+    rows = KnownRows(counted).at(positions)
     assert rows.counted.tolist() == [True, False, True]
     assert rows.expected is None
     assert rows.fill is None

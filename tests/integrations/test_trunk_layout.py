@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.transformers.layout import Layout, Row, anchor, by_rows, tree
+from grpo_kernels.integrations.transformers.layout import Row, TrunkLayout, anchor, by_rows, tree
 
 LENGTH = 12
 
@@ -23,7 +23,7 @@ def rows_of(sequences: list[list[int]]) -> list[Row]:
     return found
 
 
-def seen(layout: Layout) -> dict[int, list[int]]:
+def seen(layout: TrunkLayout) -> dict[int, list[int]]:
     """Token of the layout -> the tokens that it sees, itself the last."""
     assert layout.segments is not None
     found = {}
@@ -33,7 +33,7 @@ def seen(layout: Layout) -> dict[int, list[int]]:
     return found
 
 
-def assert_is_the_prefix_tree(layout: Layout, sequences: list[list[int]]) -> None:
+def assert_is_the_prefix_tree(layout: TrunkLayout, sequences: list[list[int]]) -> None:
     ids = torch.zeros(len(sequences), LENGTH, dtype=torch.int64)
     for i, sequence in enumerate(sequences):
         ids[i, : len(sequence)] = torch.tensor(sequence)

@@ -35,7 +35,7 @@ _VARLEN_PARAMETERS = {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", 
 _EAGER = "eager_attention_forward"
 
 
-class Group(NamedTuple):
+class SegmentGroup(NamedTuple):
     """Segments that one call of attention computes, padded on the right.
 
     A *whole* group has the queries of whole paths, causal; the others have those of the segments alone, against paths
@@ -48,7 +48,7 @@ class Group(NamedTuple):
     members: list[Segment]
 
 
-def group(segments: Sequence[Segment], call_cells: float) -> list[Group]:
+def group(segments: Sequence[Segment], call_cells: float) -> list[SegmentGroup]:
     """Divide `segments` into calls of least cost.
 
     A call of n paths of at most k tokens computes n k^2 / 2 cells (query times key) if it is whole. With the last q
@@ -86,12 +86,12 @@ def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     return parts[::-1]
 
 
-def _padded(members: list[Segment], context: int) -> Group:
+def _padded(members: list[Segment], context: int) -> SegmentGroup:
     """Return the group of `members`, whose queries begin after `context` tokens of their paths."""
     width = max(len(x.path) for x in members)
     keys = torch.stack([torch.cat([x.path, x.path[-1:].expand(width - len(x.path))]) for x in members])
     own = [torch.arange(x.context, len(x.path)) - context + i * (width - context) for i, x in enumerate(members)]
-    return Group(keys[:, context:], keys, own, members)
+    return SegmentGroup(keys[:, context:], keys, own, members)
 
 
 class Segments:

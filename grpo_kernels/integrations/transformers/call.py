@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from grpo_kernels.head.forward import within_forwards
@@ -25,8 +26,10 @@ from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.trunk import live_trunk
 
 PADDED = TrunkOptions(zero_advantage="train", layout="padded")
-_read_all_cells: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with outputs that are of the whole batch
+_models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an output of theirs may need the whole batch
 Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results, attached
+Scored = tuple[tuple[Tensor, ...], ModelOutput, Shares]  # (results, output without logits, shares computed)
+RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns: wrappers look into dicts
 
 
 def run_scored(
@@ -36,7 +39,7 @@ def run_scored(
     inputs: dict[str, Any],
     trunk: TrunkOptions,
     live: Tensor | None = None,  # (B,) bool
-) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
+) -> Scored:
     """Run `model` with `score` in its head; return (the scores, the model's output without logits, shares computed).
 
     `trunk` and `live` go to `live_trunk`. The first time, the model's logits are checked (`head_check`), and where
@@ -45,62 +48,82 @@ def run_scored(
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs`.
     """
-    if inputs.get("labels") is not None:
-        raise ValueError("labels: expected none, since there are no logits to hold them against; got labels")
-    inputs = {"input_ids": batch.input_ids, **{name: x for name, x in inputs.items() if x is not None}}
+    base, inputs = _model_inputs(model, batch, inputs)
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
         trunk, live = PADDED, None
     attention_mask, needed = inputs.get("attention_mask"), batch.needed()
-    check_attention_mask(attention_mask, batch.input_ids)
-    base = heads.causal_lm(model)
-    parameters = inspect.signature(type(base).forward).parameters
-    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        inputs.setdefault("use_cache", False)
     head, is_checked = heads.known_head(model)
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
-    def run(head: Head, check: HeadCheck | None) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
-        parts = (PADDED, None) if base in _read_all_cells else (trunk, live)
+    def run(head: Head, check: HeadCheck | None) -> Scored:
+        of_trunk = (PADDED, None) if base in _models_with_scalars else (trunk, live)
         call, shares = HeadCall(head, score, check), Shares()
-        around = live_trunk(model, parts[0], needed=needed, live=parts[1], shares=shares)
+        around = live_trunk(model, of_trunk[0], needed=needed, live=of_trunk[1], shares=shares)
         with around as computed, call.within(base):
             returned = model(**inputs)
-        call.expect(returned)
-        others: dict[str, Any] = returned["others"]
-        if computed and any(isinstance(x, Tensor) and x.dim() == 0 for x in others.values()):
-            _read_all_cells.add(base)  # such as an aux_loss: it may be of all hidden states
+        call.check_output(returned)
+        fields: dict[str, Any] = returned[FIELDS]
+        if computed and any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields)):
+            _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
             return run(head, check)
-        return returned["results"], call.output_type(**_without_left_out(others, computed)), shares
+        return returned[RESULTS], call.output_type(**_nan_where_skipped(fields, computed)), shares
 
-    if is_checked:
-        return run(head, None)
-    for _ in range(2):  # a second time with the constants that the first has measured, if the config was wrong
-        check = HeadCheck(head, batch.counted_state)
-        results = run(head, check)
-        found = check.verified(base)
-        if heads.constants_of(found) == heads.constants_of(head):
-            # All ranks measure the same, so all run the model equally often; logits of a row of padding may be NaN
-            heads.remember(model, head, compared=check.is_finite)
-            return results
-        head = found
+    return run(head, None) if is_checked else _run_checked(model, head, batch.counted_state, run)
+
+
+def _model_inputs(model: nn.Module, batch: Batch, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return (the transformers model, the arguments of its forward); check the labels and the mask in `inputs`."""
+    if inputs.get("labels") is not None:
+        raise ValueError("labels: expected none, since there are no logits to hold them against; got labels")
+    inputs = {"input_ids": batch.input_ids, **{name: x for name, x in inputs.items() if x is not None}}
+    check_attention_mask(inputs.get("attention_mask"), batch.input_ids)
+    base = heads.causal_lm(model)
+    parameters = inspect.signature(type(base).forward).parameters
+    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        inputs.setdefault("use_cache", False)
+    return base, inputs
+
+
+def _run_checked(
+    model: nn.Module,
+    head: Head,
+    state_of: Callable[[Tensor], Tensor],
+    run: Callable[[Head, HeadCheck], Scored],
+) -> Scored:
+    """Return ``run(head, check)``; if the check measures other constants than those of `head`, run once more with them.
+
+    All ranks measure the same constants, so all run the model equally often.
+    """
+    for _ in range(2):
+        check = HeadCheck(head, state_of)
+        scored = run(head, check)
+        measured = check.verified(heads.causal_lm(model))
+        if heads.constants_of(measured) == heads.constants_of(head):
+            heads.remember(model, head, compared=check.is_finite)  # logits of a row of padding may be NaN
+            return scored
+        head = measured
     raise ValueError(
         f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {heads.constants_of(head)}"
     )
 
 
-def _without_left_out(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
-    """Return the fields of an output, NaN at the cells that the trunk has left out; `computed` (b, L) bool each."""
+def _nan_where_skipped(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
+    """Return the fields of an output, NaN at the cells that the trunk has skipped; `computed` (b, L) bool each.
+
+    A tensor (B, L, ...) is marked wherever it is in a field, such as in a tuple of hidden states.
+    """
     if not computed:
         return fields
-    left_out = ~torch.cat(computed)
+    skipped = ~torch.cat(computed)
 
-    def marked(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.shape[:2] != left_out.shape or not x.is_floating_point():
+    def mark(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.shape[:2] != skipped.shape or not x.is_floating_point():
             return x
-        return x.masked_fill(left_out.to(x.device).reshape(*left_out.shape, *(1,) * (x.dim() - 2)), float("nan"))
+        return x.masked_fill(skipped.to(x.device).reshape(*skipped.shape, *(1,) * (x.dim() - 2)), float("nan"))
 
-    return {name: marked(x) for name, x in fields.items()}
+    marked: dict[str, Any] = pytree.tree_map(mark, fields)
+    return marked
 
 
 class HeadCall:
@@ -113,7 +136,7 @@ class HeadCall:
     def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
         self.head, self.score, self.check = head, score, check
         self.project: Callable[..., Tensor] = head.weight.forward
-        self.scores: list[tuple[torch.Size, torch.dtype]] = []
+        self.result_specs: list[tuple[torch.Size, torch.dtype]] = []  # of each result, once the head has run
         self.rows = torch.empty(0)  # output of the head, (R, V)
         self.results: tuple[Tensor, ...] | None = None
         self.output_type = ModelOutput
@@ -121,7 +144,7 @@ class HeadCall:
     @contextmanager
     def within(self, base: nn.Module) -> Iterator[None]:
         """Inside, this call replaces the head of `base`, and `base` returns its results."""
-        head, forward = self.head.weight, base.forward
+        head, model_forward = self.head.weight, base.forward
         name = forward_name(head)
         self.project = getattr(head, name)
         if isinstance(getattr(self.project, "__self__", None), HeadCall):
@@ -129,18 +152,18 @@ class HeadCall:
                 "model: expected one whose head is not in use, got one within head_inputs or another call of it"
             )
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self.replace(forward(*args, **kwargs))
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.pack_output(model_forward(*args, **kwargs))
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(head, name, self._score))
-            stack.enter_context(replaced(base, "forward", run))
+            stack.enter_context(replaced(head, name, self._head_forward))
+            stack.enter_context(replaced(base, "forward", forward))
             stack.callback(head.register_forward_hook(self._unpack).remove)
             yield
 
-    def _score(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+    def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """Score `hidden` (B, L, H) in place of the head's forward; return the scores as (1, R, V)."""
-        if self.scores:
+        if self.result_specs:
             raise RuntimeError(f"model: expected a forward that calls its head once, {self._name()} is called again")
         if others or named:  # such as PEFT's adapter_names, which give each row its own adapter on the head
             given = [*(type(x).__name__ for x in others), *named]
@@ -156,9 +179,9 @@ class HeadCall:
             return self.score(hidden, self.head)
 
         inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]  # adapters, under ZeRO-3
-        scores = within_forwards(inner, compute, hidden)
-        self.scores = [(x.shape, x.dtype) for x in scores]
-        flat, vocab = torch.cat([x.reshape(-1) for x in scores]), linear_of(self.head.weight).out_features
+        results = within_forwards(inner, compute, hidden)
+        self.result_specs = [(x.shape, x.dtype) for x in results]
+        flat, vocab = torch.cat([x.reshape(-1) for x in results]), linear_of(self.head.weight).out_features
         rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
         if self.check:
             rows = torch.cat([self.check.rows.to(rows.dtype), rows])
@@ -167,17 +190,17 @@ class HeadCall:
 
     def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Take the results out of the head's `output`. This hook is the last, so gradients pass through all others."""
-        others = foreign_hooks(module)
-        if others and not torch.allclose(output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True):
-            raise TypeError(f"model: expected forward hooks on its head that change nothing, got {', '.join(others)}")
+        hooks = foreign_hooks(module)
+        if hooks and not torch.allclose(output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True):
+            raise TypeError(f"model: expected forward hooks on its head that change nothing, got {', '.join(hooks)}")
         flat = output[0, 2 if self.check else 0 :].reshape(-1)
-        sizes = [shape.numel() for shape, _ in self.scores]
-        parts = flat[: sum(sizes)].split(sizes)
+        sizes = [shape.numel() for shape, _ in self.result_specs]
+        pieces = flat[: sum(sizes)].split(sizes)
         # copies, since a model may write into its logits
-        self.results = tuple(x.view(shape).clone() for x, (shape, _) in zip(parts, self.scores, strict=True))
+        self.results = tuple(x.view(shape).clone() for x, (shape, _) in zip(pieces, self.result_specs, strict=True))
 
-    def replace(self, output: Any) -> Any:
-        """Return what replaces the model's own output: the results, and its other fields."""
+    def pack_output(self, output: Any) -> Any:
+        """Return a dict in place of the model's `output`: the results, and the output's fields without logits."""
         if self.results is None:
             raise RuntimeError(f"model: expected a forward that calls its head, {self._name()} was not called")
         if self.check:
@@ -185,16 +208,17 @@ class HeadCall:
         if not isinstance(output, ModelOutput):
             raise ValueError(f"model: expected an output with logits (B, T, V), got {type(output).__name__}")
         self.output_type = type(output)
-        return {"results": self.results, "others": {name: x for name, x in output.items() if name != "logits"}}
+        return {RESULTS: self.results, FIELDS: {name: x for name, x in output.items() if name != "logits"}}
 
-    def expect(self, returned: Any) -> None:
+    def check_output(self, returned: Any) -> None:
         """Raise unless `returned` holds the results, in at least the precision that they were computed in."""
-        if not isinstance(returned, dict) or "results" not in returned:
+        if not isinstance(returned, dict) or RESULTS not in returned:
             raise RuntimeError(
-                "model: expected a wrapper that calls the model's forward as it is now and passes its result on, got "
-                f"{type(returned).__name__}; a compiled model may not look again: compile its layers instead"
+                "model: expected a wrapper that calls the model's forward, which is replaced for this call, and returns"
+                f" its result, got {type(returned).__name__}; a compiled model may run the forward that it was "
+                "compiled with: compile its layers instead"
             )
-        for x, (_, dtype) in zip(returned["results"], self.scores, strict=True):
+        for x, (_, dtype) in zip(returned[RESULTS], self.result_specs, strict=True):
             if x.dtype.itemsize < dtype.itemsize:
                 raise ValueError(
                     f"model: expected results of {dtype}, and a wrapper of the model has made them {x.dtype}; under "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.integrations.transformers.attention import Segments, call_cells, install
-from grpo_kernels.integrations.transformers.layout import Layout, Row
+from grpo_kernels.integrations.transformers.layout import Row, TrunkLayout
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
 Positions = Literal["given", "column", "depth", "none"]
@@ -49,8 +49,8 @@ class TrunkInputs:
         """The inputs `given` by name, or a str: the reason why they cannot be computed in parts."""
         given = {name: x for name, x in given.items() if x is not None}
         config: Any = trunk.config
-        for name in _RETURNED:
-            if given.get(name, getattr(config, name, False)):
+        for name in _RETURNED:  # a vision-language model's decoder reads the config of its own
+            if given.get(name, any(getattr(x, name, False) for x in (config, text_config(trunk)))):
                 return f"{name} is returned for the padded batch, so the padded forward runs"
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             return "return_dict: expected outputs with names"
@@ -141,7 +141,7 @@ class Cells:
 
 
 def run_layout(
-    trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layout: Layout, way: Way
+    trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, layout: TrunkLayout, way: Way
 ) -> tuple[Any, Segments | None]:
     """Return the output of ``forward`` on the tokens of `layout`, with hidden states (b, w, H); and a tree's segments.
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.transformers.layout import Layout
+from grpo_kernels.integrations.transformers.layout import TrunkLayout
 
 
 def guard(
     hidden: Tensor,  # (B, L, H)
-    layouts: Sequence[Layout],
+    layouts: Sequence[TrunkLayout],
     rows: range,
     live: Tensor,  # (B,) bool
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.transformers import head as heads
-from grpo_kernels.integrations.transformers.call import HeadCall
+from grpo_kernels.integrations.transformers.call import RESULTS, HeadCall
 from grpo_kernels.integrations.transformers.head_check import HeadCheck
 
 
@@ -89,6 +89,6 @@ class _Handing(HeadCall):
         self.dtype = hidden.dtype
         return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)  # beside the rows of the check
 
-    def replace(self, output: Any) -> Any:
-        (hidden,) = super().replace(output)["results"]
+    def pack_output(self, output: Any) -> Any:
+        (hidden,) = super().pack_output(output)[RESULTS]
         return type(output)(**{**output, "logits": hidden.to(self.dtype)})

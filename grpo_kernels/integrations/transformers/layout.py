@@ -51,7 +51,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrunkLayout:
     """Tokens (b, w) that one forward computes, and the cells of (B, L) that get their hidden states.
 
     Attributes:
@@ -73,7 +73,7 @@ class Layout:
     segments: tuple[Segment, ...] | None = None
 
 
-def tree(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> Layout:
+def tree(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayout:
     """Return the layout that computes each distinct prefix of `rows` once; its width is a multiple of `multiple`."""
     segments, sources, cells, tokens = [], [], [], []
     before, path, count = rows[0].features[:0], torch.empty(0, dtype=torch.int64), 0
@@ -93,7 +93,7 @@ def tree(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> Layout:
         segments.append(Segment(count, count + filling, torch.arange(count, count + filling)))
         sources.append(sources[0][:1].expand(filling))
     depths = torch.cat([torch.arange(x.context, len(x.path)) for x in segments])
-    return Layout(
+    return TrunkLayout(
         torch.cat(sources)[None],
         torch.ones(1, count + filling, dtype=torch.bool),
         depths[None],
@@ -111,7 +111,7 @@ def common_prefix(one: Tensor, other: Tensor) -> int:
     return int(unequal.to(torch.uint8).argmax()) if bool(unequal.any()) else length
 
 
-def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> Layout:
+def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayout:
     """Return the layout that has `rows` side by side, padded to a width that is a multiple of `multiple`."""
     width = -(-max(len(row.cells) for row in rows) // multiple) * multiple
     sources, attended = torch.zeros(2, len(rows), width, dtype=torch.int64)
@@ -121,13 +121,13 @@ def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> Layout:
     tokens = [i * width + torch.arange(len(row.cells)) for i, row in enumerate(rows)]
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
     cells = torch.cat([row.cells for row in rows])
-    return Layout(sources, attended.bool(), depths, cells, torch.cat(tokens), graph)
+    return TrunkLayout(sources, attended.bool(), depths, cells, torch.cat(tokens), graph)
 
 
-def anchor(*, graph: bool) -> Layout:
+def anchor(*, graph: bool) -> TrunkLayout:
     """Return a layout of two tokens that fills no cell: it attaches a loss to the model, or keeps ranks in step."""
     none = torch.empty(0, dtype=torch.int64)
-    return Layout(
+    return TrunkLayout(
         torch.zeros(1, 2, dtype=torch.int64),
         torch.ones(1, 2, dtype=torch.bool),
         torch.arange(2)[None],

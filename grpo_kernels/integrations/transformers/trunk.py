@@ -36,7 +36,7 @@ from grpo_kernels.integrations.transformers.exactness import Verdicts
 from grpo_kernels.integrations.transformers.forwards import Cells, TrunkInputs, Way, run_layout
 from grpo_kernels.integrations.transformers.guard import guard
 from grpo_kernels.integrations.transformers.head import unwrapped
-from grpo_kernels.integrations.transformers.layout import Layout
+from grpo_kernels.integrations.transformers.layout import TrunkLayout
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 _WORTH_A_TREE = 0.97  # share of the tokens side by side at which a tree takes as long (on a CPU: 0.99 to 1.00 times)
-_Planned = tuple[Layout, Way]
+_Planned = tuple[TrunkLayout, Way]
 
 
 @contextmanager
@@ -183,7 +183,7 @@ class _TrunkCall:
                 self.forward(input_ids=ids[:1, :2])
         return found
 
-    def _in_parts(self, inputs: TrunkInputs, planned: Sequence[tuple[Layout, Way]], rows: range, live: Tensor) -> Any:
+    def _in_parts(self, inputs: TrunkInputs, planned: Sequence[_Planned], rows: range, live: Tensor) -> Any:
         """Return the trunk's output, its hidden states (B, L, H) from `planned`; `rows` have a graph where `live`."""
         sequences, length = inputs.ids.shape
         graph, cells, states = torch.is_grad_enabled(), [], []

@@ -153,6 +153,11 @@ def is_reference(trainer: Any, model: Any) -> bool:
     return any(getattr(module, "disable_adapters", False) is True for module in policy.modules())
 
 
+def comparison_of(trainer: Any, inputs: dict[str, Any]) -> Comparison | None:
+    """Return the comparison with the reference in the loss of `inputs`; None if the KL term is TRL's."""
+    return Comparison(inputs[KEY], trainer._reference_head) if is_asked_for(trainer) else None
+
+
 def without_estimate(trainer: Any) -> AbstractContextManager[None]:
     """Return a context in which TRL's loss has no KL term of its own."""
     return replaced(trainer, "beta", 0.0)

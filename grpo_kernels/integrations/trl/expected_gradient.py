@@ -11,7 +11,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.expectation import policy_expectation
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.trl import sampling
 from grpo_kernels.integrations.trl.micro_batches import counted_tokens
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
@@ -39,11 +39,15 @@ def loss_config(trainer: Any, owner: type, *, is_unscored: bool) -> LossConfig |
         return None
 
 
-def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> Rows:
+def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig | None) -> KnownRows | None:
     """Return the rows (B, T) that the loss `config` of the micro-batch `inputs` reads, and the gradient it will send.
+
+    Without a `config` nothing is known of them: None.
 
     Tools' tokens are labelled and not read. They get the old or reference log-probability, so that a ratio is finite.
     """
+    if config is None:
+        return None
     counted, fill = counted_tokens(inputs), None
     if counted is not inputs["completion_mask"]:
         scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
@@ -53,10 +57,10 @@ def rows_of_loss(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> Ro
     except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not, and the loss is TRL's
         _warn(error)
         expected = None
-    return Rows(counted, fill, expected)
+    return KnownRows(counted, fill, expected)
 
 
-def live_sequences(trainer: Any, rows: Rows | None) -> Tensor | None:
+def live_sequences(trainer: Any, rows: KnownRows | None) -> Tensor | None:
     """Return (B,) bool: sequences that may get a gradient from the loss that reads `rows`; None: not known."""
     graded = None if rows is None or rows.expected is None else rows.expected.graded
     return None if graded is None or trainer.aux_loss_enabled else graded.any(dim=1)

@@ -2,7 +2,7 @@
 
 TRL 1.15 and 1.16 route every fused head (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) through one autograd function, which
 they look up at call time as ``trl.trainer.utils._ChunkedLogProbFunction``. `FusedHead` has the same ``apply`` and
-returns the same five values. What a trainer knows about the rows is in `SCORING` meanwhile.
+returns the same five values. What a trainer knows about the rows is in `SCORING` and `CALL` meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.host import HostFunction
 from grpo_kernels.integrations.trl.head import ModelHead
 from grpo_kernels.integrations.trl.row_count import count_rows
-from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
+from grpo_kernels.integrations.trl.scoring import CALL, SCORING, ModelCall, Scoring
 from grpo_kernels.logprob import linear_logprob
 
 EXTRAS: tuple[Extra, ...] = choices(Extra)  # type: ignore[assignment]
@@ -51,7 +51,7 @@ class FusedHead:
 
         `chunk_size`, the width of TRL's tiles, is not used: the engine plans its own workspace.
         """
-        scoring = SCORING.get()
+        scoring, call = SCORING.get(), CALL.get()
         options: dict[str, Any] = {
             "ids": targets,
             "entropy": "entropy" in outputs,
@@ -66,7 +66,7 @@ class FusedHead:
                 logit_scale=logit_scale,
                 logits_dtype=scoring.logits_dtype,
             )
-            return _score(scoring, hidden, head, run=replace(scoring.run, gather=gather), **options)
+            return _score(scoring, call, hidden, head, run=replace(scoring.run, gather=gather), **options)
 
         if isinstance(weight, ModelHead):
             scores = weight.score(hidden, score)
@@ -76,31 +76,31 @@ class FusedHead:
         return scores.logps, scores.entropies, scores.log_sum_sq_probs, scores.mean_logits, scores.is_top1
 
 
-def _score(scoring: Scoring, hidden: Tensor, head: Head, **options: Any) -> Scores:
+def _score(scoring: Scoring, call: ModelCall, hidden: Tensor, head: Head, **options: Any) -> Scores:
     """Return the results (N,) of one head call on `hidden` (N, H); `options` are those of `linear_logprob`."""
-    positions = _positions(scoring, hidden)
-    rows = None if positions is None or scoring.rows is None else scoring.rows.at(positions)
+    positions = _positions(call, hidden)
+    rows = None if positions is None or call.rows is None else call.rows.at(positions)
     if rows is not None:
         options |= {"mask": rows.counted, "expected": rows.expected}
     with _operands_as_trls(hidden, scoring.logits_dtype):
-        if scoring.compute is None:
+        if call.compute is None:
             scores = linear_logprob(hidden, head, **options)
         else:
-            scores = scoring.compute(hidden, head, positions, **options)
+            scores = call.compute(hidden, head, positions, **options)
     if rows is not None:
         scores.logps = rows.filled(scores.logps)
     if not is_fake(hidden):
-        places, mask = (len(hidden), None) if rows is None else (scoring.passed, rows.counted)
+        places, mask = (len(hidden), None) if rows is None else (call.passed, rows.counted)
         count_rows(scoring.shares, places, mask, (scores.logps, scores.entropies))
     return scores
 
 
-def _positions(scoring: Scoring, hidden: Tensor) -> Tensor | None:
+def _positions(call: ModelCall, hidden: Tensor) -> Tensor | None:
     """Return the place (N,) of each row of `hidden` (N, H) in the batch's (B, T), -1 outside; None: unknown."""
     if is_fake(hidden):
         return None
     use_triton = getattr(trl_utils, "_use_triton", None)  # TRL 1.15 has none, and always passes only labelled rows
-    positions = scoring.next_call(len(hidden), compact=use_triton is None or use_triton(hidden.device))
+    positions = call.next_call(len(hidden), compact=use_triton is None or use_triton(hidden.device))
     if positions is None or positions.device != hidden.device:  # a head on another device than the batch
         return None
     return positions

@@ -110,9 +110,7 @@ def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
 def scoring_over(
     sets: Sequence[SampledSets], labelled: Tensor, without_set: WithoutSet
 ) -> tuple[Callable[..., Scores], Tensor]:
-    """Return the function that computes head calls over the sets of a batch (`Scoring.compute`), and the mask (B, T) of
-    the drawn tokens; `labelled` (B, T).
-    """
+    """Return (`ModelCall.compute` over the sets of a batch, the mask (B, T) of the drawn tokens); `labelled` (B, T)."""
     columns = labelled.shape[1]
     counts, drawn = (
         torch.nn.functional.pad(x, (0, columns - x.shape[1])).to(labelled.device)

@@ -1,7 +1,8 @@
-"""`Scoring`: all that is valid only while a trainer computes one loss, or scores one batch.
+"""`Scoring`: facts about one loss or one scored batch; `ModelCall`: facts about one call of the model within it.
 
 TRL's loss calls `_get_per_token_logps_and_entropies`, which calls the model, which calls its fused head. TRL passes
-none of them what our trainer knows about the batch. So it is in one object, the value of `SCORING` while it is valid.
+none of them what our trainer knows about the batch. So it is in two objects, the values of `SCORING` and `CALL` while
+they are valid.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.run import Run
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.shares import Shares
-from grpo_kernels.integrations.trl.exact_kl import ReferenceHead
+from grpo_kernels.integrations.trl.exact_kl import Comparison, ReferenceHead
 from grpo_kernels.integrations.trl.sampled_sets import SampledSets
 
 
@@ -33,25 +34,38 @@ class Scoring:
         rows: the (B, T) completion tokens that are read, and the gradient to expect there; None: not known.
         sampled: a truncating sampler's sets, one record per completion.
         unscored: inputs of the loss, as long as they lack old log-probabilities.
-        reference_head: the reference's head with its inputs, if it was scored for the exact KL term.
-        labelled: (B, T) bool, completion tokens that TRL labels in the call of the model that runs; elsewhere TRL's
-            result is 0 whatever its head returned. None: not known.
-        batch_size: sequences of one head call; the calls walk through the B sequences in order.
+        comparison: of the loss's head calls with the reference, for the exact KL term.
+        reference_head: the reference's head with its inputs, once it has been scored for the exact KL term.
+    """
+
+    run: Run = field(default_factory=Run)
+    logits_dtype: LogitsDtype = "float32"
+    shares: Shares = field(default_factory=Shares)
+    rows: KnownRows | None = None
+    sampled: list[SampledSets] | None = None
+    unscored: dict[str, Any] | None = None
+    comparison: Comparison | None = None
+    reference_head: ReferenceHead | None = None
+
+
+@dataclass
+class ModelCall:
+    """One call of the model by TRL, in which head calls walk through the B sequences in order.
+
+    Attributes:
+        labelled: (B, T) bool, completion tokens that TRL labels; elsewhere TRL's result is 0 whatever its head
+            returned. None: not known.
+        batch_size: sequences of one head call.
+        rows: the (B, T) completion tokens that are read, and the gradient to expect there; None: not known.
         compute: function that computes a head call, from hidden states, head, positions in the flattened (B, T) and
             the options of `linear_logprob`; None: `linear_logprob`.
         start: first sequence of the next head call.
         passed: completion tokens, labelled or not, of the sequences of the last head call.
     """
 
-    run: Run = field(default_factory=Run)
-    logits_dtype: LogitsDtype = "float32"
-    shares: Shares = field(default_factory=Shares)
-    rows: Rows | None = None
-    sampled: list[SampledSets] | None = None
-    unscored: dict[str, Any] | None = None
-    reference_head: ReferenceHead | None = None
     labelled: Tensor | None = None
     batch_size: int = 0
+    rows: KnownRows | None = None
     compute: Callable[..., Scores] | None = None
     start: int = 0
     passed: int = 0
@@ -79,3 +93,5 @@ class Scoring:
 
 PATCHED = Scoring()  # of all other trainers: `patch_trl` sets its options, and they log its shares
 SCORING: ContextVar[Scoring] = ContextVar("grpo_kernels_trl_scoring", default=PATCHED)
+UNKNOWN_CALL = ModelCall()  # of all other trainers, too: nothing is known of its rows
+CALL: ContextVar[ModelCall] = ContextVar("grpo_kernels_trl_call", default=UNKNOWN_CALL)

@@ -6,11 +6,18 @@ one-pass engine computes the gradient for the expected coefficients in the forwa
 the true ones, so that an expectation that is off (an option this module does not know, a subclass with its own term)
 costs time and never changes the result.
 
-TRL calls three methods for each micro-batch, one after the other and the last within the second:
+TRL calls `_prepare_inputs` and `_compute_loss` for each micro-batch. The chain of calls, one within the other::
 
-    _prepare_inputs                       gives the micro-batch; at first generates and scores those of many losses
-    _compute_loss                         puts what is known about the micro-batch into a `Scoring`
-    _get_per_token_logps_and_entropies    calls the model, whose trunk and head compute `only_needed`
+    _prepare_inputs                                    gives the micro-batch; at first generates and scores many
+    _compute_loss                                      puts what is foreseen about the micro-batch into a `Scoring`
+      TRL's _compute_loss
+        _get_per_token_logps_and_entropies
+          only_needed                                  replaces the forward of the trunk, and TRL's fused head
+            TRL's _get_per_token_logps_and_entropies
+              the model's forward                      once or, with a batch size, part by part
+                run, of a `_TrunkCall`                 computes the hidden states that are needed
+              FusedHead.apply                          takes `Scoring` and `ModelCall` from their context variables
+                linear_logprob
 """
 
 from __future__ import annotations
@@ -26,7 +33,6 @@ from trl import GRPOTrainer
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
 from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.integrations.host import during
-from grpo_kernels.integrations.rows import Rows
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.trunk import trunk_of
@@ -163,7 +169,7 @@ class FusedLossMixin(LogsRows):
 
     def _regrouped(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the micro-batches of a generation, their samples regrouped within each optimizer step."""
-        live = [live_sequences(self, self._rows_of_loss(batch)) for batch in batches]
+        live = [self._live(batch) for batch in batches]
         window = min(self.args.gradient_accumulation_steps, len(batches))
         in_trees = self._fits_trees(batches[0])
         return micro_batches.regrouped(batches, live, window, self.tokens_per_forward, in_trees=in_trees)
@@ -185,7 +191,7 @@ class FusedLossMixin(LogsRows):
         live: Tensor | None = None
         if not old_scoring.reads_dead(self):  # the loss will have a ratio to old log-probabilities, not known yet
             with_old = {**batch, old_scoring.OLD: torch.zeros_like(batch["completion_mask"], dtype=torch.float32)}
-            live = live_sequences(self, self._rows_of_loss(with_old))
+            live = self._live(with_old)
         with during(SCORING, self._scoring(sampled=batch.get(sampled_sets.KEY))):
             self._old_scoring.take(self, batch, old_scoring.score(self, batch, live))
 
@@ -194,37 +200,39 @@ class FusedLossMixin(LogsRows):
         if micro_batches.EMPTY in inputs and self._is_alone:
             self._old_scoring.pass_over(self, inputs)
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        inputs, scoring, factor, may_be_empty = self._foreseen(inputs)
+        with self._measured(inputs, may_be_empty=may_be_empty), during(SCORING, scoring):
+            if scoring.comparison is None:
+                return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
+            with exact_kl.without_estimate(self):
+                loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
+            return factor * exact_kl.add_term(self, loss, inputs, scoring.comparison.divergences)
+
+    def _foreseen(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Scoring, Tensor | float, bool]:
+        """Return what is foreseen of the loss of a micro-batch: (inputs, scoring, factor, may_be_empty).
+
+        TRL computes its loss of these `inputs`, in which ``zero_advantage="skip"`` has masked sequences; `factor`
+        multiplies the loss. `may_be_empty` is True if no sequence may be left to measure.
+        """
         is_unscored = self._old_scoring.is_missing(self, inputs)
-        if is_unscored:
-            inputs = {**inputs}  # the log-probabilities of the loss are put into it
-        scoring = self._scoring(sampled=inputs.get(sampled_sets.KEY), unscored=inputs if is_unscored else None)
-        scoring.rows = self._rows_of_loss(inputs, is_unscored=is_unscored)
-        regroups, skips = self.regroup and self._trains, self.trunk_options.zero_advantage == "skip"
+        unscored = {**inputs} if is_unscored else None  # the log-probabilities of the loss are put into it
+        inputs = inputs if unscored is None else unscored
+        regroups = self.regroup and self._trains
         factor: Tensor | float = micro_batches.share_of_mean(self, inputs) if regroups else 1.0
-        live = live_sequences(self, scoring.rows) if skips else None
+        config = self._loss_config(is_unscored=is_unscored)
+        rows = expected_gradient.rows_of_loss(self, inputs, config)
+        live = live_sequences(self, rows) if self.trunk_options.zero_advantage == "skip" else None
         if live is not None:
-            config = self._loss_config(is_unscored=is_unscored)
             inputs, of_tokens = micro_batches.without_dead(inputs, live, config)
-            factor = factor * of_tokens
-            scoring.rows = self._rows_of_loss(inputs, is_unscored=is_unscored)
-        measured = self._measured(inputs) if regroups or live is not None else nullcontext()
-        with measured, during(SCORING, scoring):
-            if exact_kl.is_asked_for(self):
-                return factor * self._loss_with_exact_kl(model, inputs, scoring)
-            return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
+            factor, rows = factor * of_tokens, expected_gradient.rows_of_loss(self, inputs, config)
+        comparison = exact_kl.comparison_of(self, inputs)
+        sampled = inputs.get(sampled_sets.KEY)
+        scoring = self._scoring(rows=rows, sampled=sampled, unscored=unscored, comparison=comparison)
+        return inputs, scoring, factor, regroups or live is not None
 
-    def _loss_with_exact_kl(self, model: Any, inputs: dict[str, Any], scoring: Scoring) -> Tensor:
-        """Compute TRL's loss without its KL term; its head call compares with the reference, for the exact term."""
-        assert self._reference_head is not None
-        comparison = exact_kl.Comparison(inputs[exact_kl.KEY], self._reference_head)
-        scoring.compute = comparison.compare
-        with exact_kl.without_estimate(self):
-            loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        return exact_kl.add_term(self, loss, inputs, comparison.divergences)
-
-    def _measured(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+    def _measured(self, inputs: dict[str, Any], *, may_be_empty: bool) -> AbstractContextManager[None]:
         """Return a context for a loss whose metrics count only if some process has a sequence to measure."""
-        if self.accelerator.gather(inputs["completion_mask"].any().reshape(1)).any():
+        if not may_be_empty or self.accelerator.gather(inputs["completion_mask"].any().reshape(1)).any():
             return nullcontext()
         return micro_batches.unmeasured(self._metrics["train"])  # type: ignore[attr-defined]
 
@@ -249,14 +257,14 @@ class FusedLossMixin(LogsRows):
         """Return the `Scoring` that is valid now; a new one outside of losses and generations."""
         return self._scoring() if SCORING.get() is PATCHED else SCORING.get()
 
-    def _rows_of_loss(self, inputs: dict[str, Any], *, is_unscored: bool = False) -> Rows | None:
-        """Rows that the loss of a micro-batch reads, and the gradient it will send; None if the loss is unknown."""
-        is_known = torch.is_grad_enabled() and HEAD.is_known()
-        config = self._loss_config(is_unscored=is_unscored) if is_known else None
-        return None if config is None else expected_gradient.rows_of_loss(self, inputs, config)
+    def _live(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Return (B,) bool: sequences of a micro-batch that may get a gradient from its loss; None: not known."""
+        return live_sequences(self, expected_gradient.rows_of_loss(self, inputs, self._loss_config()))
 
-    def _loss_config(self, *, is_unscored: bool) -> LossConfig | None:
-        """Configuration of the loss that ``super()._compute_loss`` computes, or None if we do not know that loss."""
+    def _loss_config(self, *, is_unscored: bool = False) -> LossConfig | None:
+        """Configuration of the loss that ``super()._compute_loss`` computes; None: not known, or without gradient."""
+        if not (torch.is_grad_enabled() and HEAD.is_known()):
+            return None
         return expected_gradient.loss_config(self, self._loss_owner(), is_unscored=is_unscored)
 
     def _loss_owner(self) -> type:

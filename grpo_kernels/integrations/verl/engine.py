@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grpo_kernels.integrations.host import during, function_of
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.verl import zero_advantage
 from grpo_kernels.integrations.verl.distillation import TeacherLogprobs, teacher_of
 from grpo_kernels.integrations.verl.rows import flag, numbers_of, packed_rows
@@ -52,7 +52,7 @@ class HeadTask:
         teacher: of a distillation.
     """
 
-    def __init__(self, rows: Rows | None = None, teacher: TeacherLogprobs | None = None) -> None:
+    def __init__(self, rows: KnownRows | None = None, teacher: TeacherLogprobs | None = None) -> None:
         self.rows, self.teacher = rows, teacher
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from grpo_kernels.head.forward import check_module
 from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.host import Patches, function_of
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.verl.distillation import TeacherLogprobs, aux_of, with_aux
 from grpo_kernels.integrations.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask
 from grpo_kernels.logprob import linear_logprob
@@ -182,7 +182,7 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
 
 
 def _logprobs(
-    head: Head, hidden: Tensor, ids: Tensor, rows: Rows | None, temperature: Any
+    head: Head, hidden: Tensor, ids: Tensor, rows: KnownRows | None, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities and entropies, each shaped like the ids, in fp32 (fp64 for fp64 models).
 
@@ -198,7 +198,7 @@ def _logprobs(
     return found.logps if rows is None else rows.filled(found.logps), found.entropies
 
 
-def _distilled(head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: Rows | None, temperature: Any) -> Any:
+def _distilled(head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: KnownRows | None, temperature: Any) -> Any:
     """Return the forward KL on the teacher's ids, and both models' mass on them, (1, N) each; of `rows`, else 0.
 
     Raises:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.head.head import Head
-from grpo_kernels.integrations.host import during, function_of, parameters_of
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.host import during, function_of, parameter_names
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.verl import zero_advantage
 from grpo_kernels.integrations.verl.engine import BACKEND
 from grpo_kernels.integrations.verl.rows import flag, numbers_of, packed_rows
@@ -58,11 +58,11 @@ class _MicroBatch:
         numbers: those of this rank's rows among them, as its labels lie; None before the labels are divided.
     """
 
-    def __init__(self, rows: Rows | None) -> None:
+    def __init__(self, rows: KnownRows | None) -> None:
         self.rows = rows
         self.numbers: Tensor | None = None
 
-    def here(self) -> Rows | None:
+    def here(self) -> KnownRows | None:
         return None if self.rows is None or self.numbers is None else self.rows.at(self.numbers.reshape(-1) - 1)
 
 
@@ -78,7 +78,7 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     theirs = getattr(module, "linear_cross_entropy", None)
     # The `apply` of an autograd function, whose parameters are those of its forward
     forward = getattr(getattr(theirs, "__self__", None), "forward", None)
-    names = None if forward is None else parameters_of(forward)
+    names = None if forward is None else parameter_names(forward)
     if names != PARAMETERS:
         raise LookupError(f"linear_cross_entropy: expected the parameters {PARAMETERS}, got {names}")
     assert theirs is not None

@@ -3,7 +3,7 @@
 verl's engines hand a model packed ids: prompts, responses, padding. Only the row in front of a response's token
 predicts something that the loss reads, and only where the mask counts. A micro-batch has all that tells them apart;
 `packed_rows` reads it in verl's packed order. What a rank then gives its head is a part of that order, padded and
-divided; an engine sends numbers through its own layout (`numbers_of`), and `Rows.at` reads them.
+divided; an engine sends numbers through its own layout (`numbers_of`), and `KnownRows.at` reads them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.integrations.rows import Rows
+from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.verl.losses import (
     Mode,
     Slopes,
@@ -33,7 +33,7 @@ def flag(data: Any, name: str, default: Any = False) -> Any:
     return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
 
 
-def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> Rows | None:
+def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | None:
     """Return the rows of `data`, a micro-batch, that `loss_function` reads, or the trainer if that is None.
 
     Returns:
@@ -48,7 +48,7 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> Rows | None:
     if is_sft(loss_function):
         weights = data["loss_mask"].values().roll(-1, 0).float()  # as the loss rolls it
         expected = Expectation(lambda index, *_: weights[index], graded=weights != 0, has_entropy_gradient=False)
-        return Rows(weights != 0, expected=expected, entropy=entropy)
+        return KnownRows(weights != 0, expected=expected, entropy=entropy)
     names = set(data.keys())
     if not {"responses", "response_mask"} <= names:
         return None
@@ -59,7 +59,7 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> Rows | None:
     config = actor_config(loss_function)
     mode = Mode() if config is None else mode_of(config)
     if others is None or not mode.by_token:
-        return Rows(counted, others, entropy=entropy)
+        return KnownRows(counted, others, entropy=entropy)
     graded = counted
     if mode.by_advantage and not has_other_terms(config, entropy=entropy):
         graded = counted & (places.packed(data["advantages"]) != 0)
@@ -67,10 +67,10 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> Rows | None:
             graded &= places.packed(data["rollout_is_weights"]) != 0
     slopes = Slopes(loss_function, data, places.of_rows(), places.width, dp_group, entropy=entropy)
     expected = Expectation(slopes, graded=graded, has_entropy_gradient=slopes.of_entropy)
-    return Rows(counted, others, expected, entropy=entropy)
+    return KnownRows(counted, others, expected, entropy=entropy)
 
 
-def numbers_of(rows: Rows) -> Tensor:
+def numbers_of(rows: KnownRows) -> Tensor:
     """Return (N,) int64, 1 for the first row and so on: 0 is left for padding."""
     return torch.arange(1, len(rows.counted) + 1, device=rows.counted.device)
 
