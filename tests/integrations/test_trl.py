@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 import trl
 import trl.trainer.utils as trl_utils
 
-from benchmarks import head_flops, parity, tiny_run
+from benchmarks import head_flops, parity, tiny_models, tiny_run
 from grpo_kernels import Expectation
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, expected_gradient, fused_head
 
@@ -40,6 +40,27 @@ def test_training_is_the_same(case: parity.Case) -> None:
     assert result.grad_norm <= case.tolerance
     assert result.metric <= case.tolerance, result.worst
     assert trl_utils._ChunkedLogProbFunction is THEIRS
+
+
+def test_a_mixture_of_experts_trains_the_same_with_its_load_balancing_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    fields = {**tiny_models.KINDS["qwen3"][2], **experts}
+    monkeypatch.setitem(tiny_models.KINDS, "moe", ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", fields))
+    stock, ours = (_history(trainer, kind="moe", **TWICE) for trainer in (trl.GRPOTrainer, FusedGRPOTrainer))
+    assert all(step["aux_loss"] > 0 for step in stock)
+    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+
+
+def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None:
+    """Liger's layers need a GPU, so all are off here; TRL patches the rest of the model all the same."""
+    pytest.importorskip("liger_kernel")
+    layers = dict.fromkeys(("rms_norm", "rope", "swiglu", "cross_entropy"), False)
+    with_liger = {"use_liger_kernel": True, "liger_kernel_config": layers, **TWICE}
+    stock, ours = _history(trl.GRPOTrainer, **TWICE), _history(FusedGRPOTrainer, **with_liger)
+    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+    with_liger["liger_kernel_config"] = {"fused_linear_cross_entropy": True}
+    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
+        _history(FusedGRPOTrainer, **with_liger)
 
 
 @pytest.mark.parametrize("compact", [False, True], ids=["every position", "labelled rows"])
@@ -129,11 +150,11 @@ def test_gmpo_keeps_its_own_loss() -> None:
     assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
 
 
-def _history(trainer_class: type, steps: int = 3, **options: Any) -> list[dict[str, float]]:
+def _history(trainer_class: type, steps: int = 3, kind: str = "qwen3", **options: Any) -> list[dict[str, float]]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        return tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options)).steps
+        return tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options), kind=kind).steps
 
 
 def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) -> None:

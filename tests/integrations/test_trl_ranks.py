@@ -1,4 +1,5 @@
-"""TRL on two processes (DDP, FSDP2, ZeRO-3) with our trainer: losses and gradient norms are those of one process."""
+"""TRL on two processes (DDP, FSDP, ZeRO) with our trainer: losses, gradient norms and what it has trained are those of
+one process."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 pytest.importorskip("trl")
 from benchmarks import parity
 from tests.support import zero3
 from tests.support.ranks import run_ranks
+from tests.support.training_step import assert_same
 from tests.support.trl_ranks import Found, Job, save_model, train, train_all
 
 TOLERANCE = 1e-5
@@ -26,6 +29,9 @@ JOBS = {
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
     "FSDP2, head its own unit": Job("FSDP2, head its own unit"),
     "FSDP2, adapter on the head, exact KL": Job("FSDP2", **ADAPTED),
+    "FSDP1": Job("FSDP1"),
+    "FSDP1, tied": Job("FSDP1, original parameters", kind="tied"),
+    "FSDP1: regrouped": Job("FSDP1", arguments=REGROUPED),
     "DDP: regrouped": Job(arguments=REGROUPED),
     "FSDP2: regrouped": Job("FSDP2", arguments=REGROUPED),
 }
@@ -42,12 +48,19 @@ ONCE: dict[str, Any] = {
     "options": {"beta": 0.04},
 }  # the loss follows the reference's scoring
 ONCE_JOBS = {"once, DDP": Job(**ONCE), "once, FSDP2": Job("FSDP2", **ONCE)}
-ZERO3_JOBS = {
+SKIP_JOBS = {
+    "skip, stock": Job("FSDP1", stock=True, options={}),
+    "skip, FSDP1": Job("FSDP1", options={}, arguments={"zero_advantage": "skip"}),
+}
+ZERO_JOBS = {
+    "ZeRO-1": Job("ZeRO-1"),
+    "ZeRO-2": Job("ZeRO-2"),
+    "ZeRO-2, tied": Job("ZeRO-2", kind="tied"),
     "ZeRO-3": Job("ZeRO-3"),
     "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
     "ZeRO-3, adapter on the head, exact KL": Job("ZeRO-3", **ADAPTED),
 }
-BECOMES = {"DDP": "DistributedDataParallel", "FSDP2": "FSDPModule", "ZeRO-3": "DeepSpeedEngine"}
+BECOMES = {"DDP": "DistributedDataParallel", "FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +75,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def logged(folders: dict[str, str]) -> list[dict[str, Found]]:
     """By rank, by job: one set of processes, since they have much to import."""
-    return run_ranks(train_all, 2, JOBS | HALVES_JOBS | ONCE_JOBS, folders)
+    return run_ranks(train_all, 2, JOBS | HALVES_JOBS | ONCE_JOBS | SKIP_JOBS, folders, seconds=300)
 
 
 @cache
-def of_one_process(kind: str, adapted: bool, folder: str) -> list[dict[str, float]]:
+def of_one_process(kind: str, adapted: bool, folder: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Stock TRL; with an adapter on the head, which it refuses, ours: `test_trl_head_adapter.py` compares that."""
-    return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[0]
+    return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[:2]
 
 
 def check(name: str, job: Job, found: Found, folders: dict[str, str]) -> None:
-    want = of_one_process(job.kind, bool(job.lora), folders[job.kind])
+    want, moved = of_one_process(job.kind, bool(job.lora), folders[job.kind])
     errors = parity.differences(want, found.steps)
     assert max(errors["loss"], errors["grad_norm"]) < TOLERANCE, f"{name}: {errors}"
     assert all(x["grad_norm"] > 0.1 for x in want)
-    assert BECOMES[job.wrap.split(",")[0]] in found.classes
+    assert_same(found.moved, moved, TOLERANCE)
+    assert BECOMES.get(job.wrap.split(",")[0], "DeepSpeedEngine") in found.classes
     assert found.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("DDP,")])
-def test_ddp_and_fsdp2(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
+def test_ddp_and_fsdp(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
     for of_rank in logged:
         check(name, JOBS[name], of_rank[name], folders)
 
@@ -102,6 +116,14 @@ def test_old_log_probabilities_are_those_of_stock_trl_on_as_many_processes(
         assert of_rank[name].steps[-1]["clip_ratio/region_mean"] > 0
 
 
+def test_sequences_are_skipped_under_fsdp1(logged: list[dict[str, Found]]) -> None:
+    for of_rank in logged:
+        stock, ours = of_rank["skip, stock"], of_rank["skip, FSDP1"]
+        errors = parity.differences(stock.steps, ours.steps)
+        assert max(errors["loss"], errors["grad_norm"]) < TOLERANCE, errors
+        assert_same(ours.moved, stock.moved, TOLERANCE)
+
+
 def test_an_adapter_has_its_gradient_after_a_scoring_without_adapters(logged: list[dict[str, Found]]) -> None:
     """PEFT switches the gradient of adapters off for the reference, and on again afterwards."""
     for of_rank in logged:
@@ -117,7 +139,7 @@ def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(logged: l
 
 
 @zero3.needs_deepspeed
-def test_zero3(folders: dict[str, str]) -> None:
-    for of_rank in run_ranks(train_all, 2, ZERO3_JOBS, folders):
-        for name, job in ZERO3_JOBS.items():
+def test_zero(folders: dict[str, str]) -> None:
+    for of_rank in run_ranks(train_all, 2, ZERO_JOBS, folders):
+        for name, job in ZERO_JOBS.items():
             check(name, job, of_rank[name], folders)

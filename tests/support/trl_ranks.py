@@ -1,4 +1,5 @@
-"""TRL's GRPO trainers on several gloo processes, under what accelerate makes of the model: DDP, FSDP2 or ZeRO-3.
+"""TRL's GRPO trainers on several gloo processes, under what accelerate makes of the model: DDP, FSDP1, FSDP2 or
+ZeRO-1 to 3.
 
 Completions come from the prompts, so that any number of processes trains on the same ones.
 """
@@ -14,13 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 import transformers
 import trl
+from torch import Tensor
 
 from benchmarks import head_flops, tiny_models, tiny_run
+from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 SEQUENCES = 8  # of all processes together, a micro-batch
@@ -71,12 +77,13 @@ class Found:
     classes: list[str]  # of the wrapped model and its bases
     head: str
     counts: head_flops.Counts  # if the job is to be counted
+    moved: dict[str, Tensor]  # by parameter: what training has added to it
 
 
 def train(
     job: Job, folder: str, processes: int = 1, prepare: Callable[[Any], None] | None = None, **options: Any
-) -> tuple[list[dict[str, float]], Any]:
-    """What two steps have logged, and the trainer; `folder` is what `save_model` has written."""
+) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
+    """What two steps have logged, what they have added to each parameter, and the trainer; `folder`: `save_model`."""
     tiny_run.quiet()
     policy = tiny_models.model(job.kind, num_hidden_layers=1)
     policy.config._name_or_path = folder  # TRL loads the reference from there
@@ -102,8 +109,21 @@ def train(
         tiny_run.record(trainer, history)
         if prepare is not None:
             prepare(trainer)
+        before = _whole_parameters(trainer.model)
         trainer.train()
-    return history.steps, trainer
+    after = _whole_parameters(trainer.model)
+    return history.steps, {name: x - before[name] for name, x in after.items()}, trainer
+
+
+def _whole_parameters(model: Any) -> dict[str, Tensor]:
+    """Copies of the parameters of a model, whole however it is divided."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    gather = gather_of(model.parameters()) or nullcontext
+    with FullyShardedDataParallel.summon_full_params(model) if is_fsdp1 else gather():
+        names = {name.replace("_fsdp_wrapped_module.", ""): x.detach() for name, x in model.named_parameters()}
+        return {name: (x.full_tensor() if is_dtensor(x) else x).clone() for name, x in names.items()}
 
 
 def save_model(kind: str, folder: str) -> None:
@@ -117,7 +137,7 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[st
 
     found = {}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # accelerate wants them, and the group is there
-    if any(job.wrap == "ZeRO-3" for job in jobs.values()):
+    if any(job.wrap.startswith("ZeRO") for job in jobs.values()):
         _find_deepspeed()
     for name, job in jobs.items():
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -125,12 +145,13 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[st
         counts = head_flops.Counts()
         counting = head_flops.watched(counts) if job.counted else nullcontext()
         with counting as prepare, WRAPS[job.wrap]() as options:
-            logged, trainer = train(job, folders[job.kind], world_size, prepare, **options)
+            logged, moved, trainer = train(job, folders[job.kind], world_size, prepare, **options)
         found[name] = Found(
             steps=logged,
             classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
             head=type(trainer.model.get_output_embeddings()).__name__,
             counts=counts,
+            moved=moved,
         )
     return found
 
@@ -142,7 +163,7 @@ def _ddp() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def fsdp2_without_gpus() -> Iterator[None]:
-    """accelerate's own FSDP2, which it takes on GPUs alone: without them it makes DDP of it and says nothing."""
+    """accelerate's own FSDP, which it takes on GPUs alone: without them it makes DDP of it and says nothing."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -179,11 +200,28 @@ def _head_apart() -> Any:
 
 
 @contextmanager
-def _zero3() -> Iterator[dict[str, Any]]:
+def _fsdp1(*, original: bool) -> Iterator[dict[str, Any]]:
+    """`original`: `use_orig_params`."""
+    from torch.distributed.fsdp import _init_utils
+
+    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+    asked |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer"}
+    asked["FSDP_USE_ORIG_PARAMS"] = str(original).lower()
+    # accelerate names the device cpu:0, and torch compares it with cpu
+    on_cpu = mock.patch.object(_init_utils, "_get_device_from_device_id", return_value=torch.device("cpu"))
+    with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked), on_cpu:
+        yield {}
+
+
+@contextmanager
+def _zero(stage: int) -> Iterator[dict[str, Any]]:
     automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     yield {
         "deepspeed": {
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # small ones are divided too
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+            },  # stage 3 divides small ones too
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             **dict.fromkeys(automatic, "auto"),
@@ -196,7 +234,9 @@ WRAPS: dict[str, Any] = {
     "FSDP2": _fsdp2,  # accelerate 1.15: the head in one unit with the last norm, and the embedding if it is tied
     "FSDP2, head in the root unit": lambda: _fsdp2(root_alone=True),
     "FSDP2, head its own unit": _head_apart,
-    "ZeRO-3": _zero3,
+    "FSDP1": lambda: _fsdp1(original=False),  # the head in the root unit
+    "FSDP1, original parameters": lambda: _fsdp1(original=True),
+    **{f"ZeRO-{stage}": partial(_zero, stage) for stage in (1, 2, 3)},
 }
 
 

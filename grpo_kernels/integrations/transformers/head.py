@@ -22,8 +22,9 @@ from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
 
-# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, DDP, PEFT
-_WRAPPED = ("_orig_mod", "_forward_module", "module", "base_model", "model", "pretrained_model")
+FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
+# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
+_WRAPPED = ("_orig_mod", "_forward_module", FSDP1, "module", "base_model", "model", "pretrained_model")
 
 Constants = tuple[float, float | None, int | None]
 # head -> (the config's constants at the time, the measured ones, True if a row of logits has been compared too)
@@ -99,7 +100,7 @@ def remember(model: nn.Module, head: Head, compared: bool) -> None:
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model within PEFT, DDP, DeepSpeed, Fabric or torch.compile.
+    """The transformers model within PEFT, DDP, FSDP1, DeepSpeed, Fabric or torch.compile.
 
     Raises:
         TypeError: there is none.

@@ -35,7 +35,7 @@ from grpo_kernels.integrations.transformers import layout as layouts
 from grpo_kernels.integrations.transformers.exactness import Verdicts
 from grpo_kernels.integrations.transformers.forwards import Cells, TrunkInputs, Way, run_layout
 from grpo_kernels.integrations.transformers.guard import guard
-from grpo_kernels.integrations.transformers.head import unwrapped
+from grpo_kernels.integrations.transformers.head import FSDP1, unwrapped
 from grpo_kernels.integrations.transformers.layout import TrunkLayout
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 
@@ -233,6 +233,8 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
         return "the model names no trunk (base_model)"
     if _is_compiled([*wrappers, base, trunk]):
         return "the whole model is compiled; compile its layers instead (docs/training-step.md)"
+    if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
+        return "FSDP1 has divided the model, whose units run one forward each; FSDP2 has no such limit"
     attention = ALL_ATTENTION_FUNCTIONS.get(getattr(trunk.config, "_attn_implementation", ""), None)
     replaced_by_ranks = nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
     if replaced_by_ranks or str(getattr(attention, "__module__", "")).startswith("deepspeed"):
