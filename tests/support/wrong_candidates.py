@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.support.case_builder import Case
 from tests.support.plain import Hooks
+from tests.support.reference import reference_loss
 from tests.support.reference_terms import CLIPPED, TERMS, settings
 
 
@@ -87,6 +88,15 @@ def all_grads(edit: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], 
 def off_policy(case: Case) -> bool:
     """float32, with old logps."""
     return f32(case) and case.old_per_token_logps is not None
+
+
+def drops_a_token(case: Case) -> bool:
+    """float32, with old logps, and the off-policy mask drops a counted token whose advantage is not 0."""
+    if not off_policy(case) or settings(case).off_policy_mask_threshold is None:
+        return False
+    advantages = case.advantages if case.advantages.dim() == 2 else case.advantages[:, None]
+    dropped = ~reference_loss(case).evaluation.keeps[-1]
+    return bool((dropped & (case.completion_mask != 0) & (advantages != 0)).any())
 
 
 def clipping(case: Case) -> bool:
@@ -204,8 +214,7 @@ FAULTS = [
     Fault(
         "off-policy mask ignored",
         told(config={"off_policy_mask_threshold": None}),
-        lambda c: off_policy(c) and settings(c).off_policy_mask_threshold is not None,
-        0.8,
+        drops_a_token,
     ),
     Fault(
         "top-entropy mask ignored",
