@@ -109,9 +109,12 @@ def linear_logprob(
         sets = KeptCall(
             mask, temperature, (), ids, expected, kept_ids=kept_ids, without_set=without_set, entropy_over=entropy
         )
-        return breaks_graph(score_kept)(sets, lm_head, execution)
+        return _score_kept(sets, lm_head, execution)
     check_without_set(without_set)
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     outputs = (*(("entropy",) if entropy else ()), *extras)
-    return has_op("linear_logprob")(score)(ScoreCall(mask, temperature, outputs, ids, expected), lm_head, execution)
+    return _score(ScoreCall(mask, temperature, outputs, ids, expected), lm_head, execution)
+
+
+_score, _score_kept = has_op("linear_logprob")(score), breaks_graph(score_kept)

@@ -141,7 +141,7 @@ class ExpectedRows:
 
 
 def fuses(plan: HeadPlan) -> bool:
-    """Return True if one kernel can compute a whole loss: no if the head is divided: its ranks combine statistics."""
+    """Return True if one kernel can compute a whole loss. The ranks of a divided head combine statistics before it."""
     return isinstance(plan.backend, FusedRowBackend) and plan.shard is None
 
 

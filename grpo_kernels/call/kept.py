@@ -107,7 +107,7 @@ def score_kept(call: KeptCall, head: LMHead, execution: Execution) -> Scores:
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
-    planned, rows, _ = check_call(call, head, execution)
+    planned, rows, _ = check_call(call, head, execution)  # it has checked `expected`, which few rows may need
     return scored_kept(call, planned, rows, call.expected)[0]
 
 

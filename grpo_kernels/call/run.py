@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """How a call is computed; the results are the same up to rounding.
+    """Options of how a call is computed; the results are the same up to rounding.
 
     Args:
         engine: one of `grpo_kernels.typing.EngineName`. (Under torch.compile ``"auto"`` is never ``"lean"``.)

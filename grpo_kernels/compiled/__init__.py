@@ -2,7 +2,7 @@
 
 A call of plain tensors is an op in the graph (`ops/`), with autograd around it (`calls.py`). Whatever needs values, a
 function of the user's or a group of ranks runs eagerly: the graph breaks there, or ``fullgraph=True`` says why it
-cannot. Nothing else in the library depends on being traced.
+cannot. Outside of this folder only `Head` asks whether it is traced: its numbers are checked in the op then.
 """
 
 from __future__ import annotations

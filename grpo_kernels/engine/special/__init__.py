@@ -1,3 +1,3 @@
-"""What few calls need: teachers of K log-probabilities, kept sets, slices of the vocabulary, scores without logits."""
+"""Parts that few calls need: teachers of K log-probabilities, kept sets, slices of the vocabulary, `score_dot`."""
 
 from __future__ import annotations

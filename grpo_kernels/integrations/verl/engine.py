@@ -45,7 +45,7 @@ _live: ContextVar[Tensor | None] = ContextVar("live", default=None)  # (B,) bool
 
 
 class HeadTask:
-    """What a micro-batch asks of the head. No dataclass: FSDP rounds the tensors of a dataclass on the way in.
+    """Request of a micro-batch to the head. No dataclass: FSDP rounds the tensors of a dataclass on the way in.
 
     Attributes:
         rows: those of the call, as its labels lie; None: all count.
