@@ -102,6 +102,7 @@ def test_every_mode(engine: str, scene: Scene) -> None:
     assert recorder.graphs == 1
     assert all(isinstance(x, Tensor) for x in recorder.inputs)  # a graph would be made for each value of a number
     assert looks(scene.run_with_fake_tensors()) == looks(want)
+    assert recorder.calls
     checks = EVERY_CHECK if scene.name in TRACED else EVERY_CHECK[:3]
     for op, given in recorder.calls:
         assert opcheck(op, given, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
