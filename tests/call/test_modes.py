@@ -77,7 +77,7 @@ LOSSES = [
 SCORES = [
     scores("B/bias/f32"),
     scores("B/bias/f32", autocast=True),
-    scores("B/head/f32", extras=("is_top1", "mean_logits")),
+    scores("B/head/f32", "bias", extras=("is_top1", "mean_logits")),
     scores("B/hot/f32", "hidden", backend="triton"),
     scores("B/input-logits/bf16", upstream=(1.0, 0.0), mask=False),
     scores("C/1x40x8x33/dapo", upstream=(1.0, 0.0), temperature=torch.linspace(0.5, 1.5, 40)[None], entropy=False),
