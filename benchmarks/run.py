@@ -297,7 +297,7 @@ class _Task:
         laps: dict[str, list[float]] = {name: [] for name in steps}
         mib: dict[str, list[float]] = {name: [] for name in steps}
         peaks: list[Peak] = []
-        known = {name for name in found if figures.timing(self._results.at(*self._path(name)), self._mode)}
+        known = {name for name in found if (self._results.at(*self._path(name)).get("ms") or {}).get(self._mode)}
 
         def before(_: str) -> None:
             self._inputs.clear_gradients()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from matplotlib.figure import Figure
 from benchmarks import plots, words
 from benchmarks.figures import DEFAULTS, OURS, STOCK
 from benchmarks.real.train import PHASES
-from benchmarks.tables import SHARES, with_range
-from benchmarks.words import markdown, multiple, number, share, small, times
+from benchmarks.tables import SHARES
+from benchmarks.words import markdown, multiple, number, share, small, times, with_range
 
 Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
@@ -160,17 +159,17 @@ def draw(data: dict[str, Any]) -> Figure:
     ]
     figure = plots.sheet(claim(data), [TASK, words.where(data), seeds, words.day(data)], 6.2, notes)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 3))
-    curves: list[tuple[str, list[tuple[str, list[Run]]], Callable[[Any], float]]] = [
-        ("reward", [(OURS, ours)], lambda step: step["logs"][REWARD]),
-        ("groups with\nequal rewards", [(OURS, ours)], lambda step: step["logs"][EQUAL]),
-        ("CPU seconds", [("trl", stock), (OURS, ours)], lambda step: step["seconds"]["loss"]),
+    theirs, mine = ("stock TRL", stock, "trl"), ("grpo_kernels", ours, OURS)
+    rows: list[tuple[str, list[tuple[str, list[Run], str]], str, str]] = [
+        ("reward", [mine], "logs", REWARD),
+        ("groups with\nequal rewards", [mine], "logs", EQUAL),
+        ("CPU seconds", [theirs, mine], "seconds", "loss"),
     ]
-    for axis, (title, trainers, value) in zip(axes, curves, strict=True):
+    for axis, (title, trainers, kind, key) in zip(axes, rows, strict=True):
         ends = []
-        for name, runs in trainers:
-            values = [[value(step) for step in run["steps"]] for run in runs]
-            end = plots.band(axis, range(1, count + 1), values, plots.color(name))
-            ends.append((end, "stock TRL" if name == "trl" else "grpo_kernels", plots.color(name)))
+        for name, runs, provider in trainers:
+            values = [[step[kind][key] for step in run["steps"]] for run in runs]
+            ends.append(plots.band(axis, range(1, count + 1), values, name, plots.color(provider)))
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
         axis.grid(axis="y")
