@@ -64,15 +64,9 @@ def by_release(release: str, arguments: argparse.Namespace) -> int:
 
 
 def environment(release: str) -> dict[str, str]:
-    """The environment of a process that imports `release` of Triton, which is installed if it is not there."""
+    """The environment of a process that imports `release` of Triton, which is installed, alone, if it is not there."""
     if version("triton") == release:
         return dict(os.environ)
-    path = [str(installed(release)), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def installed(release: str) -> Path:
-    """The folder of `release`, without what it depends on: that is installed already."""
     folder = FOLDER / f"triton-{release}"
     stamp = folder / ".installed"
     if not stamp.exists():
@@ -81,7 +75,8 @@ def installed(release: str) -> Path:
         options = ["--no-deps", "--no-compile", "--upgrade", "--target", str(folder)]
         subprocess.run([*pip, *options, f"triton=={release}"], check=True)
         stamp.touch()
-    return folder
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 if __name__ == "__main__":

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.backends.triton_rows import divergence, dot, fused, grad, single_pass, stats, teacher_fused
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig
-from grpo_kernels.backends.triton_rows.divergence import launch_diverge
-from grpo_kernels.backends.triton_rows.dot import launch_dot
-from grpo_kernels.backends.triton_rows.fused import launch_fused
-from grpo_kernels.backends.triton_rows.grad import launch_grad
-from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
-from grpo_kernels.backends.triton_rows.stats import launch_stats
-from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
 from grpo_kernels.objective import losses
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.token_loss.record import TokenLoss
@@ -109,18 +103,20 @@ def row_runs(
     ids = torch.randint(vocab, (n,), device=device)
     chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), teacher=pair)
     diverged = pair and DivergenceStats(*(numbers() for _ in range(4)))
-    stats = RowStats(-numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged)
+    statistics = RowStats(-numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged)
     gradient = None if out is None else rows(out)
     d_logp, d_entropy, d_divergence = numbers(), numbers() if entropy else None, pair and numbers()
     of_rows = loss and loss.of_rows(numbers)
     wanted = {"entropy": entropy, "extras": extras}
     launch: Callable[[Any], Any] = {
-        "stats": lambda config: launch_stats(chunk, config, **wanted),
-        "single_pass": lambda config: launch_single_pass(chunk, gradient, config, in_place=in_place, **wanted),
-        "grad": lambda config: launch_grad(chunk, stats, d_logp, d_entropy, gradient, config, d_divergence),
-        "fused": lambda config: launch_fused(chunk, of_rows, gradient, config),
-        "teacher_fused": lambda config: launch_teacher_fused(chunk, of_rows, gradient, config),
-        "diverge": lambda config: launch_diverge(chunk, stats, stats, config),
+        "stats": lambda config: stats.launch_stats(chunk, config, **wanted),
+        "single_pass": lambda config: single_pass.launch_single_pass(
+            chunk, gradient, config, in_place=in_place, **wanted
+        ),
+        "grad": lambda config: grad.launch_grad(chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence),
+        "fused": lambda config: fused.launch_fused(chunk, of_rows, gradient, config),
+        "teacher_fused": lambda config: teacher_fused.launch_teacher_fused(chunk, of_rows, gradient, config),
+        "diverge": lambda config: divergence.launch_diverge(chunk, statistics, statistics, config),
     }[kernel]
     return lambda config: partial(launch, config)
 
@@ -138,4 +134,4 @@ def dot_runs(
     hidden = torch.randn(n, width, device=device).to(dtype)
     weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
     ids, transform_ = torch.randint(vocab, (n,), device=device), transform_of(transform, vocab, n, device)
-    return lambda config: partial(launch_dot, hidden, weight, ids, transform_, config, entropy=True)
+    return lambda config: partial(dot.launch_dot, hidden, weight, ids, transform_, config, entropy=True)

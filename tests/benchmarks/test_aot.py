@@ -8,14 +8,15 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from benchmarks.aot import __main__ as aot_command
+from benchmarks.aot import roofline
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
-from benchmarks.aot.roofline import ctas_per_sm
 from benchmarks.aot.sass import LOADS, inner_loops, moved, parsed
 from tests.support.planted import ROOT, Fault, plant
 
@@ -34,14 +35,12 @@ SELECT = Fault(
 )
 
 
-def run(module: str, *arguments: str, folder: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
+def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """One of the two commands, in a checkout."""
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(folder), plain.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path, **more}
-    )
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path})
 
 
 @pytest.mark.slow
@@ -74,20 +73,26 @@ def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "message", "more"),
+    ("command", "arguments", "message"),
     [
-        ("benchmarks.aot", ("--quick",), "error: TRITON_INTERPRET is set", {"TRITON_INTERPRET": "1"}),
-        ("benchmarks.aot", ("--target", "sm_1"), "error: nothing to compile", {}),
-        ("benchmarks.aot.roofline", (), "error: TRITON_INTERPRET is set", {"TRITON_INTERPRET": "1"}),
-        ("benchmarks.aot.roofline", ("--case", "stats", "--update"), "error: --update writes all cases", {}),
+        (aot_command, ["--quick"], "error: TRITON_INTERPRET is set"),
+        (aot_command, ["--target", "sm_1"], "error: nothing to compile"),
+        (roofline, [], "error: TRITON_INTERPRET is set"),
+        (roofline, ["--case", "stats", "--update"], "error: --update writes all cases"),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_it_refuses_what_it_cannot_do(
-    module: str, arguments: tuple[str, ...], message: str, more: dict[str, str]
+    command: Any,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run(module, *arguments, **more)
-    assert done.returncode == 2
-    assert message in done.stderr
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if "TRITON_INTERPRET" in message else "0")
+    assert command.main() == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -208,4 +213,4 @@ def test_loops_are_told_apart() -> None:
     ],
 )
 def test_programs_of_a_multiprocessor(registers: int, threads: int, shared: int, ctas: int) -> None:
-    assert ctas_per_sm(registers, threads, shared) == ctas
+    assert roofline.ctas_per_sm(registers, threads, shared) == ctas
