@@ -192,7 +192,7 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
         raise RuntimeError(f"stock logged {len(stock)} steps, ours {len(ours)}")
     worst: dict[str, float] = {}
     for left, right in zip(stock, ours, strict=True):
-        for name in left.keys() | right.keys():
+        for name in sorted(left.keys() | right.keys()):  # of equals the first is named
             worst[name] = max(worst.get(name, 0.0), difference(name, left.get(name), right.get(name)))
     return worst
 
