@@ -162,6 +162,12 @@ class Inputs:
     teacher: Teacher | None = None
 
     @property
+    def distils(self) -> tuple[Teacher, float]:
+        """The teacher, and TRL's beta of the divergence from it."""
+        assert self.teacher is not None and self.case.divergence is not None
+        return self.teacher, self.case.divergence
+
+    @property
     def leaves(self) -> tuple[Tensor, ...]:
         """The tensors whose gradients are compared."""
         return tuple(x for x in (self.hidden, self.weight) if x.requires_grad)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case
 from benchmarks.figures import is_ours
 
-# There liger_torch is what liger_ce chooses, and eager/selective another form of eager.
+# There liger_torch is what liger_ce chooses.
 ON_CPU = (
     "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "quack", "linear_ce", "compiled",
     "eager",
@@ -20,9 +20,9 @@ GOAL_CASES = ("main", "frozen", "half_zero", "score")
 GOALS = (*ANCHORS, "trl", "liger_grpo", "liger_torch", "eager", "liger_ce")
 REST = (
     "unsloth", "verl_triton", "quack", "cce", "linear_ce", "compiled", "liger_grpo/uncompiled", "verl_torch",
-    "quack/chunked", "eager/selective",
+    "quack/chunked",
 )  # fmt: skip
-OURS = ("ours/two_pass", "ours/lean", "ours/expected", "ours/torch", "ours/no_mask")
+OURS = ("ours/two_pass", "ours/lean", "ours/torch")
 DISTILLING = (*ANCHORS, "trl", "liger_jsd", "liger_jsd/fused", "eager")
 OTHERS = ("all tokens", "distill")  # workloads with a place of their own
 SMALL: dict[str, Any] = {"n": 128, "t": 32}

@@ -115,24 +115,29 @@ SCENES = {
 
 
 class Given:
-    """A trainer whose completions are given; the mixin goes in front of the trainer class."""
+    """In front of a trainer: its completions are given, and CPU seconds of each optimizer step without them."""
 
     scene: Scene
-    given_seconds = 0.0  # CPU seconds of the generation that is replaced
     saved: list[int] | None = None  # bytes that the graph of each micro-batch saves; None: not counted
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seen: Counter[tuple[int, ...]] = Counter()  # completions of each prompt so far
+        self._given_seconds = 0.0  # of the generation that is replaced
+        self.seconds: list[float] = []
+        self.add_callback(StepClock(self))  # type: ignore[attr-defined]
+
+    def own_seconds(self) -> float:
+        return time.process_time() - self._given_seconds
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> Any:
         started = time.process_time()
-        found = []
+        completions = []
         for prompt in map(tuple, prompt_ids):
-            found.append(completion(self.scene, f"{self._seen[prompt]} {prompt}"))
+            completions.append(completion(self.scene, f"{self._seen[prompt]} {prompt}"))
             self._seen[prompt] += 1
-        self.given_seconds += time.process_time() - started
-        return found, None
+        self._given_seconds += time.process_time() - started
+        return completions, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if self.saved is None:
@@ -143,26 +148,27 @@ class Given:
         return loss
 
 
-class Stock(Given, GRPOTrainer):
-    """TRL's."""
-
-
-class Ours(Given, FusedGRPOTrainer):
-    """TRL's with our options."""
-
-
 class StepClock(transformers.TrainerCallback):
-    """CPU seconds of each optimizer step without its generation."""
+    """Appends CPU seconds of each optimizer step to those of its trainer."""
 
     def __init__(self, trainer: Given) -> None:
-        self.trainer = trainer
-        self.seconds: list[float] = []
+        self._trainer = trainer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._started = time.process_time() - self.trainer.given_seconds
+        self._started = self._trainer.own_seconds()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds.append(time.process_time() - self.trainer.given_seconds - self._started)
+        self._trainer.seconds.append(self._trainer.own_seconds() - self._started)
+
+
+def trainer_of(options: dict[str, Any] | None, *mixins: type, **arguments: Any) -> Any:
+    """`FusedGRPOTrainer` with `options`, or TRL's trainer for None, behind `mixins`; it prints nothing."""
+    base = GRPOTrainer if options is None else FusedGRPOTrainer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = type("Trainer", (*mixins, base), {})(**arguments, **(options or {}))
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
 
 def completion(scene: Scene, seed: str) -> list[int]:
@@ -220,28 +226,26 @@ def train(scene: Scene, name: str, *, watched: bool = False, **changed: Any) -> 
     }
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer: Any = (Stock if options is None else Ours)(
+        trainer = trainer_of(
+            options,
+            Given,
             model=policy(scene),
             args=tiny_run.config(folder, scene.steps, **arguments),
             reward_funcs=tiny_run.reward,
             train_dataset=prompts(scene),
             processing_class=tiny_models.tokenizer(),
-            **(options or {}),
         )
         trainer.scene, trainer.saved = scene, [] if watched else None
-        trainer.remove_callback(transformers.PrinterCallback)
-        clock = StepClock(trainer)
-        trainer.add_callback(clock)
         trainer.train()
     logs = [tiny_run.compared(x) for x in trainer.state.log_history if "loss" in x]
-    return trainer.model, {"seconds": clock.seconds, "logs": logs, "saved": trainer.saved}
+    return trainer.model, {"seconds": trainer.seconds, "logs": logs, "saved": trainer.saved}
 
 
 REGROUPED_TOLERANCE = 2e-5  # sums in another order; without regrouping: `parity.TOLERANCE`
 SGD_STEPS = 20
 
 
-def measure_all(results: Results, *, toy: bool = False, rounds: int | None = None) -> None:
+def measure_all(results: Results, *, toy: bool = False) -> None:
     """Write ``step`` into the results, after each measurement: ``scenes``, ``sgd``, ``groups`` and ``turns``."""
     threads = torch.get_num_threads()
     tiny_run.quiet()
@@ -250,11 +254,9 @@ def measure_all(results: Results, *, toy: bool = False, rounds: int | None = Non
         with freed_memory_kept():
             results.merge("runs", step={"threads": 1})
             for name, scene in SCENES.items():
-                scene = scene.toy() if toy else scene
-                scene = scene if rounds is None else replace(scene, rounds=rounds)
-                _measure(results, ("step", "scenes", name), scene)
+                _measure(results, ("step", "scenes", name), scene.toy() if toy else scene)
             _sgd(results, replace(Scene().toy(), steps=4 if toy else SGD_STEPS))
-            groups.measure_groups(results, toy=toy, rounds=rounds)
+            groups.measure_groups(results, toy=toy)
             groups.measure_turns(results, toy=toy)
     finally:
         gc.unfreeze()

@@ -8,7 +8,6 @@ falls on the other side of its clip bound: there several draws of the disturbanc
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import GRPOTrainer
 
-from benchmarks import parity
+from benchmarks import parity, step
 from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.real import task
 from benchmarks.real.train import VARIANTS, config
 from benchmarks.run import Results
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 DRIFT = 0.1  # standard deviation of old against new log-probabilities
 DRAWS = {"bf16": 4}  # of the disturbance; else 1
@@ -33,8 +30,8 @@ KL = {"loss_type": "grpo", "beta": 0.04}
 OURS = [name for name in VARIANTS if name not in (STOCK, DEFAULTS, "regrouped", "skip, regrouped")]
 
 
-class Exact(GRPOTrainer):
-    """TRL's trainer with log-probabilities and entropies of all logits, in the model's precision."""
+class Exact:
+    """In front of TRL's trainer: log-probabilities and entropies of all logits, in the model's precision."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
@@ -57,20 +54,21 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:
             yield f"{name}, {precision}", options, precision, [STOCK, DEFAULTS]
 
 
-def trainer_of(base: type, model: Any, folder: str, options: dict[str, Any], *, lora: bool, **more: Any) -> Any:
+def trainer_of(
+    variant: dict[str, Any] | None, model: Any, folder: str, options: dict[str, Any], *mixins: type, lora: bool = False
+) -> Any:
     """A trainer of the real run's configuration with `options`, of `model`."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return base(
-            model=model,
-            args=config(folder, 1, 0, **options),
-            reward_funcs=task.is_right,
-            train_dataset=task.training_problems(16, 0),
-            processing_class=AutoTokenizer.from_pretrained(model.config._name_or_path),
-            **({"peft_config": LoraConfig(**LORA)} if lora else {}),
-            **more,
-        )
+    return step.trainer_of(
+        variant,
+        *mixins,
+        model=model,
+        args=config(folder, 1, 0, **options),
+        reward_funcs=task.is_right,
+        train_dataset=task.training_problems(16, 0),
+        processing_class=AutoTokenizer.from_pretrained(model.config._name_or_path),
+        **({"peft_config": LoraConfig(**LORA)} if lora else {}),
+    )
 
 
 def gradient(trainer: Any, batch: dict[str, Any]) -> Tensor:
@@ -87,7 +85,7 @@ def generated(folder: Path) -> tuple[dict[str, Any], Tensor]:
     """TRL's first micro-batch, of 8 completions, and their log-probabilities under the model, (8, T)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as out:
-        trainer = trainer_of(GRPOTrainer, model, out, {}, lora=False)
+        trainer = trainer_of(None, model, out, {})
         set_seed(0)
         inputs = next(iter(trainer.get_train_dataloader()))
         trainer.model.train()
@@ -130,10 +128,9 @@ def _errors(
     for variant in (None, *variants):
         wanted = torch.float64 if variant is None else dtype
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        base: type = Exact if variant is None else GRPOTrainer if variant == STOCK else FusedGRPOTrainer
-        more = {} if variant is None else VARIANTS[variant] or {}
         with tempfile.TemporaryDirectory() as out:
-            trainer = trainer_of(base, model, out, options, lora=lora, **more)
+            mixins = (Exact,) if variant is None else ()
+            trainer = trainer_of(VARIANTS[variant or STOCK], model, out, options, *mixins, lora=lora)
             if lora:  # a fresh adapter adds 0, and half of its parameters would have no gradient
                 draw = torch.Generator().manual_seed(2)
                 for x in trainer.model.parameters():

@@ -1,30 +1,26 @@
-"""``python -m benchmarks.real.train``: one training in this process; what it logged and took goes to a JSON file."""
+"""One training in this process: CPU seconds of each phase, and what it logged."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from benchmarks import step, tiny_run
 from benchmarks.figures import ONE_GROUP
 from benchmarks.memory import MIB
 from benchmarks.real import task
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 VARIANTS = {name: options for name, options in step.VARIANTS.items() if name not in ("skip", ONE_GROUP)}
 PHASES = ("generation", "scoring", "loss", "optimizer")
@@ -90,14 +86,6 @@ class Timed:
             self.phases.spent.clear()
 
 
-class Stock(Timed, GRPOTrainer):
-    """TRL's."""
-
-
-class Ours(Timed, FusedGRPOTrainer):
-    """TRL's with our options."""
-
-
 def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
     """Share of right answers to the problems that are held out, four samples each."""
     problems, model = task.problems(task.HELD_OUT * 4), model.eval()
@@ -132,6 +120,7 @@ def train(name: str, model: Path, *, seed: int, steps: int, short: bool, tests: 
     Args:
         tests: answer the problems that are held out, before and after.
     """
+    tiny_run.quiet()
     options, tokenizer = VARIANTS[name], AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     answered = []
@@ -141,38 +130,18 @@ def train(name: str, model: Path, *, seed: int, steps: int, short: bool, tests: 
         if tests:
             answered.append(right(policy, tokenizer, args.max_completion_length))
         set_seed(seed)
-        trainer: Any = (Stock if options is None else Ours)(
+        trainer = step.trainer_of(
+            options,
+            Timed,
             model=policy,
             args=args,
             reward_funcs=task.is_right,
             train_dataset=task.training_problems(400, seed),
             processing_class=tokenizer,
-            **(options or {}),
         )
-        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
         if tests:
             answered.append(right(policy, tokenizer, args.max_completion_length))
     ours = sorted({str(x.message) for x in said if "grpo_kernels" in x.filename})
     return {"options": options, "steps": trainer.steps, "right": answered, "peak_mib": round(peak), "said": ours}
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.real.train", description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=VARIANTS)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--save", type=Path, required=True, help="JSON file")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--short", action="store_true", help="16 completions of 16 tokens a step")
-    parser.add_argument("--tests", action="store_true", help="answer the held-out problems before and after")
-    options = parser.parse_args(given)
-    tiny_run.quiet()
-    named = {k: getattr(options, k) for k in ("seed", "steps", "short", "tests")}
-    options.save.write_text(json.dumps(train(options.name, options.model, **named)))
-
-
-if __name__ == "__main__":
-    main()

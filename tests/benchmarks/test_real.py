@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,25 @@ def test_the_reward_is_the_last_number() -> None:
     assert not asked & held_out
 
 
-def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
+def test_a_training_that_fails_is_noted_and_the_others_go_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "START", "fork")  # this process has imported what a training needs
+    monkeypatch.setattr(command, "AT_ONCE", 1)
+    monkeypatch.setattr(command, "train", broken_unless_defaults)
     results = Results(tmp_path / "results.json", runs={})
-    jobs = [command.Job("no such training", 0, 1), command.Job(DEFAULTS, 0, 1)]
+    jobs = [command.Job("ends its process", 0, 1), command.Job("raises", 0, 1), command.Job(DEFAULTS, 0, 1)]
     command.run_all(jobs, results, model, short=True)
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert [run["status"] for run in sorted(runs.values(), key=lambda run: run["name"])] == ["ok", "error"]
-    assert "invalid choice" in runs["no such training, seed 0"]["reason"]
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"].values()
+    assert [run["status"] for run in runs] == ["error", "error", "ok"]
+    assert [run.get("reason", "").partition(":")[0] for run in runs] == ["BrokenProcessPool", "KeyError", ""]
+    assert [run.get("tests") for run in runs] == [None, None, False]
+
+
+def broken_unless_defaults(name: str, model: Path, **options: Any) -> dict[str, Any]:
+    if name == "ends its process":
+        os._exit(1)
+    return {} | ({DEFAULTS: options}[name])
 
 
 def test_without_its_packages_it_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
