@@ -159,32 +159,19 @@ def test_a_variant_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch
     assert not command.is_wrong(found.data)
 
 
-def test_the_tables_have_the_figures_and_what_failed() -> None:
-    data = results()
-    scenes = data["step"]["scenes"]
-    scenes["long prompts"]["variants"]["trim"] = {"options": {}, "status": "error", "reason": "in /opt/me/a.py | no"}
-    assert tables.step_is_wrong(data)
-    for rows, scene in zip(parsed(tables.lines(data), "A whole training step"), scenes.values(), strict=False):
-        for row, (name, x) in zip(rows, scene["variants"].items(), strict=True):
-            assert row["variant"] == name
-            if x["status"] != "ok":
-                assert row["seconds"] == row["times as fast"] == "" and row["failed"] == "error: in a.py / no"
-                continue
-            assert float(row["seconds"]) == pytest.approx(x["seconds"], rel=6e-3)
-            ratio, least, _, most = row["times as fast"].replace("(", "").replace(")", "").split()
-            assert float(least) <= float(ratio) <= float(most)
-            assert float(ratio) == pytest.approx(figures.faster(scene, name)[0], abs=0.005)
-            assert float(row["saved MiB"]) == pytest.approx(x["saved_mib"]["max"], rel=6e-3)
-
-
 def test_a_ratio_lies_within_its_range() -> None:
     """Both are of the rounds' ratios; of the medians over the rounds, a ratio may lie outside of them."""
     scene = {"variants": {name: {"status": "ok", "seconds": 1.0, "samples": []} for name in ("stock TRL", "defaults")}}
     scene["variants"]["stock TRL"]["samples"] = [[1.0, 3.0], [2.0, 2.2], [6.0, 6.0]]
     scene["variants"]["defaults"]["samples"] = [[0.5, 0.5], [1.0, 3.2], [2.0, 4.0]]
     assert figures.faster(scene, "defaults") == (2.0, pytest.approx(1.0), pytest.approx(4.0))
-    pairs = [(scene, name) for scene in figures.scenes(results()).values() for name in scene["variants"]]
-    assert len(pairs) > 20
-    for scene, name in pairs:
-        ratio, least, most = figures.faster(scene, name)
-        assert least <= ratio <= most, name
+
+
+def test_a_variant_that_failed_has_its_reason_in_the_table() -> None:
+    data = results()
+    variants = data["step"]["scenes"]["long prompts"]["variants"]
+    variants["trim"] = {"options": {}, "status": "error", "reason": "in /opt/me/a.py | no"}
+    assert tables.step_is_wrong(data)
+    rows = parsed(tables.lines(data), "A whole training step")[list(data["step"]["scenes"]).index("long prompts")]
+    row = next(row for row in rows if row["variant"] == "trim")
+    assert row["seconds"] == row["times as fast"] == "" and row["failed"] == "error: in a.py / no"

@@ -73,82 +73,35 @@ def test_the_claim_on_memory_is_of_who_reached_the_most_tokens(data: Data) -> No
     assert tables.memory_claim(changed).startswith("At 8,192 tokens all logits take")  # the more of the two
 
 
-def test_the_summary_says_where_ours_is_behind(data: Data) -> None:
-    providers = data["cases"]["bf16"]["providers"]
-    ours, eager = (providers[name]["ms"]["full"]["median"] for name in ("ours", "eager"))
-    text = " ".join(tables.summary(data))
-    assert f"in the case `bf16`: all logits ({ours / eager:.2f} times as fast)" in text
-    assert "Liger's fused GRPO loss takes 0.4 times ours" in text
-    assert tables.summary(sparse()) == []
-
-
-def test_timed_tables(data: Data) -> None:
-    (rows,) = parsed(tables.lines(data), "Main cases")
-    case = data["cases"]["main"]
-    ran = {name: x for name, x in case["providers"].items() if x["status"] == "ok"}
-    rows = rows[: len(ran)]
-    assert rows[0]["case"] == "main" and not any(row["case"] for row in rows[1:])
-    assert [row["provider"] for row in rows] == [f"`{name}`" for name in ran]
-    ours, products = (ran[name]["ms"]["full"]["median"] for name in ("ours", "products"))
-    for row, (name, x) in zip(rows, ran.items(), strict=True):
-        ms = x["ms"]["full"]
-        assert close(row["seconds"], ms["median"] / 1e3)
-        low, high = row["20 to 80 %"].split(" to ")
-        assert close(low, ms["p20"] / 1e3) and close(high, ms["p80"] / 1e3)
-        for column, over in (("/ ours", ms["median"] / ours), ("/ products", ms["median"] / products)):
-            assert float(row[column]) == pytest.approx(over, abs=0.00501)
-        memory = x["extra_mib"] if name != "products" else None
-        for column, value in (("FLOPs, NVH", x["flops_nvh"]), ("extra MiB", memory)):
-            assert row[column] == "" if value is None else close(row[column], value)
-        assert row["logp"] == (f"{x['errors']['logp_mean']:.1e}" if "logp_mean" in x["errors"] else "")
-    text = "\n".join(tables.lines(data))
-    for name in case["providers"].keys() - ran.keys():
-        assert f"- `{name}`: absent: {case['providers'][name]['reason'][:12]}" in text
-
-
-def test_all_cases(data: Data) -> None:
-    (rows,) = parsed(tables.lines(data), "All cases")
-    cases = {x: case for x, case in data["cases"].items() if case["part"] in ("main", "shapes", "workloads")}
-    assert {row["case"] for row in rows} == cases.keys()
-    for row in rows:
-        providers = cases[row["case"]]["providers"]
-        mode = "score" if cases[row["case"]]["score"] else "full"
-        trl, ours = (providers[name]["ms"][mode]["median"] for name in ("trl", "ours"))
-        assert close(row["ours, seconds"], ours / 1e3)
-        assert float(row["trl / ours"]) == pytest.approx(trl / ours, abs=0.00501)
-        assert close(row["NVH, ours"], providers["ours"]["flops_nvh"])
-        assert close(row["MiB, ours"], providers["ours"]["extra_mib"])
-    which = {row["case"]: row["which is"] for row in rows}
-    assert which["gspo"] == "off-policy, ratio of the sequence"
-    assert which["half zero"] == "50 % of the groups with advantage 0"
-    assert which["Llama-3-8B"] == "Llama-3-8B: N 64, T 16, H 4096, V 128256; frozen head"
-
-
-def test_scaling_memory_and_accuracy(data: Data) -> None:
-    (rows,) = parsed(tables.lines(data), "Scaling")
-    points = {row["value"]: row for row in rows}
-    assert [row["axis"] for row in rows if row["axis"]] == ["N", "V", "rows with gradient"] and len(rows) == 9
-    for value, name in (("64", "n 64"), ("65536", "v 65536"), ("25 %", "share 0.25")):
-        ours, trl = (data["cases"][name]["providers"][x] for x in ("ours", "trl"))
-        assert close(points[value]["ours, ms"], ours["ms"]["full"]["median"])
-        over = trl["ms"]["full"]["median"] / ours["ms"]["full"]["median"]
-        assert float(points[value]["trl / ours, time"]) == pytest.approx(over, abs=0.00501)
-    (rows,) = parsed(tables.lines(data), "Memory against tokens")
-    for row in rows:
-        providers = data["cases"][f"tokens {row['tokens']}".replace(",", "")]["providers"]
-        mib = {x: p.get("extra_mib") for x, p in providers.items()}
-        assert close(row["grpo_kernels, MiB"], mib["ours"])
-        assert float(row["TRL's fused head / ours"]) == pytest.approx(mib["trl"] / mib["ours"], abs=0.00501)
-        assert (row["all logits, log_softmax, MiB"] == row["all logits / ours"] == "") is (mib["eager"] is None)
-    assert "- `eager`: absent: would need about 28 GiB, and 22 GiB are free (tokens 16384)" in tables.lines(data)
-    (rows,) = parsed(tables.lines(data), "Accuracy")
-    for row in rows:
-        for name in ("logits 10", "peaked"):
-            errors = data["cases"][name]["providers"][row["provider"].strip("`")]["errors"]
-            assert row[f"d hidden, {name}"] == f"{errors['d_hidden']:.1e}"
-            if "logp_mean" in errors:
-                assert row[f"logp, {name}"] == f"{errors['logp_mean']:.1e}"
-                assert row[f"ratios off, {name}"] == words.share(errors["ratio_off"])
+def test_a_few_cells_of_each_table(data: Data) -> None:
+    """The page as a whole is compared with the committed one."""
+    text = tables.lines(data)
+    main = {name: x for name, x in data["cases"]["main"]["providers"].items() if x["status"] == "ok"}
+    seconds = {name: x["ms"]["full"]["median"] / 1e3 for name, x in main.items()}
+    rows = parsed(text, "Main cases")[0][: len(main)]
+    assert [row["provider"] for row in rows] == [f"`{name}`" for name in main]
+    trl = next(row for row in rows if row["provider"] == "`trl`")
+    assert close(trl["seconds"], seconds["trl"]) and close(trl["extra MiB"], main["trl"]["extra_mib"])
+    assert float(trl["/ ours"]) == pytest.approx(seconds["trl"] / seconds["ours"], abs=0.00501)
+    assert float(trl["/ products"]) == pytest.approx(seconds["trl"] / seconds["products"], abs=0.00501)
+    cases = {row["case"]: row for row in parsed(text, "All cases")[0]}
+    assert close(cases["main"]["ours, seconds"], seconds["ours"])
+    assert cases["gspo"]["which is"] == "off-policy, ratio of the sequence"
+    assert cases["Llama-3-8B"]["which is"] == "Llama-3-8B: N 64, T 16, H 4096, V 128256; frozen head"
+    points = {row["value"]: row for row in parsed(text, "Scaling")[0]}
+    assert close(points["64"]["ours, ms"], data["cases"]["n 64"]["providers"]["ours"]["ms"]["full"]["median"])
+    memory = {row["tokens"]: row for row in parsed(text, "Memory against tokens")[0]}
+    trl, ours = (data["cases"]["tokens 2048"]["providers"][x]["extra_mib"] for x in ("trl", "ours"))
+    assert float(memory["2,048"]["TRL's fused head / ours"]) == pytest.approx(trl / ours, abs=0.00501)
+    assert memory["16,384"]["all logits / ours"] == ""
+    (ours,) = (row for row in parsed(text, "Accuracy")[0] if row["provider"] == "`ours`")
+    errors = data["cases"]["logits 10"]["providers"]["ours"]["errors"]
+    assert ours["logp, logits 10"] == f"{errors['logp_mean']:.1e}"
+    assert ours["d hidden, logits 10"] == f"{errors['d_hidden']:.1e}"
+    step = {row["variant"]: row for row in parsed(text, "A whole training step")[0]}
+    defaults = data["step"]["scenes"]["short prompts"]["variants"]["defaults"]
+    assert float(step["defaults"]["seconds"]) == pytest.approx(defaults["seconds"], rel=6e-3)
+    assert float(step["defaults"]["saved MiB"]) == pytest.approx(defaults["saved_mib"]["max"], rel=6e-3)
 
 
 def test_a_limit_slower_than_what_does_more_is_noise(data: Data) -> None:
@@ -169,10 +122,6 @@ def test_goals_and_conditions(data: Data) -> None:
     ]
     (rows,) = parsed(tables.lines({**data, "goals": goals}), "Goals")
     assert [(row["measured"], row["verdict"]) for row in rows] == [("2.115", "pass"), ("", "not measured")]
-    text = "\n".join(tables.lines(data))
-    shown = ("AMD EPYC", "2 cores", "2 threads", "python 3.11.7", "liger-kernel 0.8.5", "cpp (CPU tensors;")
-    for part in (*shown, data["commit"], data["date"], "rounds: 2 to 3", "`trl` | TRL 1.16 fused head"):
-        assert part in text
     devices = {"cpu": "x86_64", "cuda:0": "NVIDIA H200, capability 9.0, 140 GiB, CUDA 13.0", "driver_version": "580.1"}
     machine = {"versions": {"python": "3.12.1"}, "system": {"os": "Linux"}, "devices": devices}
     text = "\n".join(tables.lines({"format": 2, "device": "NVIDIA H200", "machine": machine, "cases": {}}))
@@ -207,22 +156,13 @@ def test_no_path_of_the_machine_and_no_number_that_wraps(data: Data, tmp_path: P
 
 
 def test_names_and_features() -> None:
-    versions = {"trl": "1.16.0", "liger-kernel": "0.8.5", "torch": "2.13.0+cpu", "verl": "absent"}
-    names = {
-        "trl": "TRL 1.16 fused head",
-        "liger_ce": "Liger 0.8.5 scaled CE",
-        "linear_ce": "torch 2.13 linear_cross_entropy",
-        "verl_torch": "verl torch head",
-        "ours@128": "grpo_kernels, 128 MiB",
-        "new@64": "new, 64 MiB",
-    }
+    versions = {"trl": "1.16.0", "torch": "2.13.0+cpu", "verl": "absent"}
+    names = {"trl": "TRL 1.16 fused head", "linear_ce": "torch 2.13 linear_cross_entropy"}
+    names |= {"verl_torch": "verl torch head", "ours@128": "grpo_kernels, 128 MiB", "new@64": "new, 64 MiB"}
     assert {x: words.label(x, versions) for x in names} == names
     wide = {"part": "distill", "divergence": 0.25, "teacher_h": 2048, "score": True, "frozen": False, "scale": 11.0}
-    assert (
-        words.features(wide)
-        == "JSD of beta 0.25 from a teacher, whose H is 2048, without gradients, logits to about 11"
-    )
-    assert words.features({**wide, "divergence": 1.0, "score": False}).startswith("reverse KL from a teacher, whose H")
+    said = "JSD of beta 0.25 from a teacher, whose H is 2048, without gradients, logits to about 11"
+    assert words.features(wide) == said
 
 
 def test_figures_draw_the_results(data: Data) -> None:
@@ -230,11 +170,7 @@ def test_figures_draw_the_results(data: Data) -> None:
     with plots.looks():
         step, memory, time = (plots.DRAWN[name](data) for name in ("step", "memory", "time"))
     scene = data["step"]["scenes"]["short prompts"]["variants"]
-    for axes, wanted in zip(step.axes, ("seconds", "saved_mib"), strict=True):
-        of_variants = [scene[name][wanted] for name in plots.STEP_SHOWN]
-        assert [bar.get_width() for bar in axes.patches] == [
-            x["max"] if wanted != "seconds" else x for x in of_variants
-        ]
+    assert [bar.get_width() for bar in step.axes[0].patches] == [scene[name]["seconds"] for name in plots.STEP_SHOWN]
     ours = {n: data["cases"][f"tokens {n}"]["providers"]["ours"]["extra_mib"] for n in (128, 512, 2048, 8192, 16384)}
     assert dict(zip(*memory.axes[0].lines[0].get_data(), strict=True)) == ours
     assert "would need about 28 GiB" in memory.texts[2].get_text()
