@@ -31,7 +31,6 @@ STEP = "step"  # the part that trains with TRL; only where asked for, it takes a
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, STEP), default=PARTS, help="only these parts")
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)")
@@ -54,7 +53,6 @@ def chosen(options: argparse.Namespace) -> list[BenchCase]:
 
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
-    """Run what was asked for."""
     torch.set_num_threads(THREADS)
     about = machine.about(on_gpu=False)
     kind = "-smoke" if options.smoke else "" if options.parts == PARTS else f"-{'-'.join(options.parts)}"
@@ -103,15 +101,13 @@ def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
-    """Whether the run was not complete, or ours was not right somewhere."""
-    cases = (data.get("cases") or {}).values()
-    ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
-    wrong = any(x["status"] not in ("ok", "partial", "absent") for x in ours)
+    """True if the run was not complete, or ours was not right somewhere."""
+    providers = [x for case in (data.get("cases") or {}).values() for x in figures.providers(case).items()]
+    wrong = any(figures.is_ours(name) and x["status"] not in ("ok", "absent") for name, x in providers)
     return wrong or tables.step_is_wrong(data) or data["status"] != "complete"
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
     options = arguments(given)
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if options.report:

@@ -119,7 +119,6 @@ def unified_claim(data: dict[str, Any]) -> str:
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Means of `width` values in a row."""
     return [statistics.fmean(values[i : i + width]) for i in range(len(values) - width + 1)]
 
 
@@ -153,12 +152,10 @@ def read(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def newest() -> list[Path]:
-    """The newest results of each figure."""
     return [sorted(RESULTS.glob(f"{name}-*.json"))[-1] for name in DRAWN]
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="*", help="curves (default: the newest in benchmarks/results)")
     parser.add_argument("--output", type=Path, default=PLOTS, help="folder (default docs/plots)")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 OURS, PRODUCTS = "ours", "products"
-RAN = ("ok", "partial")  # partial: right, and stopped before its last round
 
 Case = dict[str, Any]
 Provider = dict[str, Any]
@@ -25,7 +24,7 @@ def providers(case: Case) -> dict[str, Provider]:
 
 def ran(provider: Provider) -> bool:
     """Return True if it ran and was right."""
-    return provider.get("status") in RAN
+    return provider.get("status") == "ok"
 
 
 def measured(case: Case, name: str, *keys: str) -> Any:
@@ -39,12 +38,10 @@ def measured(case: Case, name: str, *keys: str) -> Any:
 
 
 def mode(case: Case) -> str:
-    """The mode that the case's providers are compared in."""
     return "score" if case.get("score") else "full"
 
 
 def median(case: Case, name: str) -> float | None:
-    """Milliseconds of a provider."""
     value: float | None = measured(case, name, "ms", mode(case), "median")
     return value
 
@@ -56,7 +53,6 @@ def extra_mib(case: Case, name: str) -> float | None:
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """None where there is nothing to divide."""
     return None if over is None or not under else over / under
 
 
@@ -89,7 +85,6 @@ def of_run(data: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 def names(cases: dict[str, Case]) -> list[str]:
-    """Every provider of these cases, in the order met."""
     return list(dict.fromkeys(name for case in cases.values() for name in providers(case)))
 
 
@@ -123,7 +118,6 @@ ONE_GROUP = "one group a micro-batch"  # the defaults, with other micro-batches
 
 
 def scenes(data: dict[str, Any]) -> dict[str, Scene]:
-    """The scenes of the training step, by name."""
     return (data.get("step") or {}).get("scenes") or {}
 
 

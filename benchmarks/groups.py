@@ -109,7 +109,6 @@ def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
 
 
 def step(model: PreTrainedModel, inputs: dict[str, Tensor], layout: Any) -> Any:
-    """Forward and backward of the loss; its result."""
     model.zero_grad()
     found = causal_lm_loss(model, LOSS, **inputs, zero_advantage="train", layout=layout)
     found.loss.backward()

@@ -98,12 +98,10 @@ def balanced(text: str, width: int) -> list[str]:
 
 
 def color(name: str) -> str:
-    """Of a provider, the same in every figure."""
     return COLORS.get(re.split("[/@]", name)[0], INK)
 
 
 def three(value: float) -> str:
-    """Three digits, zeros at the end included."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 

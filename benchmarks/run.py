@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,6 @@ class Results:
         self.save()
 
     def at(self, *path: str) -> dict[str, Any]:
-        """The dictionary at `path`, made if it is not there."""
         here = self.data
         for key in path:
             here = here.setdefault(key, {})
@@ -149,16 +148,14 @@ class How:
 
 
 class Step:
-    """A forward, and the backward of its loss if that has one; `lap` is called between."""
+    """A forward, and the backward of its loss if that has one."""
 
-    def __init__(self, forward: Forward, *, lap: Callable[[], None] | None = None) -> None:
-        self._forward, self._lap = forward, lap
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
 
     def __call__(self) -> Outcome:
         outcome = self._forward()
         if outcome.loss is not None and outcome.loss.requires_grad:
-            if self._lap is not None:
-                self._lap()
             outcome.loss.backward()
         return outcome
 
@@ -170,7 +167,7 @@ def beyond(peak: Peak, inputs: Inputs) -> float | None:
 
 
 def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, Any]:
-    """Run the first call: ``status`` "checked" or "wrong", the errors, counted operations in NVH, and its time.
+    """Run the first call: ``status`` "checked" or "wrong", the errors, and counted operations in NVH.
 
     Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large. In
     the part "memory" the peak is, and operations are not counted.
@@ -179,10 +176,8 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
     inputs.clear_gradients()
     operations, counts = counter(), provider.counted and case.part != APART
     peak = Peak(inputs.hidden.device) if case.part == APART else None
-    started = time.perf_counter()
     with operations if counts else nullcontext():
         outcome = step()
-    seconds = time.perf_counter() - started
     memory = {} if peak is None else {"extra_mib": beyond(peak, inputs)}
     off = errors(outcome, inputs, want) if provider.compared else {}
     shown_as_it_is = case.part == "accuracy" and not figures.is_ours(name)
@@ -192,20 +187,7 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
         "errors": off,
         "note": outcome.note,
         "flops_nvh": round(operations.get_total_flops() / case.nvh, 3) if counts else None,
-        "first_call_s": round(seconds, 3),
         **memory,
-    }
-
-
-def times(full: Sequence[float], forward: Sequence[float], *, mode: str = "full") -> dict[str, Any]:
-    """``ms`` and ``samples_ms`` of the results, from milliseconds of whole steps (of `mode`) and of their forwards."""
-    samples: Mapping[str, Sequence[float]] = {mode: full}
-    if len(forward) == len(full):
-        backward = [a - b for a, b in zip(full, forward, strict=True)]
-        samples = {mode: full, "forward": forward, "backward": backward}
-    return {
-        "ms": {k: quantiles(list(x)) for k, x in samples.items()},
-        "samples_ms": {k: [round(ms, 4) for ms in x] for k, x in samples.items()},
     }
 
 
@@ -235,8 +217,6 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
 
 
 class _Task:
-    """The inputs of a case and their truth, and the anchors' steps."""
-
     def __init__(self, case: BenchCase, results: Results, how: How) -> None:
         self._case, self._results, self._how = case, results, how
         self._inputs = make_inputs(case, how.device)
@@ -275,7 +255,7 @@ class _Task:
                 check_room(name, case, self._results.data)
                 few = make_inputs(replace(case, n=len(inputs.ids) * WARM_TOKENS, t=WARM_TOKENS), self._how.device)
                 Step(build(name, few, self._how.backend))()
-            step = Step(build(name, inputs, self._how.backend), lap=self._clock.lap)
+            step = Step(build(name, inputs, self._how.backend))
             checked = check(name, step, inputs, self._want)
             if checked["status"] == "checked" and not case.rounds:
                 checked["status"] = "ok"
@@ -294,7 +274,6 @@ class _Task:
     def _rounds(self, turn: dict[str, Step]) -> None:
         """Time the steps of a turn and of the anchors, interleaved; after each round the results have all of them."""
         steps = {**self.anchors, **turn}
-        laps: dict[str, list[float]] = {name: [] for name in steps}
         mib: dict[str, list[float]] = {name: [] for name in steps}
         peaks: list[Peak] = []
         written = [name for name in turn if "ms" not in self._results.at(*self._path(name))]
@@ -305,8 +284,6 @@ class _Task:
                 peaks[:] = [Peak(self._how.device)]
 
         def after(name: str) -> None:
-            if self._clock.forward_ms is not None:
-                laps[name].append(self._clock.forward_ms)
             if peaks and (extra := beyond(peaks[0], self._inputs)) is not None:
                 mib[name].append(extra)
 
@@ -325,12 +302,15 @@ class _Task:
             until=min(self._how.until, time.time() + self._how.seconds),
             rounds=1 if self._how.once else self._case.rounds,
         ):
-            ms = {name: times(samples[name], laps[name], mode=self._mode) for name in steps if samples[name]}
-            of_anchors = {name: ms[name]["ms"][self._mode] for name in self.anchors if name in ms}
+            ms = {name: quantiles(x) for name, x in samples.items() if name in steps and x}
+            of_anchors = {name: ms[name] for name in self.anchors if name in ms}
             for name in [x for x in written if x in ms]:
                 beside = {"anchors": of_anchors} if of_anchors else {}
-                memory = {"extra_mib": statistics.median(mib[name])} if mib[name] else {}
-                self._results.merge(*self._path(name), status="ok", **beside, **memory, **ms[name])
+                beside |= {"extra_mib": statistics.median(mib[name])} if mib[name] else {}
+                every = {self._mode: [round(x, 4) for x in samples[name]]}
+                self._results.merge(
+                    *self._path(name), status="ok", ms={self._mode: ms[name]}, samples_ms=every, **beside
+                )
         self._inputs.clear_gradients()
 
 

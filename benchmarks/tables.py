@@ -158,7 +158,6 @@ def _memory(data: dict[str, Any]) -> str:
 
 
 def _peers(case: Case) -> list[str]:
-    """The providers without ours and the limit."""
     return [x for x in figures.providers(case) if not figures.is_ours(x) and x != PRODUCTS]
 
 
@@ -218,7 +217,6 @@ def _timed(cases: dict[str, Case]) -> list[str]:
 
 
 def _unit(cases: dict[str, Case]) -> tuple[str, float]:
-    """The unit of a table's times, in milliseconds."""
     return ("seconds", 1e3) if figures.in_seconds(cases) else ("ms", 1.0)
 
 
@@ -393,7 +391,6 @@ def _share(value: float | None) -> str:
 
 
 def _shapes(step: dict[str, Any]) -> dict[str, Any]:
-    """The shapes of the groups that were measured, by name."""
     shapes: dict[str, Any] = (step.get("groups") or {}).get("shapes") or {}
     return shapes
 
@@ -421,7 +418,6 @@ def _groups(step: dict[str, Any]) -> list[str]:
 
 
 def _turns(step: dict[str, Any]) -> list[str]:
-    """A sentence on the conversation given turn by turn."""
     if "computed" not in (turns := step.get("turns") or {}):
         return []
     return [

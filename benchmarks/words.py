@@ -50,12 +50,10 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def small(value: float | None) -> str:
-    """An error, in two digits."""
     return "" if value is None else f"{value:.1e}" if value else "0"
 
 
 def times(value: float | None) -> str:
-    """A ratio in a table."""
     return "" if value is None else f"{value:.2f}"
 
 
@@ -65,7 +63,6 @@ def multiple(value: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """0.5 as 50 %."""
     return "" if value is None else f"{100 * value:.3g} %"
 
 
@@ -126,7 +123,6 @@ def short(version: Any) -> str:
 
 
 def shape(case: Case) -> str:
-    """Model, sizes and dtype."""
     sizes = [f"{name.upper()} {case[name]}" for name in ("n", "t", "h", "v") if case.get(name) is not None]
     sizes.append(DTYPES.get(case.get("dtype", ""), ""))
     if case.get("weight_dtype"):
@@ -208,7 +204,6 @@ def made(data: dict[str, Any]) -> str:
 
 
 def day(data: dict[str, Any]) -> str:
-    """The date of the run, without its time."""
     return str(data.get("date", ""))[:10]
 
 

@@ -38,7 +38,6 @@ def divergence(inputs: Inputs) -> Forward:
 
 
 def compiled_divergence(inputs: Inputs) -> Forward:
-    """torch.compile of the same."""
     function = _compiled(_divergences)
     return from_divergence(inputs, lambda: function(*_both(inputs)), "fullgraph, dynamic=False")
 
@@ -78,7 +77,6 @@ def _divergences(
     beta: float,
     softcap: float | None,
 ) -> Tensor:
-    """Divergences (B, T)."""
     log_p, log_q = _log_p(hidden, weight, softcap), _log_p(teacher_hidden, teacher_weight, softcap)
     if beta == 0.0:
         return _kl(log_q, log_p)

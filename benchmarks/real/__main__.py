@@ -34,15 +34,12 @@ TOLERANCE = 1e-3  # of a run of twenty steps: rounding grows from step to step
 
 
 class Job(NamedTuple):
-    """One training."""
-
     name: str
     seed: int
     steps: int
 
 
 def jobs(*, short: bool) -> list[Job]:
-    """All trainings, those that are compared beside each other."""
     if short:
         return [Job(name, 0, 2) for name in (STOCK, DEFAULTS)]
     main = [Job(name, seed, STEPS) for seed in SEEDS for name in (STOCK, DEFAULTS)]
@@ -97,7 +94,6 @@ def is_wrong(data: dict[str, Any]) -> bool:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="two steps of 16 completions, once: two minutes")
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu-real-<date>.json)")

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import plots, words
 from benchmarks.figures import DEFAULTS, OURS, STOCK
-from benchmarks.real.train import PHASES
+from benchmarks.step import PHASES
 from benchmarks.tables import SHARES
 from benchmarks.words import markdown, multiple, number, share, small, times, with_range
 
@@ -22,7 +22,6 @@ TASK = "SmolLM2-135M-Instruct, one-digit sums, groups of 8, all parameters, fp32
 
 
 def trained(data: dict[str, Any]) -> dict[str, Run]:
-    """The trainings that have steps, by key."""
     return {key: run for key, run in data["runs"].items() if run.get("steps")}
 
 
@@ -31,19 +30,20 @@ def named(data: dict[str, Any], name: str) -> list[Run]:
     return sorted((run for run in trained(data).values() if run["name"] == name), key=lambda run: run["seed"])
 
 
-def stock_of(data: dict[str, Any], run: Run) -> Run:
-    """Stock TRL's training at the seed of `run`."""
-    return next(x for x in named(data, STOCK) if x["seed"] == run["seed"])
-
-
 def seconds(run: Run, steps: slice, *phases: str) -> float:
     """CPU seconds of a step in `phases`, the mean over `steps`."""
     return statistics.fmean(sum(step["seconds"][x] for x in phases) for step in run["steps"][steps])
 
 
 def over(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> float:
-    """Stock TRL's seconds in the same steps over those of `run`."""
-    return seconds(stock_of(data, run), steps, *phases) / seconds(run, steps, *phases)
+    """The seconds of stock TRL's training at that seed, in the same steps, over those of `run`."""
+    stock = next(x for x in named(data, STOCK) if x["seed"] == run["seed"])
+    return seconds(stock, steps, *phases) / seconds(run, steps, *phases)
+
+
+def faster(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> str:
+    """A cell with the same, for trainings of ours."""
+    return "" if run["name"] == STOCK else times(over(data, run, steps, *phases))
 
 
 def claim(data: dict[str, Any]) -> str:
@@ -55,7 +55,6 @@ def claim(data: dict[str, Any]) -> str:
 
 
 def lines(data: dict[str, Any]) -> list[str]:
-    """The trainings, the steps, the options, and the errors."""
     return [*_trainings(data), *_steps(data), *_options(data), *_errors(data)]
 
 
@@ -63,12 +62,11 @@ def _trainings(data: dict[str, Any]) -> list[str]:
     rows = []
     for run in [x for name in (STOCK, DEFAULTS) for x in named(data, name)]:
         every = slice(len(run["steps"]))
-        over_stock = [times(over(data, run, every, *x)) for x in (("loss",), PHASES)]
         rows.append({
             "training": run["name"], "seed": str(run["seed"]),
             **{SHORT[x]: number(seconds(run, every, x), 3) for x in PHASES},
-            "times as fast, forward and backward": "" if run["name"] == STOCK else over_stock[0],
-            "times as fast, all": "" if run["name"] == STOCK else over_stock[1],
+            "times as fast, forward and backward": faster(data, run, every, "loss"),
+            "times as fast, all": faster(data, run, every, *PHASES),
             "right answers": " to ".join(share(x) for x in run["right"]), "peak MiB": f"{run['peak_mib']:,}",
             "steps alike": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
             "largest difference": small(run["worst"][1]) if "worst" in run else "",
@@ -102,12 +100,11 @@ def _options(data: dict[str, Any]) -> list[str]:
     rows = []
     for run in first:
         options = ", ".join(f"{name}={x!r}" for name, x in (run["options"] or {}).items())
-        is_stock = run["name"] == STOCK
         rows.append({
             "training": run["name"], "options": f"`{options}`" if options else "",
             "forward and backward, seconds": number(seconds(run, steps, "loss"), 3),
-            "times as fast": "" if is_stock else times(over(data, run, steps, "loss")),
-            "times as fast, all": "" if is_stock else times(over(data, run, steps, *PHASES)),
+            "times as fast": faster(data, run, steps, "loss"),
+            "times as fast, all": faster(data, run, steps, *PHASES),
             "peak MiB": f"{run['peak_mib']:,}",
         })  # fmt: skip
     about = f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:"
@@ -121,13 +118,11 @@ def _errors(data: dict[str, Any]) -> list[str]:
     names = list(dict.fromkeys(name for case in cases.values() for name in case.get("found", {})))
     rows = [
         {
-            "loss": name,
-            "precision": case.get("precision", "").replace("lora", "fp32, LoRA"),
-            **{x: _error(case.get("found", {}).get(x)) for x in names},
-            "failed": case.get("reason", ""),
+            "loss": name, "precision": case.get("precision", "").replace("lora", "fp32, LoRA"),
+            **{x: _error(case.get("found", {}).get(x)) for x in names}, "failed": case.get("reason", ""),
         }
         for name, case in cases.items()
-    ]
+    ]  # fmt: skip
     return [
         "",
         f"Errors of the gradient of one batch ({errors['sequences']} sequences, {errors['with_gradient']} with an "
@@ -140,7 +135,6 @@ def _errors(data: dict[str, Any]) -> list[str]:
 
 
 def _error(draws: list[float] | None) -> str:
-    """The mean of an error over draws, and its range."""
     if not draws:
         return ""
     mean = statistics.fmean(draws)

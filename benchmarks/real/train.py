@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import resource
 import tempfile
-import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig
 
@@ -23,67 +19,6 @@ from benchmarks.memory import MIB
 from benchmarks.real import task
 
 VARIANTS = {name: options for name, options in step.VARIANTS.items() if name not in ("skip", ONE_GROUP)}
-PHASES = ("generation", "scoring", "loss", "optimizer")
-
-
-class Phases:
-    """CPU seconds of each phase of a step; what a phase contains of another is not its own."""
-
-    def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
-        self._open: list[float] = []  # seconds of the phases within each open one
-
-    @contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        self._open.append(0.0)
-        started = time.process_time()
-        try:
-            yield
-        finally:
-            took = time.process_time() - started
-            self.spent[name] += took - self._open.pop()
-            if self._open:
-                self._open[-1] += took
-
-
-class Timed:
-    """In front of a trainer: phases, and one record a step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.phases, self.steps = Phases(), []  # type: ignore[var-annotated]
-        super().__init__(*args, **kwargs)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        with self.phases.within("generation"):
-            return super()._generate(*args, **kwargs)  # type: ignore[misc]
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with self.phases.within("loss" if torch.is_grad_enabled() else "scoring"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.phases.within("loss"):
-            found: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        return found
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        step = optimizer.step
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phases.within("optimizer"):
-                return step(*args, **kwargs)
-
-        optimizer.step = timed
-        return optimizer
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-        if "loss" in logs:  # TRL has added its metrics by now
-            last = self.state.log_history[-1]  # type: ignore[attr-defined]
-            seconds = {name: round(self.phases.spent[name], 4) for name in PHASES}
-            self.steps.append({"logs": tiny_run.compared(last), "seconds": seconds})
-            self.phases.spent.clear()
 
 
 def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
@@ -132,7 +67,7 @@ def train(name: str, model: Path, *, seed: int, steps: int, short: bool, tests: 
         set_seed(seed)
         trainer = step.trainer_of(
             options,
-            Timed,
+            step.Timed,
             model=policy,
             args=args,
             reward_funcs=task.is_right,

@@ -25,7 +25,7 @@ from benchmarks.memory import give_back_what_is_freed, is_measured
 from benchmarks.plan import cpu_cases, gpu_cases, memory_cases
 from benchmarks.providers import Outcome, build, cross_entropies, named, torch_heads
 from benchmarks.reference import Reference, divergence, errors, is_right, reference
-from benchmarks.run import How, Results, Step, check, check_room, measure_case, times
+from benchmarks.run import How, Results, Step, check, check_room, measure_case
 
 CPU = torch.device("cpu")
 CASES = [replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS]
@@ -56,8 +56,8 @@ def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     inputs, want, outcome = stepped(given)
     found = errors(outcome, inputs, want)
     assert is_right(found, given)
-    assert max(x for name, x in found.items() if name not in ("ratio_off", "clip_differs")) < 1e-5
-    assert found.get("ratio_off") == (0 if given.divergence is None else None) and not found.get("clip_differs")
+    assert max(found.values()) < 1e-5
+    assert found.get("ratio_off") == (0 if given.divergence is None else None)
     if not given.score:
         inputs.hidden.grad.mul_(1.5)
         assert not is_right(errors(outcome, inputs, want), given)
@@ -119,16 +119,12 @@ def test_operations_of_a_product_with_another_dtype() -> None:
     assert formula(c, a, b, torch.float32, beta=1, out=c, out_val=c) == 2 * 3 * 5 * 7
 
 
-def test_shares_of_ratios_and_clip_decisions() -> None:
-    """Counted exactly: a log-probability that is off by 2 % is a ratio that is, and turns decisions near the clip."""
+def test_share_of_ratios() -> None:
+    """Counted exactly: a log-probability that is off by 2 % is a ratio that is."""
     inputs, want, outcome = stepped(replace(case("x", workload="off-policy").toy(), n=64, t=8))
     logps = outcome.logps.detach().clone()
     logps.view(-1)[:16] += 0.02
     assert errors(Outcome(logps=logps), inputs, want)["ratio_off"] == 0.25
-    drift = want.logps - inputs.old.double().reshape(-1)
-    moved = drift.exp().sub(1).abs() > 0.2
-    away = errors(Outcome(logps=inputs.old.clone()), inputs, want)["clip_differs"]  # a ratio of 1: never clipped
-    assert away == float(moved.double().mean()) > 0.1
 
 
 def test_inputs_are_as_their_case_says() -> None:
@@ -137,11 +133,11 @@ def test_inputs_are_as_their_case_says() -> None:
     half = replace(given, padding=0.0, zero_share=0.5)
     assert (given.products_nvh, half.graded, half.products_nvh) == (6.0, 64, 4.0)
     assert replace(half, beta=0.04).products_nvh == 6.0  # a KL term gives every token a gradient
-    peaked = replace(BenchCase("peaked", peaked=True), n=512, t=16, h=256, v=8192)
+    peaked = replace(BenchCase("peaked", peaked=True), n=256, t=16, h=256, v=8192)
     entropies = reference(make_inputs(peaked, CPU)).entropies
     assert 1e-4 < entropies.quantile(0.5) < 0.05 and 0.1 < entropies.quantile(0.8) < 1.0
     for scale in (10.0, 40.0):
-        inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=65536), CPU)
+        inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=16384), CPU)
         assert 0.8 * scale < float((inputs.hidden @ inputs.weight.t()).amax(dim=-1).mean().detach()) < 1.2 * scale
     distilled = make_inputs(replace(TOY, n=256, t=8, h=64, v=4000, teacher_h=96), CPU)
     assert distilled.teacher is not None and distilled.teacher.weight.shape == (4000, 96)
@@ -212,12 +208,6 @@ def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypat
     with pytest.raises(Absence, match="would need about 0 GiB, and 0 GiB are free"):
         check_room("eager", replace(cases[0], n=1024), results.data)
     check_room("never measured", replace(cases[0], n=1024), results.data)
-
-
-def test_forward_and_backward_are_the_step() -> None:
-    measured = times([10.0, 12.0], [4.0, 5.0])
-    assert measured["samples_ms"] == {"full": [10.0, 12.0], "forward": [4.0, 5.0], "backward": [6.0, 7.0]}
-    assert list(times([3.0], [], mode="score")["ms"]) == ["score"]
 
 
 def test_plans() -> None:
