@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,10 @@ from benchmarks.reference import Reference, divergence, errors, is_right, refere
 from benchmarks.run import How, Results, Step, check, check_room, measure_case
 
 CPU = torch.device("cpu")
-CASES = [replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS]
-CASES += [replace(case(model, model).toy(), n=24) for model in HEADS]
-CASES += [replace(BenchCase("plain").toy(), frozen=True), replace(BenchCase("plain").toy(), score=True)]
+PLAIN = BenchCase("plain").toy()
+POLICIES = {name: replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS if name != "distill"}
+POLICIES |= {model: replace(case(model, model).toy(), n=24) for model in HEADS}
+POLICIES |= {"frozen policy": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
 TOY = case("toy", workload="distill", part="distill", n=16, h=32, v=70, t=4)
 DISTILLING = {
     **{f"beta {beta:g}": replace(TOY, divergence=beta) for beta in (0.0, 0.3, 1.0)},
@@ -48,24 +47,22 @@ def stepped(given: BenchCase, name: str = "eager") -> tuple[Any, Reference, Outc
     return inputs, want, Step(build(name, inputs))()
 
 
-@pytest.mark.parametrize(
-    "given", CASES, ids=lambda x: f"{x.name}-{'frozen' if x.frozen else ''}{'score' if x.score else ''}"
-)
+@pytest.mark.parametrize("given", [*POLICIES.values(), *DISTILLING.values()], ids=[*POLICIES, *DISTILLING])
 def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     """Plain autograd in float32 agrees with the reference to its rounding; with a planted fault it does not."""
     inputs, want, outcome = stepped(given)
     found = errors(outcome, inputs, want)
     assert is_right(found, given)
-    assert max(found.values()) < 1e-5
+    assert max(found.values()) < 1e-5 or given.dtype != "float32"
     assert found.get("ratio_off") == (0 if given.divergence is None else None)
     if not given.score:
         inputs.hidden.grad.mul_(1.5)
         assert not is_right(errors(outcome, inputs, want), given)
-    assert not is_right({**found, "logp_mean": float("nan")}, given)
+    assert not is_right({**found, "loss": 0.5, "logp_mean": float("nan")}, given)
     assert not is_right({}, given)
 
 
-@pytest.mark.parametrize("given", DISTILLING.values(), ids=DISTILLING.keys())
+@pytest.mark.parametrize("given", DISTILLING.values(), ids=DISTILLING)
 @pytest.mark.parametrize("name", ["ours/torch", "trl", "liger_jsd"])
 def test_every_divergence_is_right(name: str, given: BenchCase) -> None:
     if name == "liger_jsd" and given.softcap is not None:
@@ -76,7 +73,6 @@ def test_every_divergence_is_right(name: str, given: BenchCase) -> None:
     found = errors(outcome, inputs, want)
     assert is_right(found, given), found
     assert found["loss"] < 1e-6 or given.dtype != "float32"
-    assert not is_right({**found, "loss": 0.5}, given)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -90,9 +86,9 @@ def test_the_truth_of_a_divergence_is_torchs(beta: float) -> None:
 
 def nvh(name: str, given: BenchCase) -> float:
     inputs = make_inputs(given, CPU)
-    found = check(name, Step(build(name, inputs)), inputs, reference(inputs))
-    assert found["status"] == "checked"
-    return float(found["flops_nvh"])
+    checked = check(name, Step(build(name, inputs)), inputs, reference(inputs))
+    assert checked["status"] == "checked"
+    return float(checked["flops_nvh"])
 
 
 @pytest.mark.parametrize(
@@ -272,9 +268,7 @@ def test_exit_status() -> None:
 def test_smoke(tmp_path: Path) -> None:
     """The whole command at toy size: every part, table and plot."""
     out, docs = tmp_path / "found.json", tmp_path / "docs"
-    command = [sys.executable, "-m", "benchmarks", "--smoke", "--save", str(out), "--plot", "--docs", str(docs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert main(["--smoke", "--save", str(out), "--plot", "--docs", str(docs)]) == 0
     found = json.loads(out.read_text())
     assert found["status"] == "complete" and found["format"] == 2 and found["commit"]
     assert list(found["cases"]) == [x.name for x in cpu_cases()]
