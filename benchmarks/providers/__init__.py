@@ -69,42 +69,33 @@ LACKING: dict[str, tuple[Callable[[Inputs], bool], str]] = {  # the cases that w
     "scores": (lambda x: x.case.score, "it has no log-probabilities to give"),
     "top entropy": (lambda x: x.case.top_entropy < 1, "it has no top-entropy mask"),
 }
-_CE = ("soft-cap", "two dtypes")
-_OURS = "ours.ours"
+CAP, CE, GRPO = ("soft-cap",), ("soft-cap", "two dtypes"), ("scores", "top entropy", "soft-cap")
 PROVIDERS = {
-    "ours": Provider(_OURS, "grpo_kernels"),
-    "ours/torch": Provider(_OURS, "grpo_kernels, torch backend", arguments={"backend": "torch"}),
-    "ours/one_pass": Provider(_OURS, "grpo_kernels, one pass", arguments={"engine": "one_pass"}),
-    "ours/two_pass": Provider(_OURS, "grpo_kernels, two passes", arguments={"engine": "two_pass"}),
-    "ours/lean": Provider(_OURS, "grpo_kernels, lean engine", arguments={"engine": "lean"}),
-    "ours/score_dot": Provider(_OURS, "grpo_kernels, score_dot", arguments={"engine": "score_dot"}, counted=False),
+    "ours": Provider("ours.ours", "grpo_kernels"),
+    "ours/torch": Provider("ours.ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
+    "ours/one_pass": Provider("ours.ours", "grpo_kernels, one pass", arguments={"engine": "one_pass"}),
+    "ours/two_pass": Provider("ours.ours", "grpo_kernels, two passes", arguments={"engine": "two_pass"}),
+    "ours/lean": Provider("ours.ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
+    "ours/score_dot": Provider("ours.ours", "grpo_kernels, score_dot", "", {"engine": "score_dot"}, counted=False),
     "products": Provider("torch_heads.products", "matrix products alone", compared=False),
     "eager": Provider("torch_heads.eager", "all logits, log_softmax"),
     "compiled": Provider("torch_heads.compiled", "all logits, torch.compile", counted=False),
     "linear_ce": Provider(
-        "cross_entropies.linear_ce", "torch {} linear_cross_entropy", "torch", counted=False, lacks=("soft-cap",)
-    ),
+        "cross_entropies.linear_ce", "torch {} linear_cross_entropy", "torch", counted=False, lacks=CAP),
     "trl": Provider("trl.trl", "TRL {} fused head", "trl"),
-    "liger_grpo": Provider(
-        "liger.liger_grpo", "Liger {} fused GRPO loss", "liger-kernel", lacks=("scores", "top entropy", "soft-cap")
-    ),
+    "liger_grpo": Provider("liger.liger_grpo", "Liger {} fused GRPO loss", "liger-kernel", lacks=GRPO),
     "liger_grpo/uncompiled": Provider(
-        "liger.liger_grpo", "Liger {} fused GRPO loss, not compiled", "liger-kernel", {"compiled": ""},
-        lacks=("scores", "top entropy", "soft-cap"),
-    ),
-    "liger_ce": Provider("liger.liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False, lacks=_CE),
-    "liger_torch": Provider("liger.liger_torch", "Liger {} scaled CE, torch", "liger-kernel", lacks=_CE),
-    "verl_torch": Provider("verl.verl_torch", "verl {} torch head", "verl", lacks=_CE),
-    "verl_triton": Provider("verl.verl_triton", "verl {} Triton head", "verl", counted=False, lacks=("CPU", *_CE)),
+        "liger.liger_grpo", "Liger {} fused GRPO loss, not compiled", "liger-kernel", {"compiled": ""}, lacks=GRPO),
+    "liger_ce": Provider("liger.liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False, lacks=CE),
+    "liger_torch": Provider("liger.liger_torch", "Liger {} scaled CE, torch", "liger-kernel", lacks=CE),
+    "verl_torch": Provider("verl.verl_torch", "verl {} torch head", "verl", lacks=CE),
+    "verl_triton": Provider("verl.verl_triton", "verl {} Triton head", "verl", counted=False, lacks=("CPU", *CE)),
     "unsloth": Provider("unsloth.unsloth", "Unsloth {} fused log-probs", "unsloth_zoo", counted=False),
     "cce": Provider("cross_entropies.cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
-    "quack": Provider(
-        "cross_entropies.quack", "QuACK {} linear CE", "quack-kernels", counted=False, lacks=("soft-cap",)
-    ),
+    "quack": Provider("cross_entropies.quack", "QuACK {} linear CE", "quack-kernels", counted=False, lacks=CAP),
     "quack/chunked": Provider(
         "cross_entropies.quack_chunked", "QuACK {} mean CE, no policy loss", "quack-kernels", counted=False,
-        compared=False, lacks=("soft-cap",),
-    ),
+        compared=False, lacks=CAP),
 }  # fmt: skip
 DISTILLERS = {  # of a case that has a teacher
     "ours": Provider("ours.divergence", "grpo_kernels"),
@@ -113,10 +104,8 @@ DISTILLERS = {  # of a case that has a teacher
     "eager": Provider("torch_heads.divergence", "all logits, log_softmax"),
     "compiled": Provider("torch_heads.compiled_divergence", "all logits, torch.compile", counted=False),
     "trl": Provider("trl.divergence", "TRL {} fused head", "trl"),
-    "liger_jsd": Provider("liger.jsd", "Liger {} chunked JSD loss, torch", "liger-kernel", lacks=("soft-cap",)),
-    "liger_jsd/fused": Provider(
-        "liger.fused_jsd", "Liger {} fused JSD, Triton", "liger-kernel", lacks=("CPU", "soft-cap")
-    ),
+    "liger_jsd": Provider("liger.jsd", "Liger {} chunked JSD loss, torch", "liger-kernel", lacks=CAP),
+    "liger_jsd/fused": Provider("liger.fused_jsd", "Liger {} fused JSD, Triton", "liger-kernel", lacks=("CPU", *CAP)),
 }
 
 

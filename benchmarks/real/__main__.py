@@ -24,7 +24,7 @@ from benchmarks.machine import ROOT
 from benchmarks.real import errors, report
 from benchmarks.real.model import make
 from benchmarks.real.train import VARIANTS, train
-from benchmarks.run import Results, failure
+from benchmarks.run import Results, describe
 
 MODEL = ROOT / ".venv" / "real" / "model"
 SEEDS, STEPS = (0, 1, 2), 20
@@ -51,7 +51,7 @@ def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for job, run in zip(todo, pool.map(lambda job: _run(job, model, short=short), todo), strict=True):
             results.merge("runs", **{f"{job.name}, seed {job.seed}": {"name": job.name, "seed": job.seed, **run}})
-            print(f"{job.name}, seed {job.seed}: {run['wall']} s, {run.get('reason', 'ok')}", flush=True)
+            print(f"{job.name}, seed {job.seed}: {run['wall']} s, {run.get('reason', 'ok')[-300:]}", flush=True)
 
 
 def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
         try:
             run = alone.submit(train, job.name, model, seed=job.seed, steps=job.steps, short=short, tests=tests)
             outcome = {"status": "ok", **run.result()}
-        except Exception as error:  # of the training, or BrokenProcessPool
-            outcome = failure(error)
+        except Exception as error:  # of the training, with its traceback there, or BrokenProcessPool
+            outcome = {"status": "error", "reason": str(error.__cause__ or describe(error)).strip()[-1500:]}
     return {"wall": round(time.monotonic() - started), **outcome}
 
 

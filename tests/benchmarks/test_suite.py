@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 PLAIN = BenchCase("plain").toy()
 POLICIES = {name: replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS if name != "distill"}
 POLICIES |= {model: replace(case(model, model).toy(), n=24) for model in HEADS}
+POLICIES |= {"more rows than are sampled, in two chunks": replace(PLAIN, n=320)}
 POLICIES |= {"frozen policy": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
 TOY = case("toy", workload="distill", part="distill", n=16, h=32, v=70, t=4)
 DISTILLING = {
