@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, policy_loss_from_logps
 from grpo_kernels.rollouts import correct
 from tests.support.ranks import run_ranks
 from tests.support.verl_peer import verl_module
@@ -294,45 +293,6 @@ def test_weights_that_are_all_dropped_have_no_sample() -> None:
     assert not found.weights.any()
     assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
     assert found.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
-
-
-def test_into_the_loss() -> None:
-    """Weights times keep count what is rejected in the denominator; keep as the mask does not."""
-    data = batch(11)
-    found = ours(data, reject={"token_ratio": (0.9, 1.1)})
-    old, advantages = data.old.nan_to_num(), torch.linspace(-1, 1, 24, dtype=FLOAT)
-    config = LossConfig(loss_type="bnpo")
-
-    def loss(mask: Tensor, ratio: Tensor) -> float:
-        out = policy_loss_from_logps(
-            old, old, mask, advantages, old_per_token_logps=old, importance_sampling_ratio=ratio, config=config
-        )
-        return out.loss.item()
-
-    terms = torch.where(found.keep.bool(), -advantages[:, None] * found.weights, 0.0).sum().item()
-    assert loss(found.keep, found.weights) == pytest.approx(terms / int(found.keep.sum()))
-    assert loss(data.mask, found.weights * found.keep) == pytest.approx(terms / int(data.mask.sum()))
-
-
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_trls_modes_are_those_that_the_loss_makes_itself(level: str, mode: str) -> None:
-    data = batch(14)
-    old, advantages = data.old.nan_to_num(), torch.linspace(-1, 1, 24, dtype=FLOAT)
-    config = LossConfig(
-        vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode=f"{level}_{mode}",
-        vllm_importance_sampling_clip_max=1.1,
-        vllm_importance_sampling_clip_min=0.9,
-    )
-    made = policy_loss_from_logps(
-        old, old, data.mask, advantages, old_per_token_logps=old, sampling_per_token_logps=data.sampling, config=config
-    )
-    found = ours(data, level=level, mode=mode, clip_min=0.9, clip_max=1.1)
-    given = policy_loss_from_logps(
-        old, old, data.mask, advantages, old_per_token_logps=old, importance_sampling_ratio=found.weights
-    )
-    close(given.loss, made.loss)
 
 
 def normalized_part(rank: int, world_size: int) -> Any:

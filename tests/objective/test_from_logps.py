@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps, token_level
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps
 from tests.support.cases import CLIPPED, LOSSES, Case, make_case
 from tests.support.reference import reference_loss
 from tests.support.tolerance import assert_matches
@@ -64,24 +64,6 @@ def test_on_policy_and_empty(mask: str) -> None:
     case = case_of("dapo", "token", old=False, mask=mask, dtype=torch.float64)
     out, grads = by_two_steps(case)
     assert_matches(out, grads, reference_loss(case), case)
-
-
-def test_a_custom_objective() -> None:
-    @token_level
-    def objective(tokens: Any) -> Tensor:
-        return -tokens.advantages * tokens.logps - 0.1 * tokens.entropies
-
-    case = make_case("given/custom", dtype=torch.float64)
-    config = LossConfig(loss_type="bnpo")
-    out, grads = by_two_steps(case, objective=objective, config=config, old_per_token_logps=None)
-    leaves = [getattr(case, name).detach().clone().requires_grad_() for name in ("hidden", "weight")]
-    want = grpo_loss(
-        *leaves, case.completion_ids, case.completion_mask, case.advantages, objective=objective, config=config
-    )
-    want.loss.backward()
-    assert_close(out.loss, want.loss)
-    for x, got in zip(leaves, grads.values(), strict=True):
-        assert_close(got, x.grad)
 
 
 def test_packed_is_padded() -> None:
