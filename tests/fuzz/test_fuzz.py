@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_kernels.call import loss as call
 from grpo_kernels.objective.losses import LOSSES
 from tests.fuzz import __main__ as command
-from tests.fuzz import attack, categories
+from tests.fuzz import attack
 from tests.fuzz.expectations import EXPECTED
 from tests.fuzz.losses import LOSS
 from tests.support.random_cases import DTYPES
@@ -22,9 +22,9 @@ SAME = settings(attack.SETTINGS, derandomize=True)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", categories.ALL)
+@pytest.mark.parametrize("name", command.CATEGORIES)
 def test_nothing_fails(name: str) -> None:
-    categories.ALL[name].run(SAME)
+    command.CATEGORIES[name].run(SAME)
 
 
 def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +44,8 @@ def test_what_fails_is_shrunk_and_repeated(monkeypatch: pytest.MonkeyPatch, caps
     def only_other_losses(options: dict[str, Any]) -> None:
         assert "loss_type" in options  # DAPO is what is chosen where nothing is
 
-    monkeypatch.setattr(categories, "SETTINGS", settings(SAME, derandomize=False, max_examples=20))
-    monkeypatch.setitem(categories.ALL, "loss", attack.Attack(LOSS.draw, only_other_losses))
+    monkeypatch.setattr(command, "SETTINGS", settings(SAME, derandomize=False, max_examples=20))
+    monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, only_other_losses))
     again = ["--minutes", "0", "--category", "loss", "--seed", "7"]
     assert command.main(again) == 1
     told = capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_what_fails_is_shrunk_and_repeated(monkeypatch: pytest.MonkeyPatch, caps
     assert "'backend': 'torch'" in smallest and "loss_type" not in smallest
     assert smallest.count("': ") <= 16
     assert not [name for name in ("packed", "strides", "garbage", "scale", "lora", "frozen") if f"'{name}'" in smallest]
-    monkeypatch.setitem(categories.ALL, "loss", attack.Attack(LOSS.draw, lambda options: None))
+    monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, lambda options: None))
     assert command.main(again) == 0
 
 
