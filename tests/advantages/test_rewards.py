@@ -146,8 +146,7 @@ def test_what_trl_hands_on_besides_columns_is_not_measured():
         return lengths(completions)
 
     seen = {}
-    state = SimpleNamespace(step=3)
-    compute_rewards(reward, PROMPTS, COMPLETIONS, trainer_state=state, log_metric=seen.__setitem__)
+    column(reward, trainer_state=SimpleNamespace(step=3), log_metric=seen.__setitem__)
     assert seen == {"seen": 3}
 
 
@@ -289,7 +288,8 @@ def test_an_interrupted_caller_cancels_its_functions():
     cancelled = threading.Event()
 
     async def judge(**kwargs):
-        await asyncio.sleep(0.05)  # until the caller waits
+        while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "wait":
+            await asyncio.sleep(0.001)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # SIGINT may be ignored here
         try:
             await asyncio.Event().wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss, LossConfig, Run, grpo_loss, objectives
+from grpo_kernels import GRPOLoss, Run, grpo_loss, objectives
 from grpo_kernels.objective import named_losses, verl_losses
 from tests.support.objective_sources import MODES, OF_VERL, SOURCES, TOKEN_LEVEL, Source, with_gradient
 from tests.support.off_policy import FLOAT, B, Given, T, agree, arguments, off_policy, ours
@@ -154,14 +154,3 @@ def test_a_sampler_is_asked_for(name: str) -> None:
     given.pop("sampling")
     with pytest.raises(ValueError, match="objective: expected sampling_per_token_logps beside"):
         ours(given, objective=getattr(objectives, name)())
-
-
-@pytest.mark.parametrize("preset", ["TIS", "ICEPOP"])
-def test_weights_of_a_token_take_one_pass(preset: str) -> None:
-    from grpo_kernels import presets
-
-    given = off_policy(4)
-    hidden, weight, ids = hidden_batch(given)
-    out = grpo_loss(hidden, weight, ids, **arguments(given), config=getattr(presets, preset))
-    assert isinstance(getattr(presets, preset), LossConfig)
-    assert out.engine == "one_pass"
