@@ -1,4 +1,4 @@
-"""verl's policy losses that are configs, its defaults and draws, and the edges of its arithmetic."""
+"""verl's losses: what docs/verl-losses.md says beside the objectives, defaults, draws, edges of its arithmetic."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_kernels import LossConfig, TokenInputs, objectives
 from tests.support.objective_sources import MODES, OF_VERL, SEED, of_verl, verl_config, verl_loss, with_gradient
 from tests.support.off_policy import Given, agree, off_policy, ours
+from tests.support.verl_peer import verl_module
 
 TOKEN_MEAN = MODES["token-mean"]
 
@@ -20,42 +21,41 @@ def by_verl(name: str, *rest: Any, **how: Any) -> tuple[Tensor, Tensor]:
     return with_gradient(partial(verl_loss, name), *rest, **how)
 
 
-def moderate(seed: int, **options: Any) -> Given:
-    """No ratio beyond e^10, at which verl clamps some."""
-    given = off_policy(seed, **options)
-    given["old"][1:3, 0] = given["logps"][1:3, 0] + 1.0
-    return given
-
-
-# verl's other losses are fields of the config: our fields, verl's parameters, loss_agg_mode
-CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "vanilla": ({"loss_type": "bnpo", "epsilon": 0.1, "epsilon_high": 0.3, "delta": 3.0},
-                {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, "token-mean"),
-    "gspo": ({"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.3},
-             {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, "seq-mean-token-mean"),
-    "sapo": ({"loss_type": "sapo"}, {}, "seq-mean-token-mean"),
-    "geo_mean": ({"loss_type": "gmpo", "epsilon": 0.4, "epsilon_high": 0.2}, OF_VERL["geo_mean"],
-                 "seq-mean-token-mean"),
+CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+CLIPPED = {"epsilon": 0.1, "epsilon_high": 0.3}
+PPO = LossConfig(loss_type="bnpo", delta=3.0)
+SEQUENCES = {"mode": "seq-mean-token-mean"}
+# What docs/verl-losses.md says beside the objectives: verl's name and arguments, ours.
+DOCUMENTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "vanilla": ("vanilla", {"options": CLIP}, {"config": LossConfig(loss_type="bnpo", delta=3.0, **CLIPPED)}),
+    "gspo": ("gspo", {"options": CLIP, **SEQUENCES},
+             {"config": LossConfig(loss_type="grpo", importance_sampling_level="sequence", **CLIPPED)}),
+    "sapo": ("sapo", {"options": {}, **SEQUENCES}, {"config": LossConfig(loss_type="sapo")}),
+    "geo_mean": ("geo_mean", SEQUENCES, {"config": LossConfig(loss_type="gmpo", epsilon=0.4, epsilon_high=0.2)}),
+    "tokens of all ranks": ("gpg", {"info": {"dp_size": 4, "batch_num_tokens": 120}},
+                            {"objective": objectives.gpg(), "config": MODES["token-sum"], "num_items_in_batch": 30}),
+    "TRL's cispo": ("cispo", {"options": {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5}},
+                    {"config": LossConfig(loss_type="cispo", epsilon_high=1.5)}),
+    "bypass_mode of ppo_clip": ("bypass_mode", {}, {"config": PPO}),
+    "bypass_mode of reinforce": ("bypass_mode", {}, {"objective": objectives.gpg(), "config": TOKEN_MEAN}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_losses_that_the_config_has(name: str) -> None:
-    fields, options, mode = CONFIGS[name]
+@pytest.mark.parametrize("row", DOCUMENTED)
+def test_what_else_the_page_says(row: str) -> None:
+    name, theirs, here = DOCUMENTED[row]
+    if name == "bypass_mode":
+        options = {"loss_type": row.split()[-1], "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": None}
+        correction = verl_module("trainer.config").RolloutCorrectionConfig(**options)
+        theirs = {"options": {"rollout_correction": correction}}
     for seed in range(3):
-        given = moderate(seed, per_token=name == "vanilla")
-        wanted = by_verl(name, given, mode, options=options)
-        # their sequence means divide by the length plus 1e-8
-        agree(ours(given, config=LossConfig(**fields)), wanted, 1e-11 if name == "vanilla" else 1e-6)
-
-
-def test_trls_cispo_is_one_of_verls() -> None:
-    config = LossConfig(loss_type="cispo", epsilon_high=1.5)
-    given = moderate(1)  # verl's ratio is at least e^-20
-    agree(
-        ours(given, config=config),
-        ours(given, config=LossConfig(loss_type="dapo"), objective=objectives.cispo(1.0, 0.5)),
-    )
+        given = off_policy(seed, per_token="mode" not in theirs)
+        given["old"][1:3, 0] = given["logps"][1:3, 0] + 1.0  # verl clamps log-ratios at 20 or 10
+        wanted = by_verl(name, given, **theirs)
+        if row.endswith("reinforce"):
+            given["ratio"] = torch.exp(given["logps"] - given["old"]).clamp(max=2.0)
+        exact = not ("mode" in theirs or name == "bypass_mode")
+        agree(ours(given, **here), wanted, 1e-11 if exact else 1e-6)  # sequences' lengths plus 1e-8; weights in float32
 
 
 def test_defaults_are_verls() -> None:
