@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.database import InMemoryExampleDatabase
 from torch import Tensor
 
 from grpo_kernels.call import loss as call
@@ -56,6 +57,21 @@ def test_what_fails_is_shrunk_and_repeated(monkeypatch: pytest.MonkeyPatch, caps
     assert not [name for name in ("packed", "strides", "garbage", "scale", "lora", "frozen") if f"'{name}'" in smallest]
     monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, lambda options: None))
     assert command.main(again) == 0
+
+
+def test_failures_are_kept_and_tried_first() -> None:
+    tried: list[int] = []
+
+    def check(options: dict[str, int]) -> None:
+        tried.append(options["x"])
+        assert options["x"] < 300
+
+    kept = settings(attack.SETTINGS, derandomize=False, database=InMemoryExampleDatabase(), max_examples=1000)
+    for _ in range(2):
+        tried.clear()
+        with pytest.raises(AssertionError):
+            attack.Attack(lambda draw: {"x": draw.randint(0, 400)}, check).run(kept)
+    assert tried[0] == 300
 
 
 def test_random_calls_cover_what_they_are_to_cover() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenInputs, objectives
-from tests.support.objective_sources import MODES, OF_VERL, SEED, of_verl, verl_config, verl_loss, with_gradient
+from tests.support.objective_sources import FACTOR, MODES, OF_VERL, SEED, of_verl, verl_config, verl_loss, with_gradient
 from tests.support.off_policy import Given, agree, off_policy, ours
 from tests.support.verl_peer import verl_module
 
@@ -58,6 +58,14 @@ def test_what_else_the_page_says(row: str) -> None:
         agree(ours(given, **here), wanted, 1e-11 if exact else 1e-6)  # sequences' lengths plus 1e-8; weights in float32
 
 
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_without_a_global_batch_size_verl_leaves_out_empty_sequences(mode: str) -> None:
+    given = off_policy(6)
+    wanted = by_verl("dro", given, mode, info={"loss_scale_factor": FACTOR})
+    given = {name: x[:-1] for name, x in given.items()}
+    agree(ours(given, objective=of_verl("dro"), config=MODES[mode]), wanted, 1e-7)
+
+
 def test_defaults_are_verls() -> None:
     config = verl_config({}, {})
     for name in set(OF_VERL) - {"dro"}:
@@ -69,6 +77,7 @@ def test_defaults_are_verls() -> None:
 def test_draws_are_of_the_generator_or_torchs_own() -> None:
     """Of the tokens between the bounds of the covariance, a share of all is drawn."""
     given = off_policy(2)
+    given["advantages"][4] = 0.5
 
     def gradient(objective: Any) -> Tensor:
         return ours(given, objective=objective, config=TOKEN_MEAN)[1]
@@ -81,7 +90,7 @@ def test_draws_are_of_the_generator_or_torchs_own() -> None:
     assert not all(torch.equal(first, gradient(default)) for _ in range(8))
     nothing_drawn = objectives.clip_cov(**OF_VERL["clip_cov"] | {"clip_cov_lb": 1e9, "clip_cov_ub": 1e10})
     drawn = (first == 0) & (gradient(nothing_drawn) != 0)
-    assert 0 < drawn.sum() <= int(0.1 * len(first))
+    assert drawn.sum() == int(0.1 * len(first))
 
 
 # where verl's arithmetic gives out, in float32

@@ -177,7 +177,7 @@ def by_verl(name: str) -> Source:
     make, loss = (lambda: of_verl(name)), (lambda given, mode: verl_loss(name, given, mode))
     if name == "geo_mean":
         return Source(make, loss, ("seq-mean-token-mean",), per_token=False, rtol=1e-6)
-    return Source(make, loss, tuple(MODES))
+    return Source(make, loss, tuple(MODES), rtol=1e-12)
 
 
 fast_fipo = objectives.fipo(0.1, 0.1, decay_rate=3.0, influence_low=0.3, influence_high=0.4, safety_threshold=1.2)
