@@ -142,10 +142,7 @@ def test_sequences_without_gradient_run_without_a_graph(found: dict[str, Any]) -
     """On ranks with unequal numbers of them; what is left of the trunk's products is counted exactly."""
     for steps in found["steps"]:
         for name, step in steps.items():
-            if name.endswith("dynamic"):
-                assert step < 2e-6, name
-                continue
-            assert max(step["gaps"]) < 2e-6, name
+            assert max(step["gaps"]) < 2e-6, name  # of the last, micro-batches are dynamic
             assert max(step["losses"]) < 1e-7, name
             assert step["head"] == pytest.approx([1, 1], abs=0.01), name  # fewer than 16 rows are padded to 16
             assert step["trunk"] == pytest.approx(step["expected trunk"]), name
