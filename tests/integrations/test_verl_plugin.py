@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -128,7 +128,7 @@ def other(model: Any, more: Any) -> None:
         (verl_engine.changes, {}, "FSDPEngineWithLMHead"),
         (
             verl_engine.changes,
-            {"FSDPEngineWithLMHead": SimpleNamespace(prepare_model_inputs=other)},
+            {"FSDPEngineWithLMHead": type("Engine", (), {"prepare_model_inputs": other})},
             "prepare_model_inputs: expected the parameters",
         ),
     ],
