@@ -231,6 +231,50 @@ def test_nemo_rls_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) 
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("processor", ["loss", "log-probabilities"])
+def test_nemo_rls_automodel_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    names = ("LossPostProcessor", "LogprobsPostProcessor", "need_top_k_or_top_p_filtering")
+    forward = "forward_with_post_processing_fn"
+    contents = {name: getattr(nemo_rl_stand_ins, name) for name in (*names, forward)}
+    train = module(monkeypatch, "nemo_rl.models.automodel.train", **contents)
+    worker = module(
+        monkeypatch, "nemo_rl.models.policy.workers.dtensor_policy_worker_v2", **{forward: contents[forward]}
+    )
+    model = tiny.text_model("qwen3", torch.float64)
+    ids, _ = text_batch()
+    lengths = torch.tensor([12, 10, 11])
+    attention_mask = (torch.arange(12) < lengths[:, None]).long()
+    masks = {"token_mask": attention_mask * (torch.arange(12) >= 5), "sample_mask": torch.tensor([1, 1, 0])}
+    data = {"input_ids": ids, "input_lengths": lengths, **masks}
+    inputs = SimpleNamespace(
+        input_ids=ids, attention_mask=attention_mask, position_ids=torch.arange(12).expand(3, 12), is_multimodal=False
+    )
+    batch = SimpleNamespace(data_dict=data, processed_inputs=inputs, original_batch_size=3, original_seq_len=12)
+    sampling: Any = SimpleNamespace(temperature=0.7, top_k=None, top_p=1.0)
+
+    class Loss:
+        use_fused_linear_logprobs = False
+
+        def __call__(self, logps: Tensor, data: Any, global_valid_toks: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            counted = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+            return (logps.exp() * counted).sum() / global_valid_toks, {}
+
+    def compute() -> tuple[Tensor, ...]:
+        if processor == "loss":
+            process, owner = nemo_rl_stand_ins.LossPostProcessor(Loss()), train
+        else:
+            process, owner = nemo_rl_stand_ins.LogprobsPostProcessor(), worker
+        valid = {"global_valid_seqs": torch.tensor(2), "global_valid_toks": torch.tensor(9)}
+        found, _, _ = getattr(owner, forward)(model, process, batch, sampling_params=sampling, **valid)
+        return (found,)
+
+    assert_same(compute, [*model.parameters()], "NeMo-RL", 1, bound=1e-4)  # its norms compute in float32
+    sampling.top_k = 5
+    with pytest.raises(NotImplementedError, match="top-k"):
+        compute()
+    assert worker.forward_with_post_processing_fn(model, lambda **x: x["logits"], batch)[0].shape[-1] == tiny.VOCAB
+
+
 def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     ray = module(monkeypatch, "my_ray", init=lambda *args, **options: started.append(options))
@@ -251,11 +295,8 @@ def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_block_has_its_test() -> None:
-    tests = [
-        *Path(__file__).parent.glob("test_recipes*.py"),
-        Path(__file__).parents[1] / "support" / "megatron_recipes.py",
-    ]
-    source = "".join(path.read_text() for path in tests)
+    paths = Path(__file__), Path(__file__).parents[1] / "support" / "megatron_recipes.py"
+    source = "".join(path.read_text() for path in paths)
     for section, blocks in BLOCKS.items():
         for index in range(len(blocks)):
             calls = [f'"{section}", {index}', *([] if index else [f'"{section}")', f'"{section}", bound'])]
