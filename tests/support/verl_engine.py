@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
+from tests.support.ranks import one_rank
 from tests.support.verl_peer import verl_module
 
 VOCAB, HIDDEN, PROMPT, RESPONSE = 211, 32, 24, 40
@@ -75,12 +76,11 @@ def engine_module() -> ModuleType:
 @contextmanager
 def on_one_rank() -> Iterator[None]:
     """A group of this process alone, and verl as it is outside afterwards."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        unpatch_verl()
-        dist.destroy_process_group()
+    with one_rank():
+        try:
+            yield
+        finally:
+            unpatch_verl()
 
 
 def model(layers: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
