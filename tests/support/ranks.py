@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 300.0  # of a start or a task: a collective that a rank does not join would wait for ever
+SECONDS = 900.0  # of a start or a task: a collective that a rank does not join would wait for ever
 GRACE = 5.0  # for the other ranks, after one has raised or died
 PRELOADED = [
     "torch",
