@@ -121,8 +121,8 @@ def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, way
         head = heads.FusedOutputLinear(8, 33, chunk_size=4)
         head.weight = weight
         head.return_mask_logprobs = way == "log-probabilities of kept ids"
-        options = {"temperature": None if way == "supervised" else temperature}
-        return tuple(head(hidden, labels, sampling_mask=kept if replays else None, **options).values())
+        t, mask = None if way == "supervised" else temperature, kept if replays else None
+        return tuple(head(hidden, labels, temperature=t, sampling_mask=mask).values())
 
     assert_same(compute, [weight, hidden], "prime-rl")
 

@@ -77,9 +77,7 @@ def _hang(rank: int, world_size: int) -> int:
 
 
 def test_ranks_that_hang_are_replaced() -> None:
-    with Ranks(seconds=1.0) as ranks:
-        with pytest.raises(
-            AssertionError, match=r"^rank 1: did not return in 1 s.*(?s:.*)_hang\n(?s:.*)results: \{0: 0\}"
-        ):
+    with Ranks(seconds=2.0) as ranks:
+        with pytest.raises(AssertionError, match=r"ranks \[1\] did not return within 2 s\nresults: \{0: 0\}"):
             ranks.run(_hang)
         assert ranks.run(max) == [2, 2] and ranks.starts == 2

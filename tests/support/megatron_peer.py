@@ -47,8 +47,9 @@ def start(*, tensor: int = 1, context: int = 1) -> None:
 def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
     """A GPT model of Megatron without attention, whose kernels are for GPUs: embedding, MLP, head."""
     projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    mlp = {"mlp": ModuleSpec(MLP, submodules=projections), "mlp_bda": get_bias_dropout_add}
-    layer = ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**mlp))
+    mlp = ModuleSpec(MLP, submodules=projections)
+    submodules = TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add)
+    layer = ModuleSpec(TransformerLayer, submodules=submodules)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=16,
@@ -84,8 +85,9 @@ def engine_of(model: nn.Module) -> Any:
     owner = verl_module("workers.engine.megatron.transformer_impl").MegatronEngineWithLMHead
     made = owner.__new__(owner)
     made.module, made.is_value_model, made.enable_routing_replay, made.tf_config = [model], False, False, None
-    flags = {"use_fused_kernels": True, "use_remove_padding": True}
-    made.engine_config = SimpleNamespace(**flags, pad_to_length=False, dynamic_context_parallel=False)
+    made.engine_config = SimpleNamespace(
+        use_fused_kernels=True, use_remove_padding=True, pad_to_length=False, dynamic_context_parallel=False
+    )
     made.model_config = SimpleNamespace(
         fused_kernel_options={},
         mtp=SimpleNamespace(enable=False),

@@ -6,11 +6,9 @@ second. `Ranks` keeps them for one task after another, and replaces them after o
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
 import traceback
@@ -111,28 +109,25 @@ class Ranks:
                 try:
                     results[rank], error = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
                 except EOFError:
-                    error = f"died: {self._last_words(rank)}"
+                    error = self._last_words(rank)
                 if error is not None:
                     errors[rank] = error
                     end = min(end, time.monotonic() + GRACE)
         if not waiting and not errors:
             return [results[rank] for rank in range(self.world_size)]
-        for rank in waiting.values():
-            errors[rank] = f"did not return in {seconds:g} s, or soon after another's error: {self._last_words(rank)}"
         self.close()
-        told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
+        told = [f"rank {rank}: {error}" for rank, error in errors.items()]
+        if waiting:
+            told.append(f"ranks {sorted(waiting.values())} did not return" + ("" if told else f" within {seconds:g} s"))
         raise AssertionError("\n".join([*told, f"results: {results}"]))
 
     def _last_words(self, rank: int) -> str:
-        """How a rank ended, or where it is, and the end of what it wrote to its stderr."""
+        """How a rank died, and the end of what it wrote to its stderr."""
         assert self._folder is not None
         process = self._ranks[rank][0]
-        process.join(0.5)
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-            process.join(0.5)
-        words = Path(f"{self._folder.name}/store.{rank}").read_text(errors="replace")
-        return f"exit code {process.exitcode}, {words[-2000:]}"
+        process.join(GRACE)
+        words = Path(f"{self._folder.name}/store.{rank}").read_text(errors="replace").split()
+        return f"died, exit code {process.exitcode}: {' '.join(words)[-300:]}"
 
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""
@@ -155,7 +150,6 @@ class Ranks:
 def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.dup2(os.open(f"{store}.{rank}", os.O_CREAT | os.O_WRONLY), 2)  # gloo's last words among them
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
     torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     pipe.send_bytes(_packed((None, None)))
