@@ -104,9 +104,10 @@ def test_ids_that_cannot_be() -> None:
     bias = torch.randn(70, device=DEVICE)
     bias[:32], bias[64:] = -torch.inf, -torch.inf
     ids = torch.tensor([3, 40, 69, 63], device=DEVICE)
+    want = want_of(hidden, weight, ids, LogitTransform(bias=bias))
     for splits in (1, 2, 5):
         stats = score(hidden, weight, ids, LogitTransform(bias=bias), splits=splits)
-        check(stats, want_of(hidden, weight, ids, LogitTransform(bias=bias)))
+        check(stats, want)
         assert stats.logps[[0, 2]].tolist() == [-torch.inf, -torch.inf]
 
 
@@ -122,12 +123,10 @@ def test_no_id_can_be() -> None:
 def test_ids_at_the_lowest_number(lowest: float) -> None:
     hidden, weight = torch.zeros(2, 8, device=DEVICE), torch.zeros(40, 8, device=DEVICE)
     ids, bias = torch.tensor([0, 39], device=DEVICE), torch.full((40,), lowest, device=DEVICE)
+    transform = LogitTransform(bias=bias)
     for first in (lowest, 0.0):
         bias[0] = first
-        check(
-            score(hidden, weight, ids, LogitTransform(bias=bias)),
-            want_of(hidden, weight, ids, LogitTransform(bias=bias)),
-        )
+        check(score(hidden, weight, ids, transform), want_of(hidden, weight, ids, transform))
 
 
 @pytest.mark.parametrize("at", [0, 20, 39])

@@ -45,30 +45,15 @@ except ValueError as error:
 print(choose_backend("torch", device)[0].name, choose_backend("auto", device, torch.float64)[1])
 print(len(started))
 """
-ON_THE_CPU = """
-import torch
-from grpo_kernels.backends.interface import Chunk, LogitTransform
-from grpo_kernels.backends.triton_rows.dot import score_dot
-from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
-assert not INTERPRETED
-x, ids, plain = torch.ones(2, 8), torch.zeros(2, dtype=torch.long), LogitTransform()
-for kernel in (
-    lambda: TritonRows().stats(Chunk(x, ids, plain), entropy=False),
-    lambda: score_dot(x, torch.ones(9, 8), ids, plain, entropy=True),
-):
-    try:
-        kernel()
-    except ValueError as error:
-        print(error)
-"""
 NO_DRIVER_LIBRARY = "nvidia.library_dirs = lambda: []\n"  # of which this machine need not have any
 NO_HEADERS = "paths = sysconfig.get_paths; sysconfig.get_paths = lambda *a, **k: {**paths(*a, **k), 'include': '/no'}\n"
 
 
-def run(code: str, folder: Path, **more: str) -> list[str]:
-    """The lines that the code prints."""
+def run(folder: Path, change: str, **more: str) -> list[str]:
+    """The lines that the code prints, after a `change` of the machine."""
     env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
     env |= {"TRITON_CACHE_DIR": str(folder), **more}
+    code = BEFORE + change + AFTER
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -88,7 +73,7 @@ def run(code: str, folder: Path, **more: str) -> list[str]:
     ],
 )
 def test_it_is_said_once_and_torch_serves(tmp_path: Path, change: str, env: dict[str, str], reason: str) -> None:
-    auto, warned, named, torch, started = run(BEFORE + change + AFTER, tmp_path, **env)
+    auto, warned, named, torch, started = run(tmp_path, change, **env)
     assert auto.startswith(f"torch | not triton: {reason}")
     assert warned.startswith("1 | grpo_kernels: on the GPU, losses and log-probabilities run in torch operations")
     assert reason in warned
@@ -100,13 +85,7 @@ def test_it_is_said_once_and_torch_serves(tmp_path: Path, change: str, env: dict
 def test_where_it_starts_it_serves(tmp_path: Path) -> None:
     change = "from types import SimpleNamespace; import triton\n"
     change += "triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: None))\n"
-    auto, warned, named, _, _ = run(BEFORE + change + AFTER, tmp_path)
+    auto, warned, named, _, _ = run(tmp_path, change)
     assert auto == "triton | cuda tensors and Triton is installed"
     assert warned == "0 |"
     assert named == "triton"
-
-
-def test_cpu_tensors_without_the_interpreter(tmp_path: Path) -> None:
-    of_rows, of_scores = run(ON_THE_CPU, tmp_path)
-    for said in (of_rows, of_scores):
-        assert said.startswith("backend: 'triton' expected tensors on a GPU")
