@@ -114,18 +114,20 @@ MODULES = {module_name(path): path for path in FILES if path.parent != ROOT or p
 IMPORTS = {path: imported(path) for path in MODULES.values()}
 
 
-IMPORTING = f"""
+USED = f"""
 import sys, torch
 before = [name for name in {HEAVY} if name in sys.modules]  # torch itself may load some of them
 import grpo_kernels
 assert before == [name for name in {HEAVY} if name in sys.modules]
 assert "grpo_kernels.integrations.liger" not in sys.modules
 assert grpo_kernels.integrations.liger.patch_liger.__module__ == "grpo_kernels.integrations.liger"
+run = grpo_kernels.Run(backend="torch")
+grpo_kernels.linear_logprob(torch.ones(5, 3), torch.ones(7, 3), torch.arange(5), run=run)
 """
 
 
-def test_import_loads_nothing_that_was_not_asked_for_says_nothing_and_warns_of_nothing():
-    done = run("-W", "error::DeprecationWarning:grpo_kernels", "-c", IMPORTING)
+def test_use_loads_nothing_that_was_not_asked_for_says_nothing_and_warns_of_nothing():
+    done = run("-W", "error::DeprecationWarning:grpo_kernels", "-c", USED)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     with pytest.raises(AttributeError, match=r"no attribute 'tlr'; there are liger, transformers, trl, verl$"):
         _ = grpo_kernels.integrations.tlr
