@@ -122,7 +122,6 @@ class PositionalModel(nn.Module):
 
 
 def test_the_plain_loop_of_the_start_page_is_right_with_prompts_padded_on_the_left() -> None:
-    torch.manual_seed(0)
     shown: dict = {}
     exec(blocks("start/plain-loop.md")[0], shown)
     model = PositionalModel(vocabulary=23, width=8).double()
