@@ -98,25 +98,20 @@ def test_fp16_accumulation_is_refused_before_any_product(fp16_accumulation: None
     assert "refused" in report.collect()["settings of torch"]["float16 products, cuda"]
 
 
+def test_fp16_accumulation_concerns_adapters_and_nothing_else(fp16_accumulation: None) -> None:
+    a, b, hidden = (OnGPU(torch.randn(shape).half()) for shape in ((2, H), (V, 2), (N, H)))
+    with pytest.raises(RuntimeError, match=REFUSED):
+        call(BRAIN, BRAIN, lora=LoRA(a, b, input=hidden))
+    for dtype in (BRAIN, SINGLE):
+        torch.autograd.backward(call(dtype, dtype).sum())
+    call(HALF, HALF, there=False).sum().backward()
+
+
 def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch):
         logps = call(HALF, HALF)
         with accumulating_in_fp16(), pytest.raises(RuntimeError, match=REFUSED):
             torch.autograd.backward(logps.sum())
-
-
-def test_fp16_accumulation_is_refused_for_an_adapter(fp16_accumulation: None) -> None:
-    adapter = LoRA(
-        OnGPU(torch.randn(2, H).half()), OnGPU(torch.randn(V, 2).half()), input=OnGPU(torch.randn(N, H).half())
-    )
-    with pytest.raises(RuntimeError, match=REFUSED):
-        call(BRAIN, BRAIN, lora=adapter)
-
-
-def test_fp16_accumulation_concerns_nothing_else(fp16_accumulation: None) -> None:
-    for dtype in (BRAIN, SINGLE):
-        torch.autograd.backward(call(dtype, dtype).sum())
-    call(HALF, HALF, there=False).sum().backward()
 
 
 def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
