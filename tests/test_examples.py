@@ -302,9 +302,6 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
         assert pair["trl"]["flops_nvh"] == 8
         assert pair["ours"]["flops_nvh"] == products
         assert pair["ours"]["peak_bytes"] < pair["trl"]["peak_bytes"]
-    assert "reward at the end" in printed
-    assert "Whole training step of this training, generation left out" in printed
-    assert "CPU, threads: 1, fp32" in printed
     assert "largest difference of the losses" in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
