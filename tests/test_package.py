@@ -1,11 +1,10 @@
-"""The package as a whole: what importing it does, how its layers import each other, and `python -m grpo_kernels`."""
+"""The package as a whole: what using it does, how its layers import each other, and arities of backwards."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import importlib.util
-import itertools
 import pkgutil
 import re
 import subprocess
@@ -20,13 +19,9 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Head, LossConfig, grpo_loss, linear_divergence, linear_logprob
-from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.call.run import Execution
-from grpo_kernels.call.scores import ScoreCall
-from grpo_kernels.compiled import calls
+from grpo_kernels import grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.engine.first_order import _Refusal, _Tie
-from grpo_kernels.head.lm_head import LMHead
+from tests.support.modes import LOSSES, SCORES
 
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -191,10 +186,15 @@ def autograd_functions() -> set[type[torch.autograd.Function]]:
 
 
 def differentiate_everything() -> None:
-    """A backward through every engine of both public functions: trainable and frozen heads, with and without a bias."""
-    hidden, weight, bias = torch.randn(2, 3, 4), torch.randn(7, 4), torch.randn(7)
-    ids, mask, old = torch.randint(7, (2, 3)), torch.tensor([[1, 1, 1], [1, 0, 0]]), -torch.ones(2, 3)
-    advantages = torch.tensor([1.0, -1.0])
+    """A backward through every engine of the public functions, and of what torch.compile traces (as fakes run it)."""
+    for scene in (*(scene for _, scene in LOSSES), *SCORES):
+        scene.run(scene.upstreams[0])
+        scene.run_with_fake_tensors()
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    ids, mask, rising = torch.randint(7, (2, 3)), torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.arange(6.0).view(2, 3)
+    for expected in (rising, (rising, rising)):
+        scores = linear_logprob(hidden, weight, ids, mask=mask, expected=expected)
+        (scores.logps + 2 * scores.entropies).sum().backward()
 
     @grpo_kernels.token_level
     def rowwise(tokens: Any) -> torch.Tensor:
@@ -203,34 +203,10 @@ def differentiate_everything() -> None:
     def whole(tokens: Any) -> torch.Tensor:
         return -tokens.logps * tokens.logps.detach().sum()
 
-    for trains, head_bias in itertools.product((True, False), (None, bias)):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trains)
-        b = None if head_bias is None else head_bias.clone().requires_grad_(trains)
-        for expected in (None, torch.ones(2, 3), (torch.ones(2, 3), torch.ones(2, 3))):
-            scores = linear_logprob(h, Head(w, b), ids, mask=mask, expected=expected)
-            (scores.logps + 2 * scores.entropies).sum().backward()
-        of_ours = [(None, {"importance_sampling_level": x, "entropy_coef": 0.01}) for x in ("token", "sequence")]
-        for objective, terms in (*of_ours, (rowwise, {}), (whole, {})):
-            config = LossConfig(loss_type="grpo", **terms)
-            for old_logps in (None, old):
-                given = {"old_per_token_logps": old_logps, "config": config, "objective": objective}
-                grpo_loss(h, Head(w, b), ids, mask, advantages, **given).loss.backward()
-        differentiate_compiled(h, w, b, (ids, mask, advantages, old))
-    kept = torch.arange(7).expand(2, 3, 7)
-    scores = linear_logprob(hidden.clone().requires_grad_(), weight, ids, kept_ids=kept, mask=mask)
-    grpo_kernels.policy_loss_from_logps(scores.logps, scores.entropies, mask, advantages).loss.backward()
-
-
-def differentiate_compiled(hidden: Any, weight: Any, bias: Any, batch: tuple[Any, ...]) -> None:
-    """The same for what torch.compile traces, run as it stands."""
-    ids, mask, advantages, old = batch
-    head, inputs = LMHead(weight, bias, hidden=hidden), LossInputs(ids, mask, advantages, old)
-    for level, bonus in itertools.product(("token", "sequence"), (0.0, 0.1)):
-        config = LossConfig(importance_sampling_level=level, entropy_coef=bonus)
-        calls._policy_loss(inputs, head, Execution(), config)[0].backward()
-    for outputs in ((), ("entropy",)):
-        found = calls._linear_logprob(ScoreCall(mask, 1.0, outputs, ids), head, Execution())
-        sum(found.given.values()).sum().backward()
+    for objective in (rowwise, whole):
+        grpo_loss(hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), objective=objective).loss.backward()
+    scores = linear_logprob(hidden, weight, ids, kept_ids=torch.arange(7).expand(2, 3, 7), mask=mask)
+    grpo_kernels.policy_loss_from_logps(scores.logps, scores.entropies, mask, torch.ones(2)).loss.backward()
 
 
 def test_backward_returns_a_gradient_for_each_input(monkeypatch):
