@@ -133,23 +133,3 @@ def test_a_batch_without_an_accepted_completion_moves_nothing() -> None:
         assert out.loss.item() == 0
         for gradient in torch.autograd.grad(out.loss, (hidden, weight)):
             assert not gradient.any()
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "given"),
-    [
-        (TypeError, "rewards: expected a tensor, got list", {"rewards": [1.0]}),
-        (ValueError, r"rewards: expected shape \(B,\) or \(B, F\)", {"rewards": torch.zeros(2, 2, 2)}),
-        (ValueError, "rewards: expected finite values, .* got inf", {"rewards": torch.tensor([math.inf])}),
-        (ValueError, r"reward_weights: .* got \(2,\)", {"reward_weights": [1.0, 2.0]}),
-        (TypeError, "threshold: expected a number or a tensor, got str", {"threshold": "1"}),
-        (TypeError, "threshold: expected a number or a tensor, got bool", {"threshold": True}),
-        (ValueError, "threshold: expected a number other than NaN, got nan", {"threshold": NAN}),
-        (ValueError, r"threshold: expected shape \(B,\) = \(8,\), got \(2,\)", {"threshold": torch.zeros(2)}),
-        (ValueError, r"threshold: .* other than NaN, got nan at \(0,\)", {"threshold": torch.full((8,), NAN)}),
-        (TypeError, "threshold: expected real numbers", {"threshold": torch.tensor(1j)}),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(error: type[Exception], message: str, given: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
-        rejection_sampling_advantages(**{"rewards": REWARDS, "threshold": 1.0, **given})

@@ -11,7 +11,6 @@ from tests.support.modes import LOSSES, SCORES, Scene, assert_same_bits, compile
 EVERY_CHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
-
 # the last of `EVERY_CHECK` takes ten times as long as the others
 TRACED = ["loss G/f64/grpo", "loss G/transposed/grpo", "scores B/head/f32", "scores G/transposed/dapo"]
 
@@ -25,6 +24,7 @@ def test_every_mode(engine: str, scene: Scene) -> None:
     assert recorder.graphs == 1
     assert all(isinstance(x, Tensor) for x in recorder.inputs)  # a graph would be made for each value of a number
     assert looks(scene.run_with_fake_tensors()) == looks(want)
+    assert recorder.calls
     checks = EVERY_CHECK if scene.name in TRACED else EVERY_CHECK[:3]
     for op, given in recorder.calls:
         assert opcheck(op, given, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")

@@ -103,7 +103,7 @@ ESTIMATORS = {
     },
     "rloo_advantages": Estimator(lambda d, pg: adv.rloo_advantages(d.rewards, **groups(d, pg)), True, True, 1),
     "rloo_advantages, normalised": Estimator(
-        lambda d, pg: adv.rloo_advantages(d.rewards, normalize=True, **groups(d, pg)), True, True
+        lambda d, pg: adv.rloo_advantages(d.rewards, normalize=True, epsilon=0.0, **groups(d, pg)), True, True, 0
     ),
     "passk_advantages": Estimator(lambda d, pg: adv.passk_advantages(d.rewards, **groups(d, pg)), True, True),
     "passk_advantages, none": Estimator(

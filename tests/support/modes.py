@@ -202,7 +202,7 @@ LOSSES = [
 SCORES = [
     score_scene("B/bias/f32"),
     score_scene("B/bias/f32", autocast=True),
-    score_scene("B/head/f32", extras=("is_top1", "mean_logits")),
+    score_scene("B/head/f32", "bias", extras=("is_top1", "mean_logits")),
     score_scene("B/hot/f32", "hidden", backend="triton"),
     score_scene("B/input-logits/bf16", upstream=(1.0, 0.0), mask=False),
     score_scene("C/1x40x8x33/dapo", upstream=(1.0, 0.0), temperature=torch.linspace(0.5, 1.5, 40)[None], entropy=False),

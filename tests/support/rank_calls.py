@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_kernels import Head, Scores, grpo_loss, linear_divergence, linear_logprob, topk_divergence
 from grpo_kernels import advantages as adv
+from tests.support.case_builder import seeded
 from tests.support.flat import flat
 
 Arguments = dict[str, Any]
@@ -60,26 +61,28 @@ def cut(x: Tensor, sizes: tuple[int, ...], rank: int, dim: int = 0) -> Tensor:
 
 
 def _loss() -> Arguments:
-    g = torch.Generator().manual_seed(3)
-    hidden, weight = torch.randn(2, 3, 4, generator=g), torch.randn(10, 4, generator=g)
+    g = seeded("loss of ranks")
     return {
-        "hidden": hidden.requires_grad_(),
-        "weight": weight.requires_grad_(),
+        "hidden": torch.randn(2, 3, 4, generator=g).requires_grad_(),
+        "weight": torch.randn(10, 4, generator=g).requires_grad_(),
         "completion_ids": torch.randint(10, (2, 3), generator=g),
         "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
         "advantages": torch.tensor([1.0, -0.5]),
     }
 
 
+def _head(**others: Tensor) -> Arguments:
+    loss = _loss()
+    return {"hidden": loss["hidden"], "weight": loss["weight"], **others}
+
+
 def _logprob() -> Arguments:
-    given = _loss()
-    return {"hidden": given["hidden"], "weight": given["weight"], "ids": given["completion_ids"]}
+    return _head(ids=_loss()["completion_ids"])
 
 
 def _divergence() -> Arguments:
-    given, g = _loss(), torch.Generator().manual_seed(4)
-    teacher = {"teacher_hidden": torch.randn(2, 3, 5, generator=g), "teacher_weight": torch.randn(10, 5, generator=g)}
-    return {"hidden": given["hidden"], "weight": given["weight"], **teacher}
+    g = seeded("teacher of ranks")
+    return _head(teacher_hidden=torch.randn(2, 3, 5, generator=g), teacher_weight=torch.randn(10, 5, generator=g))
 
 
 def _diverge(
@@ -87,14 +90,13 @@ def _diverge(
 ) -> Scores:
     """`linear_divergence` with the fields of all its records as arguments of its own."""
     teacher_head = Head(teacher_weight, logit_scale=teacher_logit_scale)
-    found: Scores = flat(linear_divergence)(hidden, weight, teacher_head=teacher_head, **given)
-    return found
+    scores: Scores = flat(linear_divergence)(hidden, weight, teacher_head=teacher_head, **given)
+    return scores
 
 
 def _top_k() -> Arguments:
-    given, g = _loss(), torch.Generator().manual_seed(5)
-    logps, ids = torch.randn(2, 3, 10, generator=g).log_softmax(-1).topk(4)
-    return {"hidden": given["hidden"], "weight": given["weight"], "teacher_ids": ids, "teacher_logps": logps}
+    logps, ids = torch.randn(2, 3, 10, generator=seeded("top K of ranks")).log_softmax(-1).topk(4)
+    return _head(teacher_ids=ids, teacher_logps=logps)
 
 
 def _shard(whole: Arguments, rank: int) -> Arguments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_kernels import LossConfig
@@ -38,19 +38,17 @@ def differs(what: str, names: str = "", call: str = "loss", **change: Any) -> Mi
     return Mismatch(what, change, names or "|".join(change), call, both)
 
 
-def config(call: str, base: Mapping[str, Any], **fields: Any) -> Mismatch:
+def config(call: str, **fields: Any) -> Mismatch:
     """Another config."""
     what = ", ".join(f"{name} {value}" for name, value in fields.items())
-    return Mismatch(what, {"config": LossConfig(**{**base, **fields})}, "|".join(("config", *fields)), call)
+    return differs(what, "|".join(("config", *fields)), call, config=LossConfig(**fields))
 
 
 def alone(what: str, call: str = "loss", **change: Any) -> Mismatch:
     """Wrong by itself: both errors name the argument, the other rank's says which rank refused."""
-    both = change.pop("both", {})
-    return Mismatch(f"refused alone: {what}", change, "|".join(change), call, both, alone=True)
+    return replace(differs(f"refused alone: {what}", call=call, **change), alone=True)
 
 
 def fits(what: str, call: str = "loss", **change: Any) -> Mismatch:
     """What ranks may differ in."""
-    both = change.pop("both", {})
-    return Mismatch(f"fits: {what}", change, "", call, both, fits=True)
+    return replace(differs(f"fits: {what}", call=call, **change), fits=True)

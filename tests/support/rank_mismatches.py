@@ -1,8 +1,8 @@
 """What one rank of a group may do that does not go with what the others do: one table, and what each kind must raise.
 
-Every kind must raise TypeError or ValueError on every rank within ten seconds, in words that name what differs, and
-leave the group fit for the next call. Of what one rank refuses alone, the others' error says which rank that was.
-`FITTING` is what ranks may well differ in.
+Every kind must raise TypeError or ValueError on every rank, in words that name what differs, and leave the group fit
+for the next call. Of what one rank refuses alone, the others' error says which rank that was. `FITTING` is what ranks
+may well differ in.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CONSTANTS: dict[str, Any] = {"final_logit_softcapping": 5.0, "logit_scale": 0.5,
 
 def of_a_loss(call: str) -> list[Mismatch]:
     """What a loss has, whichever group its ranks share."""
-    kinds = [config(call, {}, **fields) for fields in CONFIGS]
+    kinds = [config(call, **fields) for fields in CONFIGS]
     kinds += [differs(name, call=call, **{name: value}) for name, value in CONSTANTS.items()]
     kinds += [differs(f"presence of {name}", name, call, **{name: ones_like("completion_ids")}) for name in PER_TOKEN]
     kinds += [

@@ -1,7 +1,7 @@
-"""Several gloo processes for one test: `run_ranks` gives each rank the same task and collects what they return.
+"""Several processes of one group for one test: `run_ranks` gives each rank the same task and collects what they return.
 
 They come from a fork server that has torch and this package imported already, so that they start in a fraction of a
-second.
+second. `Ranks` keeps them for one task after another, and replaces them after one that failed.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import queue
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-SECONDS = 120  # of one `run_ranks`; a collective that a rank does not join would wait for ever
+SECONDS = 900.0  # of a start or a task: a collective that a rank does not join would wait for ever
+GRACE = 5.0  # for the other ranks, after one has raised or died
 PRELOADED = [
     "torch",
     "torch._dynamo",  # DDP imports it
@@ -42,66 +43,116 @@ def server_context() -> Any:
 def run_ranks(
     task: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", seconds: float = SECONDS
 ) -> list[Any]:
-    """``[task(rank, world_size, *args) for each rank]``, each in a process of its own, within one group.
+    """``[task(rank, world_size, *args) for each rank]``, as `Ranks.run`, in processes of their own."""
+    with Ranks(world_size, seconds, backend) as ranks:
+        return ranks.run(task, *args)
 
-    Raises:
-        AssertionError: a rank raised (its traceback is the message), or did not return in time.
+
+class Ranks:
+    """``ranks.run(task, *args)`` is ``[task(rank, world_size, *args) for each rank]``, in processes that are kept.
+
+    Tasks are functions of a module.
     """
-    context = server_context()
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(target=_work, args=(task, rank, world_size, store, results, args, backend), daemon=True)
-            for rank in range(world_size)
-        ]
-        for process in ranks:
+
+    def __init__(self, world_size: int = 2, seconds: float = SECONDS, backend: str = "gloo") -> None:
+        self.world_size, self.seconds, self.backend = world_size, seconds, backend
+        self.starts = 0
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, task: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned.
+
+        Raises:
+            AssertionError: a rank raised (its traceback is in the message), died, or did not return in time. The next
+                task has new ranks.
+        """
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((task, args))
+        return self._collect(self.seconds)
+
+    def _start(self) -> None:
+        context = server_context()
+        self._folder = tempfile.TemporaryDirectory()
+        self.starts += 1
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, self.backend, os.path.join(self._folder.name, "store"), theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
-        try:
-            return _collect(results, ranks, seconds)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+            theirs.close()
+            self._ranks.append((process, ours))
+        self._collect(SECONDS)  # each says that it is there
+
+    def _collect(self, seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        end = time.monotonic() + seconds
+        while waiting and time.monotonic() < end:
+            for pipe in wait([*waiting], timeout=max(0.0, end - time.monotonic())):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank], error = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except EOFError:
+                    error = self._last_words(rank)
+                if error is not None:
+                    errors[rank] = error
+                    end = min(end, time.monotonic() + GRACE)
+        if not waiting and not errors:
+            return [results[rank] for rank in range(self.world_size)]
+        self.close()
+        told = [f"rank {rank}: {error}" for rank, error in errors.items()]
+        if waiting:
+            told.append(f"ranks {sorted(waiting.values())} did not return" + ("" if told else f" within {seconds:g} s"))
+        raise AssertionError("\n".join([*told, f"results: {results}"]))
+
+    def _last_words(self, rank: int) -> str:
+        """How a rank died, and the end of what it wrote to its stderr."""
+        assert self._folder is not None
+        process = self._ranks[rank][0]
+        process.join(GRACE)
+        words = Path(f"{self._folder.name}/store.{rank}").read_text(errors="replace").split()
+        return f"died, exit code {process.exitcode}: {' '.join(words)[-300:]}"
+
+    def close(self) -> None:
+        """End the ranks; the next `run` starts new ones."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _collect(results: Any, ranks: list[Any], seconds: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    end = time.monotonic() + seconds
-    while len(found) < len(ranks):
-        try:
-            rank, result, error = results.get(timeout=1.0)
-        except queue.Empty:
-            dead = [i for i, process in enumerate(ranks) if i not in found and process.exitcode is not None]
-            if dead and results.empty():
-                codes = {i: ranks[i].exitcode for i in dead}
-                raise AssertionError(f"ranks ended without a result, exit codes {codes}") from None
-            if time.monotonic() > end:
-                missing = sorted(set(range(len(ranks))) - found.keys())
-                raise AssertionError(f"ranks {missing} did not return within {seconds:g} s") from None
-            continue
-        if error is not None:
-            raise AssertionError(f"rank {rank}:\n{error}")
-        found[rank] = torch.load(io.BytesIO(result), weights_only=False)
-    return [found[rank] for rank in range(len(ranks))]
-
-
-def _work(
-    task: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: Any, backend: str
-) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.dup2(os.open(f"{store}.{rank}", os.O_CREAT | os.O_WRONLY), 2)  # gloo's last words among them
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    try:
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
-        result = task(rank, world_size, *args)
-        dist.barrier()
-        results.put((rank, _packed(result), None))
-        dist.destroy_process_group()
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-    results.close()
-    results.join_thread()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    pipe.send_bytes(_packed((None, None)))
+    while True:
+        try:
+            task, args = pipe.recv()
+        except EOFError:  # the parent is gone
+            return
+        torch.manual_seed(0)
+        try:
+            answer = _packed((task(rank, world_size, *args), None))
+        except BaseException:
+            answer = _packed((None, traceback.format_exc()))
+        pipe.send_bytes(answer)
 
 
 def _packed(x: Any) -> bytes:
