@@ -87,7 +87,7 @@ LARGE = "expected 1 to 1,000,000,000, got"
         ("memory --rows 99999999999999999999 --vocab 9 --hidden 4", f"--rows: {LARGE} 9999"),
         (
             "memory --rows 8 --vocab 9 --hidden 4 --mask 1",
-            "--mask: expected a share of at least 0 and less than 1",
+            "--mask: expected a share of at least 0 and less than 1, got 1.0",
         ),
         ("memory --rows 8 --vocab 9 --hidden 4 --workspace 0", "--workspace: expected at least 1, got 0"),
         ("warmup --config . --vocab 3", SIZES),

@@ -53,13 +53,13 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-# what is made of a valid tensor, and the error that it is
-KINDS: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
-    "none": (lambda x: None, TypeError),
-    "list": (lambda x: x.tolist(), TypeError),
-    "array": (lambda x: x.detach().numpy(), TypeError),
-    "number": (lambda x: 0.5, TypeError),
-    "text": (lambda x: "vllm", TypeError),
+# what is made of a valid tensor, the error that it is, and what the message says that came, if not a tensor's looks
+KINDS: dict[str, tuple[Any, ...]] = {
+    "none": (lambda x: None, TypeError, "NoneType"),
+    "list": (lambda x: x.tolist(), TypeError, "list"),
+    "array": (lambda x: x.detach().numpy(), TypeError, "ndarray"),
+    "number": (lambda x: 0.5, TypeError, "float"),
+    "text": (lambda x: "vllm", TypeError, "str"),
     "int": (lambda x: x.detach().long(), TypeError),
     "int32": (lambda x: x.detach().int(), TypeError),
     "bool": (lambda x: x > 0, TypeError),
@@ -71,6 +71,10 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
     "jagged": (lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged), TypeError),
     "meta": (lambda x: x.detach().to("meta"), ValueError),
     "first": (lambda x: x[0], ValueError),
+    "first_row": (lambda x: x[:1], ValueError),
+    "first_column": (lambda x: x[:, :1], ValueError),
+    "per_sequence": (lambda x: x[:, 0], ValueError),
+    "per_token": (lambda x: x[:, None].expand(-1, T), ValueError),
     "scalar": (lambda x: x.flatten()[0], ValueError),
     "nested": (lambda x: x[None], ValueError),
     "column": (lambda x: x[:, None], ValueError),
@@ -88,14 +92,14 @@ TENSORS = [
     ("loss", "weight", "list transposed shorter first int32 sparse csr meta"),
     ("loss", "bias", "shorter number empty"),
     ("loss", "completion_ids", "float bool list shorter flat meta"),
-    ("loss", "completion_mask", "list first complex sparse meta"),
+    ("loss", "completion_mask", "list per_sequence complex sparse meta"),
     ("loss", "advantages", "fewer column scalar number meta"),
     ("loss", "old_per_token_logps", "shorter int"),
     ("loss", "ref_per_token_logps", "meta"),
     ("loss", "sampling_per_token_logps", "flat text"),
-    ("loss", "importance_sampling_ratio", "columns first bool"),
+    ("loss", "importance_sampling_ratio", "columns first_row bool"),
     ("packed", "hidden", "nested padded"),
-    ("packed", "advantages", "column"),
+    ("packed", "advantages", "per_token"),
     ("packed", "ref_per_token_logps", "padded"),
     ("packed", "importance_sampling_ratio", "padded"),
     ("packed", "cu_seqlens", "list nested meta"),
@@ -104,7 +108,7 @@ TENSORS = [
     ("logprob", "bias", "int meta"),
     ("logprob", "ids", "float transposed"),
     ("logprob", "mask", "shorter list"),
-    ("logprob", "temperature", "column scalar int32 meta"),
+    ("logprob", "temperature", "first_column scalar int32 meta"),
     ("logprob", "expected", "shorter scalar number complex meta"),
     ("expectation", "completion_mask", "list first"),
     ("expectation", "advantages", "fewer"),

@@ -174,7 +174,10 @@ MOVED = [
         lambda: linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, teacher_logit_scale=2.0),
         "teacher_logit_scale: no .*, but Head(teacher_weight, logit_scale=...), the fourth argument",
     ),
-    (lambda: LossConfig(logit_scale=2.0), "logit_scale: no field of LossConfig any more, but Head(weight, logit_sc"),
+    (
+        lambda: LossConfig(logit_scale=2.0),
+        "logit_scale: no field of LossConfig any more, but Head(weight, logit_scale=",
+    ),
     (lambda: GRPOLoss(backend="torch"), "backend: no argument of GRPOLoss any more, but run=Run(backend=...)"),
     (lambda: GRPOLoss(logit_scale=2.0), "logit_scale: no .*, but Head(weight, logit_scale=...), the second"),
     (lambda: grpo_kernels.linear_logprob_with(HIDDEN), "linear_logprob_with: no longer .*; call linear_logprob("),
