@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +45,10 @@ def test_json_report_and_self_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(said["environment"]["backend"]) >= {"cpu"}
 
 
-def test_text_report_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--no-check"]) == 0
+def test_text_report_version_and_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo_kernels", "--no-check"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("grpo_kernels", run_name="__main__")
     said = capsys.readouterr().out
     assert "backend" in said
     assert "self-check" not in said
