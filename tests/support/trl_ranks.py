@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,40 +17,20 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 import trl
 from torch import Tensor
 
-from benchmarks import head_flops, tiny_models, tiny_run
+from benchmarks import head_flops, tiny_models
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from tests.support import trl_training
+from tests.support.trl_training import Written, mixed
 
 SEQUENCES = 8  # of all processes together, a micro-batch
 
 
-class Written:
-    """In front of a trainer: completions that depend on the prompt, on which of its completions it is, and the call."""
-
-    _calls = 0
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        self._calls += 1
-        found, seen = [], Counter[tuple[int, ...]]()
-        for prompt in map(tuple, prompt_ids):
-            draw = random.Random(hash((prompt, seen[prompt], self._calls)))
-            seen[prompt] += 1
-            words = [draw.randrange(len(tiny_models.SPECIAL), tiny_models.VOCAB) for _ in range(draw.randrange(2, 11))]
-            found.append([*words, 1])  # the end of the sequence
-        return found, None
-
-
-class OursWritten(Written, FusedGRPOTrainer):
-    pass
-
-
-class StockWritten(Written, trl.GRPOTrainer):
-    pass
+Trained = tuple[list[dict[str, float]], dict[str, Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -82,37 +59,30 @@ class Found:
 
 def train(
     job: Job, folder: str, processes: int = 1, prepare: Callable[[Any], None] | None = None, **options: Any
-) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
+) -> Trained:
     """What two steps have logged, what they have added to each parameter, and the trainer; `folder`: `save_model`."""
-    tiny_run.quiet()
     policy = tiny_models.model(job.kind, num_hidden_layers=1)
-    policy.config._name_or_path = folder  # TRL loads the reference from there
+    policy.config._name_or_path = folder
     arguments: dict[str, Any] = {**job.arguments}
     if job.lora:
         from peft import LoraConfig
 
         chosen = LoraConfig(r=4, target_modules=[*job.lora], init_lora_weights=False, task_type="CAUSAL_LM")
         arguments["peft_config"] = chosen
-    history = tiny_run.History()
-    with tempfile.TemporaryDirectory() as output:
-        options = {"optim": "sgd", "learning_rate": 0.1, **job.options, **options}
-        args = tiny_run.config(output, 2, per_device_train_batch_size=SEQUENCES // processes, **options)
-        trainer = (StockWritten if job.stock else OursWritten)(
-            model=policy,
-            args=args,
-            processing_class=tiny_models.tokenizer(),
-            reward_funcs=tiny_run.reward,
-            train_dataset=tiny_run.dataset(),
-            **arguments,
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
-        tiny_run.record(trainer, history)
+    before = {}
+
+    def begin(trainer: Any) -> None:
         if prepare is not None:
             prepare(trainer)
-        before = _whole_parameters(trainer.model)
-        trainer.train()
-    after = _whole_parameters(trainer.model)
-    return history.steps, {name: x - before[name] for name, x in after.items()}, trainer
+        before.update(_whole_parameters(trainer.model))
+
+    trainer_class = mixed(Written, trl.GRPOTrainer if job.stock else FusedGRPOTrainer)
+    sizes = {"optim": "sgd", "learning_rate": 0.1, "per_device_train_batch_size": SEQUENCES // processes}
+    run = trl_training.train(
+        trainer_class, model=policy, prepare=begin, **{**sizes, **job.options, **options, **arguments}
+    )
+    moved = {name: x - before[name] for name, x in _whole_parameters(run.trainer.model).items()}
+    return run.steps, moved, run.trainer
 
 
 def _whole_parameters(model: Any) -> dict[str, Tensor]:
@@ -127,7 +97,7 @@ def _whole_parameters(model: Any) -> dict[str, Tensor]:
 
 
 def save_model(kind: str, folder: str) -> None:
-    """The model of `train`, for the reference."""
+    """The model of `train`, for the reference: by one process, since of several the first alone saves."""
     tiny_models.model(kind, num_hidden_layers=1).save_pretrained(folder)
 
 
@@ -135,25 +105,25 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[st
     """For `run_ranks`: what came of each job, by its name."""
     from accelerate.state import AcceleratorState, GradientState
 
-    found = {}
+    results = {}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # accelerate wants them, and the group is there
-    if any(job.wrap.startswith("ZeRO") for job in jobs.values()):
-        _find_deepspeed()
     for name, job in jobs.items():
+        if job.wrap.startswith("ZeRO") and "deepspeed" not in sys.modules:
+            _find_deepspeed()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         counts = head_flops.Counts()
         counting = head_flops.watched(counts) if job.counted else nullcontext()
         with counting as prepare, WRAPS[job.wrap]() as options:
             logged, moved, trainer = train(job, folders[job.kind], world_size, prepare, **options)
-        found[name] = Found(
+        results[name] = Found(
             steps=logged,
             classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
             head=type(trainer.model.get_output_embeddings()).__name__,
             counts=counts,
             moved=moved,
         )
-    return found
+    return results
 
 
 @contextmanager
@@ -217,11 +187,8 @@ def _fsdp1(*, original: bool) -> Iterator[dict[str, Any]]:
 def _zero(stage: int) -> Iterator[dict[str, Any]]:
     automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     yield {
-        "deepspeed": {
-            "zero_optimization": {
-                "stage": stage,
-                "stage3_param_persistence_threshold": 0,
-            },  # stage 3 divides small ones too
+        "deepspeed": {  # stage 3 divides small parameters too
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             **dict.fromkeys(automatic, "auto"),

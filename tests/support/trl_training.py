@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import random
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -77,22 +76,23 @@ def train(
     prepare: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Run:
-    """A training of `model`, which may be named by its kind; `options` that the configuration lacks are the trainer's.
+    """A training of `model`, or of one layer of the kind of that name; `options` that the configuration lacks are the
+    trainer's.
 
     `prepare` gets the trainer before it starts.
     """
     of_config = {x.name for x in dataclasses.fields(config_class)}
     arguments = {name: options.pop(name) for name in [*options] if name not in of_config}
-    policy = tiny_models.model(model, dtype=dtype) if isinstance(model, str) else model
+    policy = tiny_models.model(model, dtype=dtype, num_hidden_layers=1) if isinstance(model, str) else model
     history = tiny_run.History()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
         if issubclass(config_class, trl.GRPOConfig):
             args = tiny_run.config(folder, steps, config_class, **options)
         else:
             args = config_class(**{**tiny_run.common_options(folder, steps), **options})
-        policy.save_pretrained(folder)  # TRL loads the reference from where the policy came
-        policy.config._name_or_path = folder
+        if not policy.config._name_or_path:  # TRL loads the reference from where the policy came
+            policy.save_pretrained(folder)
+            policy.config._name_or_path = folder
         trainer = trainer_of(trainer_class, args, policy, **arguments)
         tiny_run.record(trainer, history)
         if prepare is not None:
