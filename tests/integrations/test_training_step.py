@@ -17,7 +17,7 @@ from grpo_kernels.integrations.transformers import causal_lm_loss, completion_lo
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, Way
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
-from tests.support.training_step import FAMILIES, MODES, PADDED, assert_same, batch, family, loss_of, said_by
+from tests.support.training_step import FAMILIES, MODES, PADDED, assert_same, batch, distance, family, loss_of, said_by
 
 
 @pytest.fixture(autouse=True)
@@ -360,8 +360,7 @@ def test_sixteen_bits_and_autocast() -> None:
         for name, options in {"padded": PADDED, **MODES}.items():
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 _, got = loss_of(model, given, **options)
-            gap = sum((got[k].double() - x.double()).square().sum() for k, x in exact.items())
-            errors[name] = float(gap / sum(x.double().square().sum() for x in exact.values())) ** 0.5
+            errors[name] = distance(got, exact)
         assert max(errors.values()) <= 1.5 * errors["padded"], errors
 
 

@@ -56,11 +56,15 @@ def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dic
     return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 3e-6) -> None:
+def distance(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm."""
     assert got.keys() == want.keys()
-    gap = sum((got[name] - x).double().square().sum() for name, x in want.items())
-    norm = sum(x.double().square().sum() for x in want.values())
-    assert (gap / norm).item() ** 0.5 <= bound
+    gap = sum((got[name].double() - x.double()).square().sum() for name, x in want.items())
+    return float(gap / sum(x.double().square().sum() for x in want.values())) ** 0.5
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 3e-6) -> None:
+    assert distance(got, want) <= bound
 
 
 def said_by(call: Any) -> list[str]:
