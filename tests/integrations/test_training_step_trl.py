@@ -38,7 +38,7 @@ def batch(*changes: Change) -> dict[str, Any]:
     prompts = torch.randint(3, tiny_models.VOCAB, (2, P)).repeat_interleave(4, dim=0)
     prompt_mask = (torch.arange(P) >= torch.tensor([6] * 4 + [1] * 4)[:, None]).long()
     completions = torch.randint(3, tiny_models.VOCAB, (B, T))
-    lengths = torch.randint(8, T + 1, (B, 1))  # so long that not all tokens are clipped
+    lengths = torch.randint(5, T + 1, (B, 1))  # so long that not all tokens are clipped
     mask = (torch.arange(T) < lengths).long()
     given = {
         "prompt_ids": prompts * prompt_mask,
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[tuple[Change, ...], dict[str, Any]]] = {
     "off-policy mask": ((old,), {"off_policy_mask_threshold": 0.01}),
     "delta": ((old,), {"delta": 1.5}),
     "truncated": ((truncated,), {}),
-    "tools": ((old, tools), {}),
+    "tools": ((old, tools), {"epsilon": 0.9, "epsilon_high": 3.0}),  # some sequences have few tokens: not all clipped
     "advantages per token": ((per_token,), {}),
     "token ratios": ((old, token_ratios), {}),
     "sequence ratios": ((old, sequence_ratios), {}),
