@@ -20,7 +20,6 @@ from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, micro_batches
 from grpo_kernels.integrations.trl.scoring import CALL, PATCHED, SCORING, UNKNOWN_CALL
-from tests.support import trl_training
 from tests.support.training_step import distance
 from tests.support.trl_training import evaluations, train
 
@@ -132,13 +131,20 @@ def model() -> Any:
 
 
 def trainer_of(base: type, options: dict[str, Any], **more: Any) -> Any:
-    policy = model()
-    policy.gradient_checkpointing_disable()
     beta = options.get("beta", 0.0)
     sizes = {"per_device_train_batch_size": B, "num_generations": 4, "gradient_checkpointing": False}
-    with tempfile.TemporaryDirectory() as folder:
-        args = tiny_run.config(folder, **{**sizes, **options, "beta": 0.0})
-        trainer = trl_training.trainer_of(base, args, policy, **more)
+    args = tiny_run.config(tempfile.gettempdir(), **{**sizes, **options, "beta": 0.0})
+    tiny_run.quiet()
+    policy = model()
+    policy.gradient_checkpointing_disable()
+    trainer = base(
+        model=policy,
+        args=args,
+        reward_funcs=tiny_run.reward,
+        train_dataset=tiny_run.dataset(16),
+        processing_class=tiny_models.tokenizer(),
+        **more,
+    )
     trainer.current_gradient_accumulation_steps = 2
     trainer.beta = args.beta = beta  # afterwards: it would load a reference
     trainer.state_of_entropy = {name: vars(trainer).get(name) for name in ENTROPY_STATE}

@@ -44,7 +44,7 @@ def _others() -> dict[str, tuple[type, type, dict[str, Any]]]:
         "SFT": (trl.SFTTrainer, trl.SFTConfig, {"train_dataset": texts}),
         "DPO": (trl.DPOTrainer, trl.DPOConfig, {"train_dataset": _preferences()}),
         "KTO": (trl.KTOTrainer, trl.KTOConfig, {"train_dataset": _labelled()}),
-        "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, rl),
+        "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {"reward_funcs": tiny_run.reward, **rl}),
     }
 
 

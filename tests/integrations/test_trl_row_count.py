@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -75,6 +76,7 @@ def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
     checks.warn_once.cache_clear()
     given = {"teacher_model": tiny_models.model(), "train_dataset": Dataset.from_dict({"messages": [turns] * 16})}
+    given["prepare"] = lambda _: warnings.simplefilter("always")  # a tiny run is silent
     with patch_trl(), pytest.warns(RuntimeWarning, match="patch_trl") as caught:
         train(gkd.GKDTrainer, config_class=gkd.GKDConfig, lmbda=0.0, **given)
     found = [str(x.message) for x in caught if "patch_trl" in str(x.message)]

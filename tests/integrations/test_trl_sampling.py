@@ -146,8 +146,11 @@ def test_a_forward_of_the_model_is_saved() -> None:
 def test_samples_of_later_steps_are_scored(name: str) -> None:
     """All of them, live or not: the metrics read them."""
     stock, ours = (sampled(base, **HALVES[name]) for base in (GRPOTrainer, FusedGRPOTrainer))
-    assert_same(stock, ours)
-    assert ours.trainer.scored == {key: x / 2 for key, x in stock.trainer.scored.items()}
+    # VESPO's weights are powers of ratios: after a step of 0.05 they make 1.4e-6 of the roundings of the first
+    assert_same(stock, ours, parity.TOLERANCE if "vespo" in name else None)
+    theirs = stock.trainer.scored
+    assert theirs["sequences"] > 0
+    assert ours.trainer.scored == {key: x / 2 for key, x in theirs.items()}
 
 
 @pytest.mark.parametrize("name", ["token_truncate", "sequence_mask"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,20 +18,25 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 import trl
 from torch import Tensor
 
-from benchmarks import head_flops, tiny_models
+from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from tests.support import trl_training
-from tests.support.trl_training import Written, mixed
+from tests.support.trl_training import Written
 
 SEQUENCES = 8  # of all processes together, a micro-batch
 
 
-Trained = tuple[list[dict[str, float]], dict[str, Tensor], Any]
+class OursWritten(Written, FusedGRPOTrainer):
+    pass
+
+
+class StockWritten(Written, trl.GRPOTrainer):
+    pass
 
 
 @dataclass(frozen=True)
@@ -59,30 +65,37 @@ class Found:
 
 def train(
     job: Job, folder: str, processes: int = 1, prepare: Callable[[Any], None] | None = None, **options: Any
-) -> Trained:
+) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
     """What two steps have logged, what they have added to each parameter, and the trainer; `folder`: `save_model`."""
+    tiny_run.quiet()
     policy = tiny_models.model(job.kind, num_hidden_layers=1)
-    policy.config._name_or_path = folder
+    policy.config._name_or_path = folder  # TRL loads the reference from there
     arguments: dict[str, Any] = {**job.arguments}
     if job.lora:
         from peft import LoraConfig
 
         chosen = LoraConfig(r=4, target_modules=[*job.lora], init_lora_weights=False, task_type="CAUSAL_LM")
         arguments["peft_config"] = chosen
-    before = {}
-
-    def begin(trainer: Any) -> None:
+    history = tiny_run.History()
+    with tempfile.TemporaryDirectory() as output:
+        options = {"optim": "sgd", "learning_rate": 0.1, **job.options, **options}
+        args = tiny_run.config(output, 2, per_device_train_batch_size=SEQUENCES // processes, **options)
+        trainer = (StockWritten if job.stock else OursWritten)(
+            model=policy,
+            args=args,
+            processing_class=tiny_models.tokenizer(),
+            reward_funcs=tiny_run.reward,
+            train_dataset=tiny_run.dataset(),
+            **arguments,
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        tiny_run.record(trainer, history)
         if prepare is not None:
             prepare(trainer)
-        before.update(_whole_parameters(trainer.model))
-
-    trainer_class = mixed(Written, trl.GRPOTrainer if job.stock else FusedGRPOTrainer)
-    sizes = {"optim": "sgd", "learning_rate": 0.1, "per_device_train_batch_size": SEQUENCES // processes}
-    run = trl_training.train(
-        trainer_class, model=policy, prepare=begin, **{**sizes, **job.options, **options, **arguments}
-    )
-    moved = {name: x - before[name] for name, x in _whole_parameters(run.trainer.model).items()}
-    return run.steps, moved, run.trainer
+        before = _whole_parameters(trainer.model)
+        trainer.train()
+    after = _whole_parameters(trainer.model)
+    return history.steps, {name: x - before[name] for name, x in after.items()}, trainer
 
 
 def _whole_parameters(model: Any) -> dict[str, Tensor]:
@@ -97,7 +110,7 @@ def _whole_parameters(model: Any) -> dict[str, Tensor]:
 
 
 def save_model(kind: str, folder: str) -> None:
-    """The model of `train`, for the reference: by one process, since of several the first alone saves."""
+    """The model of `train`, for the reference."""
     tiny_models.model(kind, num_hidden_layers=1).save_pretrained(folder)
 
 
@@ -187,8 +200,11 @@ def _fsdp1(*, original: bool) -> Iterator[dict[str, Any]]:
 def _zero(stage: int) -> Iterator[dict[str, Any]]:
     automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     yield {
-        "deepspeed": {  # stage 3 divides small parameters too
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "deepspeed": {
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 0,
+            },  # stage 3 divides small ones too
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             **dict.fromkeys(automatic, "auto"),

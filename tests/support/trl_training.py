@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import trl
 from trl.experimental.gmpo import GMPOTrainer
 
@@ -56,56 +55,44 @@ def mixed(mixin: type, trainer_class: type) -> type:
     return type(trainer_class.__name__, (mixin, trainer_class), {})
 
 
-def trainer_of(trainer_class: Any, args: Any, policy: Any, **arguments: Any) -> Any:
-    """A trainer of `policy` on the prompts of `tiny_run`, with its reward where a reward is asked for."""
-    tiny_run.quiet()
-    rewarded = {"reward_funcs": tiny_run.reward} if isinstance(args, (trl.GRPOConfig, trl.RLOOConfig)) else {}
-    given = {"train_dataset": tiny_run.dataset(), **rewarded, **arguments}
-    trainer = trainer_class(model=policy, args=args, processing_class=tiny_models.tokenizer(), **given)
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
-
-
 def train(
     trainer_class: Any,
     steps: int = 2,
     *,
     config_class: Any = trl.GRPOConfig,
-    model: Any = "qwen3",
+    model: str = "qwen3",
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Run:
-    """A training of `model`, or of one layer of the kind of that name; `options` that the configuration lacks are the
-    trainer's.
+    """A training of the `model` of that kind; `options` that the configuration lacks are the trainer's.
 
     `prepare` gets the trainer before it starts.
     """
     of_config = {x.name for x in dataclasses.fields(config_class)}
     arguments = {name: options.pop(name) for name in [*options] if name not in of_config}
-    policy = tiny_models.model(model, dtype=dtype, num_hidden_layers=1) if isinstance(model, str) else model
-    history = tiny_run.History()
+    trainers = []
+
+    def begin(trainer: Any) -> None:
+        trainers.append(trainer)
+        if prepare is not None:
+            prepare(trainer)
+
     with tempfile.TemporaryDirectory() as folder:
         if issubclass(config_class, trl.GRPOConfig):
             args = tiny_run.config(folder, steps, config_class, **options)
         else:
             args = config_class(**{**tiny_run.common_options(folder, steps), **options})
-        if not policy.config._name_or_path:  # TRL loads the reference from where the policy came
-            policy.save_pretrained(folder)
-            policy.config._name_or_path = folder
-        trainer = trainer_of(trainer_class, args, policy, **arguments)
-        tiny_run.record(trainer, history)
-        if prepare is not None:
-            prepare(trainer)
-        trainer.train()
-    return Run(history.steps, history.losses, trainer)
+        history = tiny_run.train(trainer_class, args, kind=model, dtype=dtype, prepare=begin, **arguments)
+    return Run(history.steps, history.losses, trainers[0])
 
 
-def assert_same(stock: Run, ours: Run, tolerance: float = parity.TOLERANCE) -> None:
-    """Every logged number and every micro-batch's loss."""
+def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
+    """Every logged number, and to 1e-6 every micro-batch's loss; or all of them within `tolerance`."""
+    of_steps, of_losses = (parity.TOLERANCE, 1e-6) if tolerance is None else (tolerance, tolerance)
     errors = parity.differences(stock.steps, ours.steps)
-    assert max(errors.values()) <= tolerance, errors
-    assert ours.losses == pytest.approx(stock.losses, rel=tolerance, abs=tolerance)
+    assert max(errors.values()) <= of_steps, errors
+    assert ours.losses == pytest.approx(stock.losses, rel=of_losses, abs=of_losses)
 
 
 def count_scored(trainer: Any) -> None:
