@@ -211,8 +211,7 @@ def reader() -> Any:
     return Reader(llama().config).eval()
 
 
-def test_what_the_model_itself_returns() -> None:
-    """Values that were not computed do not look like numbers; a scalar is that of the whole batch."""
+def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
     model, given = reader(), {name: batch()[name] for name in SCORED}
     want = model(given["input_ids"], given["attention_mask"])
     for _ in range(2):  # the first call checks the head, too
@@ -221,10 +220,6 @@ def test_what_the_model_itself_returns() -> None:
             real = given["attention_mask"].bool() & ~value.isnan().reshape(*value.shape[:2], -1).any(-1)
             assert real.any()
             torch.testing.assert_close(value[real], theirs[real], rtol=1e-5, atol=1e-5)
-    model.adds_loss = model.nests_loss = True
-    losses = model(given["input_ids"], given["attention_mask"]).losses
-    output = completion_logprobs(model, **given, return_output=True)[1]
-    torch.testing.assert_close(output.losses, losses, rtol=1e-5, atol=1e-5)
 
 
 def test_hidden_states_that_the_config_of_a_decoder_asks_for_are_those_of_the_batch() -> None:
@@ -234,6 +229,14 @@ def test_hidden_states_that_the_config_of_a_decoder_asks_for_are_those_of_the_ba
     for _ in range(2):  # the first call checks the head, too
         output = completion_logprobs(model, **given, return_output=True)[1]
         assert {x.shape[:2] for x in output.hidden_states} == {given["input_ids"].shape}
+
+
+def test_a_scalar_within_a_field_is_that_of_the_whole_batch() -> None:
+    model, given = reader(), {name: batch()[name] for name in SCORED}
+    model.adds_loss = model.nests_loss = True
+    want = model(given["input_ids"], given["attention_mask"]).losses
+    output = completion_logprobs(model, **given, return_output=True)[1]
+    torch.testing.assert_close(output.losses, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("zero_advantage", ["score", "train", "skip"])

@@ -152,8 +152,8 @@ def test_a_mask_that_is_likely_not_meant_warns_once(changes: dict[str, Any], sai
 
 
 def test_weights_in_the_place_of_a_completion_mask() -> None:
-    for inputs in ({}, LOSS):
-        with pytest.warns(UserWarning, match="mask: it holds values other than 0 and 1"):
+    for name, inputs in (("mask", {}), ("completion_mask", LOSS)):
+        with pytest.warns(UserWarning, match=f" {name}: it holds values other than 0 and 1"):
             call(completion_mask=0.5 * MASK, **inputs)
 
 

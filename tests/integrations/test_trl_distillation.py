@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], float, dict[str, Any]]] = {
     ),
     "reverse KL, capped student and tied teacher": ("softcap", "tied", {}, 1.0, {}),
     "JSD, scaled student, capped teacher": ("logit_scale", "softcap", {}, 0.3, {}),
-    "reverse KL, a bias each, scaled teacher": ("bias", "logits_scaling", {}, 1.0, {}),
+    "reverse KL, a bias each, scaled teacher": ("bias", "logits_scaling", {}, 1.0, {"temperature": 0.7}),
 }  # fmt: skip
 
 

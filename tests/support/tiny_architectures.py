@@ -28,13 +28,16 @@ _TEXT: dict[str, Any] = {
 }
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 _HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 4}
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-_EXPERTS["moe_intermediate_size"] = 16
-_MAMBA: dict[str, Any] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_n_groups": 1}
-_MAMBA |= dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_chunk_size"), 8)
-_LATENT: dict[str, Any] = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8)
-_LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_key_value_heads"), 4)
-_RECURRENT = {"lru_width": 16, "attention_window_size": 8, "logits_soft_cap": 2.0, "head_dim": 4}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+}  # fmt: skip
+_RECURRENT: dict[str, Any] = {"lru_width": 16, "attention_window_size": 8, "logits_soft_cap": 2.0, "head_dim": 4}
 
 # model type -> (config class, model class, fields)
 TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -49,10 +52,14 @@ TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", "GraniteForCausalLM", {**_GROUPED, "logits_scaling": 0.3}),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", {**_GROUPED, **_EXPERTS, "logits_scaling": 4.0}),
     "hyperclovax": ("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", {**_HEADS, "logits_scaling": 3.0}),
-    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", {**_LATENT, "dim_model_base": 4}),
+    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", {**_LATENT, "num_key_value_heads": 4, "dim_model_base": 4}),
     "cohere": ("CohereConfig", "CohereForCausalLM", {**_GROUPED, "logit_scale": 3.0, "tie_word_embeddings": True}),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**_GROUPED, "logit_scale": 0.25}),
-    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", {**_HEADS, **_MAMBA, "lm_head_multiplier": 0.2}),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**_HEADS, **_MAMBA, "mamba_chunk_size": 8, "lm_head_multiplier": 0.2},
+    ),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 4, "expand": 2, "time_step_rank": 2}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_HEADS, **_EXPERTS, "sliding_window": 8}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", _GROUPED),
@@ -66,8 +73,10 @@ TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     # A dense layer, an activation and a norm before the head, which has a bias.
     "bert": ("BertConfig", "BertLMHeadModel", {"is_decoder": True}),
 }
-SCALED = ("gemma2", "gemma3_text", "recurrent_gemma", "granite", "granitemoe", "hyperclovax")
-SCALED += ("cohere", "cohere2", "falcon_h1")
+SCALED = (
+    "gemma2", "gemma3_text", "recurrent_gemma", "granite", "granitemoe", "hyperclovax",
+    "cohere", "cohere2", "falcon_h1",
+)  # fmt: skip
 BIASED = ("phi", "gptj", "bert")
 
 
@@ -111,9 +120,11 @@ def qwen2_vl(version: str = "Qwen2_5_VL") -> tuple[Any, Tensor, dict[str, Any]]:
     if version == "Qwen2VL":
         vision |= {"hidden_size": HIDDEN}
     image, first, last = 90, 91, 92
-    fields = {"text_config": {**_TEXT, **_GROUPED, "rope_parameters": rope}, "vision_config": vision}
-    fields |= {"image_token_id": image, "video_token_id": 93, "vision_start_token_id": first}
-    fields |= {"vision_end_token_id": last, "tie_word_embeddings": False}
+    fields = {
+        "text_config": {**_TEXT, **_GROUPED, "rope_parameters": rope}, "vision_config": vision,
+        "image_token_id": image, "video_token_id": 93, "vision_start_token_id": first, "vision_end_token_id": last,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
     model = build(f"{version}Config", f"{version}ForConditionalGeneration", fields)
     ids = torch.randint(3, 90, (2, 14))
     ids[:, 1:7] = torch.tensor([first, image, image, image, image, last])
@@ -129,8 +140,10 @@ def qwen2_vl(version: str = "Qwen2_5_VL") -> tuple[Any, Tensor, dict[str, Any]]:
 def gemma3_vl() -> tuple[Any, Tensor, dict[str, Any]]:
     """Likewise."""
     text = {**_TEXT, **_HEADS, "final_logit_softcapping": 1.5, "sliding_window": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 16, "patch_size": 4}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
     fields = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4, "image_token_index": 90}
     model = build("Gemma3Config", "Gemma3ForConditionalGeneration", fields)
     ids = torch.randint(3, 90, (2, 14))
