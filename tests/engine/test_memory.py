@@ -38,11 +38,11 @@ def inputs(n: int, h: int, v: int, dtype: torch.dtype, zero: float) -> tuple[tor
 
 
 SHAPES = [  # N, H, V, workspace, dtype, share of sequences with advantage 0
-    (4096, 32, 8192, 8 * MIB, torch.float32, 0.0),
-    (2048, 64, 30011, 16 * MIB, torch.float32, 0.5),
-    (8192, 16, 1000, 2 * MIB, torch.float32, 0.25),
-    (2048, 128, 50257, 12 * MIB, torch.bfloat16, 0.0),
-    (2048, 24, 12345, 8 * MIB, torch.float64, 0.0),
+    (2048, 32, 8192, 4 * MIB, torch.float32, 0.0),
+    (1024, 64, 30011, 8 * MIB, torch.float32, 0.5),
+    (4096, 16, 1000, 1 * MIB, torch.float32, 0.25),
+    (1024, 64, 50257, 12 * MIB, torch.bfloat16, 0.0),
+    (1024, 24, 12345, 4 * MIB, torch.float64, 0.0),
 ]
 
 
