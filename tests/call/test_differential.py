@@ -1,7 +1,7 @@
 """The library against the float64 reference: fixed cases, random cases, every engine and backend.
 
 Random cases: 8 blocks of 100 a run; GRPO_KERNELS_RANDOM_FACTOR multiplies them. A failure prints the case's name, which
-has its seed: `check(random_case(seed))` replays it.
+has its seed: `check(random_case(seed))`, or `check_scores(random_divergence_case(seed))`, replays it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import torch
 
 from grpo_kernels import GRPOLoss
 from tests.support.case_builder import Case
-from tests.support.cases import fixed_cases, random_case
+from tests.support.cases import fixed_cases, more_cases, random_case
 from tests.support.flat import flat
 from tests.support.reference import ReferenceResult, reference_loss
 from tests.support.run_case import allowed_engines, arguments, config_of, run
+from tests.support.score_cases import check_scores, engines_of, random_divergence_case, score_cases
 from tests.support.tolerance import assert_matches, bounds_of, compare
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 8, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
+NUMBERED = list(enumerate([*fixed_cases(), *more_cases()]))
 SPLITTABLE = [c for c in fixed_cases() if c.group in "ABDH" and not c.frozen and c.completion_mask.numel()]
 
 
@@ -42,7 +44,7 @@ def check(case: Case, engines: tuple[str, ...] = ("auto", *ENGINES)) -> None:
     """The library on `case`, by every engine that is exact for it; the others must refuse."""
     reference = reference_loss(case)
     bounds, allowed, done = bounds_of(reference, case), allowed_engines(case), set()
-    for engine in engines:
+    for engine in engines if case.kept_ids is None else ("auto",):
         if engine in allowed & done:  # "auto" came to it
             continue
         if engine != "auto" and engine not in allowed:
@@ -57,16 +59,27 @@ def check(case: Case, engines: tuple[str, ...] = ("auto", *ENGINES)) -> None:
             assert not missing, f"{case.name}: metrics missing: {missing}"
             attached = [name for name, x in output.metrics.items() if x.requires_grad]
             assert not attached, f"{case.name}: metrics attached to the graph: {attached}"
-            if engine == "auto" and not bounds.ambiguous:
+            if engine == "auto" and not bounds.ambiguous and case.kept_ids is None:
                 check_row_shares(case, output, reference)
         except Exception as error:
             error.add_note(f"{case.name}, engine {engine!r}") if hasattr(error, "add_note") else None
             raise
 
 
-@pytest.mark.parametrize("case", fixed_cases(), ids=lambda case: case.name)
-def test_fixed_case(case: Case) -> None:
-    check(case)
+def some_engines(i: int, backend: str, engines: tuple[str, ...]) -> tuple[str, ...]:
+    """All of them in torch; of a compiled backend the library's choice and the others in turn."""
+    return engines if backend == "torch" else (engines[0], engines[1 + i % (len(engines) - 1)])
+
+
+@pytest.mark.parametrize(("i", "case"), NUMBERED, ids=lambda x: getattr(x, "name", ""))
+def test_fixed_case(i: int, case: Case, every_backend: str) -> None:
+    check(case, some_engines(i, every_backend, ("auto", *ENGINES)))
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_scores(part: int, every_backend: str) -> None:
+    for i, case in list(enumerate(score_cases()))[part :: 8 if every_backend == "torch" else 24]:
+        check_scores(case, some_engines(i, every_backend, engines_of(case)) if case.kept_ids is None else ("auto",))
 
 
 @pytest.mark.parametrize("block", range(BLOCKS * FACTOR))
@@ -74,6 +87,8 @@ def test_random_cases(block: int, every_backend: str) -> None:
     count = BLOCK_SIZE if every_backend == "torch" else BLOCK_SIZE // 10  # the interpreter is slow
     for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count):
         check(random_case(seed), ("auto", ENGINES[seed % 5]))
+    for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count // 4):
+        check_scores(random_divergence_case(seed), ("auto", ("one_pass", "two_pass", "lean")[seed % 3]))
 
 
 def test_module_equals_function() -> None:
