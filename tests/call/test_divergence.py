@@ -12,7 +12,7 @@ import torch
 
 from grpo_kernels import Head, LoRA, LossConfig, Run, grpo_loss, linear_divergence, policy_loss_from_logps
 from tests.support.case_builder import Case
-from tests.support.reference import head, teacher_log_probs
+from tests.support.reference_head import head, teacher_log_probs
 from tests.support.reference_terms import divergence
 from tests.support.run_case import run, run_scores, upstream_of
 from tests.support.score_cases import BETAS, check_scores, diverging

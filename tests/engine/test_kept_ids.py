@@ -17,7 +17,7 @@ from grpo_kernels import KeptIds, LoRA, LossConfig, grpo_loss, linear_logprob
 from tests.support.case_builder import Case, make_case
 from tests.support.flat import flat
 from tests.support.measure import count_flops
-from tests.support.reference import kept_lanes
+from tests.support.reference_head import kept_lanes
 from tests.support.run_case import arguments, config_of, packed, run, run_scores
 from tests.support.score_cases import HEADS, scored
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from grpo_kernels import Head, LoRA, linear_logprob
 from grpo_kernels.engine import chunks, device, products, sweep
 from tests.support.case_builder import make_case
-from tests.support.cases import fixed_cases, more_cases
+from tests.support.cases import fixed_cases
+from tests.support.more_cases import more_cases
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of

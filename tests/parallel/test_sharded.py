@@ -21,8 +21,9 @@ from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_divergence, linear_l
 from grpo_kernels.base import agreement
 from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import make_case, seeded
-from tests.support.cases import fixed_cases, more_cases
+from tests.support.cases import fixed_cases
 from tests.support.flat import flat
+from tests.support.more_cases import more_cases
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss, reference_scores
 from tests.support.run_case import allowed_engines, run, run_scores, upstream_of

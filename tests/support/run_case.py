@@ -22,7 +22,7 @@ from grpo_kernels import (
 from grpo_kernels.head.head import CONSTANTS
 from tests.support.case_builder import PER_TOKEN, Case, seeded
 from tests.support.flat import flat
-from tests.support.reference import LEAVES
+from tests.support.reference_head import LEAVES
 from tests.support.reference_terms import TERMS, settings
 
 KINDS = {1.0: {"divergence": "reverse_kl"}, 0.0: {"divergence": "forward_kl"}}

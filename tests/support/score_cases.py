@@ -13,19 +13,20 @@ from torch import Tensor
 
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import DTYPES
-from tests.support.random_cases import head_options, teacher_options, with_garbage
-from tests.support.reference import SCORES, ScoresResult, on_grid, reference_scores
-from tests.support.reference_terms import settings
-from tests.support.run_case import diverges, run_scores, upstream_of
-from tests.support.tolerance import (
+from tests.support.head_bounds import (
     Diverging,
-    compare,
-    compare_grads,
+    computed_in,
     divergence_bounds,
     head_bounds,
     logit_bounds,
     score_bounds,
 )
+from tests.support.random_cases import head_options, teacher_options, with_garbage
+from tests.support.reference import ScoresResult, reference_scores
+from tests.support.reference_head import SCORES, on_grid
+from tests.support.reference_terms import settings
+from tests.support.run_case import diverges, run_scores, upstream_of
+from tests.support.tolerance import compare, compare_grads
 
 BETAS = (0.0, 1.0, 0.5, 0.1)
 HEADS: dict[str, dict[str, Any]] = {
@@ -75,7 +76,8 @@ def group_t() -> Iterator[Case]:
             others = {**measure, "arrives": arrives[(i + j) % 5]}
             frozen = {"frozen": ("weight", "bias"), "bias": True} if of_head == "plain" else {}
             for short in ("f64", "f32"):
-                shape = {"t": 13, "listed": 5, "dtype": DTYPES[short], "workspace": (2**29, 2_000)[j % 2]}
+                shape = {"t": 13, "listed": 5, "dtype": DTYPES[short]}
+                shape |= {"workspace": (2**29, 2_000)[j % 2], "mask": ("holes", "full")[j // 2 % 2]}
                 yield scored(f"T/{name}/{of_head}/{short}", **{**shape, **options, **frozen}, others=others)
     yield scored("T/all are listed", listed=50, others={"divergence": "reverse_kl"})
 
@@ -159,11 +161,10 @@ def assert_scores(
     e, e_entropy = score_bounds(case, want)
     diverging = divergence_bounds(case, want.head, e) if diverges(case) else None
     limits = {"logps": e, "entropies": e_entropy, "divergences": diverging and diverging.value}
-    wide = torch.float64 if torch.float64 in (case.hidden.dtype, case.weight.dtype) else torch.float32
     for name in SCORES:
         assert name in results or case.listed_ids is not None or name == "divergences"
         if name in results:
-            assert results[name].dtype == wide
+            assert results[name].dtype == computed_in(case)
             compare(name, results[name], getattr(want, name), on_grid(limits[name], want.head.counted), case)
     d_raw, bound = raw_bounds(case, want, (e, e_entropy), diverging, engine)
     compare_grads(grads, want, case, head_bounds(case, want, d_raw, bound), 1.0)
