@@ -48,7 +48,7 @@ BUILDING = (
     "test_cpp_cache.py",
     "test_cpp_exp.py",
 )  # what they try they build themselves
-SOME = ("-k", "TestCpp or TestDouble or not_exist or refus or random")
+SOME = ("-k", "TestCpp or Double or not_exist or refus or random")
 OTHERS = ("-k", "not every_instruction_set")  # which ends with the best one
 RANDOM = "tests/backends/cpp/test_random_rows.py"
 FACTOR, SECONDS = 10, 3600

@@ -9,10 +9,8 @@ from tests.support.divergence_suite import DivergenceSuite
 
 
 class TestFloat(DivergenceSuite):
+    kernels = TorchRows()
     device = "cpu"
-
-    def backend(self) -> TorchRows:
-        return TorchRows()
 
 
 class TestDouble(TestFloat):

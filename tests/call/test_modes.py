@@ -77,7 +77,7 @@ LOSSES = [
 SCORES = [
     scores("B/bias/f32"),
     scores("B/bias/f32", autocast=True),
-    scores("B/head/f32", extras=("is_top1", "mean_logits")),
+    scores("B/head/f32", "bias", extras=("is_top1", "mean_logits")),
     scores("B/hot/f32", "hidden", backend="triton"),
     scores("B/input-logits/bf16", upstream=(1.0, 0.0), mask=False),
     scores("C/1x40x8x33/dapo", upstream=(1.0, 0.0), temperature=torch.linspace(0.5, 1.5, 40)[None], entropy=False),
@@ -102,6 +102,7 @@ def test_every_mode(engine: str, scene: Scene) -> None:
     assert recorder.graphs == 1
     assert all(isinstance(x, Tensor) for x in recorder.inputs)  # a graph would be made for each value of a number
     assert looks(scene.run_with_fake_tensors()) == looks(want)
+    assert recorder.calls
     checks = EVERY_CHECK if scene.name in TRACED else EVERY_CHECK[:3]
     for op, given in recorder.calls:
         assert opcheck(op, given, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")

@@ -12,8 +12,7 @@ from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransfo
 from grpo_kernels.backends.triton_rows.combine import launch_combine
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.layouts import apart
-from tests.support.divergence_suite import full_loss
-from tests.support.row_cases import EXTRAS, make_loss
+from tests.support.row_cases import EXTRAS, full_loss, make_loss
 
 VOCAB = 11_769  # two tiles, and a tail that reaches into its last quarter
 BEFORE = 200_000  # rows: times the vocabulary it is more than 2^31

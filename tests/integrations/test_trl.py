@@ -10,35 +10,35 @@ import torch
 pytest.importorskip("trl")
 import trl
 import trl.trainer.utils as trl_utils
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from benchmarks import head_flops, parity, tiny_models, tiny_run
+from benchmarks import head_flops, parity, tiny_models
 from grpo_kernels import Expectation
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, expected_gradient, fused_head
+from tests.support.trl_training import FusedGMPOTrainer, assert_same, mixed, train
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 TWICE = {"num_iterations": 2, "beta": 0.04}
 # Every option of the loss: test_training_step_trl.py, a micro-batch each; every loss type for many steps: make parity.
-CASES = [
-    parity.Case("defaults"),
-    parity.Case("dapo, beta, two iterations", TWICE),
-    parity.Case("entropy bonus", {"entropy_coef": 0.01, "steps_per_generation": 4}),
-    parity.Case("LoRA", {"learning_rate": 1e-2, **TWICE}, lora=True),
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {"steps": 4},
+    "entropy bonus": {"entropy_coef": 0.01, "steps_per_generation": 4},
+    "LoRA": {"learning_rate": 1e-2, "peft_config": parity.lora(), "steps": 4, **TWICE},
     # Adam's first steps make directions of a gradient's last bits, and a saturated cap many small gradients: another
     # order of roundings shows (4.1e-5 with the C++ kernels, 1.9e-6 with torch), though both are as near to float64
-    parity.Case("soft-capping", TWICE, kind="softcap", tolerance=1e-4),
-    parity.Case("logit scale", TWICE, kind="logit_scale"),
-    parity.Case("bias", TWICE, kind="bias"),
-    parity.Case("fp32 head in bf16", {"cast_lm_head_to_fp32": True}, dtype="bfloat16", tolerance=2e-2),
-]
+    "soft-capping": {"model": "softcap", "tolerance": 1e-4, **TWICE},
+    "logit scale": {"model": "logit_scale", **TWICE},
+    "bias": {"model": "bias", **TWICE},
+    "fp32 head in bf16": {"cast_lm_head_to_fp32": True, "dtype": torch.bfloat16, "tolerance": 2e-2},
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_training_is_the_same(case: parity.Case) -> None:
-    result = parity.run(case, steps=4)
-    assert result.steps == 4
-    assert result.loss <= case.tolerance
-    assert result.grad_norm <= case.tolerance
-    assert result.metric <= case.tolerance, result.worst
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same(name: str) -> None:
+    options = {**CASES[name]}
+    tolerance = options.pop("tolerance", None)
+    stock, ours = (train(cls, **options) for cls in (trl.GRPOTrainer, FusedGRPOTrainer))
+    assert_same(stock, ours, tolerance)
     assert trl_utils._ChunkedLogProbFunction is THEIRS
 
 
@@ -46,9 +46,9 @@ def test_a_mixture_of_experts_trains_the_same_with_its_load_balancing_loss(monke
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     fields = {**tiny_models.KINDS["qwen3"][2], **experts}
     monkeypatch.setitem(tiny_models.KINDS, "moe", ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", fields))
-    stock, ours = (_history(trainer, kind="moe", **TWICE) for trainer in (trl.GRPOTrainer, FusedGRPOTrainer))
-    assert all(step["aux_loss"] > 0 for step in stock)
-    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+    stock, ours = (train(cls, model="moe", **TWICE) for cls in (trl.GRPOTrainer, FusedGRPOTrainer))
+    assert all(step["aux_loss"] > 0 for step in stock.steps)
+    assert_same(stock, ours)
 
 
 def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None:
@@ -56,34 +56,27 @@ def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None
     pytest.importorskip("liger_kernel")
     layers = dict.fromkeys(("rms_norm", "rope", "swiglu", "cross_entropy"), False)
     with_liger = {"use_liger_kernel": True, "liger_kernel_config": layers, **TWICE}
-    stock, ours = _history(trl.GRPOTrainer, **TWICE), _history(FusedGRPOTrainer, **with_liger)
-    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+    assert_same(train(trl.GRPOTrainer, **TWICE), train(FusedGRPOTrainer, **with_liger))
     with_liger["liger_kernel_config"] = {"fused_linear_cross_entropy": True}
     with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
-        _history(FusedGRPOTrainer, **with_liger)
+        train(FusedGRPOTrainer, **with_liger)
 
 
 @pytest.mark.parametrize("compact", [False, True], ids=["every position", "labelled rows"])
 def test_head_flops_of_default_options(compact: bool) -> None:
-    stock = head_flops.count(trl.GRPOTrainer, compact=compact)
-    ours = head_flops.count(FusedGRPOTrainer, compact=compact)
+    stock, ours = (head_flops.count(cls, steps=1, compact=compact) for cls in (trl.GRPOTrainer, FusedGRPOTrainer))
     assert stock.flops == 8 * stock.rows * stock.size
     assert (ours.rows, ours.scored, ours.live) == (stock.rows, stock.scored, stock.live)
     assert 0 < ours.live < ours.scored
     assert ours.flops == (6 * ours.live + 2 * (ours.scored - ours.live)) * ours.size
 
 
+UNCORRECTED = {"importance_sampling_level": "sequence", "beta": 0.04, "use_bias_correction_kl": False}
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"entropy_coef": 0.01, "loss_type": "grpo", "num_iterations": 2, "beta": 0.04},
-        {
-            "loss_type": "dr_grpo",
-            "importance_sampling_level": "sequence",
-            "beta": 0.04,
-            "use_bias_correction_kl": False,
-        },
-    ],
+    [{"entropy_coef": 0.01, "loss_type": "grpo", **TWICE}, {"loss_type": "dr_grpo", "steps": 1, **UNCORRECTED}],
     ids=str,
 )
 def test_no_row_is_computed_twice_where_the_gradient_can_be_foreseen(options: dict[str, Any]) -> None:
@@ -98,7 +91,7 @@ def test_coupled_coefficients_cost_a_second_pass_at_most() -> None:
 
 
 def test_tool_tokens_are_not_projected() -> None:
-    with_tools = parity.mixed(parity.Case("tools", mixin="tools"), FusedGRPOTrainer)
+    with_tools = mixed(parity.InjectedTools, FusedGRPOTrainer)
     plain, ours = (head_flops.count(trainer, steps=1, beta=0.04) for trainer in (FusedGRPOTrainer, with_tools))
     assert plain.scored == ours.scored  # the same completions
     assert plain.flops == 6 * plain.scored * plain.size
@@ -107,54 +100,48 @@ def test_tool_tokens_are_not_projected() -> None:
 
 
 def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = parity.Case("defaults", TWICE)
     asked = []
 
     def wrong(config: Any, *, completion_mask: torch.Tensor, **_: Any) -> Expectation:
         asked.append(config)
-        generator = torch.Generator().manual_seed(len(asked))
-        drawn = torch.randn(completion_mask.numel(), generator=generator)
+        drawn = torch.tensor([float(i % 7 - 3 + len(asked)) for i in range(completion_mask.numel())])
         return Expectation(lambda index, logps, entropies: drawn[index])
 
     monkeypatch.setattr(expected_gradient, "policy_expectation", wrong)
-    assert parity.run(case, steps=3).equal
+    assert_same(train(trl.GRPOTrainer, steps=3, **TWICE), train(FusedGRPOTrainer, steps=3, **TWICE))
     assert len(asked) == 6  # every micro-batch
 
 
+class Doubled:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return 2 * super()._compute_loss(model, inputs)  # type: ignore[misc]
+
+
+class Columns:
+    """Advantages of shape (B, 1): TRL's loss broadcasts them, so nothing is foreseen, and the loss is TRL's."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        return scored | {"advantages": scored["advantages"].unsqueeze(1)}
+
+
 def test_a_subclass_keeps_its_own_loss() -> None:
-    class Doubled:
-        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-            return 2 * super()._compute_loss(model, inputs)  # type: ignore[misc]
-
-    class Before(Doubled, FusedGRPOTrainer):
-        pass
-
-    class DoubledTrainer(Doubled, trl.GRPOTrainer):
-        pass
-
-    class After(FusedLossMixin, DoubledTrainer):
-        pass
-
-    stock = _history(DoubledTrainer)
-    for ours in (Before, After):
-        assert max(parity.differences(stock, _history(ours)).values()) <= parity.TOLERANCE
+    stock = mixed(Doubled, trl.GRPOTrainer)
+    theirs = train(stock)
+    for ours in (mixed(Doubled, FusedGRPOTrainer), mixed(FusedLossMixin, stock)):
+        assert_same(theirs, train(ours))
 
 
 def test_gmpo_keeps_its_own_loss() -> None:
-    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-    class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer):
-        pass
-
-    stock, ours = (_history(c, config_class=GMPOConfig, **TWICE) for c in (GMPOTrainer, FusedGMPOTrainer))
-    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+    assert_same(*(train(cls, config_class=GMPOConfig, **TWICE) for cls in (GMPOTrainer, FusedGMPOTrainer)))
 
 
-def _history(trainer_class: type, steps: int = 3, kind: str = "qwen3", **options: Any) -> list[dict[str, float]]:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        return tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options), kind=kind).steps
+def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(expected_gradient.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
+    ours = train(mixed(Columns, FusedGRPOTrainer))
+    assert any("not foreseen: advantages: expected shape" in text for text in warned)
+    assert_same(train(mixed(Columns, trl.GRPOTrainer)), ours)
 
 
 def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,29 +151,8 @@ def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) ->
         @staticmethod
         def forward(ctx: Any, hidden: Any, something: Any) -> Any: ...
 
-    stock = _history(trl.GRPOTrainer, steps=2)
+    stock = train(trl.GRPOTrainer)
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Changed)
     with pytest.warns(UserWarning, match="TRL works unchanged"):
         fused_head.HEAD.warn_unknown()
-    assert parity.differences(stock, _history(FusedGRPOTrainer, steps=2)) == dict.fromkeys(stock[0], 0.0)
-
-
-def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Advantages of shape (B, 1): TRL's loss broadcasts them, so nothing is foreseen, and the loss is TRL's."""
-
-    class Columns:
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-            scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-            return scored | {"advantages": scored["advantages"].unsqueeze(1)}
-
-    class Stock(Columns, trl.GRPOTrainer):
-        pass
-
-    class Ours(Columns, FusedGRPOTrainer):
-        pass
-
-    warned: list[str] = []
-    monkeypatch.setattr(expected_gradient.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
-    ours = _history(Ours)
-    assert any("not foreseen: advantages: expected shape" in text for text in warned)
-    assert max(parity.differences(_history(Stock), ours).values()) <= parity.TOLERANCE
+    assert_same(stock, train(FusedGRPOTrainer), tolerance=0.0)

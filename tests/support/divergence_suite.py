@@ -10,44 +10,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import (
-    Chunk,
-    DivergenceStats,
-    FusedRowBackend,
-    LogitTransform,
-    RowBackend,
-    RowStats,
-    Teacher,
-)
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowBackend, RowStats, Teacher
 from grpo_kernels.base.records import take
-from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.divergence_truth import divergence
-from tests.support.row_cases import DEVICE, PLAIN, assert_same, in_double, make_loss, make_transform, same
+from tests.support.row_cases import (
+    DEVICE,
+    PLAIN,
+    assert_same,
+    full_loss,
+    in_double,
+    make_transform,
+    prepared,
+    same,
+    statistics,
+)
 from tests.support.row_truth import U, check, gradient, loss_terms, truth
 
 INF, NAN = math.inf, math.nan
 BETAS = (0.0, 1.0, 0.5, 0.1, 0.9)  # forward, reverse, and between
-each_beta = pytest.mark.parametrize("beta", BETAS)
 Two = tuple[LogitTransform, LogitTransform]  # of the student, of the teacher
 PLAINS = (PLAIN, PLAIN)
 
 
 class DivergenceSuite:
-    """`backend` gives the row backend; its rows are of `dtype`, on `device`."""
+    """Rows of `kernels` are of `dtype`, on `device`."""
 
+    kernels: RowBackend
     device = DEVICE
     dtype = torch.float32
     betas: Sequence[float] = BETAS
     vocabs: Sequence[int] = (1, 2, 15, 16, 17, 127, 4097)
     wide = 300  # of the tests that need one size
+    subsets: Sequence[Sequence[int]] = ((17, 3, 4),)  # rows that have the same bits in a batch of their own
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Every test that takes one, for each of `betas`."""
         if "beta" in metafunc.fixturenames:
             metafunc.parametrize("beta", self.betas)
-
-    def backend(self) -> RowBackend:
-        raise NotImplementedError
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -63,21 +62,14 @@ class DivergenceSuite:
 
     def chunk(self, raw: Tensor, other: Tensor, beta: float, ids: Tensor | None = None, two: Two = PLAINS) -> Chunk:
         """Copies of the raw projections of both heads (n, V), prepared."""
-        raw, other = raw.to(self.device, self.dtype, copy=True), other.to(self.device, self.dtype, copy=True)
+        raw, other = raw.to(self.device, self.dtype), other.to(self.device, self.dtype)
         if self.dtype == torch.float64:
             two = in_double(two[0]), in_double(two[1])
-        for x, transform in zip((raw, other), two, strict=True):
-            self.backend().prepare_(x, transform)
         ids = torch.zeros(len(raw), dtype=torch.int64, device=self.device) if ids is None else ids
-        return Chunk(raw, ids, two[0], teacher=Teacher(other, two[1], beta))
+        return prepared(self.kernels, Chunk(raw, ids, two[0], teacher=Teacher(other, two[1], beta)))
 
     def stats(self, chunk: Chunk) -> RowStats:
-        """Of both heads, and the divergence."""
-        kernels = self.backend()
-        stats = kernels.stats(replace(chunk, teacher=None), entropy=True)
-        teacher = kernels.stats(chunk.of_teacher(), entropy=False)
-        found = kernels.diverge(chunk, stats, teacher)
-        return replace(stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum))
+        return statistics(self.kernels, chunk, ())
 
     def grad(
         self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor | None = None
@@ -85,15 +77,17 @@ class DivergenceSuite:
         """The gradient (n, V); the chunk stays."""
         logits = chunk.logits.clone()
         out = torch.empty_like(logits) if out is None else out
-        self.backend().grad(replace(chunk, logits=logits), stats, a, b, out, c)
+        self.kernels.grad(replace(chunk, logits=logits), stats, a, b, out, c)
         return out
 
     def gradient_of_divergence(self, chunk: Chunk, stats: RowStats) -> Tensor:
         one = torch.ones_like(stats.logps)
         return self.grad(chunk, stats, 0 * one, None, one)
 
-    def check_rows(self, raw: Tensor, other: Tensor, beta: float, two: Two = PLAINS) -> None:
-        """Values and gradients against float64."""
+    def check_rows(
+        self, raw: Tensor, other: Tensor, beta: float, two: Two = PLAINS, used: Sequence[str] = ("abc", "c")
+    ) -> None:
+        """Values against float64, and gradients of which the coefficients in `used` are there."""
         ids = self.ids(*raw.shape)
         chunk = self.chunk(raw, other, beta, ids, two)
         student, teacher = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
@@ -101,20 +95,22 @@ class DivergenceSuite:
         assert stats.divergence is not None
         check(f"{name}: value", stats.divergence.value, want.value, want.bound)
         a, b, c = self.randn(3, len(ids))
-        for factors in ((0 * a, None, c), (a, None, c), (a, b, c), (0 * a, b, c)):
+        for names in used:
+            factors = a if "a" in names else 0 * a, b if "b" in names else None, c if "c" in names else 0 * c
             of_others, bound = gradient(student, ids, *factors[:2])
-            want_all = of_others + c[:, None] * want.gradient
-            allowed = bound + c.abs()[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + want_all.abs())
+            want_all = of_others + factors[2][:, None] * want.gradient
+            allowed = bound + factors[2].abs()[:, None] * want.gradient_bound
+            if "c" in names:
+                allowed += 4 * U * (of_others.abs() + want_all.abs())
             check(f"{name}: d raw", self.grad(chunk, stats, *factors), want_all, allowed)
-        none = self.grad(chunk, stats, a, b, 0 * c)
-        check(f"{name}: d raw without", none, *gradient(student, ids, a, b))
 
     @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16], ids=str)
     def test_values_and_gradients(self, beta: float, rounded_to: torch.dtype | None) -> None:
         """Of rows of every length; biases, soft-caps and temperatures differ between the heads."""
         for kind, vocab in enumerate(self.vocabs):
             raw, other = (3 * torch.randn(4, vocab, device=self.device) for _ in range(2))
-            self.check_rows(raw, other, beta, self.transforms(4, vocab, (kind + 3, kind + 2 + kind // 4), rounded_to))
+            two = self.transforms(4, vocab, (kind + 3, kind + 2 + kind // 4), rounded_to)
+            self.check_rows(raw, other, beta, two, ("c", "ac", "abc", "bc", "ab"))
 
     def test_however_near_the_teacher(self, beta: float) -> None:
         """Divergences from 1e-8 to 10 nats are precise to 1e-4, and so are their gradients, of the same logits."""
@@ -210,18 +206,19 @@ class DivergenceSuite:
             assert same(d[~lost], want_d[~lost])
 
     def test_bits_of_a_row_are_its_own(self, beta: float) -> None:
-        """In a batch, permuted, and among others."""
+        """In a batch, permuted, among others, and of fused kernels alone too."""
         for vocab in (self.vocabs[-2], self.wide):
             raw, other, ids = 3 * self.randn(20, vocab), 3 * self.randn(20, vocab), self.ids(20, vocab)
             a, b, c = self.randn(3, 20)
             chunk = self.chunk(raw, other, beta, ids)
             stats = self.stats(chunk)
             d = self.grad(chunk, stats, a, b, c)
-            for rows in (torch.randperm(20, device=self.device), torch.tensor([17, 3, 4], device=self.device)):
-                some = self.chunk(raw[rows], other[rows], beta, ids[rows])
-                found, want = self.stats(some), take(stats, rows)
-                assert_same_divergence(found, want)
-                assert same(self.grad(some, found, a[rows], b[rows], c[rows]), d[rows])
+            for index in (torch.randperm(20), *map(torch.tensor, self.subsets)):
+                rows = index.to(self.device)
+                part = self.chunk(raw[rows], other[rows], beta, ids[rows])
+                found = self.stats(part)
+                assert_same(found, take(stats, rows))
+                assert same(self.grad(part, found, a[rows], b[rows], c[rows]), d[rows])
 
     def test_where_gradients_are_written(self, beta: float) -> None:
         """Over the logits, or elsewhere, of 16 bits too, in rows of wider ones; the teacher's logits are left alone."""
@@ -237,7 +234,7 @@ class DivergenceSuite:
             assert torch.equal(wide[:, 3:-6], want.to(dtype))
             assert (wide[:, :3] == 77).all()
             assert (wide[:, -6:] == 77).all()
-        self.backend().grad(chunk, stats, a, b, chunk.logits, c)
+        self.kernels.grad(chunk, stats, a, b, chunk.logits, c)
         assert torch.equal(chunk.logits, want)
         assert torch.equal(chunk.teacher.logits, teachers)
 
@@ -253,7 +250,7 @@ class DivergenceSuite:
         for start, stop in ((0, 1), (1, 100), (100, self.wide)):
             chunk = self.chunk(raw[:, start:stop], other[:, start:stop], beta, ids)
             parts.append(replace(chunk, first_id=start))
-        found = [self.backend().diverge(part, stats, teacher) for part in parts]
+        found = [self.kernels.diverge(part, stats, teacher) for part in parts]
         for i, want in enumerate(known[:2]):
             torch.testing.assert_close(torch.stack([x[i] for x in found]).sum(0), want, rtol=1e-5, atol=1e-6)
         d = torch.cat([self.grad(part, stats, a, b, c) for part in parts], 1)
@@ -263,23 +260,21 @@ class DivergenceSuite:
 class FusedDivergenceSuite(DivergenceSuite):
     """Of a backend whose kernels do a row's loss as well."""
 
-    def fused(self, chunk: Chunk, loss: TokenLoss, out: Tensor | None) -> RowStats:
-        kernels = self.backend()
-        assert isinstance(kernels, FusedRowBackend)
-        return kernels.fused(chunk, loss, out)
+    kernels: FusedRowBackend
+    subsets = (*DivergenceSuite.subsets, (0,), (6,))
 
     def test_fused_is_one_after_the_other(self, beta: float) -> None:
         """Statistics and divergence with the bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
-        for kind in range(7):  # each surrogate
+        for kind in range(self.betas.index(beta), 7, len(self.betas)):  # each surrogate with one of `betas`
             n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
             raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
             chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))
             want, out = self.stats(chunk), torch.empty_like(chunk.logits)
             assert want.divergence is not None
             loss = full_loss(want.logps, kind)
-            assert_same_divergence(self.fused(chunk, loss, None), want)
-            found = self.fused(chunk, loss, out)
-            assert_same_divergence(found, want)
+            assert_same(self.kernels.fused(chunk, loss, None), want)
+            found = self.kernels.fused(chunk, loss, out)
+            assert_same(found, want)
             assert set(found.terms) == {"loss", "d_logp", "log_ratio", "kl"}
             assert same(found.terms["kl"], want.divergence.value)
             terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
@@ -289,7 +284,7 @@ class FusedDivergenceSuite(DivergenceSuite):
             b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
             d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
             assert torch.equal(out, d)
-            self.fused(chunk, loss, chunk.logits)
+            self.kernels.fused(chunk, loss, chunk.logits)
             assert torch.equal(chunk.logits, out)
 
     def test_a_row_without_a_token(self, beta: float) -> None:
@@ -298,29 +293,8 @@ class FusedDivergenceSuite(DivergenceSuite):
         for kind in (0, 3, 5, 6):
             chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
             out, loss = torch.empty_like(chunk.logits), full_loss(-torch.ones_like(chunk.logits[:, 0]), kind)
-            found = self.fused(chunk, loss, out)
+            found = self.kernels.fused(chunk, loss, out)
             for x in (found.logps, found.terms["loss"], found.terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]
             assert found.divergence is not None
             assert (found.divergence.value > 0).all()
-
-    def test_bits_of_a_row_alone(self, beta: float) -> None:
-        raw, other, ids = 3 * self.randn(7, self.wide), 3 * self.randn(7, self.wide), self.ids(7, self.wide)
-        stats = self.stats(self.chunk(raw, other, beta, ids))
-        for i in (0, 6):
-            alone = self.chunk(raw[i : i + 1], other[i : i + 1], beta, ids[i : i + 1])
-            assert_same_divergence(self.stats(alone), take(stats, slice(i, i + 1)))
-
-
-def full_loss(logps: Tensor, kind: int) -> TokenLoss:
-    """Loss number `kind` with the divergence as its KL."""
-    return replace(make_loss(logps, kind), kl="full", ref=None, corrects_kl=False, beta=0.7)
-
-
-def assert_same_divergence(got: RowStats, want: RowStats) -> None:
-    """The same bits of all statistics."""
-    assert_same(got, want)
-    assert got.divergence is not None
-    assert want.divergence is not None
-    for name, x, y in zip(DivergenceStats._fields, got.divergence, want.divergence, strict=True):
-        assert same(x, y), name

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowBackend, RowStats, Teacher
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.token_loss.formulas import ESTIMATORS
@@ -69,11 +69,17 @@ def make_loss(logps: Tensor, kind: int) -> TokenLoss:
 def assert_same(got: RowStats, want: RowStats, name: str = "", *, nan: bool = False) -> None:
     """The same bits, in all that both have; NaN only where allowed, and then in the same places."""
     equal = same if nan else torch.equal
-    for field in FIELDS:
-        assert equal(getattr(got, field), getattr(want, field)), f"{name}: {field}"
-    for gots, wants in ((got.extras, want.extras), (got.terms, want.terms)):
-        for field in gots.keys() & wants.keys():
-            assert equal(gots[field], wants[field]), f"{name}: {field}"
+    assert (got.divergence is None) == (want.divergence is None)
+    gots, wants = tensors_of(got), tensors_of(want)
+    for field in gots.keys() & wants.keys():
+        assert equal(gots[field], wants[field]), f"{name}: {field}"
+
+
+def tensors_of(stats: RowStats) -> dict[str, Tensor]:
+    """All tensors of `stats` by their names."""
+    found = {field: getattr(stats, field) for field in FIELDS}
+    of_pair = {} if stats.divergence is None else stats.divergence._asdict()
+    return found | stats.extras | stats.terms | {f"divergence {field}": x for field, x in of_pair.items()}
 
 
 def same(x: Tensor, y: Tensor) -> bool:
@@ -87,3 +93,28 @@ def in_double(values: Any) -> Any:
     """A dataclass with its floating tensors in float64."""
     tensors = {f.name: getattr(values, f.name) for f in fields(values)}
     return replace(values, **{name: x.double() for name, x in tensors.items() if isinstance(x, Tensor)})
+
+
+def prepared(kernels: RowBackend, chunk: Chunk) -> Chunk:
+    """A copy of the raw projections of `chunk`, and of its teacher's, as `kernels` read them."""
+    logits, teacher = chunk.logits.clone(), chunk.teacher
+    kernels.prepare_(logits, chunk.transform)
+    if teacher is not None:
+        teacher = Teacher(teacher.logits.clone(), teacher.transform, teacher.jsd_beta)
+        kernels.prepare_(teacher.logits, teacher.transform)
+    return replace(chunk, logits=logits, teacher=teacher)
+
+
+def statistics(kernels: RowBackend, chunk: Chunk, extras: tuple[str, ...] = EXTRAS) -> RowStats:
+    """All statistics of the rows, and their divergence from the teacher's if they have one."""
+    stats = kernels.stats(replace(chunk, teacher=None), entropy=True, extras=extras)
+    if chunk.teacher is None:
+        return stats
+    teacher = kernels.stats(chunk.of_teacher(), entropy=False)
+    found = kernels.diverge(chunk, stats, teacher)
+    return replace(stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum))
+
+
+def full_loss(logps: Tensor, kind: int) -> TokenLoss:
+    """Loss number `kind` with the divergence as its KL."""
+    return replace(make_loss(logps, kind), kl="full", ref=None, corrects_kl=False, beta=0.7)

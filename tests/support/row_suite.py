@@ -8,11 +8,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.records import take
-from tests.support.row_cases import DEVICE, EXTRAS, FIELDS, PLAIN, assert_same, make_loss, make_transform, rows
-from tests.support.row_truth import Truth, U, check, check_stats, gradient, loss_terms, truth
+from tests.support.row_cases import (
+    DEVICE,
+    EXTRAS,
+    FIELDS,
+    PLAIN,
+    assert_same,
+    make_loss,
+    make_transform,
+    prepared,
+    rows,
+    statistics,
+)
+from tests.support.row_truth import U, check, check_stats, gradient, loss_terms, truth
+
+INF = torch.inf
 
 
 def check_kernels(
@@ -24,68 +37,74 @@ def check_kernels(
     dtype: torch.dtype = torch.float32,  # of the gradients
 ) -> None:
     """Statistics, gradient and fused loss, number `kind`, of `raw`."""
-    at = truth(raw, ids, transform)
-    stats = _check_stats_kernel(kernels, raw, ids, transform, at)
-    _check_grad_kernel(kernels, raw, ids, transform, at, stats, dtype, has_b=kind % 3 != 0)
-    _check_fused_kernel(kernels, raw, ids, transform, at, stats, dtype, kind)
-
-
-def _check_stats_kernel(
-    kernels: FusedRowBackend, raw: Tensor, ids: Tensor, transform: LogitTransform, at: Truth
-) -> RowStats:
-    stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
+    chunk, at, name = Chunk(raw, ids, transform), truth(raw, ids, transform), f"{tuple(raw.shape)}"
+    in_torch = prepared(TorchRows(), chunk)
+    stats, want = statistics(kernels, chunk), statistics(TorchRows(), in_torch)
     check_stats(stats, at)
-    z = raw.clone()
-    TorchRows().prepare_(z, transform)
-    want = TorchRows().stats(Chunk(z, ids, transform), entropy=True, extras=EXTRAS)
     for field in FIELDS:
-        check(f"{tuple(raw.shape)}: {field}", getattr(stats, field), getattr(want, field), 2 * at.bound[field])
-    assert torch.equal(stats.extras["is_top1"], want.extras["is_top1"]), raw.shape
-    return stats
+        check(f"{name}: {field}", getattr(stats, field), getattr(want, field), 2 * at.bound[field])
+    assert torch.equal(stats.extras["is_top1"], want.extras["is_top1"]), name
 
+    a, b = torch.randn_like(stats.logps), torch.randn_like(stats.logps) if kind % 3 else None
+    out, z = torch.empty_like(raw, dtype=dtype), in_torch.logits
+    kernels.grad(chunk, stats, a, b, out)
+    d, bound = gradient(at, ids, a, b)
+    check(f"{name}: d raw", out, d, bound + _rounding(d, dtype))
+    TorchRows().grad(in_torch, stats, a, b, z)
+    cancelled = 0.0 if transform.softcap is None else 16 * U * (d / at.slope).abs()  # in torch's 1 - tanh^2
+    check(f"{name}: d raw of torch", out, z, 2 * bound + cancelled + _rounding(d, dtype))
 
-def _check_grad_kernel(
-    kernels: FusedRowBackend,
-    raw: Tensor,
-    ids: Tensor,
-    transform: LogitTransform,
-    at: Truth,
-    stats: RowStats,
-    dtype: torch.dtype,
-    *,
-    has_b: bool,
-) -> None:
-    name = f"{tuple(raw.shape)}: d raw"
-    a, b = torch.randn_like(stats.logps), torch.randn_like(stats.logps) if has_b else None
-    out = torch.empty_like(raw, dtype=dtype)
-    kernels.grad(Chunk(raw, ids, transform), stats, a, b, out)
-    want, bound = gradient(at, ids, a, b)
-    check(name, out, want, bound + _rounding(want, dtype))
-    z = raw.clone()
-    TorchRows().prepare_(z, transform)
-    TorchRows().grad(Chunk(z, ids, transform), stats, a, b, z)
-    cancelled = 0.0 if transform.softcap is None else 16 * U * (want / at.slope).abs()  # in torch's 1 - tanh^2
-    check(f"{name} of torch", out, z, 2 * bound + cancelled + _rounding(want, dtype))
-
-
-def _check_fused_kernel(
-    kernels: FusedRowBackend,
-    raw: Tensor,
-    ids: Tensor,
-    transform: LogitTransform,
-    at: Truth,
-    stats: RowStats,
-    dtype: torch.dtype,
-    kind: int,
-) -> None:
-    name, loss, out = f"{tuple(raw.shape)}", make_loss(stats.logps, kind), torch.empty_like(raw, dtype=dtype)
-    fused = kernels.fused(Chunk(raw, ids, transform), loss, out)
+    loss, out = make_loss(stats.logps, kind), torch.empty_like(out)
+    fused = kernels.fused(chunk, loss, out)
     assert_same(fused, stats, name)
     assert set(fused.terms) == set(loss.terms)
-    for term, (want, size) in loss_terms(loss, fused.logps, fused.terms["log_ratio"]).items():
-        check(f"{name}: {loss.surrogate} {loss.kl} {term}", fused.terms[term], want, 8 * U * size)
-    want, bound = gradient(at, ids, fused.terms["d_logp"], torch.full_like(stats.logps, loss.d_entropy))
-    check(f"{name}: d raw", out, want, bound + _rounding(want, dtype))
+    for term, (of_loss, size) in loss_terms(loss, fused.logps, fused.terms["log_ratio"]).items():
+        check(f"{name}: {loss.surrogate} {loss.kl} {term}", fused.terms[term], of_loss, 8 * U * size)
+    d, bound = gradient(at, ids, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy))
+    check(f"{name}: d raw, fused", out, d, bound + _rounding(d, dtype))
+
+
+def check_single_pass(
+    kernels: SinglePassRowBackend, chunk: Chunk, dtype: torch.dtype = torch.float32
+) -> tuple[RowStats, Tensor]:
+    """`single_pass` with a gradient of `dtype` against float64; returns its statistics and the rows' factors."""
+    out, kind = torch.empty_like(chunk.logits, dtype=dtype), torch.finfo(dtype)
+    stats, scale = kernels.single_pass(chunk, out, entropy=True, extras=EXTRAS)
+    at = truth(chunk.logits, chunk.ids, chunk.transform)
+    check_stats(stats, at)
+    want, bound = gradient(at, chunk.ids, torch.ones_like(scale), None)
+    # e^(z - ref) and e^(m - ref) are up to e^40: each is off by 40 u, as e^(z - m) is where z is as far below
+    bound = bound + (kind.eps / 2 + 160 * U) * want.abs() + kind.tiny * scale[:, None].abs().double()
+    check(f"{tuple(want.shape)}: d raw", out.double() * scale.double()[:, None], want, bound)
+    return stats, scale
+
+
+def check_single_pass_of_special_rows(
+    kernels: SinglePassRowBackend, raw: Tensor, ids: Tensor, softcap: float | None, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Rows (9, V) get infinities and NaN: what `stats` and then `grad` give, and the last row as without the others."""
+    vocab = raw.shape[1]
+    raw[0] = -INF
+    raw[1, : 3 * vocab // 5] = -INF  # the target and all that the reference comes from
+    raw[2, vocab - 2], raw[3, ids[3]] = torch.nan, torch.nan
+    raw[4, vocab // 2], raw[5, ids[5]] = INF, INF
+    raw[6, [20, vocab - 1]] = INF
+    raw[7, : vocab - 1] = -INF
+    chunk = Chunk(raw, ids, LogitTransform(softcap=softcap))
+    stats, by_grad = statistics(kernels, chunk), torch.empty_like(raw)
+    kernels.grad(chunk, stats, torch.ones_like(stats.logps), None, by_grad)
+    for dtype in dtypes:
+        out = torch.empty_like(raw, dtype=dtype)
+        found, scale = kernels.single_pass(chunk, out, entropy=True, extras=EXTRAS)
+        assert_same(found, stats, nan=True)
+        d = out.double() * scale.double()[:, None]
+        assert torch.equal(d.isnan(), by_grad.isnan())
+        assert not d.isinf().any()
+        error = (d - by_grad.double()).abs().nan_to_num()
+        assert (error <= by_grad.abs().nan_to_num() * (torch.finfo(dtype).eps + 1e-5)).all()
+    last = Chunk(raw[8:].clone(), ids[8:], chunk.transform)
+    assert_same(statistics(kernels, last), take(stats, slice(8, None)))
+    assert stats.logps[8].isfinite()
 
 
 def _rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,25 +121,23 @@ class RowSuite:
     device = DEVICE
     vocabs: Sequence[int] = (50, 300)
 
-    def rows(self, n: int, vocab: int) -> tuple[Tensor, Tensor]:
-        return rows(n, vocab, self.device)
+    def chunk(self, n: int, vocab: int, kind: int = 0) -> Chunk:
+        raw, ids = rows(n, vocab, self.device)
+        return Chunk(raw, ids, make_transform(n, vocab, kind, None, self.device))
 
     def test_bits_of_a_row_are_its_own(self) -> None:
         """Alone, in a batch, permuted, in kernels that are the same, and whatever the loss around it."""
         for vocab in self.vocabs:
-            raw, ids = self.rows(40, vocab)
-            transform, order = make_transform(40, vocab, 3, None, self.device), torch.randperm(40, device=self.device)
-            whole = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
-            fused = self.kernels.fused(Chunk(raw, ids, transform), make_loss(whole.logps, 9), torch.empty_like(raw))
+            chunk, order = self.chunk(40, vocab, 3), torch.randperm(40, device=self.device)
+            whole = statistics(self.kernels, chunk)
+            fused = self.kernels.fused(chunk, make_loss(whole.logps, 9), torch.empty_like(chunk.logits))
             assert_same(fused, whole)
-            assert_same(_part(self.kernels, raw, ids, transform, order), take(whole, order), "permuted")
-            for i in (0, 17, 39):
-                alone = torch.tensor([i], device=self.device)
-                assert_same(_part(self.kernels, raw, ids, transform, alone), take(whole, alone), "alone")
+            for index in (order, *order[:3].split(1)):
+                assert_same(statistics(self.kernels, _part(chunk, index)), take(whole, index), f"rows {index}")
             for other in self.likewise:
-                assert_same(_part(other, raw, ids, transform, order), take(whole, order), "another kernel")
+                assert_same(statistics(other, _part(chunk, order)), take(whole, order), "another kernel")
             for _ in range(3):
-                assert_same(self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS), whole, "again")
+                assert_same(statistics(self.kernels, chunk), whole, "again")
 
     def test_entropy_does_not_depend_on_the_target(self) -> None:
         raw, ids = torch.randn(1, 50, device=self.device).repeat(50, 1), torch.arange(50, device=self.device)
@@ -134,48 +151,47 @@ class RowSuite:
 
     def test_rows_may_be_strided_and_gradients_overwrite_logits(self) -> None:
         for vocab in self.vocabs:
-            n = 5
-            raw, ids = self.rows(n, vocab)
-            transform, (a, b) = make_transform(n, vocab, 3, None, self.device), torch.randn(2, n, device=self.device)
-            want = self.kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
-            d_raw = torch.empty_like(raw)
-            self.kernels.grad(Chunk(raw, ids, transform), want, a, b, d_raw)
+            chunk = self.chunk(5, vocab, 3)
+            raw, (a, b) = chunk.logits, torch.randn(2, 5, device=self.device)
+            want, d_raw = statistics(self.kernels, chunk), torch.empty_like(raw)
+            self.kernels.grad(chunk, want, a, b, d_raw)
+            part = _inside(raw, 3)
+            apart = replace(chunk, logits=part)
+            assert_same(statistics(self.kernels, apart), want)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                part, out = _inside(raw, 3), _inside(torch.empty_like(raw, dtype=dtype), 5)
-                assert_same(self.kernels.stats(Chunk(part, ids, transform), entropy=True, extras=EXTRAS), want)
-                self.kernels.grad(Chunk(part, ids, transform), want, a, b, out)
+                out = _inside(torch.empty_like(raw, dtype=dtype), 5)
+                self.kernels.grad(apart, want, a, b, out)
                 assert torch.equal(out, d_raw.to(dtype))
                 _assert_untouched_around(out, 5)
                 assert torch.equal(part, raw)
-            self.kernels.grad(Chunk(part, ids, transform), want, a, b, part)
+            self.kernels.grad(apart, want, a, b, part)
             assert torch.equal(part, d_raw)
             _assert_untouched_around(part, 3)
 
             loss, out = make_loss(want.logps, 0), torch.empty_like(raw)
-            self.kernels.fused(Chunk(raw, ids, transform), loss, out)
-            assert torch.equal(self.kernels.fused(Chunk(raw, ids, transform), loss, None).logps, want.logps)
-            self.kernels.fused(Chunk(raw, ids, transform), loss, raw)
+            self.kernels.fused(chunk, loss, out)
+            assert torch.equal(self.kernels.fused(chunk, loss, None).logps, want.logps)
+            self.kernels.fused(chunk, loss, raw)
             assert torch.equal(raw, out)
 
     def test_gradient_of_a_part_of_the_vocabulary(self) -> None:
         for vocab in self.vocabs:
-            raw, ids = self.rows(6, vocab)
-            a, b = torch.randn(2, 6, device=self.device)
-            stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True)
-            whole, parts = torch.empty_like(raw), torch.empty_like(raw)
-            self.kernels.grad(Chunk(raw, ids, PLAIN), stats, a, b, whole)
+            chunk, (a, b) = self.chunk(6, vocab), torch.randn(2, 6, device=self.device)
+            stats, whole = statistics(self.kernels, chunk), torch.empty_like(chunk.logits)
+            parts = torch.empty_like(whole)
+            self.kernels.grad(chunk, stats, a, b, whole)
             for start, stop in ((0, 1), (1, 40), (40, vocab)):
-                out = parts[:, start:stop]
-                self.kernels.grad(Chunk(raw[:, start:stop], ids, PLAIN, start), stats, a, b, out)
+                part = Chunk(chunk.logits[:, start:stop], chunk.ids, PLAIN, start)
+                self.kernels.grad(part, stats, a, b, parts[:, start:stop])
             assert torch.equal(parts, whole)
 
 
-def _part(kernels: FusedRowBackend, raw: Tensor, ids: Tensor, transform: LogitTransform, index: Tensor) -> RowStats:
-    """The statistics of the rows at `index`, in that order."""
-    inv_t = transform.inv_temperature
+def _part(chunk: Chunk, index: Tensor) -> Chunk:
+    """The rows at `index`, in that order."""
+    inv_t = chunk.transform.inv_temperature
     assert isinstance(inv_t, Tensor)
-    transform = replace(transform, inv_temperature=inv_t[index])
-    return kernels.stats(Chunk(raw[index], ids[index], transform), entropy=True, extras=EXTRAS)
+    transform = replace(chunk.transform, inv_temperature=inv_t[index])
+    return Chunk(chunk.logits[index], chunk.ids[index], transform)
 
 
 def _inside(x: Tensor, left: int) -> Tensor:

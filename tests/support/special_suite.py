@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.records import take
-from tests.support.row_cases import DEVICE, EXTRAS, PLAIN, assert_same, make_loss
+from tests.support.row_cases import DEVICE, PLAIN, assert_same, make_loss, statistics
 from tests.support.row_truth import check, check_stats, gradient, truth
 
 INF, NAN = math.inf, math.nan
@@ -30,26 +30,21 @@ class SpecialSuite:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
-    def stats_of(self, raw: Tensor, ids: Tensor) -> RowStats:
-        return self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
-
     def check_row(self, raw: Tensor, ids: list[int], transform: LogitTransform = PLAIN) -> RowStats:
         """Statistics and gradients of one row (V,) for each of `ids`, and of the same by the fused kernel."""
         rows, index = raw.to(self.device, self.dtype).repeat(len(ids), 1), torch.tensor(ids, device=self.device)
-        at = truth(rows, index, transform)
-        stats = self.kernels.stats(Chunk(rows, index, transform), entropy=True, extras=EXTRAS)
+        chunk, at = Chunk(rows, index, transform), truth(rows, index, transform)
+        stats = statistics(self.kernels, chunk)
         check_stats(stats, at)
         a, b = self.randn(2, len(ids))
+        out, by_grad = torch.empty_like(rows), torch.empty_like(rows)
         for coefficient in (None, b):
-            out = torch.empty_like(rows)
-            self.kernels.grad(Chunk(rows, index, transform), stats, a, coefficient, out)
+            self.kernels.grad(chunk, stats, a, coefficient, out)
             check("d raw", out, *gradient(at, index, a, coefficient))
-        loss, by_grad = make_loss(stats.logps, 9), torch.empty_like(rows)
-        fused = self.kernels.fused(Chunk(rows, index, transform), loss, out)
+        loss = make_loss(stats.logps, 9)
+        fused = self.kernels.fused(chunk, loss, out)
         assert_same(fused, stats)
-        self.kernels.grad(
-            Chunk(rows, index, transform), stats, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy), by_grad
-        )
+        self.kernels.grad(chunk, stats, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy), by_grad)
         assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
         return stats
 
@@ -108,7 +103,7 @@ class SpecialSuite:
             raw = torch.cat([orders, orders.flip(0) + offset], 1).repeat_interleave(self.block // 4, dim=1)
             raw = (raw + torch.rand_like(raw)).to(self.device, self.dtype)
             ids = torch.randint(raw.shape[1], (len(raw),), device=self.device)
-            stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
+            stats = statistics(self.kernels, Chunk(raw, ids, PLAIN))
             check_stats(stats, truth(raw, ids, PLAIN))
             assert torch.equal(stats.extras["is_top1"], raw.argmax(1) == ids)
 
@@ -123,9 +118,8 @@ class SpecialSuite:
         """cap * tanh is a number for the lanes beyond the vocabulary as well, and -inf has a probability."""
         for raw in (torch.randn(5) * 100, torch.tensor([1e30, -1e30, 0.0, INF, -INF]), torch.full((19,), -50.0)):
             for cap in (0.5, 30.0):
-                self.check_row(
-                    raw, [0, 1, 2, len(raw) - 1], LogitTransform(scale=2.0, softcap=cap, inv_temperature=0.7)
-                )
+                transform = LogitTransform(scale=2.0, softcap=cap, inv_temperature=0.7)
+                self.check_row(raw, [0, 1, 2, len(raw) - 1], transform)
 
     def test_softcap_is_precise_where_it_does_nothing(self) -> None:
         self.check_row(torch.randn(30) * 1e-3, [0, 29], LogitTransform(softcap=50.0))
@@ -141,8 +135,9 @@ class SpecialSuite:
             raw[4] = -INF
             lost = raw.isnan().any(1) | (raw == -INF).all(1)
             a = b = torch.ones_like(clean[:, 0])
-            stats, want, out = self.stats_of(raw, ids), self.stats_of(clean, ids), torch.empty_like(raw)
-            fused = self.kernels.fused(Chunk(raw, ids, PLAIN), make_loss(a, 0), out)
+            chunk, out = Chunk(raw, ids, PLAIN), torch.empty_like(raw)
+            stats, want = statistics(self.kernels, chunk), statistics(self.kernels, Chunk(clean, ids, PLAIN))
+            fused = self.kernels.fused(chunk, make_loss(a, 0), out)
             for found in (stats, fused):
                 for x in (found.logps, found.log_sum, found.entropies):
                     assert x is not None
@@ -151,49 +146,37 @@ class SpecialSuite:
             index = torch.nonzero(~lost)[:, 0]
             assert_same(take(stats, index), take(want, index))
             assert torch.equal(out.isnan().any(1), lost)
-            self.kernels.grad(Chunk(raw, ids, PLAIN), stats, a, b, out)
+            self.kernels.grad(chunk, stats, a, b, out)
             assert torch.equal(out.isnan().any(1), lost)
 
-    def test_plus_inf(self) -> None:
+    @pytest.mark.parametrize("several", [False, True])
+    def test_plus_inf(self, several: bool) -> None:
         """Its own log-probability and the entropy are NaN, another's is -inf, as in the torch backend."""
-        raw, ids = self.randn(3, 40), torch.tensor([20, 5, 0], device=self.device)
-        raw[:2, 20] = INF
-        got, want = self.stats_of(raw, ids), TorchRows().stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
-        assert want.entropies is not None
-        assert got.entropies is not None
-        assert got.logps[:2].isnan().tolist() == want.logps[:2].isnan().tolist() == [True, False]
-        assert got.logps[1] == want.logps[1] == -INF
-        assert torch.equal(got.entropies.isnan(), want.entropies.isnan())
-        assert not got.logps[2].isnan()
-        for x, y in ((got.max_logit, want.max_logit), (got.log_sum, want.log_sum)):
-            assert torch.equal(x[:2], y[:2])
-        out = torch.empty_like(raw)
-        self.kernels.grad(Chunk(raw, ids, PLAIN), got, torch.ones_like(got.logps), None, out)
-        assert torch.equal(out.isnan(), raw == INF)
-
-    def test_several_plus_inf(self) -> None:
-        """As a single one: an own log-probability is NaN, another's -inf, the sum beside the largest 0."""
         for vocab in (40, *self.vocabs):
-            raw = self.randn(3, max(vocab, 4))
-            raw[:, 1], raw[:, -1] = INF, INF
+            raw = self.randn(4, max(vocab, 4))
+            raw[:3, 1], raw[:3, -1] = INF, INF if several else 0.0
             raw[2, 2] = NAN
-            ids = torch.tensor([1, 0, 1], device=self.device)
-            got = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
+            chunk = Chunk(raw, torch.tensor([1, 0, 1, 0], device=self.device), PLAIN)
+            got, want = statistics(self.kernels, chunk), statistics(TorchRows(), chunk)
             assert got.entropies is not None
-            assert got.logps.isnan().tolist() == [True, False, True] and got.logps[1] == -INF
+            assert want.entropies is not None
+            assert got.logps.isnan().tolist() == want.logps.isnan().tolist() == [True, False, True, False]
+            assert got.logps[1] == want.logps[1] == -INF
+            assert got.entropies.isnan().tolist() == want.entropies.isnan().tolist() == [True, True, True, False]
             assert got.max_logit[:2].tolist() == [INF, INF]
-            assert got.log_sum[:2].tolist() == got.extras["log_sum_sq_probs"][:2].tolist() == [0.0, 0.0]
-            assert got.log_sum[2].isnan() and got.extras["log_sum_sq_probs"][2].isnan()
-            assert bool(got.entropies.isnan().all())
+            for x in (got.log_sum, got.extras["log_sum_sq_probs"]):
+                assert x[:2].tolist() == [0.0, 0.0]
+                assert x.isnan().tolist() == [False, False, True, False]
             out = torch.empty_like(raw)
-            self.kernels.grad(Chunk(raw, ids, PLAIN), got, torch.ones_like(got.logps), None, out)
-            assert torch.equal(out[:2].isnan(), raw[:2] == INF) and bool(out[2].isnan().any())
+            self.kernels.grad(chunk, got, torch.ones_like(got.logps), None, out)
+            assert torch.equal(out[:2].isnan(), raw[:2] == INF)
+            assert out.isnan().any(1).tolist() == [True, True, True, False]
 
     def test_no_token_is_the_largest_of_a_row_without_one(self) -> None:
         raw = self.randn(4, 40)
         raw[:2, 3], raw[2] = NAN, -INF
         ids = torch.tensor([3, int(raw[1].nan_to_num(nan=-INF).argmax()), 0, int(raw[3].argmax())], device=self.device)
-        got = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=False, extras=EXTRAS)
+        got = statistics(self.kernels, Chunk(raw, ids, PLAIN))
         assert got.extras["is_top1"].tolist() == [False, False, False, True]
 
     def test_a_row_without_a_token(self) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,24 +26,9 @@ from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.head.module import gather_of
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from tests.support.trl_training import Written
 
 SEQUENCES = 8  # of all processes together, a micro-batch
-
-
-class Written:
-    """In front of a trainer: completions that depend on the prompt, on which of its completions it is, and the call."""
-
-    _calls = 0
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        self._calls += 1
-        found, seen = [], Counter[tuple[int, ...]]()
-        for prompt in map(tuple, prompt_ids):
-            draw = random.Random(hash((prompt, seen[prompt], self._calls)))
-            seen[prompt] += 1
-            words = [draw.randrange(len(tiny_models.SPECIAL), tiny_models.VOCAB) for _ in range(draw.randrange(2, 11))]
-            found.append([*words, 1])  # the end of the sequence
-        return found, None
 
 
 class OursWritten(Written, FusedGRPOTrainer):

@@ -12,8 +12,7 @@ from torch.library import opcheck
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
-from tests.support.divergence_suite import full_loss
-from tests.support.row_cases import EXTRAS, PLAIN, in_double, make_loss, make_transform, rows
+from tests.support.row_cases import EXTRAS, PLAIN, full_loss, in_double, make_loss, make_transform, rows
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, LogitTransform
+from grpo_kernels.backends.interface import Chunk, LogitTransform, Teacher
 from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.cpp_isas import each_isa
-from tests.support.row_cases import EXTRAS, FIELDS, PLAIN, assert_same, in_double, make_loss, make_transform, rows, same
+from tests.support.divergence_suite import BETAS, FusedDivergenceSuite
+from tests.support.row_cases import (
+    PLAIN,
+    assert_same,
+    full_loss,
+    in_double,
+    make_loss,
+    make_transform,
+    prepared,
+    rows,
+    same,
+    statistics,
+    tensors_of,
+)
 from tests.support.row_suite import RowSuite, check_kernels
+from tests.support.special_suite import SpecialSuite, check_many_rows
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 
 CPU = "cpu"
 CPP = CppRows()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROUNDINGS = (None, torch.bfloat16, torch.float16)
 # 12 x 24 shapes: of less than a vector, of one, of several and a tail; of less than a tile of sums, one, and two.
 NS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)
 VOCABS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257)
 WIDE = (4095, 4096, 4097, 8191, 8192, 8193, 9000)
+each_pair = pytest.mark.parametrize("beta", [None, *BETAS])  # without a teacher, and with one
 
 
 class TestCpp(RowSuite):
@@ -32,84 +48,159 @@ class TestCpp(RowSuite):
     vocabs = (50, 300, 4200)
 
 
-@pytest.mark.parametrize("rounded_to", [None, torch.bfloat16, torch.float16], ids=str)
+class TestSpecial(SpecialSuite):
+    kernels = CPP
+    device = CPU
+    block = 32
+    vocabs = (3, 8, 16, 17, 31, 32, 33, 50, 65, 300)
+    infinity_is_nan = True
+
+
+class TestSpecialDouble(TestSpecial):
+    dtype = torch.float64
+
+
+class TestSpecialWide(TestSpecial):
+    """Rows of more than one tile."""
+
+    block = 4096
+    vocabs = (4097, 8200)
+
+
+class TestDivergence(FusedDivergenceSuite):
+    device = CPU
+    kernels = CPP
+
+
+class TestDivergenceDouble(TestDivergence):
+    dtype = torch.float64
+
+
+def test_many_rows() -> None:
+    check_many_rows(CPP, CPU)
+
+
 @pytest.mark.parametrize("n", NS)
-def test_every_kernel_on_every_shape(n: int, rounded_to: torch.dtype | None) -> None:
-    """Gradients in each dtype."""
-    for i, vocab in enumerate(VOCABS):
-        check_shape(n, vocab, n + i, rounded_to)
+def test_every_kernel_on_every_shape(n: int) -> None:
+    """Transforms, roundings, and dtypes of the gradients in turn; rows of several tiles too."""
+    for i, vocab in enumerate((*VOCABS, *WIDE) if n in (1, 4, 7) else VOCABS):
+        kind, (raw, ids) = n + i, rows(n, vocab, CPU)
+        transform = make_transform(n, vocab, kind, ROUNDINGS[i % 3], CPU)
+        check_kernels(CPP, raw, ids, transform, kind, DTYPES[kind // 4 % 3])
 
 
-@pytest.mark.parametrize("rounded_to", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", [1, 4, 7])
-def test_every_kernel_on_wide_rows(n: int, rounded_to: torch.dtype | None) -> None:
-    for i, vocab in enumerate(WIDE):
-        check_shape(n, vocab, n + i, rounded_to)
-
-
-def check_shape(n: int, vocab: int, kind: int, rounded_to: torch.dtype | None) -> None:
+def chunk_of(
+    n: int, vocab: int, kind: int, dtype: torch.dtype, beta: float | None, rounded_to: torch.dtype | None = None
+) -> Chunk:
+    """Rows of transform number `kind`, and if there is a `beta` a teacher with another."""
     raw, ids = rows(n, vocab, CPU)
-    check_kernels(CPP, raw, ids, make_transform(n, vocab, kind, rounded_to, CPU), kind, DTYPES[kind % 3])
+    two = [make_transform(n, vocab, i, rounded_to, CPU) for i in (kind, kind // 4)]
+    if dtype == torch.float64:
+        two = [in_double(replace(transform, rounded_to=None)) for transform in two]
+    other = 3 * torch.randn(n, vocab)
+    if n > 8:  # infinities, NaN, ties, logits far apart; heads that are equal, near one another and far apart
+        raw[1, vocab // 2 :], other[1, vocab // 3 :] = -torch.inf, -torch.inf
+        raw[2, vocab // 3], raw[3, vocab // 2], other[8, 0] = torch.inf, torch.nan, torch.nan
+        raw[4:6] *= torch.tensor([[1e4], [1e-4]])
+        raw[6], raw[7, -1] = raw[6].round(), raw[7, -1] + 50
+        other[5], other[6] = raw[5], raw[6] + 1e-4 * other[6]
+    teacher = None if beta is None else Teacher(other.to(dtype), two[1], beta)
+    return Chunk(raw.to(dtype), ids, two[0], teacher=teacher)
 
 
-def outcomes(raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int = 3) -> dict[str, Tensor]:
-    """All that the kernels give for `raw` (n, V); gradients in fp32 or fp64, in place and not."""
-    wide = raw.double() if raw.dtype == torch.float64 else raw.float()
-    generator = torch.Generator().manual_seed(kind)
-    a, b = torch.randn(2, len(ids), generator=generator, dtype=wide.dtype)
-    stats = CPP.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
+def outcomes(chunk: Chunk, kind: int = 3) -> dict[str, Tensor]:
+    """All that the kernels give for `chunk`; gradients in fp32 or fp64, in place and not."""
+    wide = torch.promote_types(chunk.logits.dtype, torch.float32)
+    stats, make = statistics(CPP, chunk), make_loss if chunk.teacher is None else full_loss
     with torch.random.fork_rng():
         torch.manual_seed(kind)
-        loss = make_loss(stats.logps.nan_to_num(), kind)
-    found = {"d": torch.empty_like(wide), "d entropy": torch.empty_like(wide), "in place": raw.clone()}
-    CPP.grad(Chunk(raw, ids, transform), stats, a, None, found["d"])
-    CPP.grad(Chunk(raw, ids, transform), stats, a, b, found["d entropy"])
-    CPP.grad(Chunk(found["in place"], ids, transform), stats, a, b, found["in place"])
-    fused = CPP.fused(Chunk(raw, ids, transform), loss, found.setdefault("d fused", torch.empty_like(wide)))
+        a, b, c = torch.randn(3, len(chunk.ids), dtype=wide)
+        loss = make(stats.logps.nan_to_num(neginf=-9.0), kind)
+    c = None if chunk.teacher is None else c
+    names = ("d", "d entropy", "d fused")
+    found = {"in place": chunk.logits.clone()} | {name: torch.empty_like(chunk.logits, dtype=wide) for name in names}
+    CPP.grad(chunk, stats, a, None, found["d"], c)
+    CPP.grad(chunk, stats, a, b, found["d entropy"], c)
+    CPP.grad(replace(chunk, logits=found["in place"]), stats, a, b, found["in place"], c)
+    fused = CPP.fused(chunk, loss, found["d fused"])
     assert_same(fused, stats, nan=True)
-    found |= {field: getattr(stats, field) for field in FIELDS}
-    return found | stats.extras | fused.terms
+    return found | tensors_of(stats) | fused.terms
 
 
-@pytest.mark.parametrize("rounded_to", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_of_16_bits_are_those_numbers(dtype: torch.dtype, rounded_to: torch.dtype | None) -> None:
+def assert_all_same(got: dict[str, Tensor], want: dict[str, Tensor], name: object) -> None:
+    assert got.keys() == want.keys()
+    for field, x in got.items():
+        assert same(x, want[field]), f"{name}: {field}"
+
+
+@each_pair
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype, beta: float | None) -> None:
+    for kind in range(12) if beta is None else (0, 6, 11):
+        for vocab in (1, 7, 33, 100, 4133):
+            chunk = chunk_of(9, vocab, kind, dtype, beta, ROUNDINGS[kind % 3])
+            (_, first), *others = each_isa(lambda chunk=chunk, kind=kind: outcomes(chunk, kind))
+            for isa, found in others:
+                assert_all_same(found, first, f"{kind} {vocab} {isa}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "beta"), [*((dtype, None) for dtype in DTYPES), *((torch.float32, beta) for beta in BETAS)], ids=str
+)
+def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, beta: float | None) -> None:
+    """Enough logits for each thread to have some."""
+    for n, vocab in ((12, 9000), (4, 33_000), (2100, 65)):
+        chunk = chunk_of(n, vocab, 3, dtype, beta)
+        want = outcomes(chunk)
+        for threads in (2, 4):
+            torch.set_num_threads(threads)
+            assert_all_same(outcomes(chunk), want, f"{threads} threads")
+        torch.set_num_threads(1)
+
+
+@each_pair
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
+def test_rows_of_16_bits_are_those_numbers(dtype: torch.dtype, beta: float | None) -> None:
     """The results are those of the same numbers in fp32, bit for bit; in place they are rounded."""
-    for vocab in (1, 5, 31, 32, 33, 65, 300, 4097):
-        for kind in range(4):
-            raw, ids = rows(5, vocab, CPU)
-            raw, transform = raw.to(dtype), make_transform(5, vocab, kind, rounded_to, CPU)
-            got, want = outcomes(raw, ids, transform, kind), outcomes(raw.float(), ids, transform, kind)
-            for name, x in want.items():
-                assert same(got[name], x.to(dtype) if name == "in place" else x), (vocab, kind, name)
+    for i, vocab in enumerate((1, 5, 31, 32, 33, 65, 300, 4097)):
+        for kind in range(4) if beta is None else (i,):
+            chunk = chunk_of(9, vocab, kind, dtype, beta, ROUNDINGS[(i + kind) % 3])
+            teacher = chunk.teacher and replace(chunk.teacher, logits=chunk.teacher.logits.float())
+            wide = replace(chunk, logits=chunk.logits.float(), teacher=teacher)
+            want = outcomes(wide, kind)
+            for mixed in (chunk, replace(chunk, teacher=teacher), replace(wide, teacher=chunk.teacher)):
+                in_place = want["in place"].to(mixed.logits.dtype)
+                assert_all_same(outcomes(mixed, kind), want | {"in place": in_place}, (vocab, kind))
 
 
-def test_float64_rows() -> None:
-    """Computed in float64 throughout: the torch backend's numbers."""
+@each_pair
+def test_float64_rows(beta: float | None) -> None:
+    """Computed in float64 throughout: the torch backend's numbers, however near the teacher."""
+    sizes = torch.tensor([1e-8, 1e-6, 1e-4, 1e-2, 1.0, 10.0], dtype=torch.float64)[:, None]
+    tolerances = {"divergence value": (1e-9, 1e-25), "divergence sum_k": (1e-9, 1e-13)}
     for vocab in (1, 2, 5, 16, 31, 33, 65, 300, 4097, 9000):
-        for kind in range(4):
-            raw, ids = rows(5, vocab, CPU)
-            raw, transform = raw.double(), in_double(make_transform(5, vocab, kind, None, CPU))
-            raw[1] *= 20
-            raw[2, : vocab // 2] = -torch.inf
-            a, b = torch.randn(2, 5, dtype=torch.float64)
-            z, d = raw.clone(), torch.empty_like(raw)
-            TorchRows().prepare_(z, transform)
-            want = TorchRows().stats(Chunk(z, ids, transform), entropy=True, extras=EXTRAS)
-            stats = CPP.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
-            for name in FIELDS:
-                assert_close(getattr(stats, name), getattr(want, name))
-            for name in EXTRAS:
-                assert_close(stats.extras[name], want.extras[name])
-            for coefficient in (None, b):
-                z_again = z.clone()
-                CPP.grad(Chunk(raw, ids, transform), stats, a, coefficient, d)
-                TorchRows().grad(Chunk(z_again, ids, transform), want, a, coefficient, z_again)
-                assert_close(d, z_again)
-
-
-def assert_close(x: Tensor, y: Tensor) -> None:
-    torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+        for kind in range(4) if beta is None else (0,):
+            raw, ids = rows(6, vocab, CPU)
+            raw, teacher = raw.double(), None
+            if beta is None:
+                raw[1] *= 20
+                raw[2, : vocab // 2] = -torch.inf
+            else:
+                scaled = LogitTransform(scale=0.7) if vocab == 33 else PLAIN
+                teacher = Teacher(raw + sizes * torch.randn_like(raw), scaled, beta)
+            chunk = Chunk(raw, ids, in_double(make_transform(6, vocab, kind, None, CPU)), teacher=teacher)
+            in_torch = prepared(TorchRows(), chunk)
+            stats, want = statistics(CPP, chunk), statistics(TorchRows(), in_torch)
+            for name, x in tensors_of(stats).items():
+                rtol, atol = tolerances.get(name, (1e-12, 1e-14))
+                torch.testing.assert_close(x, tensors_of(want)[name], rtol=rtol, atol=atol)
+            a, b, c = torch.randn(3, 6, dtype=torch.float64)
+            c_or_none = None if beta is None else c
+            for b_or_none in (None, b):
+                d, z = torch.empty_like(raw), in_torch.logits.clone()
+                CPP.grad(chunk, stats, a, b_or_none, d, c_or_none)
+                TorchRows().grad(replace(in_torch, logits=z), want, a, b_or_none, z, c_or_none)
+                torch.testing.assert_close(d, z, rtol=1e-11, atol=1e-13)
 
 
 def test_ids_that_do_not_exist() -> None:
@@ -117,7 +208,7 @@ def test_ids_that_do_not_exist() -> None:
     for vocab in (1, 40, 4097):
         raw = torch.randn(1, vocab).repeat(6, 1)
         ids = torch.tensor([-1, vocab, -(2**62), 2**62, 2**32, 0])
-        stats = CPP.stats(Chunk(raw, ids, PLAIN), entropy=True, extras=EXTRAS)
+        stats = statistics(CPP, Chunk(raw, ids, PLAIN))
         assert stats.logps.isnan().tolist() == [True] * 5 + [False]
         assert not stats.extras["is_top1"][:5].any()
         for x in (stats.max_logit, stats.log_sum, stats.entropies, stats.extras["mean_logits"]):
@@ -133,51 +224,8 @@ def test_ids_that_do_not_exist() -> None:
             assert (wide[:, [0, -1]] == 77).all()
 
 
-def many_outcomes() -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:
-    """Rows of every dtype, kind and rounding; some with infinities, NaN, ties and logits far apart."""
-    for kind in range(12):
-        for dtype in (*DTYPES, torch.float64):
-            for vocab in (1, 7, 33, 100, 4133):
-                raw, ids = rows(9, vocab, CPU)
-                raw[1, vocab // 2 :] = -torch.inf
-                raw[2, vocab // 3] = torch.inf
-                raw[3, vocab // 2] = torch.nan
-                raw[4:6] *= torch.tensor([[1e4], [1e-4]])
-                raw[6] = raw[6].round()
-                raw[7, -1] += 50
-                transform = make_transform(
-                    9, vocab, kind, None if dtype == torch.float64 else (None, *DTYPES[1:])[kind % 3]
-                )
-                transform = in_double(transform) if dtype == torch.float64 else transform
-                raw = raw.to(dtype)
-                yield f"{kind} {dtype} {vocab}", lambda r=raw, i=ids, t=transform, k=kind: outcomes(r, i, t, k)
-
-
-def test_every_instruction_set_gives_the_same_bits() -> None:
-    for name, run in many_outcomes():
-        first, *others = each_isa(run)
-        for isa, found in others:
-            for field, x in found.items():
-                assert same(x, first[1][field]), f"{name} {isa}: {field}"
-
-
 def test_unknown_instruction_sets_are_refused() -> None:
     before = torch.ops.grpo_kernels_cpp.isa("")
     with pytest.raises(RuntimeError, match="isa: this processor has no 'mmx'"):
         torch.ops.grpo_kernels_cpp.isa("mmx")
     assert torch.ops.grpo_kernels_cpp.isa("") == before
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
-    """Enough logits for each thread to have some."""
-    for n, vocab in ((40, 9000), (3, 200_000), (5000, 65)):
-        raw, ids = rows(n, vocab, CPU)
-        transform = make_transform(n, vocab, 3, None, CPU)
-        transform = in_double(transform) if dtype == torch.float64 else transform
-        want = outcomes(raw.to(dtype), ids, transform)
-        for threads in (2, 4):
-            torch.set_num_threads(threads)
-            for field, x in outcomes(raw.to(dtype), ids, transform).items():
-                assert same(x, want[field]), f"{threads} threads: {field}"
-        torch.set_num_threads(1)

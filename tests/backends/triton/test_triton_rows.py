@@ -14,44 +14,22 @@ from tests.support.row_truth import check, check_stats, gradient, truth
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.interface import Chunk
-from grpo_kernels.backends.triton_rows.rows import TritonRows
-from tests.support.row_cases import DEVICE, PLAIN, assert_same, make_loss, make_transform, rows
+from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
+from grpo_kernels.base.records import take
+from tests.support.divergence_suite import BETAS, FusedDivergenceSuite
+from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
 from tests.support.row_suite import RowSuite, check_kernels
 from tests.support.small_tiles import SmallTiles
+from tests.support.special_suite import SpecialSuite, check_many_rows
 
-# 7 x 29 shapes: rows of one tile, of less and of more; lanes that see no logit, one, or several.
+# Rows of one tile, of less and of more; lanes that see no logit, one, or several.
 NS = (1, 2, 3, 5, 8, 16, 17)
-VOCABS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    47,
-    48,
-    49,
-    63,
-    64,
-    65,
-    96,
-    97,
-    127,
-    128,
-    129,
-    191,
-    192,
-    193,
-    255,
-)
+VOCABS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97, 127, 128, 129, 191, 192, 193)
+
+
+def small(block_n: int, block_v: int) -> SmallTiles:
+    return SmallTiles(lambda vocab: RowConfig(block_n, block_v, num_warps=1, num_stages=1))
 
 
 class TestSmallTiles(RowSuite):
@@ -59,38 +37,33 @@ class TestSmallTiles(RowSuite):
     likewise = (SmallTiles(block_n=2, num_warps=1),)
 
 
-@pytest.mark.parametrize("rounded_to", [None, torch.float16], ids=["fp32", "fp16"])
+class TestSpecial(SpecialSuite):
+    kernels = small(16, 16)
+
+
+class TestDivergence(FusedDivergenceSuite):
+    """Rows of less than a step, and of whole steps and a rest."""
+
+    kernels = small(16, 256)
+    vocabs = (2, 600) if DEVICE == "cpu" else (1, 2, 127, 128, 129, 4097)
+    betas = BETAS[:3] if DEVICE == "cpu" else BETAS  # the interpreter takes its time, and 0.1 and 0.9 compile to 0.5's
+
+
 @pytest.mark.parametrize("n", NS)
-def test_every_kernel_on_every_shape(n: int, rounded_to: torch.dtype | None) -> None:
-    """fp16: the logits are rounded to it, and the gradient is in it. A shape is of one of the two, in turn."""
-    for kind, vocab in [*enumerate(VOCABS)][(n + (rounded_to is None)) % 2 :: 2]:
-        raw, ids = rows(n, vocab)
-        transform = make_transform(n, vocab, kind, rounded_to)
-        check_kernels(SmallTiles(), raw, ids, transform, kind + n, rounded_to or torch.float32)
+def test_every_kernel_on_every_shape(n: int) -> None:
+    """Each vocabulary with two of `NS`. The logits of every other shape are rounded to fp16, and its gradient too."""
+    for kind, vocab in enumerate(VOCABS):
+        if NS.index(n) in (kind % 7, (kind + kind // 7 + 2) % 7):
+            raw, ids = rows(n, vocab)
+            rounded_to = torch.float16 if (kind // 4 + n) % 2 else None
+            transform = make_transform(n, vocab, kind, rounded_to)
+            check_kernels(SmallTiles(), raw, ids, transform, kind + n, rounded_to or torch.float32)
 
 
 @pytest.mark.parametrize("vocab", [1000, 5003])
 def test_default_tiles(vocab: int) -> None:
     raw, ids = rows(5, vocab)
-    transform, backend = make_transform(5, vocab, 3, torch.bfloat16), TritonRows()
-    at, loss = truth(raw, ids, transform), make_loss(-torch.rand(5, device=DEVICE), 3)
-    stats, out = backend.stats(Chunk(raw, ids, transform), entropy=True), torch.empty_like(raw)
-    check_stats(stats, at)
-    fused = backend.fused(Chunk(raw, ids, transform), loss, out)
-    assert_same(fused, stats)
-    by_grad = torch.empty_like(raw)
-    b = torch.full_like(stats.logps, loss.d_entropy) if loss.d_entropy else None
-    backend.grad(Chunk(raw, ids, transform), stats, fused.terms["d_logp"], b, by_grad)
-    assert torch.equal(out, by_grad)
-    check("d raw", out, *gradient(at, ids, fused.terms["d_logp"], b))
-
-
-def test_refusals() -> None:
-    raw, ids = rows(2, 8)
-    with pytest.raises(ValueError, match="backend: expected float32 logits"):
-        TritonRows().stats(Chunk(raw.double(), ids, PLAIN), entropy=False)
-    with pytest.raises(ValueError, match="backend: expected logits with contiguous rows"):
-        TritonRows().stats(Chunk(raw.T, ids, PLAIN), entropy=False)
+    check_kernels(TritonRows(), raw, ids, make_transform(5, vocab, 3, torch.bfloat16), 3)
 
 
 def test_cpu_tensors_without_the_interpreter() -> None:
@@ -105,3 +78,30 @@ def test_cpu_tensors_without_the_interpreter() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert found.returncode != 0
     assert "ValueError: backend: 'triton' expected tensors on a GPU" in found.stderr
+
+
+def test_many_rows() -> None:
+    check_many_rows(small(4096 if INTERPRETED else 1, 16), DEVICE)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """More than 2^31 logits, and the gradient of the last rows in place."""
+    n, vocab = 16_400, 151_936
+    raw = torch.zeros(n, vocab, device=DEVICE)
+    raw[-3:] = torch.randn(3, vocab, device=DEVICE) * 3
+    ids = torch.randint(vocab, (n,), device=DEVICE)
+    stats = TritonRows().stats(Chunk(raw, ids, PLAIN), entropy=True)
+    last, a = raw[-3:].clone(), torch.randn(n, device=DEVICE)
+    at = truth(last, ids[-3:], PLAIN)
+    check_stats(take(stats, slice(n - 3, n)), at)
+    TritonRows().grad(Chunk(raw, ids, PLAIN), stats, a, None, raw)
+    check("d raw", raw[-3:], *gradient(at, ids[-3:], a[-3:], None))
+
+
+def test_refusals() -> None:
+    raw, ids = rows(2, 8)
+    with pytest.raises(ValueError, match="backend: expected float32 logits"):
+        TritonRows().stats(Chunk(raw.double(), ids, PLAIN), entropy=False)
+    with pytest.raises(ValueError, match="backend: expected logits with contiguous rows"):
+        TritonRows().stats(Chunk(raw.T, ids, PLAIN), entropy=False)

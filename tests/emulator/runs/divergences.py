@@ -9,9 +9,9 @@ from grpo_kernels.backends.interface import DivergenceStats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
-from tests.support.divergence_suite import FusedDivergenceSuite, assert_same_divergence, full_loss
+from tests.support.divergence_suite import FusedDivergenceSuite
 from tests.support.divergence_truth import divergence
-from tests.support.row_cases import same
+from tests.support.row_cases import assert_same, full_loss, same
 from tests.support.row_truth import U, check, gradient, truth
 
 TILE = 4096
@@ -21,10 +21,7 @@ class Divergences(FusedDivergenceSuite):
     """The suite, of which no test is collected here, on the rows of a kernel that a GPU would have."""
 
     def __init__(self, layout: str) -> None:
-        self._backend = {"apart": RowsApart, "together": TritonRows}[layout]()
-
-    def backend(self) -> TritonRows:
-        return self._backend
+        self.kernels = {"apart": RowsApart, "together": TritonRows}[layout]()
 
 
 @pytest.mark.parametrize(
@@ -52,14 +49,14 @@ def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], b
     check("value", stats.divergence.value, want.value, want.bound)
 
     loss, out = full_loss(stats.logps, 9), torch.empty_like(raw)
-    fused = suite.fused(chunk, loss, out)
-    assert_same_divergence(fused, stats)
+    fused = suite.kernels.fused(chunk, loss, out)
+    assert_same(fused, stats)
     a, b, c = fused.terms["d_logp"], torch.full((n,), loss.d_entropy), loss.beta * loss.weights
     assert torch.equal(out, suite.grad(chunk, stats, a, b if loss.d_entropy else None, c))
     of_others, bound = gradient(student, ids, a, b)
     total = of_others + c[:, None] * want.gradient
     check("d raw", out, total, bound + c[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs()))
-    suite.fused(chunk, loss, chunk.logits)
+    suite.kernels.fused(chunk, loss, chunk.logits)
     assert torch.equal(chunk.logits, out)
 
 
@@ -73,7 +70,7 @@ def test_offsets_beyond_32_bits(emulation: Emulation) -> None:
     def everything() -> list[torch.Tensor]:
         chunk = suite.chunk(raw, other, 1.0, ids)
         stats = suite.stats(chunk)
-        d, found = suite.grad(chunk, stats, *torch.ones(3, 2)), suite.fused(chunk, loss, chunk.logits)
+        d, found = suite.grad(chunk, stats, *torch.ones(3, 2)), suite.kernels.fused(chunk, loss, chunk.logits)
         assert isinstance(stats.divergence, DivergenceStats)
         return [*stats.divergence, d, found.terms["loss"], chunk.logits]
 
@@ -87,6 +84,4 @@ class TestDivergences(FusedDivergenceSuite):
 
     vocabs = (2, TILE + 1)
     betas = (1.0,)  # the others are above: each compiles a dozen kernels here
-
-    def backend(self) -> TritonRows:
-        return TritonRows()
+    kernels = TritonRows()

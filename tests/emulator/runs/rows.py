@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform
+from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows.combine import launch_combine
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from grpo_kernels.backends.triton_rows.scale import launch_scale
-from grpo_kernels.base.records import take
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
 from tests.support.row_cases import EXTRAS, assert_same, make_loss, make_transform, same
-from tests.support.row_suite import RowSuite, check_kernels
-from tests.support.row_truth import U, check, check_stats, gradient, truth
+from tests.support.row_suite import RowSuite, check_kernels, check_single_pass, check_single_pass_of_special_rows
 from tests.support.special_suite import SpecialSuite
 
 INF, NAN = math.inf, math.nan
@@ -83,13 +81,7 @@ def test_single_pass(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> 
     transform = make_transform(len(ids), vocab, kind, None)
     if transform.softcap is None and vocab > TILE:
         raw[0, vocab - 7] += 80.0
-    backend, out = BACKENDS[layout], torch.empty_like(raw, dtype=dtype)
-    stats, scale = backend.single_pass(Chunk(raw, ids, transform), out, entropy=True, extras=EXTRAS)
-    at, kind_of = truth(raw, ids, transform), torch.finfo(dtype)
-    check_stats(stats, at)
-    want, bound = gradient(at, ids, torch.ones_like(scale), None)
-    bound = bound + (kind_of.eps / 2 + 160 * U) * want.abs() + kind_of.tiny * scale[:, None].abs().double()
-    check("d raw", out.double() * scale.double()[:, None], want, bound)
+    check_single_pass(BACKENDS[layout], Chunk(raw, ids, transform), dtype)
 
 
 @pytest.mark.parametrize(
@@ -123,28 +115,7 @@ def test_gradients_replace_logits(layout: str, kind: int) -> None:
 
 @pytest.mark.parametrize("cap", [pytest.param(None, marks=quick), 4.0])
 def test_special_values(cap: float | None) -> None:
-    """Rows with infinities and NaN by `single_pass`, as `stats` and then `grad` have them; the others are clean."""
-    raw, ids = rows_of(9001)
-    raw[0] = -INF
-    raw[1, :5000] = -INF  # the target and all that the reference comes from
-    raw[2, 8999] = NAN
-    raw[3, 2050] = NAN
-    raw[4, 5000] = INF
-    raw[5, 4096] = INF
-    raw[6, [20, 9000]] = INF
-    raw[7, :9000] = -INF
-    transform, one = LogitTransform(softcap=cap), torch.ones(len(ids))
-    backend, by_grad, out = RowsApart(), torch.empty_like(raw), torch.empty_like(raw)
-    stats = backend.stats(Chunk(raw, ids, transform), entropy=True)
-    backend.grad(Chunk(raw, ids, transform), stats, one, None, by_grad)
-    found, scale = backend.single_pass(Chunk(raw, ids, transform), out, entropy=True)
-    assert_same(found, stats, nan=True)
-    d = out.double() * scale.double()[:, None]
-    assert torch.equal(d.isnan(), by_grad.isnan())
-    assert ((d - by_grad.double()).abs().nan_to_num() <= 2e-5 * by_grad.abs().nan_to_num()).all()
-    clean = raw[8:].clone()
-    assert_same(backend.stats(Chunk(clean, ids[8:], transform), entropy=True), take(stats, slice(8, None)))
-    assert stats.logps[8:].isfinite().all()
+    check_single_pass_of_special_rows(RowsApart(), *rows_of(9001), cap, [torch.float32])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Short trainings with TRL's trainers and with ours: what they log, and that it is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trl
+from trl.experimental.gmpo import GMPOTrainer
+
+from benchmarks import parity, tiny_models, tiny_run
+from grpo_kernels.integrations.trl import FusedLossMixin
+
+gc.freeze()  # accelerate collects garbage after every training, for a third of a second with all that is imported here
+
+
+class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer):
+    pass
+
+
+class Written:
+    """In front of a trainer: completions that depend on the prompt, on which of its completions it is, and the call."""
+
+    _calls = 0
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        self._calls += 1
+        completions, seen = [], Counter[tuple[int, ...]]()
+        for prompt in map(tuple, prompt_ids):
+            draw = random.Random(hash((prompt, seen[prompt], self._calls)))
+            seen[prompt] += 1
+            words = [draw.randrange(len(tiny_models.SPECIAL), tiny_models.VOCAB) for _ in range(draw.randrange(2, 11))]
+            completions.append([*words, 1])  # the end of the sequence
+        return completions, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a training has logged, one mapping an optimizer step; the loss of every micro-batch; and the trainer."""
+
+    steps: list[dict[str, float]]
+    losses: list[float]
+    trainer: Any
+
+
+def mixed(mixin: type, trainer_class: type) -> type:
+    """`trainer_class` with `mixin` in front."""
+    return type(trainer_class.__name__, (mixin, trainer_class), {})
+
+
+def train(
+    trainer_class: Any,
+    steps: int = 2,
+    *,
+    config_class: type[trl.GRPOConfig] = trl.GRPOConfig,
+    model: str = "qwen3",
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> Run:
+    """A training of the `model` of that kind; `options` that the configuration lacks are the trainer's.
+
+    `prepare` gets the trainer before it starts.
+    """
+    of_config = {x.name for x in dataclasses.fields(config_class)}
+    arguments = {name: options.pop(name) for name in [*options] if name not in of_config}
+    trainers = []
+
+    def begin(trainer: Any) -> None:
+        trainers.append(trainer)
+        if prepare is not None:
+            prepare(trainer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = tiny_run.config(folder, steps, config_class, **options)
+        history = tiny_run.train(trainer_class, args, kind=model, dtype=dtype, prepare=begin, **arguments)
+    return Run(history.steps, history.losses, trainers[0])
+
+
+def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
+    """Every logged number, and to 1e-6 every micro-batch's loss; or all of them within `tolerance`."""
+    of_steps, of_losses = (parity.TOLERANCE, 1e-6) if tolerance is None else (tolerance, tolerance)
+    errors = parity.differences(stock.steps, ours.steps)
+    assert max(errors.values()) <= of_steps, errors
+    assert ours.losses == pytest.approx(stock.losses, rel=of_losses, abs=of_losses)
+
+
+def count_scored(trainer: Any) -> None:
+    """`trainer.scored` counts forwards of the policy without gradient, and the sequences with a token to score."""
+    trainer.scored, score = Counter(), trainer._get_per_token_logps_and_entropies
+
+    def counted(model: Any, ids: Any, mask: Any, columns: int, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and model is trainer.model:
+            trainer.scored["forwards"] += -(-len(ids) // (kwargs.get("batch_size") or len(ids)))
+            trainer.scored["sequences"] += int((mask[:, -columns:] != 0).any(dim=1).sum())
+        return score(model, ids, mask, columns, *args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = counted
+
+
+def evaluations(trainer: Any) -> list[dict[str, float]]:
+    """What each evaluation has logged."""
+    return [tiny_run.compared(entry) for entry in trainer.state.log_history if "eval_loss" in entry]
