@@ -136,7 +136,7 @@ def test_reference_knows_nothing_of_the_library() -> None:
         "reference_terms",
         "case_builder",
         "cases",
-        "more_cases",
+        "head_cases",
         "random_cases",
         "head_bounds",
         "tolerance",

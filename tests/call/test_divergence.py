@@ -14,8 +14,8 @@ from grpo_kernels import Head, LoRA, LossConfig, Run, grpo_loss, linear_divergen
 from tests.support.case_builder import Case
 from tests.support.reference_head import head, teacher_log_probs
 from tests.support.reference_terms import divergence
-from tests.support.run_case import run, run_scores, upstream_of
-from tests.support.score_cases import BETAS, check_scores, diverging
+from tests.support.run_case import check_scores, run, run_scores, upstream_of
+from tests.support.score_cases import BETAS, diverging
 
 
 def divergence_of(*given: Any, **options: Any) -> torch.Tensor:

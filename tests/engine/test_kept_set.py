@@ -16,8 +16,9 @@ from tests.support.flat import flat
 from tests.support.measure import count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
 from tests.support.reference import reference_scores
-from tests.support.run_case import run_scores, upstream_of
-from tests.support.score_cases import HEADS, assert_scores, check_scores, scored
+from tests.support.run_case import check_scores, run_scores, upstream_of
+from tests.support.score_cases import HEADS, scored
+from tests.support.tolerance import assert_scores
 
 BIG = 10**6  # an id that does not exist
 

@@ -15,13 +15,13 @@ from grpo_kernels import Head, LoRA, linear_logprob
 from grpo_kernels.engine import chunks, device, products, sweep
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
-from tests.support.more_cases import more_cases
+from tests.support.head_cases import head_cases
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of
 
 CASES = [c for c in fixed_cases() if c.hidden.dtype.itemsize == 2 and c.group in "ABCDGH"]
-ADAPTED = [c for c in more_cases() if c.lora_a is not None and 2 in (c.hidden.dtype.itemsize, c.lora_a.dtype.itemsize)]
+ADAPTED = [c for c in head_cases() if c.lora_a is not None and 2 in (c.hidden.dtype.itemsize, c.lora_a.dtype.itemsize)]
 ENGINES = ("one_pass", "two_pass", "lean", "frozen")
 KILOBYTE = 2**10
 

@@ -23,14 +23,14 @@ from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import make_case, seeded
 from tests.support.cases import fixed_cases
 from tests.support.flat import flat
-from tests.support.more_cases import more_cases
+from tests.support.head_cases import head_cases
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss, reference_scores
-from tests.support.run_case import allowed_engines, run, run_scores, upstream_of
-from tests.support.score_cases import assert_scores, engines_of, score_cases
-from tests.support.tolerance import assert_matches, bounds_of
+from tests.support.run_case import allowed_engines, engines_of, run, run_scores, upstream_of
+from tests.support.score_cases import score_cases
+from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
-CASES = [case for case in (*more_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
+CASES = [case for case in (*head_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
 SCORED = [case for case in score_cases() if case.weight.shape[0] >= 10]
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 

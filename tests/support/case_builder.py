@@ -51,6 +51,11 @@ class Case:
         """The first word of the name."""
         return self.name.split("/")[0]
 
+    @property
+    def diverges(self) -> bool:
+        """Whether its scores have a divergence."""
+        return self.teacher_hidden is not None or self.listed_ids is not None
+
     def but(self, **changes: Any) -> Case:
         """A copy with some fields replaced; `config` and `others` are merged."""
         config, others = ({**getattr(self, x), **changes.pop(x, {})} for x in ("config", "others"))
@@ -126,7 +131,8 @@ def make_case(
     workspace: int = DEFAULT_WORKSPACE,
     teacher: float | None = None,  # how far another head's logits lie from the policy's; None: there is no other
     teacher_h: int | None = None,  # its width; None: h, the same weight, and hidden states that differ
-    lora: str | None = None,  # "plain", or "input": it has an input of its own
+    lora: int | None = None,  # rank of an adapter
+    lora_input: bool = False,  # the adapter has an input of its own
     lora_dtype: torch.dtype | None = None,  # None: dtype
     temperatures: bool = False,  # one per position
     kept: int | None = None,  # ids in the largest kept set; with without_set = "full" some positions lack one
@@ -152,7 +158,7 @@ def make_case(
         workspace_bytes=workspace,
     )
     if lora is not None:
-        case = with_lora(case, lora == "input", lora_dtype or dtype)
+        case = with_lora(case, lora, lora_input, lora_dtype or dtype)
     if temperatures:
         case = case.but(temperature=0.5 + torch.rand(b, t, generator=seeded(f"{name} temperatures")))
     # Two thirds of the ids are sampled from the policy itself, the others are any.
@@ -202,10 +208,10 @@ def with_teacher(case: Case, distance: float, width: int | None, g: torch.Genera
     return case.but(teacher_hidden=hidden, teacher_weight=case.weight.clone(), teacher_bias=case.bias)
 
 
-def with_lora(case: Case, own_input: bool, dtype: torch.dtype) -> Case:
-    """`case` with an adapter of rank 3."""
+def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Case:
+    """`case` with an adapter."""
     g, (vocab, width) = seeded(f"{case.name} lora"), case.weight.shape
-    a, b = (torch.randn(shape, generator=g) * 0.4 for shape in ((3, width), (vocab, 3)))
+    a, b = (torch.randn(shape, generator=g) * 0.4 for shape in ((rank, width), (vocab, rank)))
     own = torch.randn(case.hidden.shape, generator=g).to(dtype) if own_input else None
     return case.but(lora_a=a.to(dtype), lora_b=b.to(dtype), lora_input=own, others={"lora_scaling": 0.6})
 

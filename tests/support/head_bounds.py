@@ -1,4 +1,4 @@
-"""How far scores and gradients of a head may lie from the float64 reference; what is allowed says `tolerance`."""
+"""Error bounds of a head's scores and of its gradients, by the rules at the head of `tolerance`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.case_builder import Case
 from tests.support.reference import ScoresResult
-from tests.support.reference_head import Head, divergences_of, head, on_grid, teacher_log_probs
+from tests.support.reference_head import Head, divergences_of, head, on_grid, teacher_case, teacher_log_probs
 from tests.support.reference_terms import divergence, pick, settings
 
 
@@ -104,17 +104,12 @@ def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
     if case.listed_ids is not None:
         return listed_bounds(case, h, e)
     log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)
-    log_p.requires_grad_(False)
     z, y = log_p.clone().requires_grad_(), log_q.clone().requires_grad_()
     value = divergence(o.beta_of_divergence, z.log_softmax(-1), y.log_softmax(-1))
     slopes_z, slopes_y = torch.autograd.grad(value.sum(), (z, y))
     p, q = log_p.exp(), log_q.exp()
-    other = case.but(
-        hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias, lora_a=None, lora_b=None,
-        lora_input=None, temperature=None,
-    )  # fmt: skip
-    options = {"final_logit_softcapping": o.teacher_final_logit_softcapping, "logit_scale": o.teacher_logit_scale}
-    e_y = logit_error(other.but(config=options), head(other.but(config=options)))
+    other = teacher_case(case)
+    e_y = logit_error(other, head(other))
     both = (e + e_y)[:, None]
     size = slopes_z.abs() * e[:, None] + slopes_y.abs() * e_y[:, None]
     error = size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2 + 4 * unit.term * value.detach().abs()

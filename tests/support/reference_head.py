@@ -44,17 +44,19 @@ class Head:
         return self.leaves.get("bias")
 
 
-def teacher_log_probs(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
-    """(n, V) log-probabilities of the other head at the counted positions; constants."""
-    assert case.teacher_hidden is not None and case.teacher_weight is not None
-    bias = {} if case.teacher_bias is None else {"bias": case.teacher_bias}
+def teacher_case(case: Case) -> Case:
+    """The case with the other head in the place of the policy's."""
     o = settings(case)
     options = {"final_logit_softcapping": o.teacher_final_logit_softcapping, "logit_scale": o.teacher_logit_scale}
-    other = case.but(
-        hidden=case.teacher_hidden, weight=case.teacher_weight, **({"bias": None} | bias), config=options,
+    return case.but(
+        hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias, config=options,
         lora_a=None, lora_b=None, lora_input=None,
     )  # fmt: skip
-    return head(other, dtype).log_probs.detach()
+
+
+def teacher_log_probs(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
+    """(n, V) log-probabilities of the other head at the counted positions; constants."""
+    return head(teacher_case(case), dtype).log_probs.detach()
 
 
 def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:

@@ -22,8 +22,10 @@ from grpo_kernels import (
 from grpo_kernels.head.head import CONSTANTS
 from tests.support.case_builder import PER_TOKEN, Case, seeded
 from tests.support.flat import flat
+from tests.support.reference import reference_scores
 from tests.support.reference_head import LEAVES
 from tests.support.reference_terms import TERMS, settings
+from tests.support.tolerance import assert_scores
 
 KINDS = {1.0: {"divergence": "reverse_kl"}, 0.0: {"divergence": "forward_kl"}}
 WHOLE = slice(None)
@@ -117,7 +119,10 @@ def run(
 
 
 def upstream_of(case: Case) -> dict[str, Tensor]:
-    """What arrives at each score, (B, T): at divergences what the case says, at others only if it says so."""
+    """What arrives at each score, (B, T): at divergences what the case says, at others only if it says so.
+
+    NaN where masked, of which nothing may get into a gradient.
+    """
     g, shape = seeded(f"{case.name} upstream"), case.completion_mask.shape
     kind = torch.float64 if case.hidden.dtype == torch.float64 else torch.float32
     any_of = lambda: torch.randn(shape, generator=g).to(kind)  # noqa: E731
@@ -128,13 +133,9 @@ def upstream_of(case: Case) -> dict[str, Tensor]:
         "some": torch.where(torch.rand(shape, generator=g) < 0.5, 0.25, 0.0).to(kind),
         "none": nothing,
     }[o.arrives]
-    more = o.more or not diverges(case)
-    return {"divergences": c, "entropies": any_of() if more else nothing, "logps": any_of() if more else nothing}
-
-
-def diverges(case: Case) -> bool:
-    """Whether its scores have a divergence."""
-    return case.teacher_hidden is not None or case.listed_ids is not None
+    more = o.more or not case.diverges
+    up = {"divergences": c, "entropies": any_of() if more else nothing, "logps": any_of() if more else nothing}
+    return {name: torch.where(case.completion_mask != 0, x, torch.nan) for name, x in up.items()}
 
 
 def scores(case: Case, leaves: dict[str, Tensor | None], engine: str, rows: slice, **options: Any) -> Scores:
@@ -171,10 +172,25 @@ def run_scores(
     results = {"divergences": found.divergence, "entropies": found.entropies, "logps": found.logps}
     results = {name: x for name, x in results.items() if x is not None}
     up = upstream_of(case)
-    sent = [x for x in results if x == "divergences" or not diverges(case) or settings(case).more]
+    sent = [x for x in results if x == "divergences" or not case.diverges or settings(case).more]
     if any(results[name].requires_grad for name in sent):
         torch.autograd.backward([results[name] for name in sent], [up[name] for name in sent])
     return {name: x.detach() for name, x in results.items()}, gradients_of(leaves)
+
+
+def engines_of(case: Case) -> tuple[str, ...]:
+    """Engines that give the case's scores, of which kept sets have no choice."""
+    if case.kept_ids is not None:
+        return ("auto",)
+    return ("auto", "one_pass", "two_pass", "lean") if case.diverges else ("auto", "two_pass", "lean")
+
+
+def check_scores(case: Case, engines: tuple[str, ...] = ()) -> None:
+    """Results and gradients of these engines, else of every one that serves the case, within their bounds."""
+    want = reference_scores(case, upstream_of(case))
+    for engine in engines or engines_of(case):
+        results, grads = run_scores(case, engine)
+        assert_scores(case.but(name=f"{case.name}, engine {engine}"), want, results, grads, engine)
 
 
 def allowed_engines(case: Case) -> set[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tests.support.case_builder import PER_TOKEN, Case
 from tests.support.head_bounds import (
+    Diverging,
     Unit,
     compute_unit,
     computed_in,
@@ -35,7 +36,7 @@ from tests.support.head_bounds import (
     spread,
 )
 from tests.support.reference import Evaluation, ReferenceResult, ScoresResult, evaluate
-from tests.support.reference_head import LEAVES, on_grid
+from tests.support.reference_head import LEAVES, SCORES, on_grid
 from tests.support.reference_terms import OVERFLOW, pick, settings
 
 
@@ -227,3 +228,35 @@ def compare_grads(
         assert got.dtype == tensor.dtype, f"{case.name}: d_{name}: dtype {got.dtype}, expected {tensor.dtype}"
         want, bound = getattr(reference, f"d_{name}"), limits[f"d_{name}"]
         compare(f"d_{name}", got, scale * want, abs(scale) * bound, case)
+
+
+def assert_scores(
+    case: Case, want: ScoresResult, results: dict[str, Tensor], grads: dict[str, Tensor | None], engine: str = "auto"
+) -> None:
+    """Scores by name and gradients of an engine against the reference; a masked position has exactly 0."""
+    e, e_entropy = score_bounds(case, want)
+    diverging = divergence_bounds(case, want.head, e) if case.diverges else None
+    limits = {"logps": e, "entropies": e_entropy, "divergences": diverging and diverging.value}
+    for name in SCORES:
+        assert name in results or case.listed_ids is not None or name == "divergences"
+        if name in results:
+            assert results[name].dtype == computed_in(case)
+            compare(name, results[name], getattr(want, name), on_grid(limits[name], want.head.counted), case)
+    d_raw, bound = raw_bounds(case, want, (e, e_entropy), diverging, engine)
+    compare_grads(grads, want, case, head_bounds(case, want, d_raw, bound), 1.0)
+
+
+def raw_bounds(
+    case: Case, want: ScoresResult, errors: tuple[Tensor, Tensor], diverging: Diverging | None, engine: str
+) -> tuple[Tensor, Tensor]:
+    """What was stored for an expectation that did not come true is taken off again: it counts with its size."""
+    zeros, o = torch.zeros_like(want.d_logps), settings(case)
+    d_raw, bound = logit_bounds(case, want, *errors, zeros, zeros, want.d_logps.abs(), diverging)
+    if diverging is None or engine not in ("auto", "one_pass") or (o.arrives == "same" and not o.more):
+        return d_raw, bound
+    # What is stored is the divergences' alone, so that it cancels nothing of the others.
+    largest = want.d_divergences.abs().max() if want.d_divergences.numel() else 0.0
+    slopes = torch.full_like(want.d_divergences, 2.0) * largest
+    stored = replace(want, d_logps=zeros, d_entropies=zeros, d_divergences=slopes)
+    more, more_bound = logit_bounds(case, stored, *errors, zeros, zeros, zeros, diverging)
+    return d_raw.abs() + more.abs(), bound + more_bound
