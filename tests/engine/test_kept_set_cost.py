@@ -74,7 +74,7 @@ def test_spans_hold_the_budget_and_cover_every_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory(dtype: torch.dtype) -> None:
     """Within the workspace, beside 8 bytes an entry; of the vocabulary's size is nothing but d weight."""
-    n, h, v, k, budget = 512, 32, 30_000, 40, 400_000
+    n, h, v, k, budget = 256, 32, 20_000, 40, 200_000
     kept = torch.randint(0, v, (n, k), dtype=torch.int32)
     hidden, weight = torch.randn(n, h).to(dtype).requires_grad_(), torch.randn(v, h).to(dtype)
     entries, rows, states = 8 * n * k, 60 * n, n * h * dtype.itemsize

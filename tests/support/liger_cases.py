@@ -109,7 +109,7 @@ def assert_is_trls(case: Case, found: tuple[Any, ...], scale: float = 1.0) -> No
     limits = bounds_of(want, told)
     assert loss.dtype == computed_in(case)
     compare("loss", loss, want.loss, limits.loss, case)
-    compare_grads(grads, want, case, limits, scale)
+    compare_grads(grads, want, case, vars(limits), scale)
     *kl, share = metrics
     assert len(kl) == (1 if case.config.get("beta") else 0)
     for x in kl:
