@@ -68,11 +68,6 @@ class Case:
         return replace(self, **floating)
 
 
-def thinned(cases: list[Case], backend: str) -> list[Case]:
-    """`cases`; for Triton, whose interpreter is slow, every third."""
-    return cases[::3] if backend == "triton" else cases
-
-
 def seeded(name: str) -> torch.Generator:
     """A generator that depends on the name alone, on every machine and in every process."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -226,4 +227,7 @@ def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
     if given["reference"] is not None:
         hidden, head = given["reference"]
         out["reference"] = hidden[stays], head
+    lora = given.get("lora")
+    if lora is not None and lora.input is not None:
+        out["lora"] = replace(lora, input=lora.input[stays])
     return out, stays
