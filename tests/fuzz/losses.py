@@ -54,7 +54,8 @@ def draw(random_: Any) -> Options:
     }
     if random_.random() < 0.15:
         options |= {"lora": random_.randint(1, 4), "lora_input": random_.random() < 0.5}
-        options["lora_dtype"] = random_.choice((None, torch.float32, torch.bfloat16))
+        if options["dtype"] != torch.float64:
+            options["lora_dtype"] = random_.choice((None, torch.float32, torch.bfloat16))
     if options["dtype"] == torch.float16:
         own["scale"] = None  # below 2^-14 it rounds to a fixed step, which the bounds would scale
     name = f"fuzz/{random_.getrandbits(40)}"

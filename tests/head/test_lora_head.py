@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_logprob
+from tests.support.adapter_case import check_adapter
 from tests.support.measure import count_flops
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_a_16_bit_adapter_rounds_its_own_first_product_alone(backend: str) -> None:
+    """With what that product rounds in the truth, too, the log-probabilities are those of fp32."""
+    check_adapter(torch.bfloat16, torch.bfloat16, backend=backend, gradient=2.0**-7)
 
 
 @pytest.mark.parametrize(("trains_head", "products"), [(False, 4), (True, 6)])

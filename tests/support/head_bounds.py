@@ -63,7 +63,7 @@ def logit_error(case: Case, h: Head) -> Tensor:
     if "lora_a" in of:
         seen, between = of.get("lora_input", of["hidden"]), abs(o.lora_scaling) * of["lora_b"].abs().T
         size = size + seen.abs() @ of["lora_a"].abs().T @ between
-        rounding = between_products(case) * ((seen @ of["lora_a"].T).abs() @ between)
+        rounding = 2 * between_products(case) * ((seen @ of["lora_a"].T).abs() @ between)
     if o.logits_dtype == "input":
         rounding = torch.finfo(case.hidden.dtype).eps * h.raw.detach().masked_fill(h.raw.isinf(), 0.0).abs()
         rounding = rounding / abs(o.logit_scale)
