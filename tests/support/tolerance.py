@@ -237,11 +237,11 @@ def assert_scores(
     e, e_entropy = score_bounds(case, want)
     diverging = divergence_bounds(case, want.head, e) if case.diverges else None
     limits = {"logps": e, "entropies": e_entropy, "divergences": diverging and diverging.value}
-    for name in SCORES:
-        assert name in results or case.listed_ids is not None or name == "divergences"
-        if name in results:
-            assert results[name].dtype == computed_in(case)
-            compare(name, results[name], getattr(want, name), on_grid(limits[name], want.head.counted), case)
+    expected = {"divergences"} if case.listed_ids is not None else {*SCORES[: 2 + case.diverges]}
+    assert results.keys() == expected, f"{case.name}: results {[*results]}"
+    for name, x in results.items():
+        assert x.dtype == computed_in(case), f"{case.name}: {name}: dtype {x.dtype}"
+        compare(name, x, getattr(want, name), on_grid(limits[name], want.head.counted), case)
     d_raw, bound = raw_bounds(case, want, (e, e_entropy), diverging, engine)
     compare_grads(grads, want, case, head_bounds(case, want, d_raw, bound), 1.0)
 
