@@ -25,7 +25,7 @@ from grpo_kernels.objective.losses import LOSSES
 
 ROOT = Path(__file__).parents[1]
 USER = ROOT / "tests" / "support" / "typed_user.py"
-# Most of torch has no say in what is checked here, and takes mypy half a minute.
+# Most of torch, and the packages of trainers, have no say in what is checked here, and take mypy half a minute.
 TORCH = (
     "torch, torch._C.*, torch._tensor, torch.autograd, torch.autograd.grad_mode, torch.nn, torch.nn.modules, "
     "torch.nn.modules.linear, torch.nn.modules.module, torch.nn.parameter, torch.types, torch.utils._contextlib"
@@ -33,7 +33,7 @@ TORCH = (
 MYPY = f"""
 [mypy]
 python_version = 3.10
-[mypy-torch.*]
+[mypy-torch.*,transformers.*,ray.*,peft.*]
 follow_imports = skip
 [mypy-{TORCH}]
 follow_imports = silent
