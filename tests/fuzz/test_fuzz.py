@@ -102,7 +102,7 @@ LOSSES_THAT_FAILED: list[dict[str, Any]] = [
     {
         "name": "fuzz/321530804517", "mask": "full", "b": 2, "t": 5, "h": 8, "v": 2, "loss_type": "sapo",
         "kl_estimator": "k2", "sampling": True, "logit_scale": 2.0, "temperature": 0.9, "dtype": torch.float64,
-        "engine": 34, "backend": "torch", "scale": 17.0, "lora": 4,
+        "engine": 34, "backend": "torch", "scale": 17.0, "lora": 4, "shift": 3.0, "noise": 1.0,
     },
 ]  # fmt: skip
 
