@@ -58,7 +58,6 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
 # Tests that go through all losses in one loop: through the new ones only.
 NARROWED = (
     ("tests/support/random_cases.py", "choice(tuple(TERMS)", ")", "[-2:]"),
-    ("tests/parallel/test_sharded.py", "fixed_cases() if", " ", ' "novel" in case.name and'),
     ("tests/parallel/test_sequence_parallel.py", "import arguments, config_of", "\n", "\nLOSSES = LOSSES[-4:]"),
 )
 SUITES = [f"tests/{x}" for x in ("call", "engine", "head", "objective", "parallel", "token_loss", "backends")]
